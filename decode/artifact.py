@@ -1,0 +1,379 @@
+"""Directories that are complete or absent: drafters, training checkpoints, generated data.
+
+A directory is filled under a hidden name beside its final place, described in `manifest.json`,
+flushed to disk and renamed. A reader therefore never sees half of one, whatever ended the writer:
+
+    .tmp-<name>-<pid>-<random>   being filled, or being deleted; worthless once its process is dead
+    .old-<name>                  the previous <name>, complete, kept until the new one is in place
+
+One process at a time writes a given path. No file is ever unpickled here.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from decode.errors import UserError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+_TEMPORARY = re.compile(r"\.tmp-(?P<name>.+)-(?P<pid>[0-9]{1,9})-[0-9a-f]{8}")
+_ASIDE = re.compile(r"\.old-(?P<name>.+)")
+# Names of this process's own temporaries. In a container a restarted run often gets the process id
+# of the run that was killed, so the id alone cannot tell what is stale.
+_in_use: set[str] = set()
+
+
+class CorruptArtifact(UserError):
+    """A directory that is not what its manifest says. Has `directory`, `file` and `problem`."""
+
+    def __init__(self, directory: Path, file: str, problem: str) -> None:
+        super().__init__(directory, file, problem)
+        self.directory, self.file, self.problem = directory, file, problem
+
+    def __str__(self) -> str:
+        # repr: a manifest from elsewhere may hold names with control characters.
+        return (
+            f"{self.directory} cannot be used: {self.file!r} {self.problem}. "
+            "Restore it from a copy, or delete the directory and write it again."
+        )
+
+
+def write_directory(
+    path: Path, fill: Callable[[Path], None], *, meta: dict[str, Any] | None = None
+) -> None:
+    """Write the directory `path` from the files that `fill(tmp)` puts into an empty directory.
+
+    `meta` (JSON values) goes into the manifest and comes back from `verify_directory`; it is read
+    after `fill` returns. A directory written here before is replaced; so is an empty one.
+
+    On any error `path` is left as it was and the temporary is removed. Raises UserError when `path`
+    is something else that would be lost (a file, a link, a directory with no manifest), when
+    `fill` leaves a link or a special file, and for every OSError, `fill`'s included; anything else
+    that `fill` raises passes through.
+    """
+    path = Path(os.path.abspath(path))
+    with _os_errors_named(f"cannot write {path}"):
+        _make_directory(path.parent)
+        _settle(path)
+        if not _is_artifact(path) and not _is_vacant(path):
+            raise UserError(
+                f"{path} exists and holds no {MANIFEST}, so it was not written by draftsmith and "
+                "is not replaced. Choose another path, or move it away."
+            )
+        with _temporary(path) as tmp:
+            tmp.mkdir()
+            fill(tmp)
+            _seal(tmp, meta or {})
+            _put_in_place(tmp, path)
+
+
+def remove_directory(path: Path) -> None:
+    """Delete a directory so that a kill half-way leaves nothing visible. UserError on OSError."""
+    with _os_errors_named(f"cannot remove {path}"):
+        _discard(Path(os.path.abspath(path)))
+
+
+def write_file(path: Path, data: bytes | str) -> None:
+    """Write one file, as a whole or not at all; text as UTF-8. UserError on OSError."""
+    path = Path(os.path.abspath(path))
+    with _os_errors_named(f"cannot write {path}"):
+        _make_directory(path.parent)
+        with _temporary(path) as tmp:
+            _write_and_sync(tmp, data.encode() if isinstance(data, str) else data)
+            os.replace(tmp, path)
+            _sync(path.parent)
+
+
+def verify_directory(path: Path, *, deep: bool = True) -> dict[str, Any]:
+    """Check `path` against its manifest and return the manifest's meta.
+
+    With `deep` every file is hashed; without, only presence and size are checked. Files that the
+    manifest does not list are ignored (a clone from a model hub adds some). Raises CorruptArtifact
+    for the first file that is missing, changed, unreadable, a link, or outside the directory.
+    """
+    body = _read_manifest(path)
+    for name, entry in body["files"].items():
+        try:
+            problem = _problem_of(path, name, entry, deep)
+        except (FileNotFoundError, NotADirectoryError):
+            problem = "is missing"
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror})"
+        if problem:
+            raise CorruptArtifact(path, name, problem)
+    return body["meta"]
+
+
+def newest_complete(parent: Path, prefix: str) -> tuple[Path | None, list[CorruptArtifact]]:
+    """The `parent/prefix-<integer>` of the highest integer that verifies, else None.
+
+    With it come the errors of those passed over, for the caller to show. Call `recover` first.
+    """
+    numbered = re.compile(re.escape(prefix) + "-([0-9]+)")
+    found = [
+        (int(match[1]), parent / match[0])
+        for match in map(numbered.fullmatch, os.listdir(parent) if parent.is_dir() else ())
+        if match
+    ]
+    skipped = []
+    for _, entry in sorted(found, reverse=True):
+        try:
+            verify_directory(entry)
+        except CorruptArtifact as error:
+            skipped.append(error)
+        else:
+            return entry, skipped
+    return None, skipped
+
+
+def recover(parent: Path) -> None:
+    """Clear up in `parent` after processes that died while writing. UserError on OSError.
+
+    Deletes temporaries of dead processes, and puts back a directory that was moved aside for a
+    successor that never arrived. Safe beside live writers on this machine; those of other machines
+    look dead, so with a shared disk call it where nobody else writes.
+    """
+    parent = Path(os.path.abspath(parent))
+    if not parent.is_dir():
+        return
+    with _os_errors_named(f"cannot clear up in {parent}"):
+        names = os.listdir(parent)
+        being_written = set()
+        for match in filter(None, map(_TEMPORARY.fullmatch, names)):
+            if _is_stale(match):
+                _delete(parent / match[0])
+            else:
+                being_written.add(match["name"])
+        for match in filter(None, map(_ASIDE.fullmatch, names)):
+            # Between the two renames of a live writer the aside copy is that writer's business.
+            if match["name"] not in being_written:
+                _settle(parent / match["name"])
+
+
+def _put_in_place(tmp: Path, path: Path) -> None:
+    """The commit. A kill between the renames leaves the aside copy, which `_settle` restores."""
+    try:
+        if _is_artifact(path):
+            os.rename(path, _aside(path))
+        os.rename(tmp, path)
+        _sync(path.parent)
+    except BaseException:
+        if not tmp.exists():
+            os.rename(path, tmp)
+        _settle(path)
+        raise
+    # The new directory is safely on disk. An old copy that cannot be removed now is no reason to
+    # call the write failed: the next write or `recover` tries again.
+    with contextlib.suppress(OSError):
+        _settle(path)
+
+
+def _settle(path: Path) -> None:
+    """Drop the aside copy of `path` when `path` itself is there, put it back when it is not."""
+    aside = _aside(path)
+    # Another process may settle the same path at the same time; either may win.
+    with contextlib.suppress(FileNotFoundError):
+        if not _is_artifact(aside):
+            return
+        if _is_artifact(path):
+            _discard(aside)
+        elif _is_vacant(path):
+            os.rename(aside, path)
+            _sync(path.parent)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".old-{path.name}")
+
+
+def _is_artifact(path: Path) -> bool:
+    return not path.is_symlink() and (path / MANIFEST).is_file()
+
+
+def _is_vacant(path: Path) -> bool:
+    """Whether a directory can be renamed to `path` and nothing is lost."""
+    if not os.path.lexists(path):
+        return True
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """An unused hidden name beside `path`; whatever is left there at the end is deleted."""
+    tmp = path.with_name(f".tmp-{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
+    _in_use.add(tmp.name)
+    try:
+        yield tmp
+    finally:
+        _delete(tmp)
+        _in_use.discard(tmp.name)
+
+
+def _is_stale(match: re.Match[str]) -> bool:
+    pid = int(match["pid"])
+    if pid == os.getpid():
+        return match[0] not in _in_use
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # Alive, and somebody else's.
+    return False
+
+
+def _delete(tmp: Path) -> None:
+    """Remove a temporary as far as it goes: an error here must not hide the one that led here."""
+    if tmp.is_dir() and not tmp.is_symlink():
+        shutil.rmtree(tmp, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            tmp.unlink()
+
+
+def _discard(path: Path) -> None:
+    """Rename first, so that a kill during the slow deletion leaves a temporary, not half of it."""
+    with _temporary(path) as tmp:
+        os.rename(path, tmp)
+        _sync(path.parent)
+        shutil.rmtree(tmp)
+
+
+def _seal(directory: Path, meta: dict[str, Any]) -> None:
+    """Flush every file of `directory` to disk and write the manifest that lists them."""
+    files = {}
+    for entry in sorted(directory.rglob("*")):
+        name = entry.relative_to(directory).as_posix()
+        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+            raise UserError(f"{name} is a link or a special file, which a directory may not hold")
+        if name == MANIFEST:
+            raise ValueError(f"{MANIFEST} is written by write_directory, not by fill")
+        if entry.is_file():
+            files[name] = {"size": entry.stat().st_size, "sha256": _sha256(entry)}
+        _sync(entry)
+    # Through JSON and back: what is hashed must be what a reader will see (string keys, lists).
+    body = json.loads(json.dumps({"format": FORMAT, "files": files, "meta": meta}))
+    text = json.dumps({**body, "sha256": _body_sha256(body)}, indent=1, sort_keys=True)
+    _write_and_sync(directory / MANIFEST, text.encode())
+    _sync(directory)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest without its own hash. CorruptArtifact unless it is whole and of our format."""
+    if not path.is_dir():
+        what = "is not a directory" if os.path.lexists(path) else "does not exist"
+        raise CorruptArtifact(path, MANIFEST, f"cannot be read: {path} {what}")
+    try:
+        # A named pipe would block the reader for ever.
+        if not stat.S_ISREG(os.lstat(path / MANIFEST).st_mode):
+            raise CorruptArtifact(path, MANIFEST, "is not a regular file")
+        body = json.loads((path / MANIFEST).read_bytes().decode())
+    except FileNotFoundError:
+        raise CorruptArtifact(path, MANIFEST, "is missing: the directory is incomplete") from None
+    except OSError as error:
+        raise CorruptArtifact(path, MANIFEST, f"cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptArtifact(path, MANIFEST, "is damaged: it is not JSON") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        found = body.get("format") if isinstance(body, dict) else None
+        problem = f"has format {found!r}, this version of draftsmith reads {FORMAT}"
+        raise CorruptArtifact(path, MANIFEST, problem)
+    if body.pop("sha256", None) != _body_sha256(body):
+        raise CorruptArtifact(path, MANIFEST, "is damaged: it does not match its own hash")
+    if not isinstance(body.get("files"), dict) or not isinstance(body.get("meta"), dict):
+        raise CorruptArtifact(path, MANIFEST, "has no table of files or no meta")
+    return body
+
+
+def _problem_of(directory: Path, name: str, entry: object, deep: bool) -> str | None:
+    """What is wrong with one file of the manifest; None when nothing is. Raises OSError."""
+    match entry:
+        case {"size": int(size), "sha256": str(sha256)}:
+            pass
+        case _:
+            return "has no size or no hash in the manifest"
+    parts = name.split("/")
+    if "\0" in name or ".." in parts or PurePosixPath(name).parts != tuple(parts):
+        return "is refused: only plain paths inside the directory may be listed"
+    steps = [directory.joinpath(*parts[: i + 1]) for i in range(len(parts))]
+    if any(step.is_symlink() for step in steps):
+        return "is refused: it is reached through a link"
+    found = os.lstat(steps[-1])
+    if not stat.S_ISREG(found.st_mode):
+        return "is not a regular file"
+    if found.st_size != size:
+        return f"has {found.st_size} bytes, the manifest says {size}"
+    if deep and _sha256(steps[-1]) != sha256:
+        return "has another SHA-256 than the manifest says: its content was changed"
+    return None
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _body_sha256(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _write_and_sync(file: Path, data: bytes) -> None:
+    with open(file, "xb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or a directory's list of names."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network file systems cannot flush a directory; nothing better can be done there.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
+    finally:
+        os.close(fd)
+
+
+def _make_directory(path: Path) -> None:
+    """mkdir -p, with every new name flushed to disk."""
+    if not path.is_dir():
+        _make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        _sync(path.parent)
+
+
+@contextlib.contextmanager
+def _os_errors_named(action: str) -> Iterator[None]:
+    """Turn an OSError into a UserError that says what could not be done and why."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if _is_full_disk(error):
+            raise UserError(f"{action}: the disk is full. Free some space there.") from error
+        if isinstance(error, OSError):
+            raise UserError(f"{action}: {error}") from error
+        raise
+
+
+def _is_full_disk(error: BaseException | None) -> bool:
+    """safetensors says it in words only, and torch.save to an open file raises on top of it."""
+    while error is not None:
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,61 @@
+"""Drafters by kind. One that needs no training is a class; a trained one is also a directory.
+
+A drafter proposes tokens and is told which of them stayed. It knows nothing of verification
+rules, nor of the target beyond its vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from decode.draft import Draft
+from decode.registry import Registry
+from decode.sampling import Noise, Sampling
+
+
+@dataclass
+class Contexts:
+    """The committed tokens of the B rows that are being decoded, on the host.
+
+    tokens: int64 [B, C]; row b holds lengths[b] tokens, the rest is room.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+    def keep_rows(self, rows: np.ndarray) -> None:
+        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
+
+
+class Drafter(ABC):
+    """Life of a drafter within one decode: start → (draft → commit)* with keep_rows between."""
+
+    def most_nodes(self, gamma: int) -> int:
+        """How many nodes one row's draft may have; more than `gamma` for trees."""
+        return gamma
+
+    @abstractmethod
+    def start(self, contexts: Contexts) -> None:
+        """A new batch begins; the contexts are the prompts. Forget everything about the last."""
+
+    @abstractmethod
+    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+        """At most `gamma` ≥ 1 tokens deep for each row; fewer, or none, is always allowed.
+
+        What `q` declares must be the distribution the tokens were really drawn from.
+        """
+
+    def commit(self, contexts: Contexts) -> None:
+        """The verdict is in: `contexts` now ends with the tokens that stayed and one more."""
+        return None
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Only these rows (int64 [B']) go on, in this order."""
+        return None
+
+
+DRAFTERS: Registry[type[Drafter]] = Registry("drafter")
+
+from decode.drafters import ngram, none, small_lm  # noqa: E402, F401  (each registers itself)

@@ -1,0 +1,73 @@
+"""Prompt lookup: what followed the last few tokens when they stood earlier in the same text."""
+
+import numpy as np
+import torch
+
+from decode.draft import Draft
+from decode.drafters import DRAFTERS, Contexts, Drafter
+from decode.errors import UserError
+from decode.sampling import Noise, Sampling
+
+
+class _Index:
+    """Where each n-gram of one text last ended, for n in min_n … max_n; grown token by token."""
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self.sizes = range(max_n, min_n - 1, -1)
+        self.text: list[int] = []
+        self._ends: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: list[int]) -> None:
+        for token in tokens:
+            # The n-grams that end at the last token are filed only when another token follows:
+            # then they have a continuation, and the text's own end never finds itself.
+            end = len(self.text)
+            for n in self.sizes:
+                if n <= end:
+                    self._ends[tuple(self.text[end - n :])] = end
+            self.text.append(token)
+
+    def continuation(self, count: int) -> list[int]:
+        """At most `count` tokens after the latest earlier place of the longest known ending."""
+        for n in self.sizes:
+            if n < len(self.text):
+                end = self._ends.get(tuple(self.text[-n:]))
+                if end is not None:
+                    return self.text[end : end + count]
+        return []
+
+
+@DRAFTERS.register("ngram")
+class NgramDrafter(Drafter):
+    """Looks the last max_n … min_n tokens up in the row's own context; needs no training.
+
+    Each token costs a few dictionary entries, whatever the length of the text. A row without a
+    match drafts nothing. Raises UserError unless 1 ≤ min_n ≤ max_n.
+    """
+
+    def __init__(self, min_n: int = 1, max_n: int = 3) -> None:
+        if not 1 <= min_n <= max_n:
+            raise UserError(
+                f"n-gram sizes min_n={min_n}, max_n={max_n}; expected 1 ≤ min_n ≤ max_n"
+            )
+        self.min_n, self.max_n = min_n, max_n
+        self._rows: list[_Index] = []
+
+    def start(self, contexts: Contexts) -> None:
+        self._rows = [_Index(self.min_n, self.max_n) for _ in contexts.lengths]
+
+    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+        found = []
+        for index, tokens, length in zip(
+            self._rows, contexts.tokens, contexts.lengths, strict=True
+        ):
+            index.extend(tokens[len(index.text) : length].tolist())
+            found.append(index.continuation(gamma))
+        sizes = np.array([len(tokens) for tokens in found])
+        padded = torch.zeros(len(found), int(sizes.max()), dtype=torch.int64)
+        for row, tokens in enumerate(found):
+            padded[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        return Draft(padded, sizes)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        self._rows = [self._rows[row] for row in rows.tolist()]

@@ -1,0 +1,16 @@
+"""No drafter: plain decoding in the same loop, the denominator of every speed-up."""
+
+from decode.draft import Draft
+from decode.drafters import DRAFTERS, Contexts, Drafter
+from decode.sampling import Noise, Sampling
+
+
+@DRAFTERS.register("none")
+class NoDrafter(Drafter):
+    """Drafts nothing, so that each verification pass emits one token."""
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+        return Draft.none(len(contexts.lengths), "cpu")

@@ -1,0 +1,113 @@
+"""What makes two tokenizers the same one: hashes that tell whether token ids mean the same."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from decode.errors import UserError
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Identifies a vocabulary and the way text is cut into it.
+
+    vocab_sha256: over the token strings in id order, so a permuted vocabulary differs.
+    vocab_size: rows of the output layer, which may exceed the number of token strings.
+    tokenizer_sha256: over everything that decides how text becomes ids.
+    eos_token_ids: the ids that end a text, ascending.
+    """
+
+    vocab_sha256: str
+    vocab_size: int
+    tokenizer_sha256: str
+    eos_token_ids: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` is the inverse."""
+        return asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Fingerprint":
+        """Reads `to_dict`. Raises UserError when a field is missing, unknown or of another type."""
+        try:
+            found = cls(**(fields | {"eos_token_ids": tuple(fields["eos_token_ids"])}))
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"not a tokenizer fingerprint: found the fields {sorted(fields)}, expected "
+                "eos_token_ids, tokenizer_sha256, vocab_sha256 and vocab_size. "
+                "Make the file again with this version."
+            ) from error
+        return found
+
+
+def eos_token_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
+    """All ids that end a text, ascending; chat models have several. Empty when none is known.
+
+    configs: model or generation configs whose `eos_token_id` is an int, a list of them or None.
+    """
+    ids: set[int] = set()
+    for holder in (tokenizer, *configs):
+        found = getattr(holder, "eos_token_id", None)
+        if found is not None:
+            ids.update(found if isinstance(found, Iterable) else [found])
+    return tuple(sorted(ids))
+
+
+def fingerprint(tokenizer: Any, config: Any, generation_config: Any = None) -> Fingerprint:
+    """The fingerprint of a tokenizer and the model config it is used with.
+
+    config: its `vocab_size` (of the text part, for multi-modal models) is the output layer's rows.
+    generation_config: where chat models list the end-of-text ids their config does not.
+    """
+    text_config = config.get_text_config()
+    return Fingerprint(
+        vocab_sha256=_vocab_sha256(tokenizer),
+        vocab_size=text_config.vocab_size,
+        tokenizer_sha256=_tokenizer_sha256(tokenizer),
+        eos_token_ids=eos_token_ids(tokenizer, text_config, generation_config),
+    )
+
+
+def require_same_vocabulary(found: Fingerprint, expected: Fingerprint, what: str) -> None:
+    """Raises UserError unless token ids of `found` mean what they mean in `expected`.
+
+    what: names the thing that `found` belongs to, for the message: 'the drafter in runs/x'.
+    The tokenizers' ways of cutting text and their end-of-text ids may differ: neither changes what
+    an id stands for.
+    """
+    differences = []
+    if found.vocab_size != expected.vocab_size:
+        differences.append(f"{found.vocab_size} output rows, expected {expected.vocab_size}")
+    if found.vocab_sha256 != expected.vocab_sha256:
+        hashes = (found.vocab_sha256[:12], expected.vocab_sha256[:12])
+        differences.append("token strings hash to {}…, expected {}…".format(*hashes))
+    if differences:
+        raise UserError(
+            f"{what} has another vocabulary than the target: {'; '.join(differences)}. "
+            "Token ids would change their meaning between the two. Use parts made for the same "
+            "target, or make this one again with the target in use."
+        )
+
+
+def _vocab_sha256(tokenizer: Any) -> str:
+    # Ids are part of the hash because a vocabulary may have holes; JSON keeps the strings apart.
+    by_id = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
+    return _sha256_of_json(by_id)
+
+
+def _tokenizer_sha256(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        # A tokenizer in pure Python has no description of itself: its class stands for its rules.
+        return _sha256_of_json([type(tokenizer).__name__, _vocab_sha256(tokenizer)])
+    description = json.loads(backend.to_str())
+    # Padding and truncation are left out: they are settings of a call, kept in the same file.
+    return _sha256_of_json(
+        {key: description[key] for key in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
+    )
+
+
+def _sha256_of_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,218 @@
+"""A Hugging Face causal LM over a preallocated cache of slots, one run of slots per row.
+
+Shapes: B rows (sequences), n tokens fed per row, S slots in use, C slots in all, H heads,
+D head size, V vocabulary.
+
+Row b's committed tokens sit in slots 0 … len_b−1, so rolling back is nothing but using a smaller
+length: the next forward writes over what was rejected. Tokens are fed at slots
+start_b … start_b+n−1, and `start` may differ from row to row; that is all a ragged batch needs.
+"""
+
+import inspect
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from decode.errors import UserError
+
+
+class _Window:
+    """Where the forward that is under way writes; shared by all layers of one cache."""
+
+    rows: Tensor  # [B, 1], and
+    slots: Tensor  # [B, n]: index of each token's slot, for rows that start at different slots
+    begin: int | None = None  # the first slot where all rows start alike, else None
+    end: int = 0  # one past the last slot any row uses
+
+
+class _SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, [B, H, C, D], written in place."""
+
+    is_sliding = False
+
+    def __init__(self, rows: int, capacity: int, window: _Window) -> None:
+        super().__init__()
+        self.rows, self.capacity, self.window = rows, capacity, window
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        def allocate(like: Tensor) -> Tensor:
+            # Zeros, not empty: a masked slot is still multiplied by its zero weight, and NaN is not.
+            return like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
+
+        self.keys, self.values = allocate(key_states), allocate(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        window = self.window
+        for cache, new in ((self.keys, key_states), (self.values, value_states)):
+            if window.begin is not None:
+                cache[:, :, window.begin : window.begin + new.shape[2]] = new
+            else:
+                cache[window.rows, :, window.slots] = new.transpose(1, 2)
+        return self.keys[:, :, : window.end], self.values[:, :, : window.end]
+
+    def get_seq_length(self) -> int:
+        return self.window.begin or 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.window.end, 0
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+def require_slots(model: PreTrainedModel, capacity: int) -> None:
+    """Refuse a model whose past is not one key and value per token, before anything is computed.
+
+    Raises UserError for recurrent and hybrid models (their state cannot be rolled back) and for
+    sliding-window models when the window is smaller than `capacity` tokens.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    stateful = getattr(model, "_is_stateful", False)
+    if stateful or kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(
+            f"{type(model).__name__} keeps a running state ({', '.join(sorted(kinds))}) that cannot "
+            "be rolled back after a rejected draft; use a model with attention layers only"
+        )
+    window = getattr(config, "sliding_window", None)
+    windowed = window is not None and getattr(config, "use_sliding_window", True)
+    if windowed and capacity > window:
+        raise UserError(
+            f"{type(model).__name__} attends to a sliding window of {window} tokens, and this run "
+            f"needs {capacity}; shorten prompts or max_new_tokens so that they fit in the window"
+        )
+
+
+class CachedLM:
+    """A causal LM and the slots of the sequences it is decoding.
+
+    Any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache will do.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.device = model.device
+        self.max_positions: int = getattr(
+            model.config.get_text_config(), "max_position_embeddings", 1 << 30
+        )
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_columns = "logits_to_keep" in parameters
+        self._boolean_masks = model.config._attn_implementation == "sdpa"
+        self._mask_dtype = model.dtype
+        self._window = _Window()
+        self._cache: Cache | None = None
+
+    def reset(self, rows: int, capacity: int) -> None:
+        """Start `rows` empty sequences of at most `capacity` slots; raises as `require_slots`."""
+        require_slots(self.model, capacity)
+        self._window = _Window()
+        layers = self.model.config.get_text_config().num_hidden_layers
+        self._cache = Cache(
+            layers=[_SlotLayer(rows, capacity, self._window) for _ in range(layers)]
+        )
+
+    def forward(
+        self,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        *,
+        columns: np.ndarray | None = None,
+        depth_BN: Tensor | None = None,
+        ancestors_BNN: Tensor | None = None,
+    ) -> Tensor:
+        """Feed n tokens per row and return their logits, in the model's dtype.
+
+        start: int [B], the slot of each row's first token; everything below it is its past.
+        columns: int [B], return the logits of this one column per row, [B, 1, V]; None: all n.
+        depth_BN, ancestors_BNN: for a token tree, each token's distance from the first one and
+            which of the n tokens it may see (itself included); None: the tokens are a chain.
+        """
+        assert self._cache is not None, "reset() comes before forward()"
+        rows, n = ids_BN.shape
+        self._place(start, n)
+        start_B1 = torch.as_tensor(start, device=self.device)[:, None]
+        if depth_BN is None:
+            depth_BN = torch.arange(n, device=self.device)[None, :]
+        extra: dict[str, object] = {}
+        picked = None
+        if columns is not None and self._keeps_columns:
+            kept, picked = np.unique(columns, return_inverse=True)
+            extra["logits_to_keep"] = torch.as_tensor(kept, device=self.device)
+        elif columns is not None:
+            picked = columns
+        logits = self.model(
+            input_ids=ids_BN,
+            # Only padding can lie past the last position; it must not index out of a learned table.
+            position_ids=(start_B1 + depth_BN).clamp(max=self.max_positions - 1),
+            attention_mask=self._mask(start_B1, start, n, ancestors_BNN),
+            past_key_values=self._cache,
+            use_cache=True,
+            **extra,
+        ).logits
+        if picked is None:
+            return logits
+        if logits.shape[1] == 1:
+            return logits
+        index_B = torch.as_tensor(picked, device=self.device)
+        return logits[torch.arange(rows, device=self.device), index_B][:, None]
+
+    def _place(self, start: np.ndarray, n: int) -> None:
+        window = self._window
+        window.end = int(start.max()) + n
+        window.begin = int(start[0]) if bool((start == start[0]).all()) else None
+        if window.begin is None:
+            first = torch.as_tensor(start, device=self.device)[:, None]
+            window.rows = torch.arange(len(start), device=self.device)[:, None]
+            window.slots = first + torch.arange(n, device=self.device)
+
+    def _mask(
+        self, start_B1: Tensor, start: np.ndarray, n: int, ancestors_BNN: Tensor | None
+    ) -> Tensor | None:
+        """What each fed token may see, [B, 1, n, S]; None where plain causal attention says it."""
+        if ancestors_BNN is None and (n == 1 or not start.any()) and self._window.begin is not None:
+            return None
+        slots_S = torch.arange(self._window.end, device=self.device)
+        offset_BS = slots_S - start_B1  # a slot's column among the fed tokens; negative: the past
+        if ancestors_BNN is None:
+            seen = offset_BS[:, None, :] <= torch.arange(n, device=self.device)[None, :, None]
+        else:
+            inside_BS = (offset_BS >= 0) & (offset_BS < n)
+            column_B1S = offset_BS.clamp(0, n - 1)[:, None, :].expand(-1, n, -1)
+            own = ancestors_BNN.expand(len(start), -1, -1).gather(2, column_B1S)
+            seen = (offset_BS < 0)[:, None, :] | (own & inside_BS[:, None, :])
+        seen = seen[:, None]
+        if self._boolean_masks:
+            return seen
+        blocked = torch.finfo(self._mask_dtype).min
+        return torch.zeros_like(seen, dtype=self._mask_dtype).masked_fill_(~seen, blocked)
+
+    def commit(self, start: np.ndarray, columns_BM: Tensor) -> None:
+        """Keep a path of the last forward: column `columns_BM[b, m]` moves to slot start_b + m.
+
+        One gather per layer. A chain's accepted tokens lie where they belong and need no call.
+        """
+        assert self._cache is not None
+        first_B1 = torch.as_tensor(start, device=self.device)[:, None]
+        rows_B1 = torch.arange(len(start), device=self.device)[:, None]
+        source_BM = first_B1 + columns_BM
+        target_BM = first_B1 + torch.arange(columns_BM.shape[1], device=self.device)
+        for layer in self._cache.layers:
+            for cache in (layer.keys, layer.values):
+                cache[rows_B1, :, target_BM] = cache[rows_B1, :, source_BM]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all rows but these (int64 [B']), in this order."""
+        assert self._cache is not None
+        for layer in self._cache.layers:
+            layer.rows = len(rows)
+            if layer.is_initialized:
+                layer.keys = layer.keys.index_select(0, rows)
+                layer.values = layer.values.index_select(0, rows)

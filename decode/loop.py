@@ -1,0 +1,260 @@
+"""The one decode loop: draft → verify → commit → roll back, for any drafter and any number of rows.
+
+Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, V vocabulary.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.draft import Draft
+from decode.drafters import Contexts, Drafter
+from decode.errors import UserError
+from decode.kv import CachedLM
+from decode.rules import RULES, Rule, Verdict
+from decode.sampling import Noise, Sampling
+from decode.stats import Counts, Tally, Timing
+from decode.trace import TraceStep, trace_rows
+
+OnTokens = Callable[[int, list[int]], None]
+
+
+@dataclass
+class Decoded:
+    """What a decode produced. outputs[i] answers prompts[i], its EOS included if it was emitted."""
+
+    outputs: list[list[int]]
+    tally: Tally
+    timing: Timing
+
+    @property
+    def counts(self) -> Counts:
+        return self.tally.pooled()
+
+
+class Decoder:
+    """A target, a drafter and a rule, ready to decode.
+
+    gamma: how deep a draft may be, ≥ 1. rule: a name from `RULES`; for greedy sampling every
+    lossless rule is exact match. Raises UserError for γ < 1, an unknown rule, or a drafter whose
+    trees the rule cannot judge (when it drafts one).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        gamma: int = 4,
+        rule: str = "speculative",
+        sampling: Sampling | None = None,
+    ) -> None:
+        if gamma < 1:
+            raise UserError(f"gamma is {gamma}; a draft needs at least 1 token (use drafter none)")
+        self.sampling = sampling or Sampling()
+        chosen = RULES[rule]
+        self.rule: Rule = RULES["exact"]() if self.sampling.greedy and chosen.lossless else chosen()
+        self.lm = CachedLM(model)
+        self.drafter = drafter
+        self.gamma = gamma
+        self.eos = np.array(sorted(eos_token_ids), dtype=np.int64)
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        seed: int = 0,
+        row_ids: Sequence[int] | None = None,
+        on_tokens: OnTokens | None = None,
+        on_step: Callable[[TraceStep], None] | None = None,
+    ) -> Decoded:
+        """Continue all prompts (token ids) together, each until EOS or `max_new_tokens`.
+
+        row_ids: what each row's random numbers are derived from beside the seed; its place in a
+            larger set makes its text the same in any batch (default: its place in `prompts`).
+        on_tokens: called with (row, new tokens) as soon as they are certain. on_step: see trace.
+        Raises UserError for no prompts, an empty prompt, or one that leaves no room to answer.
+        """
+        limit = self._room(prompts, max_new_tokens)
+        clock = _Clock(self.lm.device)
+        rows = np.arange(len(prompts))  # which prompt each row still decoding answers
+        device = self.lm.device
+        contexts = self._contexts(prompts, limit)
+        prompt_lengths = contexts.lengths.copy()
+        identities = np.asarray(rows if row_ids is None else row_ids)
+        noise = Noise(seed, torch.as_tensor(identities, device=device))
+        tally = Tally(len(prompts), self.gamma)
+        outputs: list[list[int]] = [[] for _ in prompts]
+
+        first = self._prefill(contexts, noise)
+        emitted = np.ones(len(rows), dtype=np.int64)
+        self._append(contexts, first, emitted)
+        self.drafter.start(contexts)
+        clock.mark("prefill")
+
+        block, ended = first, np.isin(first[:, 0], self.eos) | (limit == 1)
+        while True:
+            for place, row in enumerate(rows):
+                new = block[place, : emitted[place]].tolist()
+                outputs[row] += new
+                if on_tokens:
+                    on_tokens(int(row), new)
+            if ended.any():
+                going = np.flatnonzero(~ended)
+                if not len(going):
+                    break
+                self._keep(going, contexts, noise)
+                rows, prompt_lengths = rows[going], prompt_lengths[going]
+            clock.mark("overhead")
+
+            noise.next_round()
+            left = limit - (contexts.lengths - prompt_lengths)
+            # The pass itself emits a token, so drafting the last one is never worth it. Each row is
+            # held to its own limit, or its text would depend on the rows beside it.
+            gamma = min(self.gamma, int(left.max()) - 1)
+            draft = (
+                self.drafter.draft(contexts, gamma, self.sampling, noise).to(device)
+                if gamma
+                else Draft.none(len(rows), device)
+            )
+            draft.limit_depth(left - 1)
+            self._check(draft)
+            clock.mark("draft")
+            clock.timing.steps += 1
+            clock.timing.draft_depth += gamma if draft.sizes.any() else 0
+            clock.timing.width += 1 + draft.tokens.shape[1]
+            logits, start = self._forward(contexts, draft)
+            clock.mark("verify")
+            verdict = self.rule.verify(draft, logits, self.sampling, noise)
+            accepted, reached, block = self._read(draft, verdict)
+            if not draft.is_chain:
+                root = torch.zeros_like(verdict.path[:, :1])
+                self.lm.commit(start, torch.cat([root, verdict.path + 1], 1))
+            if on_step:
+                on_step(trace_rows(rows, draft, logits, self.sampling, accepted, block))
+
+            emitted, ended = self._cut(block, accepted, left)
+            tally.step(rows, draft.nodes_by_depth(), reached, accepted, emitted, ended)
+            self._append(contexts, block, emitted)
+            self.drafter.commit(contexts)
+            clock.mark("overhead")
+        clock.mark("overhead")
+        return Decoded(outputs, tally, clock.timing)
+
+    def _room(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+        """The length limit that fits in the model's positions, at most `max_new_tokens`."""
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
+        if not prompts:
+            raise UserError("there are no prompts to decode")
+        for row, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise UserError(f"prompt {row} is empty; a model needs at least one token")
+            if len(prompt) >= self.lm.max_positions:
+                raise UserError(
+                    f"prompt {row} has {len(prompt)} tokens and the target's context holds "
+                    f"{self.lm.max_positions}, which leaves no room for an answer; shorten it"
+                )
+        return min(max_new_tokens, self.lm.max_positions - max(len(p) for p in prompts))
+
+    def _contexts(self, prompts: Sequence[Sequence[int]], limit: int) -> Contexts:
+        lengths = np.array([len(prompt) for prompt in prompts])
+        tokens = np.zeros((len(prompts), int(lengths.max()) + limit), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        return Contexts(tokens, lengths)
+
+    def _prefill(self, contexts: Contexts, noise: Noise) -> np.ndarray:
+        """Feed the prompts; the token that follows each, int64 [B, 1]."""
+        rows, capacity = contexts.tokens.shape
+        # The nodes of a draft need slots past the longest text.
+        self.lm.reset(rows, capacity + self.drafter.most_nodes(self.gamma))
+        width = int(contexts.lengths.max())
+        ids = torch.as_tensor(contexts.tokens[:, :width], device=self.lm.device)
+        logits = self.lm.forward(
+            ids, np.zeros(rows, dtype=np.int64), columns=contexts.lengths - 1
+        )
+        uniforms = noise.uniforms(Noise.NEXT, 0, 1)
+        return self.sampling.pick(logits, uniforms).cpu().numpy()
+
+    def _forward(self, contexts: Contexts, draft: Draft) -> tuple[Tensor, np.ndarray]:
+        """One target pass over the last committed token and the draft: logits [B, N+1, V]."""
+        start = contexts.lengths - 1
+        last = np.take_along_axis(contexts.tokens, start[:, None], axis=1)
+        ids = torch.cat([torch.as_tensor(last, device=self.lm.device), draft.tokens], 1)
+        if draft.is_chain:
+            return self.lm.forward(ids, start), start
+        # The root stands before all nodes and is seen by each of them.
+        ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
+        ancestors[:, :, 0] = True
+        depth = ancestors.sum(2) - 1
+        return self.lm.forward(ids, start, depth_BN=depth, ancestors_BNN=ancestors), start
+
+    def _check(self, draft: Draft) -> None:
+        if not draft.is_chain and not self.rule.trees:
+            raise UserError(
+                f"{type(self.drafter).__name__} drafts trees and the rule "
+                f"{type(self.rule).__name__} judges chains only; choose a rule for trees"
+            )
+
+    def _read(self, draft: Draft, verdict: Verdict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """accepted [B], reached [B] and the block [B, D+1] of accepted tokens, each followed by
+        the target's own, with one transfer to the host."""
+        path_tokens = draft.tokens.gather(1, verdict.path)
+        packed = torch.cat(
+            [verdict.accepted[:, None], verdict.reached[:, None], verdict.next_token[:, None], path_tokens],
+            dim=1,
+        )
+        host = packed.cpu().numpy()
+        accepted, reached, following = host[:, 0], host[:, 1], host[:, 2]
+        block = np.concatenate([host[:, 3:], np.zeros_like(host[:, :1])], axis=1)
+        np.put_along_axis(block, accepted[:, None], following[:, None], axis=1)
+        return accepted, reached, block
+
+    def _cut(
+        self, block: np.ndarray, accepted: np.ndarray, left: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """How many tokens of each block are emitted, and whether the text ends with them."""
+        emitted = np.minimum(accepted + 1, left)
+        is_eos = np.isin(block, self.eos) & (np.arange(block.shape[1])[None, :] < emitted[:, None])
+        has_eos = is_eos.any(1)
+        emitted = np.where(has_eos, is_eos.argmax(1) + 1, emitted)
+        return emitted, has_eos | (emitted == left)
+
+    @staticmethod
+    def _append(contexts: Contexts, block: np.ndarray, emitted: np.ndarray) -> None:
+        columns = np.arange(block.shape[1])[None, :]
+        row, column = np.nonzero(columns < emitted[:, None])
+        contexts.tokens[row, contexts.lengths[row] + column] = block[row, column]
+        contexts.lengths = contexts.lengths + emitted
+
+    def _keep(self, going: np.ndarray, contexts: Contexts, noise: Noise) -> None:
+        rows = torch.as_tensor(going, device=self.lm.device)
+        self.lm.keep_rows(rows)
+        self.drafter.keep_rows(rows)
+        noise.keep_rows(rows)
+        contexts.keep_rows(going)
+
+
+class _Clock:
+    """Charges the time since the last mark to a part of the step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.timing = Timing()
+        self._device = device
+        self._last = time.perf_counter()
+
+    def mark(self, part: str) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        setattr(self.timing, part, getattr(self.timing, part) + now - self._last)
+        self._last = now

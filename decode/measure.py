@@ -1,0 +1,301 @@
+"""Judges a drafter: acceptance on many prompts, time on a few, always by the one loop.
+
+The meaning of each figure:
+- tokens per step: emitted / verification passes, pooled; prefill and its token left out.
+- acceptance rate: accepted / positions reached. draft efficiency: accepted / drafted.
+- speed-up: wall time of plain decoding over that of speculative decoding in the same loop and
+  process; same prompts, interleaved, prefill included; ratio of totals with a 95% interval from a
+  bootstrap over prompts.
+- c, v: the time of one draft step, and of one verification pass of the mean width, in plain steps.
+- break-even acceptance: the α at which (1 − α^(γ+1)) / ((1 − α)(γc + v)) is 1.
+- repetition: share of a text's tokens inside an 8-gram that the text repeats.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from decode.drafters import DRAFTERS, Drafter
+from decode.loop import Decoded, Decoder
+from decode.sampling import Sampling
+from decode.stats import Counts, Timing, finite
+from decode.target import Target
+
+Progress = Callable[[str, int, int], None]  # what is being measured, done, of how many
+REPEATED = 8
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is measured, and on how much.
+
+    gamma, sampling, rule: of the decoding. max_new_tokens and batch_size: of the acceptance run
+    over all prompts. timed_prompts of them, spread evenly, are decoded again one by one for
+    timed_tokens tokens to measure time. generate: whether `transformers` is timed beside us.
+    """
+
+    gamma: int = 4
+    sampling: Sampling = field(default_factory=Sampling)
+    rule: str = "speculative"
+    max_new_tokens: int = 64
+    batch_size: int = 16
+    timed_prompts: int = 8
+    timed_tokens: int = 64
+    generate: bool = True
+    seed: int = 0
+
+
+@dataclass
+class Evaluation:
+    """The figures of one drafter under one protocol; `to_dict` is what reports are made of."""
+
+    protocol: Protocol
+    lossless: bool
+    counts: Counts
+    outputs: list[list[int]]
+    repetition: list[float]
+    plain: list[Decoded]
+    drafted: list[Decoded]
+    generate_seconds: list[float] | None
+    identical: float | None
+    identical_within_rounding: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON values; a figure that does not exist is None."""
+        plain_s = np.array([run.timing.total for run in self.plain])
+        drafted_s = np.array([run.timing.total for run in self.drafted])
+        plain, drafted = _sum(self.plain), _sum(self.drafted)
+        costs = self._costs(plain, drafted)
+        fluent = np.array([repetition(run.outputs[0]) == 0 for run in self.plain])
+        result: dict[str, Any] = {
+            **self.counts.to_dict(),
+            "gamma": self.protocol.gamma,
+            "rule": self.protocol.rule,
+            "lossless": self.lossless,
+            "sampling": vars(self.protocol.sampling),
+            "prompts": len(self.outputs),
+            "timed_prompts": len(self.plain),
+            **costs,
+            "break_even_acceptance": break_even(self.protocol.gamma, costs["c"], costs["v"]),
+            "speedup": ratio_of_totals(plain_s, drafted_s),
+            "speedup_without_prefill": ratio_of_totals(
+                plain_s - [run.timing.prefill for run in self.plain],
+                drafted_s - [run.timing.prefill for run in self.drafted],
+            ),
+            "speedup_not_repeating": ratio_of_totals(plain_s[fluent], drafted_s[fluent]),
+            "tokens_per_step_not_repeating": finite(self._fluent_counts().tokens_per_step),
+            "repetition": float(np.mean(self.repetition)),
+            "share_repeating": float(np.mean([share > 0 for share in self.repetition])),
+            "identical_to_plain": self.identical,
+            "identical_within_rounding": self.identical_within_rounding,
+            "seconds": {"plain": vars(plain), "drafted": vars(drafted)},
+        }
+        if self.generate_seconds is not None:
+            generate_s = np.array(self.generate_seconds)
+            result["vs_generate"] = ratio_of_totals(generate_s, drafted_s)
+            result["plain_vs_generate"] = ratio_of_totals(generate_s, plain_s)
+        return result
+
+    def _costs(self, plain: Timing, drafted: Timing) -> dict[str, float | None]:
+        step = (plain.verify + plain.overhead + plain.draft) / plain.steps if plain.steps else 0.0
+        if not step or not drafted.steps:
+            return {"c": None, "v": None, "verify_width": None, "overhead_ms": None}
+        return {
+            "c": drafted.draft / drafted.draft_depth / step if drafted.draft_depth else 0.0,
+            "v": (drafted.verify + drafted.overhead) / drafted.steps / step,
+            "verify_width": drafted.width / drafted.steps,
+            "overhead_ms": 1000 * drafted.overhead / drafted.steps,
+        }
+
+    def _fluent_counts(self) -> Counts:
+        rows = [run.tally.row(0) for run in self.drafted if repetition(run.outputs[0]) == 0]
+        return sum(rows, Counts.zero())
+
+
+def evaluate(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    protocol: Protocol,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Measure `drafter` on prompts (token ids). Raises UserError as `Decoder` does.
+
+    The acceptance of the drafter comes from all prompts, in batches; times come from the timed
+    prompts, at batch 1, plain and speculative decoding (and `generate()`) taking turns.
+    """
+    report = progress or (lambda what, done, of: None)
+
+    def decoder(which: Drafter) -> Decoder:
+        return Decoder(
+            target.model,
+            which,
+            eos_token_ids=target.eos_token_ids,
+            gamma=protocol.gamma,
+            rule=protocol.rule,
+            sampling=protocol.sampling,
+        )
+
+    speculative, plain = decoder(drafter), decoder(DRAFTERS["none"]())
+    outputs, counts = _decode_all(speculative, prompts, protocol, report)
+    timed = np.linspace(0, len(prompts) - 1, min(protocol.timed_prompts, len(prompts))).astype(int)
+    if len(timed):
+        for which in (plain, speculative):  # warm-up, left out of every figure
+            which.decode([prompts[timed[0]]], min(8, protocol.timed_tokens))
+    runs: dict[str, list[Decoded]] = {"plain": [], "drafted": []}
+    generate_seconds = []
+    for done, index in enumerate(timed):
+        report("timing", done, len(timed))
+        pair = [("plain", plain), ("drafted", speculative)]
+        # Taking turns at going first keeps a drift of the machine out of the ratio.
+        for name, which in pair if done % 2 == 0 else reversed(pair):
+            run = which.decode(
+                [prompts[index]],
+                protocol.timed_tokens,
+                seed=protocol.seed,
+                row_ids=[int(index)],
+            )
+            runs[name].append(run)
+        if protocol.generate:
+            generate_seconds.append(time_generate(target, prompts[index], protocol))
+    report("timing", len(timed), len(timed))
+    same, close = _compare(target, [prompts[i] for i in timed], runs, protocol)
+    return Evaluation(
+        protocol,
+        speculative.rule.lossless,
+        counts,
+        outputs,
+        [repetition(output) for output in outputs],
+        runs["plain"],
+        runs["drafted"],
+        generate_seconds if protocol.generate else None,
+        same,
+        close,
+    )
+
+
+def _decode_all(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], protocol: Protocol, report: Progress
+) -> tuple[list[list[int]], Counts]:
+    # Prompts of like length together: less padding in the prefill.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    outputs: list[list[int]] = [[] for _ in prompts]
+    counts = Counts.zero()
+    for begin in range(0, len(order), protocol.batch_size):
+        report("acceptance", begin, len(order))
+        batch = order[begin : begin + protocol.batch_size]
+        run = decoder.decode(
+            [prompts[i] for i in batch],
+            protocol.max_new_tokens,
+            seed=protocol.seed,
+            row_ids=batch,
+        )
+        counts = counts + run.counts
+        for index, output in zip(batch, run.outputs, strict=True):
+            outputs[index] = output
+    report("acceptance", len(order), len(order))
+    return outputs, counts
+
+
+def time_generate(target: Target, prompt: Sequence[int], protocol: Protocol) -> float:
+    """Seconds that `transformers` `generate()` takes for the same prompt, sampling and length."""
+    sampling = protocol.sampling
+    drawn: dict[str, Any] = {"do_sample": False}
+    if not sampling.greedy:
+        drawn = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+        }
+    eos = list(target.eos_token_ids)
+    settings = GenerationConfig(
+        max_new_tokens=protocol.timed_tokens,
+        eos_token_id=eos or None,
+        pad_token_id=eos[0] if eos else 0,
+        **drawn,
+    )
+    ids = torch.tensor([list(prompt)], device=target.device)
+    begin = time.perf_counter()
+    target.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter() - begin
+
+
+def _compare(
+    target: Target,
+    prompts: list[Sequence[int]],
+    runs: dict[str, list[Decoded]],
+    protocol: Protocol,
+) -> tuple[float | None, float | None]:
+    """Greedy only: the share of timed prompts whose text equals plain decoding's, and the share
+    that does so up to a choice between two logits closer than the dtype can tell apart."""
+    if not protocol.sampling.greedy or not prompts:
+        return None, None
+    same, close = 0, 0
+    for prompt, a, b in zip(prompts, runs["plain"], runs["drafted"], strict=True):
+        plain, drafted = a.outputs[0], b.outputs[0]
+        if plain == drafted:
+            same += 1
+            continue
+        at = next(i for i, pair in enumerate(zip(plain, drafted, strict=False)) if len(set(pair)) > 1)
+        ids = torch.tensor([[*prompt, *plain[:at]]], device=target.device)
+        with torch.inference_mode():
+            logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
+        gap = (logits[plain[at]] - logits[drafted[at]]).abs()
+        # Both logits are rounded, after sums that were rounded in another order.
+        close += bool(gap <= 4 * torch.finfo(target.dtype).eps * logits.abs().max())
+    return same / len(prompts), (same + close) / len(prompts)
+
+
+def _sum(runs: Sequence[Decoded]) -> Timing:
+    return sum((run.timing for run in runs), Timing())
+
+
+def repetition(tokens: Sequence[int]) -> float:
+    """Share of the tokens that lie inside an 8-gram occurring more than once.
+
+    >>> repetition([1, 2, 3, 4, 5, 6, 7, 8] * 2)
+    1.0
+    """
+    places: dict[tuple[int, ...], list[int]] = {}
+    for i in range(len(tokens) - REPEATED + 1):
+        places.setdefault(tuple(tokens[i : i + REPEATED]), []).append(i)
+    inside = np.zeros(len(tokens), dtype=bool)
+    for found in places.values():
+        if len(found) > 1:
+            for i in found:
+                inside[i : i + REPEATED] = True
+    return float(inside.mean()) if len(tokens) else 0.0
+
+
+def ratio_of_totals(
+    numerator: np.ndarray, denominator: np.ndarray, *, draws: int = 2000, seed: int = 0
+) -> dict[str, float] | None:
+    """Σ numerator / Σ denominator over prompts, with its 95% bootstrap interval; None for none."""
+    if not len(numerator):
+        return None
+    index = np.random.default_rng(seed).integers(0, len(numerator), (draws, len(numerator)))
+    ratios = numerator[index].sum(1) / denominator[index].sum(1)
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    value = numerator.sum() / denominator.sum()
+    return {"value": float(value), "low": float(low), "high": float(high)}
+
+
+def break_even(gamma: int, c: float | None, v: float | None) -> float | None:
+    """The i.i.d. acceptance rate from which drafting γ tokens pays (2211.17192, theorem 3.8, with
+    the cost v of the verification pass); None when even α = 1 does not pay, or without costs."""
+    if c is None or v is None or gamma * c + v > gamma + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        gained = sum(middle**i for i in range(gamma + 1))
+        low, high = (low, middle) if gained >= gamma * c + v else (middle, high)
+    return high

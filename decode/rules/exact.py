@@ -1,0 +1,48 @@
+"""Exact match: a drafted token stays while it is the very token the target emits there."""
+
+import torch
+from torch import Tensor
+
+from decode.draft import Draft
+from decode.rules import RULES, Rule, Verdict
+from decode.sampling import Noise, Sampling
+
+
+@RULES.register("exact")
+class ExactMatch(Rule):
+    """The target emits one token per row of logits (greedy: the argmax; else one draw), and the
+    draft only tells how many of those tokens are already known to be on one path. Lossless by
+    construction, on any tree; for greedy decoding it is what every lossless rule comes to.
+    """
+
+    lossless, trees, needs_q = True, True, False
+
+    def verify(self, draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
+        rows, nodes = draft.tokens.shape
+        uniforms = noise.uniforms(Noise.NEXT, 0, nodes + 1) if not sampling.greedy else logits
+        emitted = sampling.pick(logits, uniforms)  # [B, N+1]
+        if nodes == 0:
+            zero = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+            return Verdict(draft.tokens, zero, zero, emitted[:, 0])
+        matches = (draft.tokens == emitted.gather(1, draft.parent_rows())) & draft.valid()
+        if draft.is_chain:
+            accepted = matches.long().cumprod(1).sum(1)
+            path = torch.arange(nodes, device=logits.device).expand(rows, -1)
+            reached = torch.minimum(accepted + 1, draft.valid().sum(1))
+            return Verdict(path, accepted, reached, emitted.gather(1, accepted[:, None])[:, 0])
+
+        # A node stays if it and all its ancestors match; the deepest such node ends the path.
+        ancestors = draft.ancestors()
+        stays = ((ancestors & ~matches[:, None, :]).sum(2) == 0) & matches
+        depth = ancestors.sum(2) * stays
+        accepted, deepest = depth.max(1)
+        on_path = ancestors.gather(1, deepest[:, None, None].expand(-1, 1, nodes))[:, 0]
+        on_path &= (accepted > 0)[:, None]
+        # Parents come before children, so the path's nodes in order of index are in order of depth.
+        order = torch.where(on_path, torch.arange(nodes, device=logits.device), nodes)
+        path = order.sort(1).values.clamp(max=nodes - 1)
+        last_row = torch.where(accepted > 0, deepest + 1, 0)
+        went_on = ((draft.parent_rows() == last_row[:, None]) & draft.valid()).any(1)
+        return Verdict(
+            path, accepted, accepted + went_on, emitted.gather(1, last_row[:, None])[:, 0]
+        )

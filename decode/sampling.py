@@ -1,0 +1,105 @@
+"""From logits to probabilities to tokens, and the random numbers behind the draws."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How text is drawn: temperature, then top-k, then top-p, as `generate()` orders them.
+
+    temperature 0 is greedy decoding. top_k 0 and top_p 1 switch those filters off.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value, fits, expected in (
+            ("temperature", self.temperature, self.temperature >= 0, "a number ≥ 0"),
+            ("top_k", self.top_k, self.top_k >= 0, "a whole number ≥ 0 (0: off)"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "a number in (0, 1]"),
+        ):
+            if not fits:
+                raise UserError(f"{name} is {value}; expected {expected}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """float32 [..., V]: the distribution that is drawn from. Undefined for greedy decoding."""
+        # float32 before anything else: bfloat16 probabilities make p/q wrong by several per cent.
+        scores = logits.float() / self.temperature
+        if 0 < self.top_k < scores.shape[-1]:
+            least = scores.topk(self.top_k, dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        probs = scores.softmax(-1)
+        if self.top_p < 1:
+            ordered, index = probs.sort(dim=-1, descending=True)
+            # A token stays while the mass before it is short of top_p; the first always does.
+            outside = ordered.cumsum(-1) - ordered >= self.top_p
+            outside[..., 0] = False
+            probs = probs.masked_fill(outside.scatter(-1, index, outside), 0.0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
+
+    def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """int64 [...]: the argmax when greedy, else one draw per distribution."""
+        return logits.argmax(-1) if self.greedy else draw(self.probs(logits), uniform)
+
+
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF draw: int64 [...] from weights [..., V] ≥ 0 and uniforms float64 [...] in [0, 1).
+
+    The weights need not sum to 1. A token of weight 0 is never drawn.
+    """
+    # float64: a float32 running sum over a large vocabulary is off by more than a rare token weighs.
+    cdf = probs.double().cumsum(-1)
+    total = cdf[..., -1:]
+    point = torch.minimum(uniform[..., None] * total, torch.nextafter(total, -total))
+    return torch.searchsorted(cdf, point, right=True).squeeze(-1)
+
+
+_MASKS = {shift: (1 << (64 - shift)) - 1 for shift in (30, 27, 31, 11)}
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014) on int64; products wrap around."""
+    x = (x ^ ((x >> 30) & _MASKS[30])) * -4658895280553007687
+    x = (x ^ ((x >> 27) & _MASKS[27])) * -7723592293110705685
+    return x ^ ((x >> 31) & _MASKS[31])
+
+
+class Noise:
+    """Uniform random numbers that depend on (seed, row, round, stream, place) and nothing else.
+
+    Because they are computed from those counters, not taken from a generator's state, a row gets
+    the same numbers alone and in any batch, and a seed reproduces its text.
+    """
+
+    # Drafting, accepting and drawing the next token must be independent of each other.
+    DRAFT, ACCEPT, NEXT = 0, 1, 2
+
+    def __init__(self, seed: int, rows: Tensor) -> None:
+        """rows: int64 [B], the identity of each row, such as its prompt's index in the whole set."""
+        self._keys = _mix(_mix(torch.full_like(rows, seed)) ^ (rows + 1))
+        self._round = 0
+
+    def next_round(self) -> None:
+        self._round += 1
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self._keys = self._keys.index_select(0, rows)
+
+    def uniforms(self, stream: int, first: int, count: int) -> Tensor:
+        """float64 [B, count] in [0, 1): places first … first+count−1 of a stream in this round."""
+        places = torch.arange(first, first + count, device=self._keys.device)
+        rounds_B1 = _mix(self._keys ^ (self._round * 4 + stream + 1))[:, None]
+        bits = _mix(_mix(rounds_B1 ^ (places + 1)))
+        return ((bits >> 11) & _MASKS[11]).double() * 2.0**-53

@@ -1,0 +1,197 @@
+"""What is counted while decoding, and the figures made of the counts.
+
+A position is a depth in the draft: 1 is the first drafted token. Tokens drafted past the end of a
+text (EOS or the length limit) count as neither drafted nor reached.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass
+class Counts:
+    """Counts of one text, or pooled over several (`a + b`). Arrays are by position, [D].
+
+    steps: verification passes. emitted: tokens they yielded, without the prefill's token.
+    by_accepted: how many passes kept 0, 1, … D drafted tokens, [D + 1].
+    """
+
+    steps: int
+    emitted: int
+    drafted: np.ndarray
+    reached: np.ndarray
+    accepted: np.ndarray
+    by_accepted: np.ndarray
+
+    @classmethod
+    def zero(cls) -> "Counts":
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(0, 0, nothing, nothing, nothing, np.zeros(1, dtype=np.int64))
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            self.steps + other.steps,
+            self.emitted + other.emitted,
+            _add(self.drafted, other.drafted),
+            _add(self.reached, other.reached),
+            _add(self.accepted, other.accepted),
+            _add(self.by_accepted, other.by_accepted),
+        )
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Emitted tokens per verification pass, bonus token included; plain decoding is 1."""
+        return _ratio(self.emitted, self.steps)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / positions reached: the α of the speed-up formula."""
+        return _ratio(self.accepted.sum(), self.reached.sum())
+
+    @property
+    def draft_efficiency(self) -> float:
+        """Accepted / drafted: what engines often print as acceptance."""
+        return _ratio(self.accepted.sum(), self.drafted.sum())
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        return [_ratio(a, r) for a, r in zip(self.accepted, self.reached, strict=True)]
+
+    @property
+    def nodes_per_step(self) -> float:
+        return _ratio(self.drafted.sum(), self.steps)
+
+    def to_dict(self) -> dict[str, object]:
+        """Counts and figures for JSON; a figure without a denominator is None."""
+        figures = {
+            "tokens_per_step": self.tokens_per_step,
+            "acceptance_rate": self.acceptance_rate,
+            "draft_efficiency": self.draft_efficiency,
+            "nodes_per_step": self.nodes_per_step,
+        }
+        return {
+            "steps": self.steps,
+            "emitted": self.emitted,
+            "drafted": int(self.drafted.sum()),
+            "reached": int(self.reached.sum()),
+            "accepted": int(self.accepted.sum()),
+            **{name: finite(value) for name, value in figures.items()},
+            "acceptance_by_position": [finite(x) for x in self.acceptance_by_position],
+            "reached_by_position": self.reached.tolist(),
+            "steps_by_accepted": self.by_accepted.tolist(),
+        }
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where it is not a number: JSON has no NaN."""
+    return float(value) if np.isfinite(value) else None
+
+
+def _ratio(part: float, whole: float) -> float:
+    return float(part / whole) if whole else float("nan")
+
+
+def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    total = np.zeros(max(len(a), len(b)), dtype=np.int64)
+    total[: len(a)] += a
+    total[: len(b)] += b
+    return total
+
+
+@dataclass
+class Timing:
+    """Seconds of wall time, for all rows of a batch together.
+
+    verify is the target's forward; overhead is the rule and all bookkeeping outside of forwards.
+    """
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    overhead: float = 0.0
+    steps: int = 0  # verification passes
+    draft_depth: int = 0  # how deep each pass's draft was, summed: the number of draft steps
+    width: int = 0  # tokens each pass was fed per row, summed
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.draft + self.verify + self.overhead
+
+    def __add__(self, other: "Timing") -> "Timing":
+        return Timing(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass
+class Tally:
+    """The loop's running counts for B rows, written a whole step at a time."""
+
+    rows: int
+    depth: int = 0
+    steps: np.ndarray = field(init=False)
+    emitted: np.ndarray = field(init=False)
+    drafted: np.ndarray = field(init=False)
+    reached: np.ndarray = field(init=False)
+    accepted: np.ndarray = field(init=False)
+    by_accepted: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = np.zeros(self.rows, dtype=np.int64)
+        self.emitted = np.zeros(self.rows, dtype=np.int64)
+        for name in ("drafted", "reached", "accepted"):
+            setattr(self, name, np.zeros((self.rows, self.depth), dtype=np.int64))
+        self.by_accepted = np.zeros((self.rows, self.depth + 1), dtype=np.int64)
+
+    def step(
+        self,
+        rows: np.ndarray,
+        nodes_by_depth: np.ndarray,
+        reached: np.ndarray,
+        accepted: np.ndarray,
+        emitted: np.ndarray,
+        ended: np.ndarray,
+    ) -> None:
+        """One pass for the given rows, int [B'] each; nodes_by_depth is int [B', D].
+
+        Rows whose text ended in this pass count nothing deeper than what they emitted.
+        """
+        depth = nodes_by_depth.shape[1]
+        self._grow(depth)
+        positions = np.arange(depth)[None, :]
+        counts = (positions < np.where(ended, emitted, depth)[:, None]).astype(np.int64)
+        kept = np.minimum(accepted, emitted)
+        self.steps[rows] += 1
+        self.emitted[rows] += emitted
+        self.drafted[rows, :depth] += nodes_by_depth * counts
+        self.reached[rows, :depth] += (positions < reached[:, None]) * counts
+        self.accepted[rows, :depth] += positions < kept[:, None]
+        self.by_accepted[rows, kept] += 1
+
+    def row(self, row: int) -> Counts:
+        """The counts of one row so far."""
+        return Counts(
+            int(self.steps[row]),
+            int(self.emitted[row]),
+            self.drafted[row],
+            self.reached[row],
+            self.accepted[row],
+            self.by_accepted[row],
+        )
+
+    def pooled(self) -> Counts:
+        """The counts of all rows together."""
+        return Counts(
+            int(self.steps.sum()),
+            int(self.emitted.sum()),
+            self.drafted.sum(0),
+            self.reached.sum(0),
+            self.accepted.sum(0),
+            self.by_accepted.sum(0),
+        )
+
+    def _grow(self, depth: int) -> None:
+        missing = depth - self.depth
+        if missing > 0:
+            self.depth = depth
+            for name in ("drafted", "reached", "accepted", "by_accepted"):
+                setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, missing))))

@@ -1,0 +1,98 @@
+"""Trained drafters as directories, and drafters by the name a user gives.
+
+A drafter directory holds the weights (safetensors) with their config and tokenizer, a manifest
+with hashes, and `drafter.json`: its kind, the target it was made for and how it was trained.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode.artifact import CorruptArtifact, verify_directory, write_directory
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.fingerprint import Fingerprint, fingerprint, require_same_vocabulary
+from decode.target import DTYPES, Target, load_model_and_tokenizer
+
+DRAFTER_FILE = "drafter.json"
+FORMAT = 1
+
+
+def save_drafter(
+    path: Path,
+    kind: str,
+    write_weights: Callable[[Path], None],
+    *,
+    target: Target,
+    provenance: dict[str, Any],
+) -> None:
+    """Write a drafter directory, whole or not at all (see `decode.artifact`).
+
+    write_weights(directory) writes the files that `kind`'s loader reads. provenance: how the
+    drafter came to be; JSON values.
+    """
+    description = {
+        "format": FORMAT,
+        "kind": kind,
+        "target": {
+            "name": target.name,
+            "revision": target.revision,
+            "fingerprint": target.fingerprint.to_dict(),
+        },
+        "provenance": provenance,
+    }
+
+    def fill(directory: Path) -> None:
+        write_weights(directory)
+        (directory / DRAFTER_FILE).write_text(json.dumps(description, indent=2, default=str))
+
+    write_directory(path, fill)
+
+
+def describe_drafter(path: Path) -> dict[str, Any]:
+    """What `drafter.json` says, after checking the directory against its manifest.
+
+    Raises UserError (CorruptArtifact) naming the file that is missing or damaged.
+    """
+    verify_directory(path)
+    try:
+        description = json.loads((path / DRAFTER_FILE).read_text())
+        found = description["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptArtifact(path, DRAFTER_FILE, f"is no drafter description ({error})") from error
+    if found != FORMAT:
+        raise UserError(
+            f"{path} has drafter format {found}; this version of draftsmith reads format {FORMAT}"
+        )
+    return description
+
+
+def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
+    """A drafter from what a user names: `none`, `ngram`, a drafter directory, or any smaller
+    causal LM of the same vocabulary (directory, GGUF file or hub id).
+
+    dtype: of the drafter's weights; default the target's. Raises UserError when the drafter's
+    vocabulary is not the target's, or its directory is damaged.
+    """
+    path = Path(spec).expanduser()
+    name = next(name for name, value in DTYPES.items() if value == (dtype or target.dtype))
+    place = str(target.device)
+    if spec in DRAFTERS and not path.exists():
+        if DRAFTERS[spec] is SmallLMDrafter:
+            raise UserError(f"drafter {spec!r} is a kind; name the directory of a trained one")
+        return DRAFTERS[spec]()
+    if (path / DRAFTER_FILE).exists():
+        description = describe_drafter(path)
+        made_for = Fingerprint.from_dict(description["target"]["fingerprint"])
+        require_same_vocabulary(target.fingerprint, made_for, f"the target of drafter {spec}")
+        return DRAFTERS[description["kind"]].load(path, dtype=name, device=place)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise UserError(f"{path} is neither a drafter directory nor a model directory")
+    loaded = load_model_and_tokenizer(spec, dtype=name, device=place)
+    own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
+    require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
+    return SmallLMDrafter(loaded.model)

@@ -1,0 +1,425 @@
+"""Loads the model to be sped up (the target), from a hub, a directory, a GGUF file or a package."""
+
+import functools
+import hashlib
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import torch
+import transformers
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from decode import gguf_file
+from decode.embedded import EMBEDDED, EmbeddedModel
+from decode.errors import UserError, nearest
+from decode.fingerprint import Fingerprint, fingerprint
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EMBEDDED_PREFIX = "embedded:"
+# What max_positions says for models whose config states no limit.
+UNLIMITED_POSITIONS = 2**31 - 1
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+# What transformers raises for files that are missing, malformed or do not fit together.
+# ImportError: a model or an attention implementation that needs a package not installed.
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    TypeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
+
+
+@dataclass
+class Target:
+    """A frozen causal language model with its tokenizer.
+
+    model: in eval mode, no parameter requires a gradient.
+    name: the spec it was loaded from, as the user gave it.
+    revision: a hub model's commit hash (None when unknown); else a SHA-256 of the weights.
+    eos_token_ids: the ids that end a text, ascending; chat models have several.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    revision: str | None
+    fingerprint: Fingerprint
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer; the tokenizer may know fewer tokens."""
+        return self.fingerprint.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """The longest text, in tokens, that the model was made for."""
+        config = self.model.config.get_text_config()
+        return getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+
+
+class Loaded(NamedTuple):
+    """A model in eval mode and without gradients, its tokenizer, and Target.revision."""
+
+    model: Any
+    tokenizer: Any
+    revision: str | None
+
+
+def load_target(
+    spec: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+) -> Target:
+    """Loads a target; the arguments and errors are those of `load_model_and_tokenizer`."""
+    model, tokenizer, found_revision = load_model_and_tokenizer(
+        spec,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+    )
+    identity = fingerprint(tokenizer, model.config, model.generation_config)
+    return Target(
+        model=model,
+        tokenizer=tokenizer,
+        name=spec,
+        revision=found_revision,
+        fingerprint=identity,
+        eos_token_ids=identity.eos_token_ids,
+    )
+
+
+def load_model_and_tokenizer(
+    spec: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+) -> Loaded:
+    """Loads a causal language model, ready to be run and not to be trained.
+
+    spec: a hub id (`org/name`), a directory in the hub's format, a `.gguf` file, or
+        `embedded:NAME` for a model that comes as a PyPI package.
+    dtype: float32, bfloat16, float16 or auto, which is bfloat16 on CUDA and float32 elsewhere.
+    device: cpu, cuda, cuda:N, mps or auto, which is the first of cuda, mps, cpu that is there.
+    revision: a branch, tag or commit; for hub ids only.
+    trust_remote_code: runs Python code that comes with the model. Off, no such code is run.
+    attn_implementation: one that transformers knows, such as sdpa or eager.
+
+    Weights are read from safetensors or GGUF, never from pickle files, which can run code.
+    Raises UserError for anything about the spec, the files or the settings that does not work.
+    """
+    place = resolve_device(device)
+    options = _Options(resolve_dtype(dtype, place), attn_implementation, trust_remote_code)
+    if "/" in attn_implementation and not trust_remote_code:
+        raise UserError(
+            f"attn_implementation {attn_implementation!r} is code from a hub, which is not run "
+            "unless you ask for it. Use sdpa or eager, or set trust_remote_code."
+        )
+    path = Path(spec).expanduser()
+    is_embedded = spec.startswith(EMBEDDED_PREFIX)
+    if revision is not None and (is_embedded or path.exists()):
+        raise UserError(
+            f"revision {revision!r} was given for {spec!r}, but only hub ids have revisions. "
+            "Leave the revision out."
+        )
+    if is_embedded:
+        loaded = _load_embedded(EMBEDDED[spec.removeprefix(EMBEDDED_PREFIX)], options)
+    elif path.is_dir():
+        loaded = _load_directory(path, options)
+    elif path.is_file() and path.suffix.lower() == ".gguf":
+        loaded = _load_gguf(path, options, _weights_sha256([path]))
+    else:
+        _require_hub_id(spec, path)
+        loaded = _load_hub(spec, options, revision)
+    loaded.model.eval().requires_grad_(False).to(place)
+    return loaded
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device a name stands for. Raises UserError when it is unknown or not on this machine."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            # The current one, because under a launcher each process has been given its own.
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    match = re.fullmatch(r"cpu|mps|cuda(?::(\d+))?", device)
+    if match is None:
+        raise UserError(f"unknown device {device!r}; expected auto, cpu, cuda, cuda:N or mps.")
+    if device.startswith("cuda") and int(match[1] or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"device {device!r} is not available: PyTorch {torch.__version__} sees "
+            f"{torch.cuda.device_count()} CUDA devices. Use auto or cpu, or install a CUDA build."
+        )
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise UserError("device 'mps' is not available on this machine. Use auto or cpu.")
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype a name stands for on a device. Raises UserError for an unknown name."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise UserError(
+            f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}.{nearest(dtype, DTYPES)}"
+        )
+    return DTYPES[dtype]
+
+
+@dataclass(frozen=True)
+class _Options:
+    dtype: torch.dtype
+    attn_implementation: str
+    trust_remote_code: bool
+
+
+def _load_embedded(embedded: EmbeddedModel, options: _Options) -> Loaded:
+    path = embedded.find()
+    if path is not None:
+        return _load_gguf(path, options, embedded.sha256)
+    logger.warning(
+        "%s is not installed; loading %s from the hub instead",
+        embedded.requirement,
+        embedded.hub_id,
+    )
+    try:
+        return _load_hub(embedded.hub_id, options, revision=None)
+    except UserError as error:
+        raise UserError(
+            f"package {embedded.package} is not installed, and the same model could not be loaded "
+            f"from the hub either ({error}) To install it: {embedded.install}"
+        ) from error
+
+
+def _load_directory(path: Path, options: _Options) -> Loaded:
+    if (path / "adapter_config.json").exists():
+        raise UserError(
+            f"{path} holds an adapter (adapter_config.json), expected a whole model. "
+            "Merge the adapter into its base model (peft: merge_and_unload), save that and name it."
+        )
+    if not (path / "config.json").exists():
+        raise UserError(
+            f"{path} has no config.json, so it is not a model directory. Name a directory written "
+            "by save_pretrained, a .gguf file or a hub id."
+        )
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise UserError(_no_safetensors(str(path), [file.name for file in path.glob("*.bin")]))
+    with _no_progress_bars():
+        model, tokenizer = _from_pretrained(str(path), options)
+    return Loaded(model, tokenizer, _weights_sha256(weights))
+
+
+def _load_hub(hub_id: str, options: _Options, revision: str | None) -> Loaded:
+    model, tokenizer = _from_pretrained(hub_id, options, revision=revision)
+    # The cache files what was loaded under its commit: .../snapshots/COMMIT/config.json
+    config = try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    return Loaded(model, tokenizer, Path(config).parent.name if isinstance(config, str) else None)
+
+
+def _load_gguf(path: Path, options: _Options, revision: str) -> Loaded:
+    metadata = gguf_file.read_header(path)
+    with _no_progress_bars(), _gguf_read_once():
+        model, tokenizer = _from_pretrained(str(path.parent), options, gguf_file=path.name)
+    gguf_file.mend_tokenizer(tokenizer, metadata)
+    model.generation_config.eos_token_id = gguf_file.eos_ids(metadata) or None
+    # The weights are plain tensors by now, but some versions of transformers still take the model
+    # for a quantized one and refuse to save it.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    vars(model.config).pop("quantization_config", None)
+    return Loaded(model, tokenizer, revision)
+
+
+def _from_pretrained(source: str, options: _Options, **where: Any) -> tuple[Any, Any]:
+    """Model and tokenizer by transformers, its errors turned into UserErrors.
+
+    where: `revision` for hub ids or `gguf_file` for GGUF files.
+    """
+    where["trust_remote_code"] = options.trust_remote_code
+    with _explained(source, "config"):
+        config = transformers.AutoConfig.from_pretrained(source, **where)
+    _require_causal(source, config)
+    tokenizer = _load_tokenizer(source, config, where)
+    if "gguf_file" in where:
+        where["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with _explained(source, "weights"):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=options.dtype,
+            attn_implementation=options.attn_implementation,
+            use_safetensors=True,
+            output_loading_info=True,
+            **where,
+        )
+    if info["missing_keys"]:
+        # transformers fills them with random numbers and goes on.
+        raise UserError(
+            f"the weights of {source} lack {len(info['missing_keys'])} tensors that its config "
+            f"asks for, such as {min(info['missing_keys'])}. Name a complete causal language model."
+        )
+    return model, tokenizer
+
+
+def _load_tokenizer(source: str, config: Any, where: dict[str, Any]) -> Any:
+    try:
+        if "gguf_file" in where:
+            # AutoTokenizer ends up with this class too, after reading the file once more.
+            return transformers.PreTrainedTokenizerFast.from_pretrained(source, **where)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, config=config, **where)
+    except Exception as error:  # the tokenizers library raises plain Exception for bad files
+        if _asks_for_trust(error):
+            raise UserError(_foreign_code(source)) from error
+        raise UserError(
+            f"no usable tokenizer in {source} ({_first_line(error)}). Put the model's tokenizer "
+            "files (tokenizer.json, tokenizer_config.json) beside its weights."
+        ) from error
+    return tokenizer
+
+
+def _require_causal(source: str, config: Any) -> None:
+    # Encoders such as BERT load as language models too, and predict words they have seen.
+    causal = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    architectures = config.architectures or []
+    foreign = architectures and not any(name.endswith(causal) for name in architectures)
+    if config.is_encoder_decoder or foreign:
+        raise UserError(
+            f"{source} is not a causal language model: its config names "
+            f"{', '.join(architectures) or config.model_type}, expected a ...ForCausalLM. "
+            "Name a decoder-only model with its output layer."
+        )
+
+
+def _require_hub_id(spec: str, path: Path) -> None:
+    if path.is_file():
+        raise UserError(f"{spec} is a file, expected a model directory, a .gguf file or a hub id.")
+    if path.suffix.lower() == ".gguf" or _HUB_ID.fullmatch(spec) is None:
+        raise UserError(
+            f"{spec} does not exist. Name a model directory, a .gguf file, a hub id (org/name) or "
+            f"one of {', '.join(EMBEDDED_PREFIX + name for name in EMBEDDED)}."
+        )
+
+
+@contextmanager
+def _explained(source: str, part: str) -> Iterator[None]:
+    """Turns what transformers raises about a model's files into UserErrors."""
+    try:
+        yield
+    except _LOAD_ERRORS as error:
+        reason = _first_line(error)
+        if _asks_for_trust(error):
+            message = _foreign_code(source)
+        elif "safetensors" in reason and "does not appear to have" in reason:
+            message = _no_safetensors(source, [])
+        elif not Path(source).exists() and part == "config":
+            message = (
+                f"{source} is no directory here, and loading it from the hub failed ({reason}). "
+                "Check the name, the network and, for a gated model, your access."
+            )
+        else:
+            message = (
+                f"the {part} of {source} cannot be loaded ({type(error).__name__}: {reason}). "
+                "Check that the files are complete, belong together, and that this version of "
+                f"transformers ({transformers.__version__}) knows the model."
+            )
+        raise UserError(message) from error
+
+
+def _asks_for_trust(error: Exception) -> bool:
+    return "trust_remote_code" in str(error)
+
+
+def _foreign_code(source: str) -> str:
+    return (
+        f"{source} comes with Python code of its own, which is not run unless you ask for it. "
+        "Read that code, then set trust_remote_code, or name another model."
+    )
+
+
+def _no_safetensors(source: str, pickles: list[str]) -> str:
+    found = f"only {', '.join(sorted(pickles))}" if pickles else "none"
+    return (
+        f"{source} has no safetensors weights (found {found}). Pickle files (.bin) are not read, "
+        "because loading one can run code. Convert them first: load the model with transformers "
+        "where you trust it, and save_pretrained writes safetensors."
+    )
+
+
+def _weights_sha256(files: list[Path]) -> str:
+    """SHA-256 over the name, size and content hash of each weight file."""
+    total = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            content = hashlib.file_digest(opened, "sha256").hexdigest()
+        total.update(f"{file.name} {file.stat().st_size} {content}\n".encode())
+    return total.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".:")
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Silences tqdm: some of transformers' bars have no switch of their own."""
+    with _replaced(tqdm, "__init__", functools.partialmethod(tqdm.__init__, disable=True)):
+        yield
+
+
+@contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """Halves the time a GGUF file takes to load.
+
+    transformers parses the file anew for the config and for the weights, and makes the table of
+    tensor names anew for every module.
+    """
+    with (
+        _replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+    ):
+        yield

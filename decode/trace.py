@@ -1,0 +1,94 @@
+"""A record of each step for people: what was drafted, how likely it was, what became of it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from decode.draft import Draft
+from decode.sampling import Sampling
+
+
+@dataclass
+class DraftedToken:
+    """One node: its token, target and drafter probability (q = 1: it was chosen, not drawn)."""
+
+    node: int
+    parent: int
+    token: int
+    p: float
+    q: float
+    verdict: str  # accepted, rejected, or not reached
+
+
+@dataclass
+class RowTrace:
+    """One row's part of a step: its drafted tokens and the token the target added."""
+
+    row: int
+    drafted: list[DraftedToken]
+    next_token: int
+
+
+TraceStep = list[RowTrace]
+
+
+def trace_rows(
+    rows: np.ndarray,
+    draft: Draft,
+    logits: Tensor,
+    sampling: Sampling,
+    accepted: np.ndarray,
+    block: np.ndarray,
+) -> TraceStep:
+    """Describe a step. Greedy decoding has no p of its own; the softmax at temperature 1 is shown."""
+    shown = Sampling(temperature=1.0) if sampling.greedy else sampling
+    judged_in = draft.parent_rows()
+    p_all = shown.probs(logits).gather(
+        1, judged_in[..., None].expand(-1, -1, logits.shape[2])
+    )
+    p = p_all.gather(2, draft.tokens[..., None])[..., 0].tolist()
+    q = None
+    if draft.q is not None:
+        q_all = draft.q.gather(1, judged_in[..., None].expand(-1, -1, draft.q.shape[2]))
+        q = q_all.gather(2, draft.tokens[..., None])[..., 0].tolist()
+    steps = []
+    for place, row in enumerate(rows):
+        parents = (judged_in[place] - 1).tolist()
+        tokens = draft.tokens[place].tolist()
+        kept: list[int] = []
+        drafted = []
+        for node in range(int(draft.sizes[place])):
+            depth = len(kept)
+            follows = parents[node] == (kept[-1] if kept else -1)
+            if follows and depth < accepted[place] and tokens[node] == block[place, depth]:
+                kept.append(node)
+                verdict = "accepted"
+            else:
+                verdict = "rejected" if follows else "not reached"
+            drafted.append(
+                DraftedToken(
+                    node, parents[node], tokens[node], p[place][node],
+                    q[place][node] if q else 1.0, verdict,
+                )
+            )
+        steps.append(RowTrace(int(row), drafted, int(block[place, accepted[place]])))
+    return steps
+
+
+def format_trace(step: TraceStep, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A line per drafted token: text, p, q, verdict; then the token the target added."""
+
+    def text(token: int) -> str:
+        return repr(tokenizer.decode([token]))
+
+    lines = []
+    for row in step:
+        for node in row.drafted:
+            lines.append(
+                f"  row {row.row} node {node.node} after {node.parent:>2}  {text(node.token):<16} "
+                f"p={node.p:.4f} q={node.q:.4f}  {node.verdict}"
+            )
+        lines.append(f"  row {row.row} target adds {text(row.next_token)}")
+    return "\n".join(lines)

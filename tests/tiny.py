@@ -1,0 +1,159 @@
+"""Tiny models and tokenizers, made in the process: tests need no network and no files.
+
+The weights are random but far from flat, so that next-token distributions have clear winners,
+greedy decoding never ties, and text depends on all of its prefix.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from decode.embedded import EMBEDDED
+from decode.fingerprint import fingerprint
+from decode.target import Target, load_target
+
+# Ids 0, 1 and 2: padding, beginning and end of a turn.
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PAD_ID, BOS_ID, EOS_ID = range(3)
+VOCAB = 300
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gpt2", "mistral")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_SENTENCES = (
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "A drafter proposes tokens and the target verifies them in one forward pass.",
+    "She sells sea shells by the sea shore; the shells she sells are sea shells.",
+    "user system assistant: what is the sum of 12 and 30? It is 42.",
+)
+
+
+def tiny_tokenizer() -> Any:
+    """A byte-level BPE tokenizer with exactly VOCAB tokens and a ChatML template.
+
+    3 special tokens, 256 bytes, and merges learnt from four sentences: any text round-trips.
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        _SENTENCES,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=SPECIAL_TOKENS[PAD_ID],
+        bos_token=SPECIAL_TOKENS[BOS_ID],
+        eos_token=SPECIAL_TOKENS[EOS_ID],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def tiny_model(
+    family: str,
+    *,
+    vocab: int = VOCAB,
+    layers: int = 2,
+    hidden: int = 32,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    max_positions: int = 256,
+    tie: bool = True,
+    **config_fields: Any,
+) -> Any:
+    """A model of one of FAMILIES, float32, in eval mode; the same arguments give the same weights.
+
+    config_fields: more fields of the family's config, such as sliding_window for mistral.
+    """
+    shape: dict[str, Any] = {
+        "vocab_size": vocab,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tie,
+        "pad_token_id": PAD_ID,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+    }
+    if family == "gpt2":
+        shape |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        shape |= {"num_key_value_heads": kv_heads, "intermediate_size": 2 * hidden}
+    if family in ("qwen3", "gemma"):
+        # Their heads need not add up to the hidden size, and by default they are large.
+        shape["head_dim"] = hidden // heads
+    if family == "mistral":
+        shape["sliding_window"] = None
+    config = transformers.AutoConfig.for_model(family, **(shape | config_fields))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        _sharpen(model)
+    return model.eval()
+
+
+def _sharpen(model: Any) -> None:
+    """Draws all weights again, wide enough that every layer and position counts.
+
+    Matrices have gain 0.3·√hidden ≈ 1.7, so layers outweigh the embedding in the residual stream
+    (else tied models would repeat their input); embeddings with std 0.5 give logits a spread of
+    about 3.
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.weight.normal_(std=0.5)
+            elif type(module).__name__ in ("Linear", "Conv1D"):
+                module.weight.normal_(std=0.3)
+                if module.bias is not None:
+                    module.bias.normal_(std=0.1)
+        model.get_output_embeddings().weight.normal_(std=0.5)
+
+
+def tiny_llama(**shape: Any) -> Any:
+    """`tiny_model("llama", ...)`."""
+    return tiny_model("llama", **shape)
+
+
+def tiny_target(family: str = "llama", **shape: Any) -> Target:
+    """A frozen tiny model with the tiny tokenizer, as `load_target` would give it."""
+    model = tiny_model(family, **shape).requires_grad_(False)
+    tokenizer = tiny_tokenizer()
+    identity = fingerprint(tokenizer, model.config, model.generation_config)
+    return Target(model, tokenizer, f"tiny-{family}", None, identity, identity.eos_token_ids)
+
+
+@functools.cache
+def real_target() -> Target:
+    """The embedded SmolLM2-135M-Instruct in float32 on the CPU, for tests marked `real`.
+
+    Loaded once a process (about 10 s), so tests must leave it as it is. Skips the test when its
+    package is not installed.
+    """
+    if EMBEDDED["smollm2-135m"].find() is None:
+        pytest.skip(EMBEDDED["smollm2-135m"].install)
+    return load_target("embedded:smollm2-135m", dtype="float32", device="cpu")
+
+
+def save_tiny(directory: Path, family: str = "llama", **shape: Any) -> Path:
+    """Writes a tiny model and the tiny tokenizer as a model directory; returns the directory."""
+    tiny_model(family, **shape).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory

@@ -1,0 +1,188 @@
+"""Samples of like length into batches, in an order that is a pure function of (seed, epoch).
+
+Shapes: B rows of a batch, T the length of its longest row.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, TypedDict
+
+import torch
+
+from decode.errors import UserError
+from train.data.chat import Sample
+
+
+def fit(
+    samples: Sequence[Sample], max_length: int, on_long: Literal["truncate", "drop"] = "truncate"
+) -> tuple[list[Sample], dict[str, int]]:
+    """The samples that can be trained on, and what became of the others.
+
+    A sample longer than `max_length` tokens is cut from the right or dropped. One without a
+    response token (left) is dropped: it would cost a forward pass and teach nothing.
+
+    The counts satisfy read = kept + "too long" + "no response tokens"; `truncated` are among the
+    kept. Raises UserError when nothing is kept.
+    """
+    reasons = ("too long", "no response tokens")
+    counts = dict.fromkeys(("read", "kept", "truncated", *reasons), 0)
+    kept = []
+    for sample in samples:
+        counts["read"] += 1
+        long = len(sample.tokens) > max_length
+        if long and on_long == "drop":
+            counts["too long"] += 1
+            continue
+        if long:
+            sample = replace(
+                sample, tokens=sample.tokens[:max_length], mask=sample.mask[:max_length]
+            )
+        if not any(sample.mask):
+            counts["no response tokens"] += 1
+            continue
+        counts["truncated"] += long
+        counts["kept"] += 1
+        kept.append(sample)
+    if not kept:
+        lost = ", ".join(f"{reason}: {counts[reason]}" for reason in reasons if counts[reason])
+        raise UserError(
+            f"no sample to train on: {counts['read']} read, 0 kept ({lost or 'no samples'}) at a "
+            f"maximum length of {max_length} tokens. Raise the maximum length, or give rows with "
+            f"responses."
+        )
+    return kept, counts
+
+
+def bucket_batches(
+    lengths: Sequence[int], *, tokens_per_batch: int, seed: int, epoch: int
+) -> list[list[int]]:
+    """Indices into `lengths`, every one exactly once, grouped by like length.
+
+    The longest row times the number of rows is at most `tokens_per_batch`; a sample that is
+    longer than that alone is a batch of its own. Which samples meet in a batch, and the order of
+    the batches, are shuffled by (seed, epoch).
+
+    >>> bucket_batches([2, 9, 2, 9], tokens_per_batch=20, seed=0, epoch=0)
+    [[3, 1], [2, 0]]
+    """
+    if tokens_per_batch < 1:
+        raise UserError(f"tokens_per_batch is {tokens_per_batch}; expected at least 1.")
+
+    def shuffled(what: str, number: int) -> bytes:
+        # A hash and not a random generator: the order must outlive versions of the libraries.
+        key = f"{seed} {epoch} {what} {number}".encode()
+        return hashlib.blake2b(key, digest_size=8).digest()
+
+    order = sorted(range(len(lengths)), key=lambda i: (_bucket(lengths[i]), shuffled("row", i)))
+    batches: list[list[int]] = []
+    longest = 0
+    for i in order:
+        longest = max(longest, lengths[i])
+        if not batches or longest * (len(batches[-1]) + 1) > tokens_per_batch:
+            batches.append([])
+            longest = lengths[i]
+        batches[-1].append(i)
+    # A batch is known by its first row, so that its place does not hang on how many there are.
+    return sorted(batches, key=lambda batch: shuffled("batch", batch[0]))
+
+
+def _bucket(length: int) -> int:
+    """The length rounded down to one of 16 steps per doubling: at most 1/16 of a row is padding."""
+    step = 1 << max(length.bit_length() - 5, 0)
+    return length - length % step
+
+
+def padding_share(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
+    """The share of padding among the tokens of the padded batches, in [0, 1)."""
+    rows = [[lengths[i] for i in batch] for batch in batches if batch]
+    padded = sum(max(row) * len(row) for row in rows)
+    return 1 - sum(map(sum, rows)) / padded if padded else 0.0
+
+
+class Batches:
+    """The batches of one epoch; `batch(i)` is the same whenever and wherever it is asked for.
+
+    A run that stopped after batch k resumes with batch k + 1 of the same (seed, epoch). The
+    global batches do not depend on the number of ranks: `for_rank` only deals out their rows.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], *, tokens_per_batch: int, seed: int, epoch: int
+    ) -> None:
+        self._batches = bucket_batches(
+            lengths, tokens_per_batch=tokens_per_batch, seed=seed, epoch=epoch
+        )
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def batch(self, i: int) -> list[int]:
+        """The indices of the samples of global batch `i`, 0 <= i < len(self)."""
+        return list(self._batches[i])
+
+    def for_rank(self, rank: int, world: int) -> "RankBatches":
+        """The view of one of `world` ranks."""
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} of {world}; expected 0 <= rank < world")
+        return RankBatches(self, rank, world)
+
+
+class RankBatches:
+    """One rank's rows of the same global batches: as many batches on every rank.
+
+    A global batch of fewer rows than ranks leaves some ranks without a row; `collate` turns that
+    into a row that takes part in the step and adds nothing to it.
+    """
+
+    def __init__(self, batches: Batches, rank: int, world: int) -> None:
+        self._batches = batches
+        self._rank = rank
+        self._world = world
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def batch(self, i: int) -> list[int]:
+        """Rows rank, rank + world, ... of global batch `i`; may be empty."""
+        return self._batches.batch(i)[self._rank :: self._world]
+
+
+class Batch(TypedDict):
+    """What one step reads; rows are padded on the right."""
+
+    input_ids: torch.Tensor  # [B, T] int64
+    attention_mask: torch.Tensor  # [B, T] int64: 1 on tokens, 0 on padding
+    loss_mask: torch.Tensor  # [B, T] bool
+    ids: list[str]  # B, of the samples
+
+
+def collate(samples: Sequence[Sample], pad_id: int) -> Batch:
+    """Pad on the right to the longest of B samples.
+
+    No samples give one row of two padding tokens that are attended to but in no loss (B = 1, no
+    ids): a rank without rows must still take its part in the collectives of the step, and a row
+    that attends to nothing would be NaN.
+    """
+    if not samples:
+        return {
+            "input_ids": torch.full((1, 2), pad_id),
+            "attention_mask": torch.ones(1, 2, dtype=torch.int64),
+            "loss_mask": torch.zeros(1, 2, dtype=torch.bool),
+            "ids": [],
+        }
+    shape = len(samples), max(len(sample.tokens) for sample in samples)
+    input_ids = torch.full(shape, pad_id)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        length = len(sample.tokens)
+        input_ids[row, :length] = torch.tensor(sample.tokens)
+        attention_mask[row, :length] = 1
+        loss_mask[row, :length] = torch.tensor(sample.mask)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "loss_mask": loss_mask,
+        "ids": [sample.id for sample in samples],
+    }

@@ -1,0 +1,290 @@
+"""From an example to token ids, and to the mask that says which of them are the response.
+
+The tokenizer's own chat template decides what a conversation looks like. Nothing here knows the
+markers of any template: the turns are found by asking the tokenizer, never by arithmetic.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from decode.errors import UserError
+from train.data.read import Example
+
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Messages = Sequence[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids and the loss mask, both of length T.
+
+    mask[t] is True where tokens[t] belongs to a response, the end-of-turn token that closes it
+    included: such a token is predicted in the loss, from the tokens before it. mask[0] is always
+    False, since nothing comes before it.
+    """
+
+    id: str
+    tokens: list[int]
+    mask: list[bool]
+
+
+def prompt_tokens(
+    example: Example, tokenizer: PreTrainedTokenizerBase, system: str | None = None
+) -> list[int]:
+    """The ids that the model answers: the conversation up to its last unanswered user message.
+
+    A final assistant message is left off: it is the reference, not the prompt. `system` is put in
+    front unless the conversation brings its own. Without a chat template the prompt's plain text
+    is used, with the special tokens (bos) that the tokenizer itself adds.
+
+    Raises UserError: nothing to answer, a template that refuses the conversation, a conversation
+    or a system message without a chat template to write it in.
+    """
+    if example.messages is None:
+        raise UserError(
+            f"{example.source}: the row holds text and no prompt to answer; expected prompt or "
+            f"messages."
+        )
+    if not has_template(tokenizer):
+        return _plain(_plain_prompt(example, system), tokenizer)
+    messages = _with_system(example.messages, system)
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise UserError(
+            f"{example.source}: the message to answer is from {messages[-1]['role']}; expected "
+            f"the user's (or a tool's)."
+        )
+    return _render(messages, tokenizer, example, add_generation_prompt=True)
+
+
+def to_sample(
+    example: Example,
+    tokenizer: PreTrainedTokenizerBase,
+    response_tokens: Sequence[int] | None = None,
+    system: str | None = None,
+) -> Sample:
+    """The sample to train on.
+
+    With `response_tokens`, the exact ids that the target generated: prompt_tokens + those ids,
+    the mask True on those ids alone. They are never turned into text and back, since that can
+    give other ids than the target wrote. `system` must be the one that the prompt was made with.
+
+    Without: the conversation as it stands, every assistant turn masked True; without a chat
+    template the prompt, the answer and eos. A `text` example is masked True throughout.
+
+    Raises UserError: as prompt_tokens, or a template from which the turns cannot be told.
+    """
+    if response_tokens is not None:
+        prompt = prompt_tokens(example, tokenizer, system)
+        return _sample(example, prompt, list(response_tokens))
+    if example.text is not None:
+        return _sample(example, [], _plain(example.text, tokenizer))
+    assert example.messages is not None
+    if not has_template(tokenizer):
+        prompt = _plain(_plain_prompt(example, system), tokenizer)
+        answer = example.messages[1:]
+        if not answer:
+            return _sample(example, prompt, [])
+        ids = tokenizer(answer[0]["content"], add_special_tokens=False)["input_ids"]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        return _sample(example, prompt, [*ids, *end])
+    messages = _with_system(example.messages, system)
+    # Templates mark the turns for fast tokenizers only: the marks are character positions.
+    if tokenizer.is_fast and GENERATION_BLOCK.search(tokenizer.get_chat_template()):
+        tokens, mask = _mask_by_blocks(messages, tokenizer, example)
+    else:
+        tokens, mask = _mask_by_prefixes(messages, tokenizer, example)
+    mask[0] = False
+    return Sample(example.id, tokens, mask)
+
+
+def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer brings a chat template; a base model's usually does not."""
+    return bool(tokenizer.chat_template)
+
+
+def _sample(example: Example, prompt: list[int], response: list[int]) -> Sample:
+    tokens = prompt + response
+    mask = [False] * len(prompt) + [True] * len(response)
+    if mask:
+        mask[0] = False
+    return Sample(example.id, tokens, mask)
+
+
+def _plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return list(tokenizer(text)["input_ids"])
+
+
+def _plain_prompt(example: Example, system: str | None) -> str:
+    if example.prompt is None:
+        raise UserError(
+            f"{example.source}: a conversation, and the tokenizer has no chat template to write "
+            f"it with. Give the tokenizer a chat_template, or use prompt or text rows."
+        )
+    if system is not None:
+        raise UserError(
+            "a system message was given, and the tokenizer has no chat template to write it with. "
+            "Leave it out, or give the tokenizer a chat_template."
+        )
+    return example.prompt
+
+
+def _with_system(messages: Messages, system: str | None) -> Messages:
+    if system is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _apply(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example, **options: Any
+) -> Any:
+    try:
+        return tokenizer.apply_chat_template(list(messages), return_dict=True, **options)
+    except TemplateError as error:
+        raise UserError(
+            f"{example.source}: the tokenizer's chat template refuses the roles "
+            f"{', '.join(m['role'] for m in messages)}: {error}"
+        ) from error
+
+
+def _render(
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    example: Example,
+    add_generation_prompt: bool = False,
+) -> list[int]:
+    encoded = _apply(messages, tokenizer, example, add_generation_prompt=add_generation_prompt)
+    return list(encoded["input_ids"])
+
+
+def _mask_by_blocks(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example
+) -> tuple[list[int], list[bool]]:
+    """The mask of a template that marks the assistant's words with {% generation %} itself.
+
+    Authors disagree on whether the end-of-turn token and the newline after it lie inside the
+    block. Here the first always does and the second never.
+    """
+    encoded = _apply(
+        messages,
+        tokenizer,
+        example,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )
+    tokens = list(encoded["input_ids"])
+    mask = [bool(marked) for marked in encoded["assistant_masks"]]
+    chars = encoded["offset_mapping"]
+    starts = [t for t in range(len(mask)) if mask[t] and not (t and mask[t - 1])]
+    for start in starts:
+        end = next((t for t in range(start, len(mask)) if not mask[t]), len(mask))
+        # transformers ends a block at the first token of its last character; an emoji has more.
+        while end < len(mask) and chars[end][0] < chars[end - 1][1]:
+            mask[end] = True
+            end += 1
+        closing = [
+            t for t in _tail(tokens[:end], start, tokenizer) if _is_special(tokens[t], tokenizer)
+        ]
+        if closing:
+            mask[closing[-1] + 1 : end] = [False] * (end - closing[-1] - 1)
+        elif end < len(tokens) and _is_special(tokens[end], tokenizer):
+            mask[end] = True
+    return tokens, mask
+
+
+def _mask_by_prefixes(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example
+) -> tuple[list[int], list[bool]]:
+    """Each assistant turn is what the template adds to the prompt that the turn answers.
+
+    With asked = template(messages[:i], add_generation_prompt=True) and
+    told = template(messages[:i + 1]), the turn is told[len(asked):], cut after its end-of-turn
+    token. The same ids must open the whole conversation: a template that rewrites earlier turns
+    later on would put the mask on the wrong tokens, and is refused.
+    """
+    tokens = _render(messages, tokenizer, example)
+    mask = [False] * len(tokens)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked = _render(messages[:i], tokenizer, example, add_generation_prompt=True)
+        told = _render(messages[: i + 1], tokenizer, example)
+        start = _response_start(asked, told, tokenizer)
+        if start is None:
+            raise _not_a_prefix(example, i, "the prompt with the reply differs from the prompt")
+        end = _response_end(told, start, message["content"], tokenizer)
+        if tokens[:end] != told[:end]:
+            raise _not_a_prefix(example, i, "later messages change how it is written")
+        mask[start:end] = [True] * (end - start)
+    return tokens, mask
+
+
+def _not_a_prefix(example: Example, i: int, found: str) -> UserError:
+    return UserError(
+        f"{example.source}: the assistant's tokens in messages[{i}] cannot be told apart: {found} "
+        f"(templates that strip or add reasoning do this). Expected a chat template that only "
+        f"appends. Give the tokenizer one with {{% generation %}} blocks, let the target write "
+        f"the responses itself, or keep one assistant turn a row."
+    )
+
+
+def _response_start(
+    asked: list[int], told: list[int], tokenizer: PreTrainedTokenizerBase
+) -> int | None:
+    """Where the response starts in `told`, or None when `told` does not continue `asked`.
+
+    A response that opens with, say, a newline can merge with the newline that ends the prompt
+    into one token. That token is not the response's alone, and the model never writes it: the
+    response then starts after it.
+    """
+    start = 0
+    while start < min(len(asked), len(told)) and asked[start] == told[start]:
+        start += 1
+    left = tokenizer.decode(asked[start:])
+    end, written = start, ""
+    while len(written) < len(left) and left.startswith(written) and end < len(told):
+        end += 1
+        written = tokenizer.decode(told[start:end])
+    return end if written.startswith(left) else None
+
+
+def _response_end(
+    tokens: list[int], start: int, content: str, tokenizer: PreTrainedTokenizerBase
+) -> int:
+    """The end (exclusive) of the response that starts at `start` and is the last of `tokens`.
+
+    It is closed by the first special token of the tail of special and blank tokens; what the
+    template writes after that (a newline, the end of the whole text) is not the response. A tail
+    without a special token is kept whole: it is then the only sign that the turn is over.
+    """
+    special = [t for t in _tail(tokens, start, tokenizer) if _is_special(tokens[t], tokenizer)]
+    if not special:
+        return len(tokens)
+    own = 0
+    if len(special) > 1:
+        # A reply may itself end in special tokens, which then do not close it.
+        ids = list(tokenizer(content, add_special_tokens=False)["input_ids"])
+        own = sum(_is_special(ids[t], tokenizer) for t in _tail(ids, 0, tokenizer))
+    return special[min(own, len(special) - 1)] + 1
+
+
+def _tail(tokens: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> range:
+    """The positions, from `start` on, of the special and blank tokens that `tokens` ends in."""
+    first = len(tokens)
+    while first > start and (
+        _is_special(tokens[first - 1], tokenizer) or not tokenizer.decode(tokens[first - 1]).strip()
+    ):
+        first -= 1
+    return range(first, len(tokens))
+
+
+def _is_special(token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+    # Asked of the decoder, since `all_special_ids` lacks the end-of-turn tokens of some models.
+    return tokenizer.decode(token, skip_special_tokens=True) == "" != tokenizer.decode(token)
