@@ -151,7 +151,13 @@ def mend_tokenizer(tokenizer: Any, metadata: dict[str, Any]) -> None:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token_id))
 
 
-def eos_ids(metadata: dict[str, Any]) -> list[int]:
-    """The ids that end a text according to the file: end of text, and end of turn if it has one."""
+def eos_ids(metadata: dict[str, Any]) -> int | list[int] | None:
+    """The ids that end a text: end of text, and end of turn where the file names one apart.
+
+    In the forms a transformers config takes: one id, several, or None when the file names none.
+    """
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    return sorted({metadata[key] for key in keys if key in metadata})
+    ids = sorted({metadata[key] for key in keys if key in metadata})
+    if len(ids) > 1:
+        return ids
+    return ids[0] if ids else None

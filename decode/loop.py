@@ -167,7 +167,9 @@ class Decoder:
 
     def _contexts(self, prompts: Sequence[Sequence[int]], limit: int) -> Contexts:
         lengths = np.array([len(prompt) for prompt in prompts])
-        tokens = np.zeros((len(prompts), int(lengths.max()) + limit), dtype=np.int64)
+        # In a ragged batch a row at its end is still fed a draft as deep as the others'.
+        room = limit + self.drafter.most_nodes(self.gamma)
+        tokens = np.zeros((len(prompts), int(lengths.max()) + room), dtype=np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
         return Contexts(tokens, lengths)
@@ -175,8 +177,7 @@ class Decoder:
     def _prefill(self, contexts: Contexts, noise: Noise) -> np.ndarray:
         """Feed the prompts; the token that follows each, int64 [B, 1]."""
         rows, capacity = contexts.tokens.shape
-        # The nodes of a draft need slots past the longest text.
-        self.lm.reset(rows, capacity + self.drafter.most_nodes(self.gamma))
+        self.lm.reset(rows, capacity)
         width = int(contexts.lengths.max())
         ids = torch.as_tensor(contexts.tokens[:, :width], device=self.lm.device)
         logits = self.lm.forward(

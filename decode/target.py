@@ -255,7 +255,8 @@ def _load_gguf(path: Path, options: _Options, revision: str) -> Loaded:
     with _no_progress_bars(), _gguf_read_once():
         model, tokenizer = _from_pretrained(str(path.parent), options, gguf_file=path.name)
     gguf_file.mend_tokenizer(tokenizer, metadata)
-    model.generation_config.eos_token_id = gguf_file.eos_ids(metadata) or None
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = gguf_file.eos_ids(metadata)
     # The weights are plain tensors by now, but some versions of transformers still take the model
     # for a quantized one and refuse to save it.
     model.hf_quantizer = None

@@ -6,11 +6,13 @@ rules, nor of the target beyond its vocabulary.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from decode.draft import Draft
+from decode.errors import UserError
 from decode.registry import Registry
 from decode.sampling import Noise, Sampling
 
@@ -19,7 +21,8 @@ from decode.sampling import Noise, Sampling
 class Contexts:
     """The committed tokens of the B rows that are being decoded, on the host.
 
-    tokens: int64 [B, C]; row b holds lengths[b] tokens, the rest is room.
+    tokens: int64 [B, C]; row b holds lengths[b] tokens, the rest is room, also for a draft past the
+        end of the longest text.
     """
 
     tokens: np.ndarray
@@ -31,6 +34,11 @@ class Contexts:
 
 class Drafter(ABC):
     """Life of a drafter within one decode: start → (draft → commit)* with keep_rows between."""
+
+    @classmethod
+    def load(cls, path: Path, *, dtype: str, device: str) -> "Drafter":
+        """The drafter in a directory that `decode.store.save_drafter` wrote."""
+        raise UserError(f"{cls.__name__} is not trained, so it has no directory to be loaded from")
 
     def most_nodes(self, gamma: int) -> int:
         """How many nodes one row's draft may have; more than `gamma` for trees."""

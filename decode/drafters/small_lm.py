@@ -1,5 +1,7 @@
 """A smaller language model of the same vocabulary that drafts a chain, token by token."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -8,6 +10,7 @@ from decode.draft import Draft
 from decode.drafters import DRAFTERS, Contexts, Drafter
 from decode.kv import CachedLM
 from decode.sampling import Noise, Sampling, draw
+from decode.target import load_model_and_tokenizer
 
 
 @DRAFTERS.register("small_lm")
@@ -22,6 +25,11 @@ class SmallLMDrafter(Drafter):
     def __init__(self, model: PreTrainedModel) -> None:
         self.lm = CachedLM(model)
         self._cached = np.zeros(0, dtype=np.int64)  # [B]: committed tokens that are in the cache
+
+    @classmethod
+    def load(cls, path: Path, *, dtype: str, device: str) -> "SmallLMDrafter":
+        """A model directory as `save_pretrained` writes it."""
+        return cls(load_model_and_tokenizer(str(path), dtype=dtype, device=device).model)
 
     def start(self, contexts: Contexts) -> None:
         rows, capacity = contexts.tokens.shape

@@ -1,0 +1,52 @@
+"""The student and its loss as one module, so that any engine can wrap the whole computation."""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from distill.chunked import TeacherLogits, chunked_loss
+from distill.losses import Terms
+from distill.output import split_model
+
+
+class Distillation(nn.Module):
+    """Computes the distillation loss of `student` on a batch.
+
+    The output layer is used inside `forward`, not outside of it: engines that shard weights
+    (FSDP, ZeRO) have them whole only there.
+    """
+
+    def __init__(self, student: PreTrainedModel, terms: Terms, *, chunk: int = 256) -> None:
+        super().__init__()
+        split_model(student)  # refuses a model whose logits are more than a linear layer away
+        self.student = student
+        self.terms = terms
+        self.chunk = chunk
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        teacher: TeacherLogits | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted loss summed over the predicted tokens, and each term's sum, float64 [terms].
+
+        input_ids, attention_mask int64 [B, T]; loss_mask bool [B, T]: True where the token is
+        predicted, from the hidden state before it.
+        """
+        hidden = self.student.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+        predicted = loss_mask[:, 1:]
+        output = self.student.get_output_embeddings()
+        loss, parts = chunked_loss(
+            hidden[:, :-1][predicted],
+            output.weight,
+            output.bias,
+            teacher,
+            input_ids[:, 1:][predicted],
+            self.terms,
+            chunk=self.chunk,
+        )
+        return loss, torch.stack(list(parts.values()))

@@ -1,0 +1,1 @@
+"""Configs, data, stages, runs, reports and the command line."""

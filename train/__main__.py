@@ -1,0 +1,8 @@
+"""`accelerate launch -m train CONFIG [overrides]`: the launched form of `draftsmith train`."""
+
+import typer
+
+from train.cli import train
+
+if __name__ == "__main__":
+    typer.run(train)

@@ -1,0 +1,300 @@
+"""The command line: `draftsmith train | evaluate | generate | inspect`."""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from decode.errors import UserError
+
+app = typer.Typer(
+    help="Trains drafters for speculative decoding and measures what they are worth.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+
+TargetOption = Annotated[
+    str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
+]
+DrafterOption = Annotated[
+    str, typer.Option(help="none, ngram, a drafter directory, or a smaller model's id or path")
+]
+GammaOption = Annotated[int, typer.Option(help="how many tokens a draft is deep")]
+TemperatureOption = Annotated[float, typer.Option(help="0: greedy")]
+TopKOption = Annotated[int, typer.Option(help="0: off")]
+TopPOption = Annotated[float, typer.Option(help="1: off")]
+RuleOption = Annotated[str, typer.Option(help="verification rule")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")]
+TokensOption = Annotated[int, typer.Option(help="length limit of an answer, in tokens")]
+
+
+def shows_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """User errors become one message on stderr and exit status 2."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except UserError as error:
+            Console(stderr=True, highlight=False).print(f"error: {error}", markup=False)
+            raise typer.Exit(2) from None
+
+    return run
+
+
+@app.command()
+@shows_errors
+def train(
+    config: Annotated[Path, typer.Argument(help="a run config (YAML)")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the resolved plan and stop")
+    ] = False,
+) -> None:
+    """Run the stages of a config; a run that exists goes on where it was.
+
+    `accelerate launch -m train CONFIG` is the same on several processes.
+    """
+    # Nothing heavy is imported before the config is known to be sound.
+    from train.config import load_config
+
+    settings = load_config(config, overrides or [])
+
+    from accelerate import Accelerator
+
+    from train.console import Reporter
+    from train.run import Run
+
+    quieten()
+    accelerator = Accelerator(
+        cpu=settings.target.device == "cpu",
+        mixed_precision=settings.precision,
+        log_with=settings.trackers or None,
+        project_dir=str(settings.run_dir / "logs"),
+    )
+    reporter = Reporter(silent=not accelerator.is_main_process)
+    run = Run(settings, accelerator, reporter)
+    try:
+        if dry_run:
+            print_plan(run, reporter)
+            return
+        report = run.execute()
+        if accelerator.is_main_process:
+            print_report(run, report)
+    finally:
+        accelerator.end_training()
+
+
+def print_plan(run: Any, reporter: Any) -> None:
+    """The resolved config's stages, with what each trains, writes and needs."""
+    table = Table(title=f"plan of {run.directory}")
+    for column in ("stage", "kind", "what", "trained", "tokens", "memory"):
+        table.add_column(column)
+    for name, kind, plan in run.plan():
+        table.add_row(
+            name,
+            kind,
+            plan.what,
+            f"{plan.trained_parameters / 1e6:.1f}M" if plan.trained_parameters else "–",
+            f"{plan.tokens:,}" if plan.tokens else "–",
+            f"≈ {plan.memory_bytes / 2**30:.1f} GiB" if plan.memory_bytes else "–",
+        )
+    reporter.console.print(table)
+
+
+def print_report(run: Any, report: dict[str, Any]) -> None:
+    """The table of all drafters, what holds for all of its rows, and where the report is."""
+    from train.report import footnotes, table
+
+    console = Console(highlight=False, soft_wrap=False)
+    console.print(table(report))
+    for line in footnotes(report):
+        console.print(line, markup=False)
+    console.print(f"report: {run.directory / 'report.html'}", markup=False)
+
+
+@app.command()
+@shows_errors
+def evaluate(
+    target: TargetOption,
+    drafter: DrafterOption,
+    prompts: Annotated[Path, typer.Option(help="JSONL file with prompt or messages")],
+    rule: RuleOption = "speculative",
+    gamma: GammaOption = 4,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    max_new_tokens: TokensOption = 64,
+    batch_size: Annotated[int, typer.Option(help="rows decoded together for acceptance")] = 16,
+    timed_prompts: Annotated[int, typer.Option(help="prompts that time is measured on")] = 8,
+    limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    seed: int = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+) -> None:
+    """Measure a drafter: acceptance on all prompts, time on a few, beside plain decoding."""
+    from decode.artifact import write_file
+    from decode.measure import Protocol
+    from decode.measure import evaluate as measure
+    from decode.sampling import Sampling
+    from decode.store import open_drafter
+    from decode.target import load_target
+    from train.console import Reporter
+    from train.data.chat import prompt_tokens
+    from train.data.read import read_examples
+    from train.evaluate import spread
+    from train.report import footnotes, table
+    from train.run import describe_process
+
+    quieten()
+    protocol = Protocol(
+        gamma=gamma,
+        sampling=Sampling(temperature, top_k, top_p),
+        rule=rule,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        timed_prompts=timed_prompts,
+        timed_tokens=max_new_tokens,
+        seed=seed,
+    )
+    examples, _ = read_examples(str(prompts))
+    reporter = Reporter()
+    loaded = load_target(target, dtype=dtype, device=device)
+    which = open_drafter(drafter, loaded)
+    chosen = [prompt_tokens(e, loaded.tokenizer) for e in spread(examples, limit)]
+    with reporter.bar("evaluating", len(chosen)) as bar:
+
+        def progress(what: str, done: int, of: int) -> None:
+            bar.resize(of)
+            bar.update(done, what=f"evaluating: {what}")
+
+        found = measure(loaded, which, chosen, protocol, progress).to_dict()
+    report = {
+        "name": "evaluate",
+        "rows": [{"stage": "–", "drafter": drafter, "order": 0, "evaluation": found}],
+        "provenance": [describe_process()],
+        "config": {"target": {"model": target, "dtype": str(loaded.dtype).removeprefix("torch.")}},
+    }
+    reporter.console.print(table(report))
+    for line in footnotes(report):
+        reporter.say(line)
+    if json_file:
+        write_file(json_file, json.dumps(report, indent=2))
+
+
+@app.command()
+@shows_errors
+def generate(
+    target: TargetOption,
+    prompt: Annotated[str, typer.Argument(help="what to ask; - reads standard input")],
+    drafter: DrafterOption = "ngram",
+    rule: RuleOption = "speculative",
+    gamma: GammaOption = 4,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    max_new_tokens: TokensOption = 256,
+    system: Annotated[str | None, typer.Option(help="a system message")] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="print each step's draft with p, q and the verdict")
+    ] = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    seed: int = 0,
+) -> None:
+    """Answer one prompt, streaming the text as it becomes certain."""
+    from decode.loop import Decoder
+    from decode.sampling import Sampling
+    from decode.store import open_drafter
+    from decode.target import load_target
+    from decode.trace import TraceStep, format_trace
+    from train.data.chat import prompt_tokens
+    from train.data.read import Example
+
+    quieten()
+    asked = sys.stdin.read() if prompt == "-" else prompt
+    if not asked.strip():
+        raise UserError("the prompt is empty; say what to answer")
+    loaded = load_target(target, dtype=dtype, device=device)
+    decoder = Decoder(
+        loaded.model,
+        open_drafter(drafter, loaded),
+        eos_token_ids=loaded.eos_token_ids,
+        gamma=gamma,
+        rule=rule,
+        sampling=Sampling(temperature, top_k, top_p),
+    )
+    message = {"role": "user", "content": asked}
+    example = Example("prompt", (message,), asked, None, None, "the command line")
+    ids = prompt_tokens(example, loaded.tokenizer, system)
+    received: list[int] = []
+    printed = 0
+
+    def stream(_: int, tokens: list[int]) -> None:
+        nonlocal printed
+        received.extend(tokens)
+        text = loaded.tokenizer.decode(received, skip_special_tokens=True)
+        # A character may be cut in two by the end of a block; its second half is yet to come.
+        if not text.endswith("�"):
+            typer.echo(text[printed:], nl=False)
+            printed = len(text)
+
+    def show(step: TraceStep) -> None:
+        typer.echo(format_trace(step, loaded.tokenizer))
+
+    done = decoder.decode(
+        [ids],
+        max_new_tokens,
+        seed=seed,
+        on_tokens=None if trace else stream,
+        on_step=show if trace else None,
+    )
+    if trace:
+        typer.echo(loaded.tokenizer.decode(done.outputs[0], skip_special_tokens=True), nl=False)
+    counts, seconds = done.counts, done.timing.total
+    typer.echo(
+        f"\n[{len(done.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} tokens "
+        f"per step, acceptance rate {counts.acceptance_rate:.2f}]",
+        err=True,
+    )
+
+
+@app.command()
+@shows_errors
+def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]) -> None:
+    """Check a drafter directory against its manifest and print what it is."""
+    from decode.store import describe_drafter
+
+    description = describe_drafter(drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    size = sum(file.stat().st_size for file in drafter.glob("*.safetensors"))
+    shape = ", ".join(
+        f"{key} {config[key]}"
+        for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")
+        if key in config
+    )
+    typer.echo(f"{drafter}: whole, {size / 1e6:.1f} MB of weights ({shape})")
+    typer.echo(json.dumps(description, indent=2))
+
+
+def quieten() -> None:
+    """Keep libraries from writing between our lines what users can do nothing about."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def main() -> None:
+    """The entry point of the `draftsmith` command."""
+    app()

@@ -1,0 +1,310 @@
+"""Run configs: one YAML file, validated as a whole before anything expensive happens."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from decode.drafters import DRAFTERS
+from decode.errors import UserError, nearest
+from decode.measure import Protocol
+from decode.rules import RULES
+from decode.sampling import Sampling
+
+SPLITS = ("train", "dev", "test")
+
+
+class Strict(BaseModel):
+    """A part of the config: unknown keys and wrong types are errors, and nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TargetConfig(Strict):
+    """The model to be sped up; see `decode.target.load_target`."""
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+class DataConfig(Strict):
+    """Where the splits come from: files (relative to the config), or what `datasets` loads, as
+    `org/name@split`.
+
+    system: a system message put before every conversation that has none of its own.
+    on_bad: stop at the first row that cannot be read, or skip up to max_bad_rate of them.
+    """
+
+    train: str | list[str]
+    dev: str | list[str] | None = None
+    test: str | list[str]
+    limit: int | None = Field(None, ge=1)
+    system: str | None = None
+    on_bad: Literal["stop", "skip"] = "stop"
+    max_bad_rate: float = Field(0.01, ge=0, le=1)
+
+
+class EvaluationConfig(Strict):
+    """How every drafter of the run is judged; see `decode.measure.Protocol`.
+
+    prompts: how many prompts of the split, spread evenly over it; None: all.
+    baselines: untrained drafters that get a row of their own.
+    """
+
+    split: Literal["dev", "test"] = "test"
+    prompts: int | None = Field(None, ge=1)
+    baselines: list[str] = ["ngram"]
+    baseline_gammas: list[int] = [2, 4, 8]
+    gamma: int = Field(4, ge=1)
+    rule: str = "speculative"
+    temperature: float = Field(0.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_new_tokens: int = Field(64, ge=2)
+    batch_size: int = Field(16, ge=1)
+    timed_prompts: int = Field(8, ge=0)
+    timed_tokens: int = Field(64, ge=2)
+    generate: bool = True
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _known(self) -> "EvaluationConfig":
+        RULES[self.rule]
+        for name in self.baselines:
+            DRAFTERS[name]
+        return self
+
+    def protocol(self, gamma: int | None = None) -> Protocol:
+        """The measuring protocol, at the run's γ or another."""
+        return Protocol(
+            gamma=gamma or self.gamma,
+            sampling=Sampling(self.temperature, self.top_k, self.top_p),
+            rule=self.rule,
+            max_new_tokens=self.max_new_tokens,
+            batch_size=self.batch_size,
+            timed_prompts=self.timed_prompts,
+            timed_tokens=self.timed_tokens,
+            generate=self.generate,
+            seed=self.seed,
+        )
+
+
+class StageConfig(Strict):
+    """What every stage has: a name of its own and a kind from the registry of stages."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    kind: str
+
+
+class RunConfig(Strict):
+    """A whole run. `stages` run in order; each may read what an earlier one made, by its name.
+
+    precision: of the training's matrix products (weights stay float32); None: what
+    `accelerate launch` was told. trackers: by accelerate's names.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output_dir: str = "runs"
+    seed: int = 0
+    trackers: list[str] = ["tensorboard"]
+    precision: Literal["no", "bf16", "fp16"] | None = None
+    target: TargetConfig
+    data: DataConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    stages: list[Any] = Field(min_length=1)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and validate a config with `key.sub=value` overrides applied.
+
+    A stage is reached by its name or number: `stages.distill.epochs=3`. Raises UserError, naming
+    the key and the nearest known one, before any model is loaded.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the config {path}: {error}") from error
+    try:
+        raw = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds {type(raw).__name__}; expected keys such as target, stages")
+    for override in overrides:
+        _override(raw, override)
+    return validate_config(raw, base_dir=path.parent)
+
+
+def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
+    """Validate plain values. Data paths are taken relative to `base_dir` where such a file exists.
+
+    Raises UserError as `load_config` does.
+    """
+    from train.stages import STAGES  # stages import this module for their base classes
+
+    config = _validate(RunConfig, raw, "")
+    stages: list[StageConfig] = []
+    for index, entry in enumerate(config.stages):
+        where = f"stages.{index}"
+        if not isinstance(entry, dict) or "kind" not in entry:
+            raise UserError(f"{where} has no kind; known: {', '.join(STAGES)}")
+        stage = STAGES[str(entry["kind"])]
+        stages.append(_validate(stage.Config, entry, where))
+    names = [stage.name for stage in stages]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"two stages are called {name!r}; give each a name of its own")
+    for index, settings in enumerate(stages):
+        STAGES[settings.kind](settings).check(stages[:index])
+    data = config.data.model_copy(
+        update={split: _resolve(getattr(config.data, split), base_dir) for split in SPLITS}
+    )
+    return config.model_copy(update={"stages": stages, "data": data})
+
+
+def dump_config(config: RunConfig) -> dict[str, Any]:
+    """The resolved config as plain values; `validate_config` reads it back."""
+    values = config.model_dump(mode="json")
+    values["stages"] = [stage.model_dump(mode="json") for stage in config.stages]
+    return values
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """'key: old → new' for every value in which two dumped configs differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for key in dict.fromkeys([*old, *new])
+            for line in differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+        ]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [
+            line
+            for index, pair in enumerate(zip(old, new, strict=True))
+            for line in differences(*pair, f"{prefix}.{index}")
+        ]
+    return [] if old == new else [f"{prefix}: {old!r} → {new!r}"]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses duplicate keys, and reads 1e-3 as the number people mean."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if key in seen:
+            line = key_node.start_mark.line + 1
+            raise UserError(f"key {key!r} stands twice in the config (again in line {line})")
+        seen.add(key)
+    return loader.construct_mapping(node)
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
+    return float(loader.construct_scalar(node))
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+# YAML 1.1 takes 1e-3 for a text, as it lacks the point.
+_Loader.add_constructor("!exponent", _number)
+_Loader.add_implicit_resolver(
+    "!exponent", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    path, separator, value = override.partition("=")
+    if not separator or not path:
+        raise UserError(f"override {override!r}; expected key.sub=value")
+    *parents, last = path.split(".")
+    place: Any = raw
+    for key in parents:
+        if isinstance(place, list):
+            place = place[_index(place, key, override)]
+        elif isinstance(place, dict):
+            place = place.setdefault(key, {})
+        else:
+            raise UserError(f"override {override!r}: {key!r} is inside a plain value")
+    parsed = yaml.load(value, Loader=_Loader) if value else None
+    if isinstance(place, list):
+        place[_index(place, last, override)] = parsed
+    elif isinstance(place, dict):
+        place[last] = parsed
+    else:
+        raise UserError(f"override {override!r}: {last!r} is inside a plain value")
+
+
+def _index(entries: list[Any], key: str, override: str) -> int:
+    names = [str(e.get("name")) if isinstance(e, dict) else "" for e in entries]
+    if key in names:
+        return names.index(key)
+    if key.isdigit() and int(key) < len(entries):
+        return int(key)
+    raise UserError(
+        f"override {override!r}: no entry {key!r}; expected one of {', '.join(filter(None, names))} "
+        f"or a number below {len(entries)}.{nearest(key, names)}"
+    )
+
+
+def _validate(model: type[BaseModel], raw: Any, where: str) -> Any:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise UserError("\n".join(_explain(model, item, where) for item in error.errors())) from None
+
+
+def _explain(model: type[BaseModel], item: Any, where: str) -> str:
+    key = ".".join([where] * bool(where) + [str(part) for part in item["loc"]])
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(model, item["loc"][:-1])
+        return f"unknown config key {key!r}.{nearest(str(item['loc'][-1]), known)}"
+    if item["type"] == "missing":
+        return f"config key {key!r} is missing"
+    return f"config key {key!r} is {item['input']!r}: {item['msg']}"
+
+
+def _known_keys(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
+    """The keys that are allowed at a place inside a model."""
+    found: Any = model
+    for part in loc:
+        field = getattr(found, "model_fields", {}).get(part)
+        if field is None:
+            return []
+        found = field.annotation
+        options = getattr(found, "__args__", (found,))
+        found = next((o for o in options if hasattr(o, "model_fields")), found)
+    return list(getattr(found, "model_fields", {}))
+
+
+def _resolve(source: str | list[str] | None, base_dir: Path) -> str | list[str] | None:
+    if source is None:
+        return None
+    if isinstance(source, list):
+        return [str(_resolve(entry, base_dir)) for entry in source]
+    beside = base_dir / source
+    return str(beside) if beside.exists() else source
+
+
+def closest_stage(name: str, stages: Sequence[StageConfig], kind: str) -> StageConfig:
+    """The earlier stage of this kind with this name; UserError naming what there is."""
+    fitting = {stage.name: stage for stage in stages if stage.kind == kind}
+    if name not in fitting:
+        close = difflib.get_close_matches(name, list(fitting), n=1)
+        raise UserError(
+            f"no earlier stage {name!r} of kind {kind}; there "
+            f"{'is' if fitting else 'are'} {', '.join(fitting) or 'none'}."
+            + (f' Did you mean "{close[0]}"?' if close else "")
+        )
+    return fitting[name]

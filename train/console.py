@@ -1,0 +1,73 @@
+"""What people see while it runs: lines and progress bars, from the main process only."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+LOG_EVERY_SECONDS = 15.0
+
+
+class Reporter:
+    """Prints from the main process; other ranks get one that stays silent.
+
+    On a terminal progress is a bar; in a log file it is a line now and then, so that progress is
+    always visible and no log fills up with redrawn bars.
+    """
+
+    def __init__(self, *, silent: bool = False) -> None:
+        self.console = Console(quiet=silent, highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    @contextmanager
+    def bar(self, what: str, total: int) -> Iterator["Bar"]:
+        """A progress bar over `total` units."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        terminal = self.console.is_terminal
+        with Progress(*columns, console=self.console, disable=not terminal) as progress:
+            yield Bar(self, progress, what, total, log=not terminal)
+
+
+class Bar:
+    """One progress bar; `update(done, note)` moves it."""
+
+    def __init__(
+        self, reporter: Reporter, progress: Progress, what: str, total: int, *, log: bool
+    ) -> None:
+        self._reporter, self._progress, self._log = reporter, progress, log
+        self._what, self._total = what, total
+        self._task = progress.add_task(what, total=total, note="")
+        self._said = -LOG_EVERY_SECONDS
+
+    def update(self, done: int, note: str = "", what: str | None = None) -> None:
+        """`done` of the total units; `what` renames the bar, `note` is shown behind it."""
+        self._what = what or self._what
+        self._progress.update(self._task, completed=done, note=note, description=self._what)
+        now = self._progress.get_time()
+        if self._log and (now - self._said >= LOG_EVERY_SECONDS or done == self._total):
+            self._said = now
+            self._reporter.say(f"  {self._what}: {done}/{self._total} {note}".rstrip())
+
+    def resize(self, total: int) -> None:
+        """The number of units turned out to be another."""
+        self._total = total
+        self._progress.update(self._task, total=total)

@@ -1,0 +1,129 @@
+"""Judges drafters within a run: before the first stage, and after every stage that made one."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decode.artifact import verify_directory, write_directory
+from decode.measure import Evaluation, evaluate, fastest_gamma
+from decode.store import open_drafter
+from train.data.read import Example
+
+SAMPLES = 3
+# Prompts on which a baseline's γ is chosen.
+GAMMA_PROMPTS = 4
+
+
+def spread(items: Sequence[Any], count: int | None) -> list[Any]:
+    """`count` of the items, evenly over the whole sequence; all of them for None."""
+    if count is None or count >= len(items):
+        return list(items)
+    return [items[i] for i in np.linspace(0, len(items) - 1, count).astype(int)]
+
+
+def evaluate_baselines(run: Any, examples: dict[str, list[Example]]) -> None:
+    """A row for each untrained drafter, at its own best γ, chosen on the dev split.
+
+    Without a dev split the run's γ is used: a γ chosen on the prompts it is reported on would
+    flatter the baseline.
+    """
+    settings = run.config.evaluation
+
+    def best_gamma(name: str) -> int:
+        if "dev" not in examples or len(settings.baseline_gammas) < 2:
+            return settings.gamma
+        prompts = run.prompts(spread(examples["dev"], GAMMA_PROMPTS))
+        run.reporter.say(f"choosing γ for {name} on dev prompts")
+        return fastest_gamma(
+            run.target,
+            open_drafter(name, run.target),
+            prompts,
+            settings.baseline_gammas,
+            settings.protocol(),
+        )
+
+    for order, name in enumerate(settings.baselines):
+        if _must_do(run, order, name):
+            _evaluate(run, order, name, "before", name, name, best_gamma(name), examples)
+        run.accelerator.wait_for_everyone()
+
+
+def evaluate_drafter(
+    run: Any, index: int, stage: str, directory: Path, examples: dict[str, list[Example]]
+) -> None:
+    """A row for the drafter a stage made, after one for what it started from, if it kept that."""
+    gamma = run.config.evaluation.gamma
+    order = len(run.config.evaluation.baselines) + 2 * index
+    start = directory.parent / "start"
+    if start.exists():
+        label = f"{stage}-start"
+        if _must_do(run, order, label):
+            shown = f"{stage} (start)"
+            _evaluate(run, order, label, shown, "small_lm", str(start), gamma, examples)
+        run.accelerator.wait_for_everyone()
+    if _must_do(run, order + 1, stage):
+        _evaluate(run, order + 1, stage, stage, "small_lm", str(directory), gamma, examples)
+    run.accelerator.wait_for_everyone()
+
+
+def _directory(run: Any, order: int, label: str) -> Path:
+    return run.directory / "evaluations" / f"{order:02d}-{label}"
+
+
+def _must_do(run: Any, order: int, label: str) -> bool:
+    """Whether this is the rank that evaluates, and the row is not there yet."""
+    directory = _directory(run, order, label)
+    if not run.accelerator.is_main_process:
+        return False
+    if directory.exists():
+        verify_directory(directory)
+        return False
+    return True
+
+
+def _evaluate(
+    run: Any,
+    order: int,
+    label: str,
+    stage: str,
+    kind: str,
+    spec: str,
+    gamma: int,
+    examples: dict[str, list[Example]],
+) -> None:
+    settings = run.config.evaluation
+    chosen = spread(examples[settings.split], settings.prompts)
+    prompts = run.prompts(chosen)
+    drafter = open_drafter(spec, run.target)
+    with run.reporter.bar("evaluating", len(prompts)) as bar:
+
+        def progress(what: str, done: int, of: int) -> None:
+            bar.resize(of)
+            bar.update(done, what=f"evaluating {stage}: {what}")
+
+        found = evaluate(run.target, drafter, prompts, settings.protocol(gamma), progress)
+    record = {
+        "stage": stage,
+        "drafter": kind,
+        "order": order,
+        "evaluation": found.to_dict(),
+        "samples": _samples(run, found, chosen),
+    }
+
+    def fill(target: Path) -> None:
+        (target / "evaluation.json").write_text(json.dumps(record, indent=2))
+
+    write_directory(_directory(run, order, label), fill)
+
+
+def _samples(run: Any, found: Evaluation, examples: list[Example]) -> list[dict[str, str]]:
+    texts = []
+    for index in spread(range(len(examples)), SAMPLES):
+        example = examples[index]
+        asked = example.prompt or (example.messages[-1]["content"] if example.messages else "")
+        answer = run.target.tokenizer.decode(found.outputs[index], skip_special_tokens=True)
+        texts.append({"prompt": asked, "drafted": answer})
+    return texts

@@ -1,0 +1,286 @@
+"""A run: its directory, what is already done in it, and the order of work.
+
+    runs/NAME/config.json          the resolved config
+              provenance.json      versions, git commit, machine, command line of every start
+              stages/NN-STAGE/     what the stage made; done.json when it is complete
+              evaluations/ROW/     the figures of one drafter
+              logs/                tensorboard
+              report.json, report.html
+"""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from decode.artifact import recover, write_file
+from decode.errors import UserError
+from decode.target import Target, load_target
+from train.config import RunConfig, differences, dump_config
+from train.console import Reporter
+from train.data.chat import prompt_tokens
+from train.data.read import Example, data_fingerprint, read_examples
+from train.stages import STAGES, Outcome, Plan
+
+PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
+
+
+@dataclass
+class StageContext:
+    """What a stage is given: the target, the data, its own directory and those of earlier stages."""
+
+    run: "Run"
+    directory: Path
+    outcomes: dict[str, Path]
+    examples: dict[str, list[Example]]
+
+    @property
+    def target(self) -> Target:
+        return self.run.target
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.run.accelerator
+
+    @property
+    def reporter(self) -> Reporter:
+        return self.run.reporter
+
+
+@dataclass
+class Run:
+    """One run directory and the process (or rank) that works in it."""
+
+    config: RunConfig
+    accelerator: Accelerator
+    reporter: Reporter
+    _target: Target | None = field(default=None, init=False)
+
+    @property
+    def directory(self) -> Path:
+        return self.config.run_dir
+
+    @property
+    def target(self) -> Target:
+        """Loaded when it is first needed: a run that is done needs none."""
+        if self._target is None:
+            settings = self.config.target
+            self.reporter.say(f"loading target {settings.model}")
+            device = settings.device
+            if device == "auto" and self.accelerator.device.type != "mps":
+                # Under a launcher each rank has a device of its own.
+                device = str(self.accelerator.device)
+            self._target = load_target(
+                settings.model,
+                dtype=settings.dtype,
+                device=device,
+                revision=settings.revision,
+                trust_remote_code=settings.trust_remote_code,
+            )
+        return self._target
+
+    def execute(self) -> dict[str, Any]:
+        """Do what is not done yet; the report (see `train.report`). Raises UserError."""
+        from train.evaluate import evaluate_baselines, evaluate_drafter
+        from train.report import make_report
+
+        set_seed(self.config.seed)
+        with self.accelerator.main_process_first():
+            if self.accelerator.is_main_process:
+                self.prepare()
+        self.accelerator.init_trackers(self.config.name)
+        examples = self.read_data()
+        outcomes: dict[str, Path] = {}
+        evaluate_baselines(self, examples)
+        for index, settings in enumerate(self.config.stages):
+            directory = self.directory / "stages" / f"{index:02d}-{settings.name}"
+            context = StageContext(self, directory, dict(outcomes), examples)
+            outcome = self._stage(settings, context)
+            outcomes[settings.name] = directory
+            if outcome.drafter is not None:
+                evaluate_drafter(self, index, settings.name, outcome.drafter, examples)
+        report: dict[str, Any] = {}
+        if self.accelerator.is_main_process:
+            report = make_report(self)
+        self.accelerator.wait_for_everyone()
+        return report
+
+    def plan(self) -> list[tuple[str, str, Plan]]:
+        """(stage, kind, plan) for every stage; loads the target, writes nothing."""
+        examples = self.read_data()
+        plans = []
+        for settings in self.config.stages:
+            context = StageContext(self, self.directory / "stages" / settings.name, {}, examples)
+            plans.append(
+                (settings.name, settings.kind, STAGES[settings.kind](settings).plan(context))
+            )
+        return plans
+
+    def prepare(self) -> None:
+        """Make the run directory, or check that the one that exists is of this very config."""
+        stored = self.directory / "config.json"
+        resolved = dump_config(self.config)
+        if stored.exists():
+            found = json.loads(stored.read_text())
+            changed = differences(found, resolved)
+            if changed:
+                raise UserError(
+                    f"run {self.directory} was started with other settings:\n  "
+                    + "\n  ".join(changed)
+                    + "\nGo on with those, give this run another name (name=...), or move the old "
+                    "run's directory away."
+                )
+            for parent in ("stages", "evaluations"):
+                recover(self.directory / parent)
+        elif self.directory.exists() and any(self.directory.iterdir()):
+            raise UserError(
+                f"{self.directory} exists and is not a run of draftsmith (it has no config.json); "
+                "give this run another name or output_dir"
+            )
+        for parent in ("stages", "evaluations", "logs"):
+            make_directory(self.directory / parent)
+        write_file(stored, json.dumps(resolved, indent=2))
+        provenance = self.directory / "provenance.json"
+        starts = json.loads(provenance.read_text()) if provenance.exists() else []
+        write_file(provenance, json.dumps([*starts, describe_process()], indent=2))
+
+    def read_data(self) -> dict[str, list[Example]]:
+        """All splits. Raises UserError for missing, broken or empty data (file:line)."""
+        data = self.config.data
+        examples = {}
+        for split in ("train", "dev", "test"):
+            source = getattr(data, split)
+            if source is None:
+                continue
+            name, _, chosen = source.partition("@") if isinstance(source, str) else (source, "", "")
+            found, report = read_examples(
+                name,
+                split=chosen or None,
+                limit=data.limit if split == "train" else None,
+                on_bad=data.on_bad,
+                max_bad_rate=data.max_bad_rate,
+            )
+            self.reporter.say(f"{split}: {report}")
+            examples[split] = found
+        self._require_data_unchanged(examples)
+        return examples
+
+    def prompts(self, examples: list[Example]) -> list[list[int]]:
+        """Token ids for each example's prompt, as the target's chat template writes it."""
+        return [
+            prompt_tokens(example, self.target.tokenizer, self.config.data.system)
+            for example in examples
+        ]
+
+    def _require_data_unchanged(self, examples: dict[str, list[Example]]) -> None:
+        stored = self.directory / "data.json"
+        now = {split: data_fingerprint(rows) for split, rows in examples.items()}
+        if stored.exists():
+            changed = [s for s, value in json.loads(stored.read_text()).items() if now.get(s) != value]
+            if changed:
+                raise UserError(
+                    f"the data of {', '.join(changed)} changed since run {self.directory} began; "
+                    "restore it, or start a run with another name"
+                )
+        elif self.directory.exists() and self.accelerator.is_main_process:
+            write_file(stored, json.dumps(now, indent=2))
+
+    def _stage(self, settings: Any, context: StageContext) -> Outcome:
+        done = context.directory / "done.json"
+        if done.exists():
+            stored = json.loads(done.read_text())
+            self.reporter.say(f"stage {settings.name}: done")
+            drafter = context.directory / "drafter" if stored["drafter"] else None
+            return Outcome(drafter, stored["summary"])
+        self.reporter.say(f"stage {settings.name} ({settings.kind})")
+        begin = time.perf_counter()
+        if self.accelerator.is_main_process:
+            make_directory(context.directory)
+        self.accelerator.wait_for_everyone()
+        outcome = STAGES[settings.kind](settings).run(context)
+        outcome.summary["seconds"] = time.perf_counter() - begin
+        outcome.summary["peak_memory_bytes"] = peak_memory()
+        if self.accelerator.is_main_process:
+            record = {"drafter": outcome.drafter is not None, "summary": outcome.summary}
+            write_file(done, json.dumps(record, indent=2))
+        self.accelerator.wait_for_everyone()
+        return outcome
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory with its parents; UserError naming it when that cannot be done."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create {path}: {error.strerror}") from error
+
+
+def peak_memory() -> int:
+    """Most bytes this process has had in memory so far (on CUDA: on the device)."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return psutil.Process().memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def describe_process() -> dict[str, Any]:
+    """What a figure depends on beside the config: versions, commit, machine, command."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "argv": sys.argv,
+        "python": platform.python_version(),
+        "versions": versions,
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "machine": {
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "gpus": [
+                torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+            ],
+        },
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+

@@ -1,0 +1,61 @@
+"""Stages by kind: what a run does, one after the other.
+
+A stage is one file with one registration: its config, what it checks and plans, and what it does.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from decode.registry import Registry
+from train.config import StageConfig
+
+
+@dataclass
+class Plan:
+    """What a stage is going to do, for `--dry-run`; sizes are estimates."""
+
+    what: str
+    trained_parameters: int = 0
+    tokens: int = 0
+    memory_bytes: int = 0
+
+
+@dataclass
+class Outcome:
+    """What a stage made. drafter: the directory of the drafter it trained, which is then judged."""
+
+    drafter: Path | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+class Stage(ABC):
+    """One kind of stage with its settings.
+
+    `run` writes into `context.directory` only, each thing whole or not at all, and goes on where a
+    killed run of it stopped.
+    """
+
+    Config: ClassVar[type[StageConfig]]
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def check(self, earlier: Sequence[StageConfig]) -> None:
+        """Raise UserError for settings that do not fit together, before any model is loaded."""
+        return None
+
+    @abstractmethod
+    def plan(self, context: Any) -> Plan:
+        """What `run` will do. The target is loaded; nothing is written."""
+
+    @abstractmethod
+    def run(self, context: Any) -> Outcome:
+        """Do it. context: `train.run.StageContext`."""
+
+
+STAGES: Registry[type[Stage]] = Registry("stage kind")
+
+from train.stages import distill, generate  # noqa: E402, F401  (each registers itself)

@@ -1,0 +1,234 @@
+"""`distill`: a small language model learns the target's distribution (DistillSpec, 2310.08461)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.fingerprint import fingerprint, require_same_vocabulary
+from decode.store import describe_drafter, save_drafter
+from decode.target import load_model_and_tokenizer
+from distill.losses import Terms
+from distill.module import Distillation
+from distill.output import split_model
+from distill.student import student_from_config, student_from_layers
+from distill.teacher import LiveTeacher
+from train.config import StageConfig, Strict, closest_stage
+from train.data.batches import Batch, fit
+from train.data.chat import Sample, to_sample
+from train.stages import STAGES, Outcome, Plan, Stage
+from train.stages.generate import read_answers
+from train.trainer import LoopConfig, OptimizerConfig, Trainer, describe
+
+
+class StudentConfig(Strict):
+    """Where the drafter starts; exactly one of these.
+
+    layers: a subset of the target's layers. model: an existing smaller model of the same
+    vocabulary (hub id, directory, GGUF file). config: changes to the target's config, for random
+    weights. stage: the drafter of an earlier distill stage.
+    """
+
+    layers: list[int] | None = None
+    model: str | None = None
+    config: dict[str, Any] | None = None
+    stage: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "StudentConfig":
+        given = [name for name, value in self if value is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"found {', '.join(given) or 'nothing'}; expected exactly one of layers, model, "
+                "config, stage"
+            )
+        return self
+
+
+class DistillConfig(StageConfig):
+    """text: a generate stage's name, or `data` for the responses in the training data.
+
+    losses: {name: weight}. train_embeddings: off, the token embeddings (and a tied output layer)
+    stay the target's. remember_teacher: keep the target's hidden states of the text in memory
+    after their first use. chunk_tokens: how many tokens' logits exist at a time.
+    """
+
+    kind: Literal["distill"] = "distill"
+    text: str = "data"
+    drafter: StudentConfig
+    losses: dict[str, float] = {"forward_kl": 1.0}
+    train_embeddings: bool = True
+    remember_teacher: bool = False
+    max_length: int = Field(1024, ge=2)
+    on_long: Literal["truncate", "drop"] = "truncate"
+    chunk_tokens: int = Field(256, ge=1)
+    loop: LoopConfig = LoopConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    @field_validator("losses", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        # Strict fields take no 1 for 1.0; people write both.
+        if isinstance(value, dict):
+            return {k: float(v) if type(v) is int else v for k, v in value.items()}
+        return value
+
+
+@STAGES.register("distill")
+class DistillStage(Stage):
+    """Trains a small LM on text with the target beside it, and writes it to `drafter/`."""
+
+    Config = DistillConfig
+
+    def check(self, earlier: Sequence[StageConfig]) -> None:
+        settings: DistillConfig = self.config
+        Terms(settings.losses)
+        if settings.text != "data":
+            closest_stage(settings.text, earlier, "generate")
+        if settings.drafter.stage is not None:
+            closest_stage(settings.drafter.stage, earlier, "distill")
+
+    def plan(self, context: Any) -> Plan:
+        settings: DistillConfig = self.config
+        target = context.target.model
+        if settings.drafter.stage is not None:
+            return Plan(f"goes on with the drafter of {settings.drafter.stage}; {_losses(settings)}")
+        student = self._student(context)
+        trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+        vocabulary = target.config.get_text_config().vocab_size
+        # float32 weights, gradients and AdamW's two moments; the target; a chunk's logits with
+        # softmax and gradient, of student and teacher.
+        weights = 4 * sum(p.numel() for p in student.parameters()) + 12 * trained
+        teacher = sum(p.numel() * p.element_size() for p in target.parameters())
+        chunk = 6 * 4 * settings.chunk_tokens * vocabulary
+        return Plan(
+            f"{type(student).__name__} of {student.num_parameters() / 1e6:.1f}M parameters; "
+            f"{_losses(settings)}; {settings.loop.epochs} epochs",
+            trained_parameters=trained,
+            memory_bytes=weights + teacher + chunk,
+        )
+
+    def run(self, context: Any) -> Outcome:
+        settings: DistillConfig = self.config
+        terms = Terms(settings.losses)
+        samples, counts = fit(self._samples(context), settings.max_length, settings.on_long)
+        context.reporter.say(
+            "  text: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n)
+        )
+        student = self._student(context)
+        start = context.directory / "start"
+        drafter = context.directory / "drafter"
+        if context.accelerator.is_main_process and settings.drafter.stage is None:
+            self._save(context, student, start, {"stage": settings.name, "steps": 0})
+        teacher = None
+        if terms.needs_teacher:
+            teacher = LiveTeacher(
+                split_model(context.target.model), remember=settings.remember_teacher
+            )
+
+        def step(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+            given = {name: batch[name] for name in ("input_ids", "attention_mask", "loss_mask")}
+            signal = teacher.logits(**given, ids=batch["ids"]) if teacher else None
+            loss, parts = module(**given, teacher=signal)
+            return loss, parts
+
+        tokenizer = context.target.tokenizer
+        trainer = Trainer(
+            context.accelerator,
+            context.reporter,
+            settings.name,
+            Distillation(student.to(context.accelerator.device), terms, chunk=settings.chunk_tokens),
+            step,
+            list(settings.losses),
+            samples,
+            tokenizer.pad_token_id or 0,
+            settings.loop,
+            settings.optimizer,
+            context.directory,
+        )
+        trained = trainer.fit()
+        summary = {
+            "training": describe(trained),
+            "samples": counts,
+            "padding_share": trainer.padding_share(),
+            "parameters": student.num_parameters(),
+            "trained_parameters": sum(p.numel() for p in student.parameters() if p.requires_grad),
+            "losses": settings.losses,
+        }
+        module: Any = context.accelerator.unwrap_model(trainer.module)
+        if context.accelerator.is_main_process:
+            self._save(
+                context,
+                module.student,
+                drafter,
+                {
+                    "stage": settings.name,
+                    "run": context.run.config.name,
+                    "settings": settings.model_dump(mode="json"),
+                    "steps": trained.step,
+                    "tokens": trained.tokens,
+                    "start": self._started_from(context),
+                },
+            )
+        context.accelerator.free_memory()
+        return Outcome(drafter, summary)
+
+    def _samples(self, context: Any) -> list[Sample]:
+        settings: DistillConfig = self.config
+        tokenizer, system = context.target.tokenizer, context.run.config.data.system
+        examples = context.examples["train"]
+        if settings.text == "data":
+            return [to_sample(example, tokenizer, system=system) for example in examples]
+        by_id = {example.id: example for example in examples + context.examples.get("dev", [])}
+        samples = []
+        for answer in read_answers(context.outcomes[settings.text]):
+            sample = to_sample(by_id[answer["id"]], tokenizer, answer["tokens"], system)
+            name = f"{sample.id}#{answer['sample']}"
+            samples.append(Sample(name, sample.tokens, sample.mask))
+        return samples
+
+    def _student(self, context: Any) -> PreTrainedModel:
+        settings: DistillConfig = self.config
+        start, target = settings.drafter, context.target
+        if start.layers is not None:
+            student = student_from_layers(target.model, start.layers)
+        elif start.config is not None:
+            torch.manual_seed(settings.loop.seed)
+            student = student_from_config(target.model, start.config)
+        else:
+            spec = start.model or str(context.outcomes[start.stage] / "drafter")
+            if start.stage:
+                describe_drafter(Path(spec))
+            loaded = load_model_and_tokenizer(spec, dtype="float32", device=str(target.device))
+            own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
+            require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
+            student = loaded.model
+        student.requires_grad_(True)
+        if not settings.train_embeddings:
+            student.get_input_embeddings().requires_grad_(False)
+            student.get_output_embeddings().requires_grad_(False)
+        return student
+
+    def _started_from(self, context: Any) -> Any:
+        start = self.config.drafter
+        if start.stage is not None:
+            directory = context.outcomes[start.stage] / "drafter"
+            return describe_drafter(directory)["provenance"]
+        return start.model_dump(exclude_none=True)
+
+    def _save(
+        self, context: Any, student: PreTrainedModel, path: Path, provenance: dict[str, Any]
+    ) -> None:
+        def write(directory: Path) -> None:
+            student.save_pretrained(directory)
+            context.target.tokenizer.save_pretrained(directory)
+
+        save_drafter(path, "small_lm", write, target=context.target, provenance=provenance)
+
+
+def _losses(settings: DistillConfig) -> str:
+    return " + ".join(f"{weight:g}·{name}" for name, weight in settings.losses.items())
