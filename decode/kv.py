@@ -39,7 +39,8 @@ class _SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         def allocate(like: Tensor) -> Tensor:
-            # Zeros, not empty: a masked slot is still multiplied by its zero weight, and NaN is not.
+            # Zeros, not empty: a masked slot is still multiplied by its weight of 0, and 0·NaN is
+            # NaN.
             return like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
 
         self.keys, self.values = allocate(key_states), allocate(value_states)
@@ -79,16 +80,22 @@ def require_slots(model: PreTrainedModel, capacity: int) -> None:
     stateful = getattr(model, "_is_stateful", False)
     if stateful or kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
-            f"{type(model).__name__} keeps a running state ({', '.join(sorted(kinds))}) that cannot "
-            "be rolled back after a rejected draft; use a model with attention layers only"
+            f"{type(model).__name__} keeps a running state ({', '.join(sorted(kinds))}) that "
+            "cannot be rolled back after a rejected draft; use a model with attention layers only"
         )
-    window = getattr(config, "sliding_window", None)
-    windowed = window is not None and getattr(config, "use_sliding_window", True)
-    if windowed and capacity > window:
+    window = sliding_window(model)
+    if window is not None and capacity > window:
         raise UserError(
             f"{type(model).__name__} attends to a sliding window of {window} tokens, and this run "
             f"needs {capacity}; shorten prompts or max_new_tokens so that they fit in the window"
         )
+
+
+def sliding_window(model: PreTrainedModel) -> int | None:
+    """How many tokens back the model's layers see; None where they see all."""
+    config = model.config.get_text_config()
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if getattr(config, "use_sliding_window", True) else None
 
 
 class CachedLM:
@@ -100,9 +107,8 @@ class CachedLM:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.device = model.device
-        self.max_positions: int = getattr(
-            model.config.get_text_config(), "max_position_embeddings", 1 << 30
-        )
+        config = model.config.get_text_config()
+        self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         parameters = inspect.signature(model.forward).parameters
         self._keeps_columns = "logits_to_keep" in parameters
         self._boolean_masks = model.config._attn_implementation == "sdpa"

@@ -76,19 +76,19 @@ class Decoder:
         on_tokens: OnTokens | None = None,
         on_step: Callable[[TraceStep], None] | None = None,
     ) -> Decoded:
-        """Continue all prompts (token ids) together, each until EOS or `max_new_tokens`.
+        """Continue all prompts (token ids) together, each until EOS, `max_new_tokens` or the end
+        of the model's context.
 
         row_ids: what each row's random numbers are derived from beside the seed; its place in a
             larger set makes its text the same in any batch (default: its place in `prompts`).
         on_tokens: called with (row, new tokens) as soon as they are certain. on_step: see trace.
         Raises UserError for no prompts, an empty prompt, or one that leaves no room to answer.
         """
-        limit = self._room(prompts, max_new_tokens)
+        ends = self._ends(prompts, max_new_tokens)
         clock = _Clock(self.lm.device)
         rows = np.arange(len(prompts))  # which prompt each row still decoding answers
         device = self.lm.device
-        contexts = self._contexts(prompts, limit)
-        prompt_lengths = contexts.lengths.copy()
+        contexts = self._contexts(prompts, ends)
         identities = np.asarray(rows if row_ids is None else row_ids)
         noise = Noise(seed, torch.as_tensor(identities, device=device))
         tally = Tally(len(prompts), self.gamma)
@@ -100,7 +100,7 @@ class Decoder:
         self.drafter.start(contexts)
         clock.mark("prefill")
 
-        block, ended = first, np.isin(first[:, 0], self.eos) | (limit == 1)
+        block, ended = first, np.isin(first[:, 0], self.eos) | (contexts.lengths == ends)
         while True:
             for place, row in enumerate(rows):
                 new = block[place, : emitted[place]].tolist()
@@ -112,11 +112,11 @@ class Decoder:
                 if not len(going):
                     break
                 self._keep(going, contexts, noise)
-                rows, prompt_lengths = rows[going], prompt_lengths[going]
+                rows, ends = rows[going], ends[going]
             clock.mark("overhead")
 
             noise.next_round()
-            left = limit - (contexts.lengths - prompt_lengths)
+            left = ends - contexts.lengths
             # The pass itself emits a token, so drafting the last one is never worth it. Each row is
             # held to its own limit, or its text would depend on the rows beside it.
             gamma = min(self.gamma, int(left.max()) - 1)
@@ -149,8 +149,9 @@ class Decoder:
         clock.mark("overhead")
         return Decoded(outputs, tally, clock.timing)
 
-    def _room(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-        """The length limit that fits in the model's positions, at most `max_new_tokens`."""
+    def _ends(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> np.ndarray:
+        """int [B]: the length at which each row ends, prompt included: `max_new_tokens` more, or
+        where the model's positions end."""
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
         if not prompts:
@@ -163,13 +164,14 @@ class Decoder:
                     f"prompt {row} has {len(prompt)} tokens and the target's context holds "
                     f"{self.lm.max_positions}, which leaves no room for an answer; shorten it"
                 )
-        return min(max_new_tokens, self.lm.max_positions - max(len(p) for p in prompts))
+        lengths = np.array([len(prompt) for prompt in prompts])
+        return np.minimum(lengths + max_new_tokens, self.lm.max_positions)
 
-    def _contexts(self, prompts: Sequence[Sequence[int]], limit: int) -> Contexts:
+    def _contexts(self, prompts: Sequence[Sequence[int]], ends: np.ndarray) -> Contexts:
         lengths = np.array([len(prompt) for prompt in prompts])
         # In a ragged batch a row at its end is still fed a draft as deep as the others'.
-        room = limit + self.drafter.most_nodes(self.gamma)
-        tokens = np.zeros((len(prompts), int(lengths.max()) + room), dtype=np.int64)
+        capacity = int(ends.max()) + self.drafter.most_nodes(self.gamma)
+        tokens = np.zeros((len(prompts), capacity), dtype=np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
         return Contexts(tokens, lengths)
@@ -180,9 +182,7 @@ class Decoder:
         self.lm.reset(rows, capacity)
         width = int(contexts.lengths.max())
         ids = torch.as_tensor(contexts.tokens[:, :width], device=self.lm.device)
-        logits = self.lm.forward(
-            ids, np.zeros(rows, dtype=np.int64), columns=contexts.lengths - 1
-        )
+        logits = self.lm.forward(ids, np.zeros(rows, dtype=np.int64), columns=contexts.lengths - 1)
         uniforms = noise.uniforms(Noise.NEXT, 0, 1)
         return self.sampling.pick(logits, uniforms).cpu().numpy()
 
@@ -211,7 +211,12 @@ class Decoder:
         the target's own, with one transfer to the host."""
         path_tokens = draft.tokens.gather(1, verdict.path)
         packed = torch.cat(
-            [verdict.accepted[:, None], verdict.reached[:, None], verdict.next_token[:, None], path_tokens],
+            [
+                verdict.accepted[:, None],
+                verdict.reached[:, None],
+                verdict.next_token[:, None],
+                path_tokens,
+            ],
             dim=1,
         )
         host = packed.cpu().numpy()

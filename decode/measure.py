@@ -55,6 +55,7 @@ class Evaluation:
     """The figures of one drafter under one protocol; `to_dict` is what reports are made of."""
 
     protocol: Protocol
+    dtype: str
     lossless: bool
     counts: Counts
     outputs: list[list[int]]
@@ -77,6 +78,7 @@ class Evaluation:
             "gamma": self.protocol.gamma,
             "rule": self.protocol.rule,
             "lossless": self.lossless,
+            "dtype": self.dtype,
             "sampling": vars(self.protocol.sampling),
             "prompts": len(self.outputs),
             "timed_prompts": len(self.plain),
@@ -167,6 +169,7 @@ def evaluate(
     same, close = _compare(target, [prompts[i] for i in timed], runs, protocol)
     return Evaluation(
         protocol,
+        str(target.dtype).removeprefix("torch."),
         speculative.rule.lossless,
         counts,
         outputs,
@@ -244,7 +247,9 @@ def _compare(
         if plain == drafted:
             same += 1
             continue
-        at = next(i for i, pair in enumerate(zip(plain, drafted, strict=False)) if len(set(pair)) > 1)
+        at = next(
+            i for i, pair in enumerate(zip(plain, drafted, strict=False)) if len(set(pair)) > 1
+        )
         ids = torch.tensor([[*prompt, *plain[:at]]], device=target.device)
         with torch.inference_mode():
             logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()

@@ -59,7 +59,7 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
 
     The weights need not sum to 1. A token of weight 0 is never drawn.
     """
-    # float64: a float32 running sum over a large vocabulary is off by more than a rare token weighs.
+    # float64: a float32 running sum over a large vocabulary errs by more than a rare token weighs.
     cdf = probs.double().cumsum(-1)
     total = cdf[..., -1:]
     point = torch.minimum(uniform[..., None] * total, torch.nextafter(total, -total))
@@ -87,7 +87,7 @@ class Noise:
     DRAFT, ACCEPT, NEXT = 0, 1, 2
 
     def __init__(self, seed: int, rows: Tensor) -> None:
-        """rows: int64 [B], the identity of each row, such as its prompt's index in the whole set."""
+        """rows: int64 [B], the identity of each row, such as its prompt's index in the set."""
         self._keys = _mix(_mix(torch.full_like(rows, seed)) ^ (rows + 1))
         self._round = 0
 

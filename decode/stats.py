@@ -119,7 +119,9 @@ class Timing:
         return self.prefill + self.draft + self.verify + self.overhead
 
     def __add__(self, other: "Timing") -> "Timing":
-        return Timing(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Timing(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
 
 
 @dataclass

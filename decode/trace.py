@@ -42,12 +42,10 @@ def trace_rows(
     accepted: np.ndarray,
     block: np.ndarray,
 ) -> TraceStep:
-    """Describe a step. Greedy decoding has no p of its own; the softmax at temperature 1 is shown."""
+    """Describe a step. Greedy decoding has no p of its own; p at temperature 1 is shown."""
     shown = Sampling(temperature=1.0) if sampling.greedy else sampling
     judged_in = draft.parent_rows()
-    p_all = shown.probs(logits).gather(
-        1, judged_in[..., None].expand(-1, -1, logits.shape[2])
-    )
+    p_all = shown.probs(logits).gather(1, judged_in[..., None].expand(-1, -1, logits.shape[2]))
     p = p_all.gather(2, draft.tokens[..., None])[..., 0].tolist()
     q = None
     if draft.q is not None:
@@ -69,8 +67,12 @@ def trace_rows(
                 verdict = "rejected" if follows else "not reached"
             drafted.append(
                 DraftedToken(
-                    node, parents[node], tokens[node], p[place][node],
-                    q[place][node] if q else 1.0, verdict,
+                    node,
+                    parents[node],
+                    tokens[node],
+                    p[place][node],
+                    q[place][node] if q else 1.0,
+                    verdict,
                 )
             )
         steps.append(RowTrace(int(row), drafted, int(block[place, accepted[place]])))
@@ -85,10 +87,10 @@ def format_trace(step: TraceStep, tokenizer: PreTrainedTokenizerBase) -> str:
 
     lines = []
     for row in step:
-        for node in row.drafted:
-            lines.append(
-                f"  row {row.row} node {node.node} after {node.parent:>2}  {text(node.token):<16} "
-                f"p={node.p:.4f} q={node.q:.4f}  {node.verdict}"
-            )
+        lines += [
+            f"  row {row.row} node {node.node} after {node.parent:>2}  {text(node.token):<16} "
+            f"p={node.p:.4f} q={node.q:.4f}  {node.verdict}"
+            for node in row.drafted
+        ]
         lines.append(f"  row {row.row} target adds {text(row.next_token)}")
     return "\n".join(lines)

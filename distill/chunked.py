@@ -32,34 +32,40 @@ class _ChunkedLoss(torch.autograd.Function):
         terms: Terms,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        inputs = (hidden, weight, bias)
         wanted = ctx.needs_input_grad[:3]
+        inputs: list[Tensor | None] = [hidden, weight, bias]
         grads = [
-            torch.zeros_like(x, dtype=at_least_float32(x.new_empty(0)).dtype) if need else None
+            torch.zeros_like(x, dtype=_at_least_float32(x.dtype))
+            if need and x is not None
+            else None
             for need, x in zip(wanted, inputs, strict=True)
         ]
         # Cast once, not once per chunk: under autocast each product would cast the whole layer.
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            inputs = tuple(None if x is None else x.to(dtype) for x in inputs)
+            inputs = [None if x is None else x.to(dtype) for x in inputs]
         totals = torch.zeros(len(terms.weights), dtype=torch.float64, device=hidden.device)
         with torch.autocast(device, enabled=False):
             for begin in range(0, len(hidden), chunk):
                 part = slice(begin, begin + chunk)
-                leaves = [
-                    None if x is None else x.detach().requires_grad_(need)
-                    for need, x in zip(
-                        wanted, (inputs[0][part], inputs[1], inputs[2]), strict=True
-                    )
+                leaves: list[Any] = [
+                    None if x is None else x.detach()[part if index == 0 else slice(None)]
+                    for index, x in enumerate(inputs)
+                ]
+                sought = [
+                    leaf.requires_grad_() for leaf, need in zip(leaves, wanted, strict=True) if need
                 ]
                 with torch.enable_grad():
-                    logits = at_least_float32(F.linear(*leaves))
-                    against = at_least_float32(teacher(part)) if teacher else None
+                    logits = F.linear(*leaves)
+                    logits = logits.to(_at_least_float32(logits.dtype))
+                    against = None
+                    if teacher is not None:
+                        against = teacher(part)
+                        against = against.to(_at_least_float32(against.dtype))
                     losses = terms.per_token(logits, against, labels[part])
                     loss = terms.weigh({name: value.sum() for name, value in losses.items()})
-                if any(wanted):
-                    sought = [leaf for need, leaf in zip(wanted, leaves, strict=True) if need]
+                if sought:
                     found = iter(torch.autograd.grad(loss, sought))
                     for index, grad in enumerate(grads):
                         if grad is not None:
@@ -79,9 +85,9 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
-def at_least_float32(logits: Tensor) -> Tensor:
-    """bfloat16 and float16 go to float32, since a softmax in them is off by per cents."""
-    return logits if logits.dtype == torch.float64 else logits.float()
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """float32 for bfloat16 and float16, in which a softmax is off by per cents."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def chunked_loss(

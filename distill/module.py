@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from distill.chunked import TeacherLogits, chunked_loss
 from distill.losses import Terms
 from distill.output import split_model
+from distill.vocabulary import positions
 
 
 class Distillation(nn.Module):
@@ -14,12 +15,24 @@ class Distillation(nn.Module):
 
     The output layer is used inside `forward`, not outside of it: engines that shard weights
     (FSDP, ZeRO) have them whole only there.
+
+    vocabulary: int64 [n], the token ids of a reduced output layer (`distill.vocabulary`).
     """
 
-    def __init__(self, student: PreTrainedModel, terms: Terms, *, chunk: int = 256) -> None:
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        terms: Terms,
+        *,
+        chunk: int = 256,
+        vocabulary: Tensor | None = None,
+    ) -> None:
         super().__init__()
         split_model(student)  # refuses a model whose logits are more than a linear layer away
         self.student = student
+        size = student.config.get_text_config().vocab_size
+        rows = None if vocabulary is None else positions(vocabulary, size)
+        self.register_buffer("label_rows", rows, persistent=False)
         self.terms = terms
         self.chunk = chunk
 
@@ -40,12 +53,16 @@ class Distillation(nn.Module):
         ).last_hidden_state
         predicted = loss_mask[:, 1:]
         output = self.student.get_output_embeddings()
+        labels = input_ids[:, 1:][predicted]
+        rows = self.label_rows
+        if isinstance(rows, Tensor):
+            labels = rows[labels]
         loss, parts = chunked_loss(
             hidden[:, :-1][predicted],
             output.weight,
             output.bias,
             teacher,
-            input_ids[:, 1:][predicted],
+            labels,
             self.terms,
             chunk=self.chunk,
         )

@@ -37,7 +37,9 @@ def split_model(model: PreTrainedModel) -> SplitModel:
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        probe = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
+        probe = (
+            torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
+        )
         ones = torch.ones_like(probe)
         direct = model(input_ids=probe, attention_mask=ones, use_cache=False).logits
         halves = output(split.hidden(probe, ones))

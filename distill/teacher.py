@@ -16,10 +16,20 @@ class LiveTeacher:
     With `remember`, the last hidden states of every predicted token are kept on the CPU after
     their first use (H numbers a token in the target's dtype, not V), so that later epochs over the
     same samples cost no forward and still see the target's whole distribution.
+
+    vocabulary: int64 [n], the draft vocabulary. The logits are then those of its tokens only, and
+    their softmax is the target's distribution p renormalised over it.
     """
 
-    def __init__(self, target: SplitModel, *, remember: bool = False) -> None:
+    def __init__(
+        self, target: SplitModel, *, remember: bool = False, vocabulary: Tensor | None = None
+    ) -> None:
         self.target = target
+        output = target.output
+        self._weight: Tensor = output.weight if vocabulary is None else output.weight[vocabulary]
+        self._bias: Tensor | None = output.bias
+        if vocabulary is not None and output.bias is not None:
+            self._bias = output.bias[vocabulary]
         self._kept: dict[str, Tensor] | None = {} if remember else None
 
     @torch.no_grad()
@@ -36,11 +46,10 @@ class LiveTeacher:
             if self._kept is not None:
                 counts = predicted.sum(1).tolist()
                 self._kept.update(zip(ids, hidden.cpu().split(counts), strict=False))
-        output = self.target.output
 
         @torch.no_grad()
         def teacher(part: slice) -> Tensor:
-            return F.linear(hidden[part], output.weight, output.bias)
+            return F.linear(hidden[part], self._weight, self._bias)
 
         return teacher
 

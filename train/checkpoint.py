@@ -7,16 +7,18 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from decode.artifact import newest_complete, remove_directory, write_directory
+from decode.artifact import newest_complete, recover, remove_directory, write_directory
 from decode.errors import UserError
 from train.console import Reporter
 
-PREFIX = "step-"
+PREFIX = "step"
 # Two, so that one is left when the newest turns out to be damaged.
 KEEP = 2
 
 
-def save_checkpoint(accelerator: Accelerator, parent: Path, step: int, state: dict[str, Any]) -> None:
+def save_checkpoint(
+    accelerator: Accelerator, parent: Path, step: int, state: dict[str, Any]
+) -> None:
     """Save model, optimizer and random state of all ranks, with `state` beside them.
 
     Every rank must call it. Older checkpoints go only after the new one is in place.
@@ -27,9 +29,9 @@ def save_checkpoint(accelerator: Accelerator, parent: Path, step: int, state: di
         (directory / "trainer.json").write_text(json.dumps(state))
 
     if accelerator.is_main_process:
-        write_directory(parent / f"{PREFIX}{step}", fill, meta={"step": step})
+        write_directory(parent / f"{PREFIX}-{step}", fill, meta={"step": step})
         for old in sorted(_steps(parent))[:-KEEP]:
-            remove_directory(parent / f"{PREFIX}{old}")
+            remove_directory(parent / f"{PREFIX}-{old}")
     else:
         _save_into(accelerator, None)
     accelerator.wait_for_everyone()
@@ -42,7 +44,10 @@ def load_checkpoint(
 
     Damaged ones are named and passed over. Raises UserError when all that exist are damaged.
     """
-    found, damaged = newest_complete(parent, PREFIX) if parent.exists() else (None, [])
+    if accelerator.is_main_process:
+        recover(parent)
+    accelerator.wait_for_everyone()
+    found, damaged = newest_complete(parent, PREFIX)
     for error in damaged:
         reporter.say(f"  passing over a checkpoint: {error}")
     if found is None:
@@ -70,5 +75,5 @@ def _save_into(accelerator: Accelerator, directory: Path | None) -> None:
 
 
 def _steps(parent: Path) -> list[int]:
-    names = (path.name.removeprefix(PREFIX) for path in parent.glob(f"{PREFIX}*"))
+    names = (path.name.removeprefix(f"{PREFIX}-") for path in parent.glob(f"{PREFIX}-*"))
     return [int(name) for name in names if name.isdigit()]

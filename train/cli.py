@@ -44,7 +44,8 @@ def shows_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except UserError as error:
-            Console(stderr=True, highlight=False).print(f"error: {error}", markup=False)
+            errors = Console(stderr=True, highlight=False, soft_wrap=True)
+            errors.print(f"error: {error}", markup=False)
             raise typer.Exit(2) from None
 
     return run
@@ -107,18 +108,17 @@ def print_plan(run: Any, reporter: Any) -> None:
             f"{plan.tokens:,}" if plan.tokens else "–",
             f"≈ {plan.memory_bytes / 2**30:.1f} GiB" if plan.memory_bytes else "–",
         )
-    reporter.console.print(table)
+    reporter.table(table)
 
 
 def print_report(run: Any, report: dict[str, Any]) -> None:
     """The table of all drafters, what holds for all of its rows, and where the report is."""
     from train.report import footnotes, table
 
-    console = Console(highlight=False, soft_wrap=False)
-    console.print(table(report))
+    run.reporter.table(table(report))
     for line in footnotes(report):
-        console.print(line, markup=False)
-    console.print(f"report: {run.directory / 'report.html'}", markup=False)
+        run.reporter.say(line)
+    run.reporter.say(f"report: {run.directory / 'report.html'}")
 
 
 @app.command()
@@ -184,7 +184,7 @@ def evaluate(
         "provenance": [describe_process()],
         "config": {"target": {"model": target, "dtype": str(loaded.dtype).removeprefix("torch.")}},
     }
-    reporter.console.print(table(report))
+    reporter.table(table(report))
     for line in footnotes(report):
         reporter.say(line)
     if json_file:
@@ -298,3 +298,7 @@ def quieten() -> None:
 def main() -> None:
     """The entry point of the `draftsmith` command."""
     app()
+
+
+if __name__ == "__main__":
+    main()

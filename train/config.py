@@ -186,7 +186,9 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
         return [
             line
             for key in dict.fromkeys([*old, *new])
-            for line in differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+            for line in differences(
+                old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key
+            )
         ]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return [
@@ -253,8 +255,8 @@ def _index(entries: list[Any], key: str, override: str) -> int:
     if key.isdigit() and int(key) < len(entries):
         return int(key)
     raise UserError(
-        f"override {override!r}: no entry {key!r}; expected one of {', '.join(filter(None, names))} "
-        f"or a number below {len(entries)}.{nearest(key, names)}"
+        f"override {override!r}: no entry {key!r}; expected one of "
+        f"{', '.join(filter(None, names))} or a number below {len(entries)}.{nearest(key, names)}"
     )
 
 
@@ -262,7 +264,9 @@ def _validate(model: type[BaseModel], raw: Any, where: str) -> Any:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise UserError("\n".join(_explain(model, item, where) for item in error.errors())) from None
+        raise UserError(
+            "\n".join(_explain(model, item, where) for item in error.errors())
+        ) from None
 
 
 def _explain(model: type[BaseModel], item: Any, where: str) -> str:

@@ -13,8 +13,10 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 LOG_EVERY_SECONDS = 15.0
+LOG_WIDTH = 140
 
 
 class Reporter:
@@ -25,10 +27,15 @@ class Reporter:
     """
 
     def __init__(self, *, silent: bool = False) -> None:
-        self.console = Console(quiet=silent, highlight=False, soft_wrap=True)
+        self.console = Console(quiet=silent, highlight=False)
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        """One line, not broken at the console's width: paths stay whole."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        """A table as wide as it needs to be where there is no terminal to fit it into."""
+        self.console.print(table, width=None if self.console.is_terminal else LOG_WIDTH)
 
     @contextmanager
     def bar(self, what: str, total: int) -> Iterator["Bar"]:

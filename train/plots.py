@@ -55,6 +55,9 @@ WIDTH = 5.4  # inches; narrow, so that the text stays readable on a phone
 MAX_POINTS = 300
 _STYLE = {
     "font.size": 10,
+    "font.family": "sans-serif",
+    # Ships with matplotlib, and is wider than what pages show instead: nothing gets too long.
+    "font.sans-serif": ["DejaVu Sans"],
     "axes.edgecolor": LIGHT["muted"],
     "axes.labelcolor": LIGHT["muted"],
     "axes.axisbelow": True,
@@ -104,7 +107,9 @@ def bars(
                 _beside(axes, start, y, "–", muted=True)
                 continue
             axes.barh(y, value - start, left=start, height=0.62, color=colour)
-            _beside(axes, value, y, f"{value:.2f}")
+            mark = marks[y] if marks else None
+            hidden = mark is not None and 0 <= mark - value < 0.15 * span
+            _beside(axes, mark if mark is not None and hidden else value, y, f"{value:.2f}")
         if reference is not None:
             axes.axvline(reference[1], color=REFERENCE, linestyle=(0, (4, 3)), linewidth=1.2)
             _above(axes, reference[1], reference[0])
@@ -220,7 +225,7 @@ def stacks(
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1.0),
-            ncols=min(len(parts), 6),
+            ncols=len(parts),
             frameon=False,
             title=title,
             alignment="left",
@@ -272,7 +277,7 @@ def by_position(
                 axes.plot(
                     *points[i], "o", color=colour, markersize=5, markerfacecolor=LIGHT["page"]
                 )
-        axes.set_ylim(0, 1.04)
+        axes.set_ylim(-0.02, 1.04)
         _end_labels(axes, [(*p[-1], label, colour) for label, p, _, colour in lines], last)
         axes.set_xlim(1 - 0.04 * last, last + 0.02 * last)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -348,6 +353,8 @@ def _beside(axes: Axes, x: float, y: float, text: str, *, muted: bool = False) -
         textcoords="offset points",
         va="center_baseline",
         color=LIGHT["muted" if muted else "ink"],
+        # Lines through all rows must not cross the figure.
+        bbox={"facecolor": LIGHT["page"], "edgecolor": "none", "pad": 1.2},
     )
 
 
@@ -396,7 +403,7 @@ def _end_labels(
 
 def _ramp(count: int) -> list[tuple[str, str]]:
     """(fill, text) from light to dark in even steps of one blue; visible in both themes."""
-    light, dark = (0xC9, 0xDF, 0xF1), (0x0B, 0x3C, 0x68)
+    light, dark = (0xC9, 0xDF, 0xF1), (0x15, 0x50, 0x88)
     steps = []
     for i in range(count):
         part = i / (count - 1) if count > 1 else 1.0
@@ -436,7 +443,7 @@ def _svg(figure: Figure, name: str, alt: str) -> str:
     body = text[text.index(">") + 1 :]
     body = re.sub(r"<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)
     body = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", body)
-    body = re.sub(r"(font: [^;\"]*?px)[^;\"]*", r"\1 system-ui, sans-serif", body)
+    body = body.replace("'DejaVu Sans'", "system-ui")
     for key, colour in LIGHT.items():
         body = body.replace(colour, f"var(--plot-{key}, {colour})")
     body = body.replace("xlink:href", "href")

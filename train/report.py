@@ -26,6 +26,7 @@ from train import plots
 FORMAT = 1
 NONE = "–"
 SAMPLES, SAMPLE_CHARACTERS = 3, 3000
+MOST_KEPT = 8
 # Parts of decoding time in the order of the loop, with their colours.
 TIME = {
     "prefill": plots.REFERENCE,
@@ -195,6 +196,12 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "break-even acceptance": lambda row: break_even(row["evaluation"]),
     "speed-up": lambda row: ratio(row["evaluation"].get("speedup")),
 }
+# Headings as the terminal has room for them.
+SHORT = {
+    "acceptance rate": "acceptance rate α",
+    "tokens/step": "tokens/ step",
+    "break-even acceptance": "break- even α",
+}
 # The further figures, on request.
 DETAILS: dict[str, Callable[[dict[str, Any]], str]] = {
     "γ": lambda e: str(e.get("gamma") or NONE),
@@ -218,17 +225,25 @@ DETAILS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def table(report: dict[str, Any]) -> Table:
     """The rows for the terminal; print `footnotes` below it."""
+    # Narrow enough for 80 columns.
     made = Table(
-        title=Text(f"run {report['name']}"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+        title=Text(f"run {report['name']}"),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
     )
     rows = [[cell(row) for cell in COLUMNS.values()] for row in report["rows"]]
     for index, heading in enumerate(COLUMNS):
+        cells = [row[index] for row in rows]
         if heading in ("stage", "drafter"):
-            made.add_column(heading, overflow="fold")
+            short = max(map(len, cells), default=0) <= 13
+            made.add_column(heading, overflow="fold", no_wrap=heading == "drafter" and short)
             continue
-        # Where the terminal is narrow, headings and names wrap; figures do not.
-        width = max([len(word) for word in heading.split()] + [len(row[index]) for row in rows])
-        made.add_column(heading, justify="right", min_width=width)
+        # A fixed width: headings wrap at words, figures never do.
+        heading = SHORT.get(heading, heading)
+        width = max(map(len, [*heading.split(), *cells]))
+        made.add_column(heading, justify="right", width=width)
     for row in rows:
         made.add_row(*map(Text, row))
     return made
@@ -319,14 +334,8 @@ def _sampling(evaluation: dict[str, Any]) -> str:
 
 
 def _dtype(report: dict[str, Any]) -> str:
-    target = report["config"].get("target") or {}
-    dtype = str(target.get("dtype", NONE))
-    if dtype != "auto":
-        return dtype
-    # As `load_target` resolves it.
-    gpus = ((report["provenance"] or [{}])[-1].get("machine") or {}).get("gpus")
-    cuda = bool(gpus) and str(target.get("device", "auto")).startswith(("auto", "cuda"))
-    return "bfloat16" if cuda else "float32"
+    dtypes = sorted({row["evaluation"].get("dtype") or NONE for row in report["rows"]})
+    return ", ".join(dtypes) or NONE
 
 
 def _all(rows: list[Row], key: str) -> list[Any]:
@@ -344,8 +353,9 @@ def _range(values: list[float], form: str = "") -> str:
 def headline(report: dict[str, Any]) -> dict[str, Any] | None:
     """The best drafter a stage made, in words; None where nothing was evaluated.
 
-    {label, row, speed, verdict, against, before, baseline, warnings}; the best is the fastest, or
-    without times the one with most tokens per step.
+    {label, row, verdict, against, before, baseline, warnings}. The best is the fastest, or without
+    times the one with most tokens per step; `before` are its figures before all training, and
+    `baseline` is the best of the drafters that need none.
     """
     named = list(zip(labels(report), report["rows"], strict=True))
     if not named:
@@ -354,9 +364,8 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
     trained = [pair for pair in named if not is_baseline(report, pair[1])]
     label, row = max(trained or baselines, key=lambda pair: _worth(pair[1]))
     evaluation = row["evaluation"]
-    before = next(
-        (r["evaluation"] for _, r in named if r["stage"] == f"{row['stage']} (start)"), None
-    )
+    start = f"{_first_stage(report, row['stage'])} (start)"
+    before = next((r["evaluation"] for _, r in named if r["stage"] == start), None)
     against: tuple[str, Row] | None = None
     if trained and baselines:
         against = max(baselines, key=lambda pair: _worth(pair[1]))
@@ -372,7 +381,7 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
     if evaluation.get("lossless") and within is not None and within < 1:
         warnings.append(
             f"Only {percent(within)} of the greedy texts equal plain decoding's, rounding allowed "
-            "for. Something is wrong: a lossless rule must change nothing."
+            "for; a lossless rule should change nothing."
         )
     generate = evaluation.get("plain_vs_generate")
     if generate and generate["value"] < 0.95:
@@ -393,6 +402,15 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def _first_stage(report: dict[str, Any], stage: str) -> str:
+    """The stage that began the drafter with which this one went on (`drafter.stage`)."""
+    settings = {entry["name"]: entry for entry in report["config"].get("stages", [])}
+    while earlier := (settings.get(stage, {}).get("drafter") or {}).get("stage"):
+        # Only an earlier stage can be named, so this ends.
+        stage = earlier
+    return stage
+
+
 def _worth(row: Row) -> tuple[float, float]:
     speedup = row["evaluation"].get("speedup")
     return (
@@ -404,7 +422,8 @@ def _worth(row: Row) -> tuple[float, float]:
 def _verdict(evaluation: dict[str, Any]) -> str:
     speedup = evaluation.get("speedup")
     if speedup is None:
-        return "no prompt was timed, so whether it is faster than plain decoding is not known"
+        tokens = number(evaluation.get("tokens_per_step"))
+        return f"yields {tokens} tokens per step; no prompt was timed, so its speed is not known"
     if speedup["low"] > 1:
         return f"decodes {speedup['value']:.2f} times as fast as the target alone"
     if speedup["high"] < 1:
@@ -423,12 +442,12 @@ def _against(evaluation: dict[str, Any], baseline: tuple[str, Row]) -> str:
     ours, theirs = evaluation.get("speedup"), row["evaluation"].get("speedup")
     if ours is None or theirs is None:
         mine, other = evaluation.get("tokens_per_step"), row["evaluation"].get("tokens_per_step")
-        return f"{number(mine)} tokens per step beside {number(other)} of {label}"
+        return f"yields {number(mine)} tokens per step, {label} yields {number(other)}"
     if ours["low"] > theirs["high"]:
-        return f"faster than {label}, which needs no training"
+        return f"is faster than {label}, which needs no training"
     if ours["high"] < theirs["low"]:
-        return f"slower than {label}, which needs no training: this drafter is not finished"
-    return f"not clearly different from {label}, which needs no training (intervals overlap)"
+        return f"is slower than {label}, which needs no training: this drafter is not finished"
+    return f"is not clearly different from {label}, which needs no training (intervals overlap)"
 
 
 # The page.
@@ -536,13 +555,15 @@ def _plots(report: dict[str, Any]) -> dict[str, Markup]:
 def _accepted_plot(names: list[str], evaluations: list[dict[str, Any]]) -> str:
     passes = [evaluation.get("steps_by_accepted") or [] for evaluation in evaluations]
     depth = max(map(len, passes), default=0)
+    # Long drafts: what is kept beyond MOST_KEPT is one part, or none could be told apart.
     parts = [
-        (
-            str(kept),
-            [row[kept] / sum(row) if kept < len(row) and sum(row) else None for row in passes],
-        )
-        for kept in range(depth)
+        (str(kept), [sum(row[kept : kept + 1]) / (sum(row) or 1) for row in passes])
+        for kept in range(min(depth, MOST_KEPT))
     ]
+    if depth > MOST_KEPT:
+        beyond = [sum(row[MOST_KEPT:]) / (sum(row) or 1) for row in passes]
+        last = MOST_KEPT if depth == MOST_KEPT + 1 else f"{MOST_KEPT}+"
+        parts.append((str(last), beyond))
     return plots.stacks(
         "accepted",
         names,
@@ -571,7 +592,7 @@ def _time_plot(names: list[str], evaluations: list[dict[str, Any]]) -> str:
         [(part, [row[i] for row in rows]) for i, part in enumerate(TIME)],
         list(TIME.values()),
         axis="wall time, share of plain decoding's",
-        title="where the time goes",
+        title="part of the decoding loop",
         line=("plain decoding", 1.0),
         totals=True,
     )
@@ -585,12 +606,14 @@ def _stage(index: int, stage: dict[str, Any]) -> dict[str, Any]:
     figures = {"loss": f"{losses[0]:.3f} → {losses[-1]:.3f}"} if losses else {}
     for key, value in {**training, **summary}.items():
         unit = next((end for end in _UNITS if key.endswith(end)), "")
-        figures[key.removesuffix("_bytes").replace("_", " ")] = _plain_value(value, unit)
+        name = re.sub(r"seconds$", "time", key) if unit == "seconds" else key
+        figures[name.removesuffix("_bytes").replace("_", " ")] = _plain_value(value, unit)
     name, kind = stage["name"], stage["kind"]
     return {"name": name, "kind": kind, "figures": figures, "plot": f"loss-{index}"}
 
 
-_UNITS = ("per_second", "_share", "seconds", "_bytes")
+# Endings of keys that say how a value is shown.
+_UNITS = ("_share", "seconds", "_bytes")
 
 
 def _plain_value(value: Any, unit: str) -> str:

@@ -1,11 +1,11 @@
 """A run: its directory, what is already done in it, and the order of work.
 
-    runs/NAME/config.json          the resolved config
-              provenance.json      versions, git commit, machine, command line of every start
-              stages/NN-STAGE/     what the stage made; done.json when it is complete
-              evaluations/ROW/     the figures of one drafter
-              logs/                tensorboard
-              report.json, report.html
+runs/NAME/config.json          the resolved config
+          provenance.json      versions, git commit, machine, command line of every start
+          stages/NN-STAGE/     what the stage made; done.json when it is complete
+          evaluations/ROW/     the figures of one drafter
+          logs/                tensorboard
+          report.json, report.html
 """
 
 import json
@@ -37,7 +37,7 @@ PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "sa
 
 @dataclass
 class StageContext:
-    """What a stage is given: the target, the data, its own directory and those of earlier stages."""
+    """What a stage is given: target, data, its own directory and those of earlier stages."""
 
     run: "Run"
     directory: Path
@@ -186,7 +186,9 @@ class Run:
         stored = self.directory / "data.json"
         now = {split: data_fingerprint(rows) for split, rows in examples.items()}
         if stored.exists():
-            changed = [s for s, value in json.loads(stored.read_text()).items() if now.get(s) != value]
+            changed = [
+                s for s, value in json.loads(stored.read_text()).items() if now.get(s) != value
+            ]
             if changed:
                 raise UserError(
                     f"the data of {', '.join(changed)} changed since run {self.directory} began; "
@@ -206,6 +208,7 @@ class Run:
         begin = time.perf_counter()
         if self.accelerator.is_main_process:
             make_directory(context.directory)
+            recover(context.directory)
         self.accelerator.wait_for_everyone()
         outcome = STAGES[settings.kind](settings).run(context)
         outcome.summary["seconds"] = time.perf_counter() - begin
@@ -258,9 +261,7 @@ def describe_process() -> dict[str, Any]:
             "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
             "threads": torch.get_num_threads(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-            "gpus": [
-                torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
-            ],
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
     }
 
@@ -283,4 +284,3 @@ def _processor() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-

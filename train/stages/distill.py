@@ -9,14 +9,22 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.errors import UserError
 from decode.fingerprint import fingerprint, require_same_vocabulary
 from decode.store import describe_drafter, save_drafter
 from decode.target import load_model_and_tokenizer
+from decode.vocabulary import (
+    ReducedVocabulary,
+    load_vocabulary,
+    reduce_output,
+    save_with_vocabulary,
+)
 from distill.losses import Terms
 from distill.module import Distillation
 from distill.output import split_model
 from distill.student import student_from_config, student_from_layers
 from distill.teacher import LiveTeacher
+from distill.vocabulary import most_frequent
 from train.config import StageConfig, Strict, closest_stage
 from train.data.batches import Batch, fit
 from train.data.chat import Sample, to_sample
@@ -52,17 +60,20 @@ class StudentConfig(Strict):
 class DistillConfig(StageConfig):
     """text: a generate stage's name, or `data` for the responses in the training data.
 
-    losses: {name: weight}. train_embeddings: off, the token embeddings (and a tied output layer)
-    stay the target's. remember_teacher: keep the target's hidden states of the text in memory
-    after their first use. chunk_tokens: how many tokens' logits exist at a time.
+    losses: {name: weight}. train_embeddings: off, the token embeddings and the output layer stay
+    as they are at the start. remember_teacher: keep the target's hidden states of the text in
+    memory after their first use. draft_vocabulary: draft only the so many most frequent tokens of
+    the text; None: all, or those of the stage it goes on from. chunk_tokens: how many tokens'
+    logits exist at a time.
     """
 
     kind: Literal["distill"] = "distill"
     text: str = "data"
     drafter: StudentConfig
-    losses: dict[str, float] = {"forward_kl": 1.0}
+    losses: dict[str, float] = Field(default_factory=lambda: {"forward_kl": 1.0})
     train_embeddings: bool = True
     remember_teacher: bool = False
+    draft_vocabulary: int | None = Field(None, ge=1)
     max_length: int = Field(1024, ge=2)
     on_long: Literal["truncate", "drop"] = "truncate"
     chunk_tokens: int = Field(256, ge=1)
@@ -91,13 +102,21 @@ class DistillStage(Stage):
             closest_stage(settings.text, earlier, "generate")
         if settings.drafter.stage is not None:
             closest_stage(settings.drafter.stage, earlier, "distill")
+            if settings.draft_vocabulary is not None:
+                raise UserError(
+                    f"stage {settings.name} goes on with the drafter of {settings.drafter.stage}, "
+                    "whose draft vocabulary it keeps; leave draft_vocabulary out"
+                )
 
     def plan(self, context: Any) -> Plan:
         settings: DistillConfig = self.config
         target = context.target.model
         if settings.drafter.stage is not None:
-            return Plan(f"goes on with the drafter of {settings.drafter.stage}; {_losses(settings)}")
-        student = self._student(context)
+            return Plan(
+                f"goes on with the drafter of {settings.drafter.stage}; {_losses(settings)}"
+            )
+        student, _ = self._student(context)
+        self._freeze(student)
         trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
         vocabulary = target.config.get_text_config().vocab_size
         # float32 weights, gradients and AdamW's two moments; the target; a chunk's logits with
@@ -119,15 +138,23 @@ class DistillStage(Stage):
         context.reporter.say(
             "  text: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n)
         )
-        student = self._student(context)
+        student, vocabulary = self._student(context)
+        coverage = None
+        if settings.draft_vocabulary is not None:
+            vocabulary, coverage = self._reduce(context, student, samples)
+        student.to(context.accelerator.device)
+        ids = None if vocabulary is None else vocabulary.ids.to(context.accelerator.device)
+        self._freeze(student)
         start = context.directory / "start"
         drafter = context.directory / "drafter"
         if context.accelerator.is_main_process and settings.drafter.stage is None:
-            self._save(context, student, start, {"stage": settings.name, "steps": 0})
+            self._save(context, student, vocabulary, start, {"stage": settings.name, "steps": 0})
         teacher = None
         if terms.needs_teacher:
             teacher = LiveTeacher(
-                split_model(context.target.model), remember=settings.remember_teacher
+                split_model(context.target.model),
+                remember=settings.remember_teacher,
+                vocabulary=ids,
             )
 
         def step(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -141,7 +168,12 @@ class DistillStage(Stage):
             context.accelerator,
             context.reporter,
             settings.name,
-            Distillation(student.to(context.accelerator.device), terms, chunk=settings.chunk_tokens),
+            Distillation(
+                student,
+                terms,
+                chunk=settings.chunk_tokens,
+                vocabulary=ids,
+            ),
             step,
             list(settings.losses),
             samples,
@@ -158,12 +190,15 @@ class DistillStage(Stage):
             "parameters": student.num_parameters(),
             "trained_parameters": sum(p.numel() for p in student.parameters() if p.requires_grad),
             "losses": settings.losses,
+            "draft_vocabulary": None if ids is None else len(ids),
+            "draft_vocabulary_coverage": coverage,
         }
         module: Any = context.accelerator.unwrap_model(trainer.module)
         if context.accelerator.is_main_process:
             self._save(
                 context,
                 module.student,
+                vocabulary,
                 drafter,
                 {
                     "stage": settings.name,
@@ -191,8 +226,10 @@ class DistillStage(Stage):
             samples.append(Sample(name, sample.tokens, sample.mask))
         return samples
 
-    def _student(self, context: Any) -> PreTrainedModel:
+    def _student(self, context: Any) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
+        """The model to train, float32, and the draft vocabulary it comes with."""
         settings: DistillConfig = self.config
+        vocabulary = None
         start, target = settings.drafter, context.target
         if start.layers is not None:
             student = student_from_layers(target.model, start.layers)
@@ -207,11 +244,30 @@ class DistillStage(Stage):
             own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
             require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
             student = loaded.model
+            vocabulary = load_vocabulary(Path(spec), student)
+        return student, vocabulary
+
+    def _reduce(
+        self, context: Any, student: PreTrainedModel, samples: list[Sample]
+    ) -> tuple[ReducedVocabulary, float]:
+        settings: DistillConfig = self.config
+        assert settings.draft_vocabulary is not None
+        ids, coverage = most_frequent(
+            (sample.tokens for sample in samples),
+            settings.draft_vocabulary,
+            context.target.vocab_size,
+            always=context.target.eos_token_ids,
+        )
+        context.reporter.say(
+            f"  draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the text"
+        )
+        return reduce_output(student, ids), coverage
+
+    def _freeze(self, student: PreTrainedModel) -> None:
         student.requires_grad_(True)
-        if not settings.train_embeddings:
+        if not self.config.train_embeddings:
             student.get_input_embeddings().requires_grad_(False)
             student.get_output_embeddings().requires_grad_(False)
-        return student
 
     def _started_from(self, context: Any) -> Any:
         start = self.config.drafter
@@ -221,10 +277,15 @@ class DistillStage(Stage):
         return start.model_dump(exclude_none=True)
 
     def _save(
-        self, context: Any, student: PreTrainedModel, path: Path, provenance: dict[str, Any]
+        self,
+        context: Any,
+        student: PreTrainedModel,
+        vocabulary: ReducedVocabulary | None,
+        path: Path,
+        provenance: dict[str, Any],
     ) -> None:
         def write(directory: Path) -> None:
-            student.save_pretrained(directory)
+            save_with_vocabulary(student, vocabulary, directory)
             context.target.tokenizer.save_pretrained(directory)
 
         save_drafter(path, "small_lm", write, target=context.target, provenance=provenance)

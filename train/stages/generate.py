@@ -61,7 +61,9 @@ class GenerateStage(Stage):
         return Plan(
             f"{count} answers of at most {settings.max_new_tokens} tokens",
             tokens=count * settings.max_new_tokens,
-            memory_bytes=sum(p.numel() * p.element_size() for p in context.target.model.parameters()),
+            memory_bytes=sum(
+                p.numel() * p.element_size() for p in context.target.model.parameters()
+            ),
         )
 
     def run(self, context: Any) -> Outcome:
@@ -102,7 +104,9 @@ class GenerateStage(Stage):
         """(example, sample number) in the order in which they are answered."""
         settings: GenerateConfig = self.config
         if settings.split not in context.examples:
-            raise UserError(f"stage {settings.name} answers split {settings.split}, which data lacks")
+            raise UserError(
+                f"stage {settings.name} answers split {settings.split}, which data lacks"
+            )
         answerable = [e for e in context.examples[settings.split] if e.messages is not None]
         examples = answerable[: settings.prompts]
         if not examples:

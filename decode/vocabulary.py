@@ -1,0 +1,81 @@
+"""A reduced draft vocabulary: an output layer with rows for some tokens only.
+
+For a small drafter the output layer is most of the cost, and most of its rows are hardly ever
+used. Over the whole vocabulary the drafter's q is exact all the same: its own probabilities on the
+kept tokens, 0 elsewhere. Decoding stays lossless; a token that was left out is never drafted.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+
+FILE = "draft_vocabulary.safetensors"
+
+
+@dataclass
+class ReducedVocabulary:
+    """ids: int64 [n], ascending, the token of each row. whole: the output layer it replaced."""
+
+    ids: Tensor
+    whole: nn.Linear
+
+
+def reduce_output(model: PreTrainedModel, ids: Tensor) -> ReducedVocabulary:
+    """Give `model` an output layer of its own with only these rows, copied from its whole one."""
+    whole = model.get_output_embeddings()
+    reduced = nn.Linear(whole.in_features, len(ids), bias=whole.bias is not None)
+    with torch.no_grad():
+        reduced.weight.copy_(whole.weight[ids])
+        if whole.bias is not None:
+            reduced.bias.copy_(whole.bias[ids])
+    model.set_output_embeddings(reduced.to(whole.weight.device, whole.weight.dtype))
+    return ReducedVocabulary(ids.to(model.device), whole)
+
+
+def save_with_vocabulary(
+    model: PreTrainedModel, vocabulary: ReducedVocabulary | None, path: Path
+) -> None:
+    """Write a model's files into a directory, its reduced output layer, if any, beside them.
+
+    The model's own files hold the whole output layer it had before, so that the directory stays
+    one that transformers reads.
+    """
+    if vocabulary is None:
+        model.save_pretrained(path)
+        return
+    reduced = model.get_output_embeddings()
+    rows = {name: x.detach().cpu().contiguous() for name, x in reduced.named_parameters()}
+    save_file(rows | {"ids": vocabulary.ids.cpu()}, path / FILE)
+    model.set_output_embeddings(vocabulary.whole)
+    try:
+        model.save_pretrained(path)
+    finally:
+        model.set_output_embeddings(reduced)
+
+
+def load_vocabulary(path: Path, model: PreTrainedModel) -> ReducedVocabulary | None:
+    """Give `model`, loaded from `path`, the reduced output layer stored there, if there is one.
+
+    Raises UserError when its ids are not ascending ids of the model's vocabulary.
+    """
+    if not (path / FILE).exists():
+        return None
+    rows = load_file(path / FILE)
+    ids = rows.pop("ids")
+    size = model.config.get_text_config().vocab_size
+    fits = len(ids) and ids[0] >= 0 and ids[-1] < size and bool((ids.diff() > 0).all())
+    if not fits or rows["weight"].shape[0] != len(ids):
+        raise UserError(
+            f"{path / FILE} does not fit: {len(ids)} token ids for {rows['weight'].shape[0]} rows, "
+            f"in a vocabulary of {size}; make the drafter again"
+        )
+    vocabulary = reduce_output(model, ids)
+    model.get_output_embeddings().load_state_dict(rows)
+    model.get_output_embeddings().requires_grad_(False)
+    return vocabulary

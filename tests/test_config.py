@@ -1,0 +1,134 @@
+"""Configs: what is refused, in which words, and before anything expensive."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from decode.errors import UserError
+from train.config import differences, dump_config, load_config, validate_config
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+GOOD = """
+name: run
+target: {model: some/where}
+data: {train: a.jsonl, test: b.jsonl}
+stages:
+  - {name: answers, kind: generate}
+  - name: distill
+    kind: distill
+    text: answers
+    drafter: {layers: [0, 1]}
+    optimizer: {lr: 1e-3}
+"""
+
+
+def load(tmp_path: Path, text: str, *overrides: str):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def test_a_good_config_is_read_whole(tmp_path):
+    config = load(tmp_path, GOOD)
+    assert config.stages[1].drafter.layers == [0, 1]
+    assert config.stages[1].optimizer.lr == 1e-3  # YAML 1.1 alone would read a text
+    assert validate_config(dump_config(config), base_dir=tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("name: run", "nmae: run", "unknown config key 'nmae'.*Did you mean \"name\""),
+        ("{model: some/where}", "{modle: x}", "unknown config key 'target.modle'.*\"model\""),
+        ("{lr: 1e-3}", "{lrr: 1.0}", r"unknown config key 'stages.1.optimizer.lrr'.*\"lr\""),
+        ("{lr: 1e-3}", "{lr: fast}", "'stages.1.optimizer.lr' is 'fast'"),
+        ("{lr: 1e-3}", "{lr: 0}", "'stages.1.optimizer.lr'"),
+        ("[0, 1]", "two", "'stages.1.drafter.layers' is 'two'"),
+        ("{layers: [0, 1]}", "{}", "exactly one of layers, model, config, stage"),
+        ("{layers: [0, 1]}", "{layers: [0], model: x}", "exactly one of"),
+        ("kind: generate", "kind: genrate", 'Did you mean "generate"'),
+        (", kind: generate", "", "stages.0 has no kind"),
+        ("text: answers", "text: answer", 'no earlier stage .*Did you mean "answers"'),
+        ("name: distill", "name: answers", "two stages are called 'answers'"),
+        ("text: answers", "losses: {forward_lk: 1.0}", 'Did you mean "forward_kl"'),
+        ("text: answers", "text: answers\n    text: data", "'text' stands twice.*line"),
+        ("name: run", "name: ../run", "'name'"),
+        ("name: run", "", "'name' is missing"),
+        ("name: run", "name: run\nevaluation: {gamma: 0}", "'evaluation.gamma'"),
+        ("name: run", "name: run\nevaluation: {rule: exactt}", 'Did you mean "exact"'),
+        ("name: run", "name: run\nevaluation: {baselines: [ngrm]}", 'Did you mean "ngram"'),
+        ("kind: generate", "kind: generate, samples: 2", "temperature > 0"),
+        ("name: run", "name: [", "not valid YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, old: str, new: str, message: str):
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        load(tmp_path, GOOD.replace(old, new, 1))
+
+
+def test_missing_and_foreign_files_are_refused(tmp_path):
+    with pytest.raises(UserError, match="cannot read the config"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="expected keys"):
+        load(tmp_path, "- 1")
+
+
+def test_overrides_reach_every_level(tmp_path):
+    config = load(
+        tmp_path,
+        GOOD,
+        "seed=3",
+        "evaluation.gamma=7",
+        "stages.distill.loop.epochs=9",
+        "stages.0.max_new_tokens=5",
+        "stages.distill.drafter.layers=[1]",
+    )
+    assert config.seed == 3
+    assert config.evaluation.gamma == 7
+    assert config.stages[1].loop.epochs == 9
+    assert config.stages[0].max_new_tokens == 5
+    assert config.stages[1].drafter.layers == [1]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "expected key.sub=value"),
+        ("sed=3", 'Did you mean "seed"'),
+        ("stages.distil.seed=3", 'Did you mean "distill"'),
+        ("name.first=3", "inside a plain value"),
+    ],
+)
+def test_wrong_overrides_are_refused(tmp_path, override: str, message: str):
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, GOOD, override)
+
+
+def test_data_paths_start_at_the_config(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}")
+    config = load(tmp_path, GOOD)
+    assert config.data.train == str(tmp_path / "a.jsonl")
+    assert config.data.test == "b.jsonl"  # not there: left for `datasets` or the error
+
+
+def test_a_draft_vocabulary_is_not_changed_midway(tmp_path):
+    text = GOOD + (
+        "  - name: more\n    kind: distill\n    text: answers\n"
+        "    drafter: {stage: distill}\n    draft_vocabulary: 5\n"
+    )
+    with pytest.raises(UserError, match="whose draft vocabulary it keeps"):
+        load(tmp_path, text)
+
+
+def test_differences_are_listed_by_key():
+    old = {"a": 1, "b": {"c": [1, 2], "d": 4}}
+    new = {"a": 1, "b": {"c": [1, 3], "d": 4}, "e": 5}
+    assert differences(old, new) == ["b.c.1: 2 → 3", "e: None → 5"]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_is_valid(path: Path):
+    config = load_config(path)
+    assert yaml.safe_load(path.read_text())["name"] == config.name

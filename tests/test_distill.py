@@ -1,0 +1,289 @@
+"""The losses against their definitions, the chunked form against the eager one, students."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from decode.errors import UserError
+from decode.vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
+from distill.chunked import chunked_loss, eager_loss
+from distill.losses import LOSSES, Terms
+from distill.module import Distillation
+from distill.output import split_model
+from distill.student import student_from_config, student_from_layers
+from distill.teacher import LiveTeacher
+from distill.vocabulary import most_frequent, positions
+from tests.tiny import FAMILIES, tiny_llama, tiny_model
+
+ALL_TERMS = Terms({"forward_kl": 0.7, "cross_entropy": 0.3})
+
+
+def problem(n: int = 37, hidden: int = 8, vocab: int = 53, dtype: torch.dtype = torch.float64):
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(n, hidden, generator=g, dtype=dtype).requires_grad_()
+    w = torch.randn(vocab, hidden, generator=g, dtype=dtype).requires_grad_()
+    b = torch.randn(vocab, generator=g, dtype=dtype).requires_grad_()
+    teacher = torch.randn(n, vocab, generator=g, dtype=dtype) * 2
+    labels = torch.randint(vocab, (n,), generator=g)
+    return h, w, b, teacher, labels
+
+
+def test_forward_kl_is_its_definition():
+    student, teacher = torch.randn(5, 11).double(), torch.randn(5, 11).double()
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    expected = (p * (p / q).log()).sum(-1)
+    found = LOSSES["forward_kl"].per_token(student, teacher, torch.zeros(5, dtype=torch.int64))
+    torch.testing.assert_close(found, expected)
+    same = LOSSES["forward_kl"].per_token(teacher, teacher, torch.zeros(5, dtype=torch.int64))
+    assert same.abs().max() < 1e-12
+
+
+def test_forward_kl_bounds_the_acceptance_rate():
+    """1 − TV ≥ 1 − √(KL/2), as the docstring says."""
+    student, teacher = torch.randn(100, 11).double(), torch.randn(100, 11).double()
+    kl = LOSSES["forward_kl"].per_token(student, teacher, torch.zeros(100, dtype=torch.int64))
+    tv = 0.5 * (teacher.softmax(-1) - student.softmax(-1)).abs().sum(-1)
+    assert (tv <= (kl / 2).sqrt()).all()
+
+
+def test_cross_entropy_is_minus_log_q_of_the_label():
+    student, labels = torch.randn(4, 7).double(), torch.tensor([0, 3, 6, -100])
+    found = LOSSES["cross_entropy"].per_token(student, None, labels)
+    q = student.softmax(-1)
+    expected = [-math.log(q[i, label]) for i, label in enumerate(labels[:3])]
+    torch.testing.assert_close(found, torch.tensor([*expected, 0.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
+@pytest.mark.parametrize(
+    "weights", [{"forward_kl": 1.0}, {"cross_entropy": 2.0}, ALL_TERMS.weights]
+)
+def test_chunked_loss_equals_the_eager_oracle(chunk: int, weights: dict[str, float]):
+    h, w, b, teacher, labels = problem()
+    terms = Terms(weights)
+    (eager_loss(h, w, b, teacher, labels, terms) * 1.7).backward()
+    expected = [x.grad.clone() for x in (h, w, b)]
+    value = eager_loss(h, w, b, teacher, labels, terms).item()
+    h.grad = w.grad = b.grad = None
+
+    loss, parts = chunked_loss(h, w, b, lambda part: teacher[part], labels, terms, chunk=chunk)
+    (loss * 1.7).backward()
+    assert loss.item() == pytest.approx(value, rel=1e-12)
+    assert sum(weights[name] * part for name, part in parts.items()).item() == pytest.approx(value)
+    for found, wanted in zip((h.grad, w.grad, b.grad), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_chunked_loss_passes_gradcheck():
+    h, w, b, teacher, labels = problem(n=5, hidden=3, vocab=7)
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return chunked_loss(*inputs, lambda part: teacher[part], labels, ALL_TERMS, chunk=2)[0]
+
+    assert torch.autograd.gradcheck(loss, (h, w, b))
+
+
+def test_a_frozen_output_layer_gets_no_gradient_and_the_same_one_flows_back():
+    h, w, b, teacher, labels = problem()
+    eager_loss(h, w, b, teacher, labels, ALL_TERMS).backward()
+    expected, h.grad = h.grad, None
+    loss, _ = chunked_loss(
+        h, w.detach(), None if b is None else b.detach(), lambda p: teacher[p], labels, ALL_TERMS
+    )
+    loss.backward()
+    torch.testing.assert_close(h.grad, expected)
+
+
+def test_the_logits_of_one_chunk_are_all_that_exists():
+    """The largest tensor with a vocabulary dimension is one chunk's."""
+    h, w, b, teacher, labels = problem(n=64, vocab=40)
+    seen: list[int] = []
+
+    def watched(part: slice) -> Tensor:
+        rows = teacher[part]
+        seen.append(len(rows))
+        return rows
+
+    chunked_loss(h, w, b, watched, labels, ALL_TERMS, chunk=16)
+    assert seen == [16, 16, 16, 16]
+
+
+def test_no_tokens_give_zero_loss_and_zero_gradients():
+    h, w, b, teacher, labels = problem()
+    loss, _ = chunked_loss(h[:0], w, b, lambda part: teacher[part], labels[:0], ALL_TERMS)
+    loss.backward()
+    assert loss.item() == 0
+    assert w.grad.abs().max() == 0
+
+
+def test_unknown_loss_and_bad_weight_are_refused():
+    with pytest.raises(UserError, match='Did you mean "forward_kl"'):
+        Terms({"forward_kll": 1.0})
+    with pytest.raises(UserError, match="expected a number > 0"):
+        Terms({"forward_kl": 0.0})
+    with pytest.raises(UserError, match="no loss"):
+        Terms({})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_student_of_all_layers_is_the_target(family: str):
+    target = tiny_model(family, layers=3)
+    student = student_from_layers(target, [0, 1, 2]).eval()
+    ids = torch.arange(10)[None] + 5
+    torch.testing.assert_close(student(ids).logits, target(ids).logits)
+
+
+def test_a_student_of_some_layers_is_the_target_with_the_others_skipped():
+    target = tiny_llama(layers=4)
+    student = student_from_layers(target, [0, 3]).eval()
+    ids = torch.arange(10)[None] + 5
+    layers = target.model.layers
+    target.model.layers = torch.nn.ModuleList([layers[0], layers[3]])
+    target.config.num_hidden_layers = 2
+    skipped = target(ids, use_cache=False).logits
+    torch.testing.assert_close(student(ids, use_cache=False).logits, skipped)
+
+
+@pytest.mark.parametrize("layers", [[], [4], [-1], [1, 0], [1, 1]])
+def test_wrong_layers_are_refused(layers: list[int]):
+    with pytest.raises(UserError, match="ascending numbers from 0 to 3"):
+        student_from_layers(tiny_llama(layers=4), layers)
+
+
+def test_a_fresh_student_has_the_changed_shape():
+    student = student_from_config(tiny_llama(), {"num_hidden_layers": 1, "intermediate_size": 16})
+    assert student.config.num_hidden_layers == 1
+    assert student.model.layers[0].mlp.up_proj.out_features == 16
+    with pytest.raises(UserError, match="cannot change 'vocab_size'"):
+        student_from_config(tiny_llama(), {"vocab_size": 10})
+    with pytest.raises(UserError, match="cannot change 'layrs'"):
+        student_from_config(tiny_llama(), {"layrs": 10})
+
+
+def test_a_model_that_does_more_than_a_linear_layer_is_refused():
+    capped = tiny_model("llama")
+    capped.lm_head.register_forward_hook(lambda module, inputs, output: output.tanh())
+    split_model(capped)  # a hook on the layer itself is part of the layer
+    model = tiny_model("llama")
+    original = model.forward
+
+    def scaled(*args, **kwargs):
+        done = original(*args, **kwargs)
+        done.logits = done.logits * 2
+        return done
+
+    model.forward = scaled
+    with pytest.raises(UserError, match="more than a linear layer"):
+        split_model(model)
+
+
+def batch_of(lengths: list[tuple[int, int]]) -> dict[str, Tensor]:
+    """Random right-padded rows; (prompt tokens, response tokens) each."""
+    g = torch.Generator().manual_seed(1)
+    width = max(a + b for a, b in lengths)
+    ids = torch.randint(3, 300, (len(lengths), width), generator=g)
+    attention, loss = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    for row, (prompt, response) in enumerate(lengths):
+        attention[row, : prompt + response] = 1
+        loss[row, prompt : prompt + response] = True
+    return {"input_ids": ids, "attention_mask": attention, "loss_mask": loss}
+
+
+def test_distillation_loss_is_that_of_each_row_alone():
+    """Right shift, right positions, and padding that changes nothing."""
+    target, student = tiny_llama(seed=0), tiny_llama(seed=1, layers=1)
+    lengths = [(4, 6), (9, 2), (3, 11)]
+    batch = batch_of(lengths)
+    module = Distillation(student, ALL_TERMS, chunk=5)
+    teacher = LiveTeacher(split_model(target))
+    loss, parts = module(**batch, teacher=teacher.logits(**batch, ids=["a", "b", "c"]))
+
+    expected = 0.0
+    for row, (prompt, response) in enumerate(lengths):
+        ids = batch["input_ids"][row : row + 1, : prompt + response]
+        q, p = student(ids).logits[0].double(), target(ids).logits[0].double()
+        for place in range(prompt, prompt + response):
+            before = slice(place - 1, place)
+            terms = ALL_TERMS.per_token(q[before], p[before], ids[0, place : place + 1])
+            expected += ALL_TERMS.weigh({k: v.sum() for k, v in terms.items()}).item()
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert len(parts) == 2
+
+
+def test_a_remembering_teacher_says_the_same_without_a_second_forward():
+    target = tiny_llama(seed=0)
+    split = split_model(target)
+    calls = []
+    split.stack.register_forward_hook(lambda *args: calls.append(1))
+    teacher = LiveTeacher(split, remember=True)
+    batch = batch_of([(4, 6), (9, 2)])
+    first = teacher.logits(**batch, ids=["a", "b"])(slice(0, 8))
+    again = teacher.logits(**batch, ids=["a", "b"])(slice(0, 8))
+    assert len(calls) == 1
+    assert torch.equal(first, again)
+    # Other company, other order: each sample brings its own states.
+    swapped = {name: value.flip(0) for name, value in batch.items()}
+    turned = teacher.logits(**swapped, ids=["b", "a"])(slice(0, 8))
+    assert torch.equal(turned, torch.cat([first[6:], first[:6]]))
+    assert len(calls) == 1
+
+
+def test_draft_vocabulary_keeps_the_most_frequent_tokens():
+    ids, coverage = most_frequent([[5, 5, 5, 7, 7, 9], [5, 9, 9, 9]], 2, 12)
+    assert ids.tolist() == [5, 9]
+    assert coverage == pytest.approx(0.8)
+    ids, _ = most_frequent([[5, 5, 7, 7]], 2, 12, always=[11])
+    assert ids.tolist() == [5, 11]
+    with pytest.raises(UserError, match="fewer than the target's 12"):
+        most_frequent([[5]], 12, 12)
+
+
+def test_reduced_distillation_is_over_the_renormalised_target():
+    target, student = tiny_llama(seed=0), tiny_llama(seed=1, layers=1)
+    ids = torch.arange(0, 300, 3)
+    batch = batch_of([(4, 6)])
+    whole = student(batch["input_ids"]).logits[0, 3:9].double()
+    against = target(batch["input_ids"]).logits[0, 3:9].double()
+    rows = positions(ids, 300)[batch["input_ids"][0, 4:10]]
+    expected = ALL_TERMS.per_token(whole[:, ids], against[:, ids], rows)
+
+    reduce_output(student, ids)
+    teacher = LiveTeacher(split_model(target), vocabulary=ids)
+    module = Distillation(student, ALL_TERMS, vocabulary=ids)
+    _, parts = module(**batch, teacher=teacher.logits(**batch, ids=["a"]))
+    sums = torch.stack([value.sum() for value in expected.values()])
+    torch.testing.assert_close(parts, sums, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_reduced_student_survives_its_directory(tmp_path, tie: bool):
+    student = tiny_llama(layers=1, tie=tie)
+    whole = student(torch.arange(9)[None]).logits
+    vocabulary = reduce_output(student, torch.arange(0, 300, 7))
+    with torch.no_grad():
+        student.get_output_embeddings().weight.mul_(1.5)
+    expected = student(torch.arange(9)[None]).logits
+    save_with_vocabulary(student, vocabulary, tmp_path)
+    assert student(torch.arange(9)[None]).logits.shape[-1] == len(vocabulary.ids)
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(torch.arange(9)[None]).logits, whole)
+    found = load_vocabulary(tmp_path, loaded)
+    assert found is not None
+    assert torch.equal(found.ids, vocabulary.ids)
+    torch.testing.assert_close(loaded(torch.arange(9)[None]).logits, expected)
+
+
+def test_a_vocabulary_map_that_does_not_fit_is_refused(tmp_path):
+    student = tiny_llama(layers=1)
+    for bad in ([5, 3], [5, 300], [-1, 5]):
+        save_file(
+            {"ids": torch.tensor(bad), "weight": torch.zeros(2, 32)},
+            tmp_path / "draft_vocabulary.safetensors",
+        )
+        with pytest.raises(UserError, match="does not fit"):
+            load_vocabulary(tmp_path, student)

@@ -1,0 +1,472 @@
+"""Promise 19: greedy decoding in float32 is token-identical to `generate()`, whatever is drafted.
+
+And around it: batches, limits, what is refused, streaming and traces.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from decode.draft import Draft
+from decode.drafters import DRAFTERS, Contexts, Drafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoded, Decoder
+from decode.sampling import Noise, Sampling
+from decode.trace import RowTrace, TraceStep, format_trace
+from tests.tiny import FAMILIES, PAD_ID, VOCAB, tiny_model, tiny_tokenizer
+
+# Ragged; the last one repeats itself, so that prompt lookup finds something at once.
+PROMPTS = ((5, 17, 250, 9, 42), (7,), (30,) * 9, (11, 12, 13, 14) * 3 + (11, 12))
+NEW = 24
+GAMMAS = (1, 3, 7)
+
+model = functools.cache(tiny_model)
+
+
+@functools.cache
+def expected(
+    family: str, prompt: tuple[int, ...], new: int = NEW, eos: tuple[int, ...] = ()
+) -> list[int]:
+    """What `generate()` continues the prompt with, its EOS included."""
+    ids = torch.tensor([prompt])
+    settings = GenerationConfig(
+        max_new_tokens=new, do_sample=False, eos_token_id=list(eos) or None, pad_token_id=PAD_ID
+    )
+    found = model(family).generate(
+        ids, attention_mask=torch.ones_like(ids), generation_config=settings
+    )
+    answer: list[int] = found[0, len(prompt) :].tolist()
+    return answer
+
+
+def answers(family: str, eos: tuple[int, ...] = (), new: int = NEW) -> list[list[int]]:
+    return [expected(family, prompt, new, eos) for prompt in PROMPTS]
+
+
+class ChainDrafter(Drafter):
+    """Knows the right continuation of each prompt and drafts it, wrong from the given place on.
+
+    wrong(b, i): whether the i-th token of row b's answer is drafted wrongly.
+    """
+
+    def __init__(
+        self, family: str, wrong: Callable[[int, int], bool], eos: tuple[int, ...] = ()
+    ) -> None:
+        self.family, self.eos, self.wrong = family, eos, wrong
+
+    def start(self, contexts: Contexts) -> None:
+        self.rows = np.arange(len(contexts.lengths))
+        # The first token of each answer is there already.
+        self.prompts = [
+            tuple(tokens[: length - 1].tolist())
+            for tokens, length in zip(contexts.tokens, contexts.lengths, strict=True)
+        ]
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        self.rows = self.rows[rows.numpy()]
+
+    def right(self, contexts: Contexts, place: int, count: int) -> list[int]:
+        """The next `count` tokens of the answer; past its end, token 1."""
+        prompt = self.prompts[self.rows[place]]
+        answer = expected(self.family, prompt, 2 * NEW)
+        said = int(contexts.lengths[place]) - len(prompt)
+        return (answer[said:] + [1] * count)[:count]
+
+    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+        tokens = np.zeros((len(self.rows), gamma), dtype=np.int64)
+        for place, row in enumerate(self.rows):
+            said = int(contexts.lengths[place]) - len(self.prompts[row])
+            for i, token in enumerate(self.right(contexts, place, gamma)):
+                tokens[place, i] = (token + self.wrong(int(row), said + i)) % VOCAB
+        return Draft(torch.as_tensor(tokens), np.full(len(self.rows), gamma))
+
+
+class RandomTrees(ChainDrafter):
+    """Random trees, breadth-first, that hold the right continuation down to a random depth.
+
+    The right node stands anywhere among its siblings, and wrong nodes have children too. Each row
+    has a tree of its own, some of them empty.
+    """
+
+    WIDTH = 4
+
+    def __init__(self, family: str, seed: int = 0) -> None:
+        super().__init__(family, lambda row, place: False)
+        self.random = np.random.default_rng(seed)
+
+    def most_nodes(self, gamma: int) -> int:
+        return self.WIDTH * gamma
+
+    def _tree(self, right: list[int], gamma: int) -> tuple[list[int], list[int]]:
+        random = self.random
+        tokens: list[int] = []
+        parents: list[int] = []
+        follows, layer = -1, [-1]  # the node the right token hangs on, and the nodes of its depth
+        for depth in range(int(random.integers(0, gamma + 1))):
+            hung = [int(random.choice(layer)) for _ in range(random.integers(1, self.WIDTH))]
+            if follows is not None and random.random() < 0.85:
+                hung.append(follows)
+            begin = len(tokens)
+            after = None
+            right_at = max((i for i, node in enumerate(hung) if node == follows), default=None)
+            order = random.permutation(len(hung))
+            for i in order:
+                if i == right_at and i == len(hung) - 1:
+                    after = len(tokens)
+                    tokens.append(right[depth])
+                else:
+                    # Another token for each wrong sibling, as drafters do.
+                    tokens.append((right[depth] + 1 + int(i)) % VOCAB)
+                parents.append(hung[i])
+            follows, layer = after, list(range(begin, len(tokens)))
+        return tokens, parents
+
+    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+        trees = [
+            self._tree(self.right(contexts, place, gamma), gamma)
+            for place in range(len(contexts.lengths))
+        ]
+        sizes = np.array([len(tokens) for tokens, _ in trees])
+        padded = torch.zeros(2, len(trees), int(sizes.max()), dtype=torch.int64)
+        for row, tree in enumerate(trees):
+            padded[:, row, : sizes[row]] = torch.tensor(tree)
+        return Draft(padded[0], sizes, parents=padded[1])
+
+
+def drafter(name: str, family: str) -> Drafter:
+    if name == "same":
+        return SmallLMDrafter(model(family))
+    if name == "other":
+        return SmallLMDrafter(model("llama", seed=7, layers=1))
+    return DRAFTERS[name]()
+
+
+def decode(
+    family: str,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    *,
+    new: int = NEW,
+    eos: Sequence[int] = (),
+    gamma: int = 3,
+    rule: str = "exact",
+    **options: Any,
+) -> Decoded:
+    decoder = Decoder(model(family), drafter, eos_token_ids=eos, gamma=gamma, rule=rule)
+    return decoder.decode(prompts, new, **options)
+
+
+# --- token-identical to generate() ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("name", ["none", "ngram", "other", "same"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_equals_generate(family: str, name: str, gamma: int) -> None:
+    # `speculative` is exact match when greedy.
+    run = decode(family, drafter(name, family), gamma=gamma, rule="speculative")
+    assert run.outputs == answers(family)
+    if name == "none":
+        assert run.counts.steps == run.counts.emitted == (NEW - 1) * len(PROMPTS)
+    if name == "ngram":
+        assert run.counts.accepted.sum() > 0
+    if name == "same":
+        # All is accepted, or rolling back and the hand-over after full acceptance go untested.
+        assert run.counts.acceptance_rate == 1
+        assert run.counts.by_accepted[gamma] > 0
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_partly_right_drafts(family: str, gamma: int) -> None:
+    # Errors at irregular places, so that rows side by side keep different numbers of tokens.
+    wrong = ChainDrafter(family, lambda row, place: (place * (place + row)) % 11 == 1)
+    run = decode(family, wrong, gamma=gamma)
+    assert run.outputs == answers(family)
+    assert (run.counts.by_accepted > 0).sum() >= min(gamma + 1, 6)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_trees_equal_generate(family: str, gamma: int, attention: str) -> None:
+    """Tree mask, positions and the commit of a path: an error in any changes later tokens."""
+    whole = model(family)
+    if attention == "eager":
+        whole = tiny_model(family)
+        whole.set_attn_implementation("eager")
+    steps: list[TraceStep] = []
+    decoder = Decoder(whole, RandomTrees(family, seed=gamma), gamma=gamma, rule="exact")
+    run = decoder.decode(PROMPTS, NEW, on_step=steps.append)
+    assert run.outputs == answers(family)
+
+    deep = 0  # accepted nodes at depth ≥ 2 that are not their parent's first child
+    for row in (row for step in steps for row in step):
+        first = {node.parent: node.node for node in reversed(row.drafted)}
+        deep += sum(
+            node.verdict == "accepted" and node.parent >= 0 and first[node.parent] != node.node
+            for node in row.drafted
+        )
+    assert deep >= 5 or gamma == 1
+    assert run.counts.nodes_per_step > 1
+
+
+@pytest.mark.parametrize("name", ["same", "trees"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eos_anywhere_in_a_block(family: str, name: str) -> None:
+    """Blocks are 8 long here, so these texts end at each place in one."""
+    for place in range(1, 11):
+        eos = (answers(family)[0][place],)
+        which = RandomTrees(family) if name == "trees" else drafter(name, family)
+        run = decode(family, which, eos=eos, gamma=7)
+        assert run.outputs == answers(family, eos)
+        assert run.outputs[0][-1:] == list(eos)
+
+
+@pytest.mark.parametrize("name", ["none", "same"])
+def test_eos_as_the_first_token(name: str) -> None:
+    eos = (answers("llama")[1][0],)
+    run = decode("llama", drafter(name, "llama"), eos=eos)
+    assert run.outputs == answers("llama", eos)
+    assert run.outputs[1] == list(eos)
+
+    alone = decode("llama", drafter(name, "llama"), [PROMPTS[1]], eos=eos)
+    assert (alone.outputs, alone.counts.steps) == ([list(eos)], 0)
+
+
+def test_several_eos_ids() -> None:
+    eos = tuple(answer[4 + 3 * i] for i, answer in enumerate(answers("qwen2")[:3]))
+    run = decode("qwen2", drafter("same", "qwen2"), eos=eos, gamma=7)
+    assert run.outputs == answers("qwen2", tuple(sorted(eos)))
+    assert {output[-1] for output in run.outputs} >= set(eos)
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "same", "trees"])
+def test_length_limit_anywhere_in_a_block(name: str) -> None:
+    for limit in range(1, 12):
+        which = RandomTrees("llama") if name == "trees" else drafter(name, "llama")
+        run = decode("llama", which, new=limit, gamma=7)
+        assert run.outputs == [answer[:limit] for answer in answers("llama")]
+        assert run.counts.emitted == (limit - 1) * len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["ngram", "other", "same", "trees"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_equals_each_alone(family: str, name: str) -> None:
+    eos = (answers(family)[0][6],)
+
+    def which() -> Drafter:
+        return RandomTrees(family) if name == "trees" else drafter(name, family)
+
+    together = decode(family, which(), eos=eos)
+    alone = [decode(family, which(), [prompt], eos=eos).outputs[0] for prompt in PROMPTS]
+    assert together.outputs == alone
+
+
+def test_rows_that_differ_in_length_and_pace() -> None:
+    """A long prompt near its end beside a short one far from it: neither holds up the other."""
+    long = tuple(range(100, 140))
+    quick = ChainDrafter("llama", lambda row, place: row == 1)
+    prompts = (long, (7,))
+    run = decode("llama", quick, prompts, gamma=7)
+    assert run.outputs == [expected("llama", prompt) for prompt in prompts]
+
+    class Lame(SmallLMDrafter):
+        """Right about the first row alone, which nears its end when others have all to say."""
+
+        def draft(self, contexts: Contexts, *args: Any) -> Draft:
+            draft = super().draft(contexts, *args)
+            if len(contexts.lengths) == len(PROMPTS) + 1:
+                draft.tokens[1:] = 3
+            return draft
+
+    for new in range(9, 25, 3):
+        run = decode("llama", Lame(model("llama")), (long, *PROMPTS), new=new, gamma=7)
+        assert run.outputs == [expected("llama", prompt, new) for prompt in (long, *PROMPTS)]
+
+
+def test_a_decoder_is_used_again() -> None:
+    decoder = Decoder(model("llama"), drafter("ngram", "llama"), gamma=3)
+    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
+        assert decoder.decode(prompts, NEW).outputs == [expected("llama", p) for p in prompts]
+
+
+# --- length limits and the context ----------------------------------------------------------------
+
+
+def small_context(positions: int = 20) -> Any:
+    """`model("llama")` with fewer positions: rotary embeddings leave its texts as they are."""
+    return tiny_model("llama", max_positions=positions)
+
+
+@pytest.mark.parametrize("name", ["none", "same"])
+def test_an_answer_is_clipped_to_the_context(name: str) -> None:
+    decoder = Decoder(small_context(), drafter(name, "llama"), gamma=7)
+    run = decoder.decode(PROMPTS, NEW)
+    for prompt, output in zip(PROMPTS, run.outputs, strict=True):
+        # Each row has its own room: beside a longer prompt it may say what it says alone.
+        assert output == expected("llama", prompt)[: 20 - len(prompt)]
+
+
+def test_learned_positions_are_never_exceeded() -> None:
+    small = tiny_model("gpt2", max_positions=20)
+    for name in ("ngram", "trees"):
+        which = RandomTrees("gpt2") if name == "trees" else drafter(name, "gpt2")
+        run = Decoder(small, which, gamma=7, rule="exact").decode([(5,) * 17, (7,)], NEW)
+        plain = Decoder(small, DRAFTERS["none"]()).decode([(5,) * 17, (7,)], NEW)
+        assert run.outputs == plain.outputs
+        assert [len(output) for output in run.outputs] == [3, 19]
+
+
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    decoder = Decoder(small_context(), DRAFTERS["none"]())
+    assert len(decoder.decode([[5] * 19], NEW).outputs[0]) == 1
+    with pytest.raises(UserError, match=r"prompt 1 has 20 tokens .* context holds 20"):
+        decoder.decode([[5], [5] * 20], NEW)
+
+
+def test_max_new_tokens_1() -> None:
+    run = decode("llama", drafter("same", "llama"), new=1, gamma=7)
+    assert run.outputs == [answer[:1] for answer in answers("llama")]
+    assert (run.counts.steps, run.counts.emitted) == (0, 0)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_bad_input_is_refused() -> None:
+    none = DRAFTERS["none"]()
+    decoder = Decoder(model("llama"), none)
+    with pytest.raises(UserError, match="no prompts"):
+        decoder.decode([], NEW)
+    with pytest.raises(UserError, match="prompt 1 is empty"):
+        decoder.decode([[5], []], NEW)
+    with pytest.raises(UserError, match="max_new_tokens is 0"):
+        decoder.decode([[5]], 0)
+    with pytest.raises(UserError, match=r"gamma is 0.*drafter none"):
+        Decoder(model("llama"), none, gamma=0)
+    with pytest.raises(UserError, match='unknown verification rule .*Did you mean "speculative"'):
+        Decoder(model("llama"), none, rule="speculativ")
+
+
+def test_a_tree_needs_a_rule_for_trees() -> None:
+    sampling = Sampling(temperature=1.0)
+    decoder = Decoder(model("llama"), RandomTrees("llama"), sampling=sampling, rule="speculative")
+    with pytest.raises(UserError, match="RandomTrees drafts trees and the rule Speculative"):
+        decoder.decode(PROMPTS, NEW)
+    Decoder(model("llama"), RandomTrees("llama"), sampling=sampling, rule="exact").decode(
+        PROMPTS, NEW
+    )
+
+
+def test_sliding_windows() -> None:
+    # Within its window such a model attends to everything.
+    windowed = tiny_model("mistral", sliding_window=48)
+    decoder = Decoder(windowed, drafter("same", "mistral"), gamma=7)
+    assert decoder.decode(PROMPTS, NEW).outputs == answers("mistral")
+    with pytest.raises(UserError, match="sliding window of 48 tokens, and this run needs"):
+        decoder.decode([[5] * 30], NEW)
+    unused = tiny_model("qwen2", sliding_window=8, use_sliding_window=False)
+    assert Decoder(unused, DRAFTERS["none"]()).decode(PROMPTS, NEW).outputs == answers("qwen2")
+
+
+def test_models_with_a_running_state_are_refused() -> None:
+    config = transformers.MambaConfig(
+        vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1
+    )
+    decoder = Decoder(transformers.MambaForCausalLM(config).eval(), DRAFTERS["none"]())
+    with pytest.raises(UserError, match="MambaForCausalLM keeps a running state"):
+        decoder.decode(PROMPTS, NEW)
+
+
+# --- streaming and traces -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "same", "trees"])
+def test_streamed_tokens_add_up_to_the_outputs(name: str) -> None:
+    streamed: list[list[int]] = [[] for _ in PROMPTS]
+    calls = []
+
+    def on_tokens(row: int, tokens: list[int]) -> None:
+        assert tokens
+        calls.append(row)
+        streamed[row] += tokens
+
+    eos = (answers("llama")[0][6],)
+    which = RandomTrees("llama") if name == "trees" else drafter(name, "llama")
+    run = decode("llama", which, eos=eos, gamma=7, on_tokens=on_tokens)
+    assert streamed == run.outputs == answers("llama", eos)
+    # One call a row and step, and one for the prefill.
+    assert len(calls) == run.counts.steps + len(PROMPTS)
+
+
+def check_trace(row: RowTrace, follows: list[int]) -> int:
+    """A row's trace against the text that follows; the number of tokens accepted."""
+    path = [node for node in row.drafted if node.verdict == "accepted"]
+    assert [node.parent for node in path] == [-1, *(node.node for node in path)][: len(path)]
+    kept = {-1, *(node.node for node in path)}
+    for node in row.drafted:
+        assert (node.parent in kept) or node.verdict == "not reached"
+        assert 0 <= node.p <= 1
+        assert node.q == 1
+    block = [node.token for node in path] + [row.next_token]
+    assert block[: len(follows)] == follows[: len(block)]
+    return len(path)
+
+
+@pytest.mark.parametrize("name", ["chain", "trees"])
+def test_traces_agree_with_the_text_and_the_counts(name: str) -> None:
+    which = (
+        RandomTrees("llama", seed=3)
+        if name == "trees"
+        else ChainDrafter("llama", lambda row, place: (place + row) % 5 == 0)
+    )
+    steps: list[TraceStep] = []
+    run = decode("llama", which, gamma=4, on_step=steps.append)
+    said = [1] * len(PROMPTS)
+    accepted = []
+    for row in (row for step in steps for row in step):
+        accepted.append(check_trace(row, run.outputs[row.row][said[row.row] :]))
+        said[row.row] += accepted[-1] + 1
+    assert said == [NEW] * len(PROMPTS)
+    counted = np.bincount(accepted, minlength=len(run.counts.by_accepted))
+    assert counted.tolist() == run.counts.by_accepted.tolist()
+    assert sum(len(row.drafted) for step in steps for row in step) == run.counts.drafted.sum()
+    if name == "chain":
+        judged = [node for step in steps for row in step for node in row.drafted]
+        reached = sum(node.verdict != "not reached" for node in judged)
+        assert reached == run.counts.reached.sum()
+
+
+def test_a_trace_shows_the_probabilities_that_were_compared() -> None:
+    sampling = Sampling(temperature=0.8, top_k=40)
+    small = SmallLMDrafter(model("llama", seed=7, layers=1))
+    steps: list[TraceStep] = []
+    decoder = Decoder(model("llama"), small, gamma=2, rule="speculative", sampling=sampling)
+    prompt = list(PROMPTS[0])
+    run = decoder.decode([prompt], 12, on_step=steps.append)
+    text = prompt + run.outputs[0][:1]
+    for (row,) in steps:
+        for node in row.drafted:
+            before = [other.token for other in row.drafted[: node.node]]
+            ids = torch.tensor([text + before])
+            for name, lm in (("p", model("llama")), ("q", small.lm.model)):
+                with torch.inference_mode():
+                    probs = sampling.probs(lm(ids).logits[0, -1])
+                # float32 sums in another order: a few units in the last place of the logits.
+                assert getattr(node, name) == pytest.approx(float(probs[node.token]), abs=1e-5)
+        kept = [node.token for node in row.drafted if node.verdict == "accepted"]
+        text += [*kept, row.next_token]
+    assert text == prompt + run.outputs[0]
+
+    shown = format_trace(steps[0], tiny_tokenizer()).splitlines()
+    assert len(shown) == len(steps[0][0].drafted) + 1
+    assert steps[0][0].drafted[0].verdict in shown[0]
+    assert shown[-1].startswith("  row 0 target adds '")

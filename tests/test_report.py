@@ -1,0 +1,392 @@
+"""The run report, made from a run directory that is written by hand."""
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from decode.errors import UserError
+from train.report import duration, footnotes, headline, labels, make_report, percent, ratio, table
+
+PROMPT = "Say <b>hello</b> & goodbye"
+EVIL = "<script>alert('x')</script>"
+PLOTS = ("speed", "time", "acceptance", "tokens", "positions", "accepted")
+
+
+def figures(speedup: float | None, acceptance: float, **changes: Any) -> dict[str, Any]:
+    """An evaluation at γ = 2 as `Evaluation.to_dict` makes it; speedup None: nothing timed."""
+
+    def around(value: float) -> dict[str, float]:
+        return {"value": value, "low": value - 0.05, "high": value + 0.06}
+
+    plain = {"prefill": 1.0, "draft": 0.0, "verify": 8.0, "overhead": 1.0, "steps": 100}
+    timed = speedup is not None
+    drafted = {
+        "prefill": 1.0,
+        "draft": 2.0,
+        "verify": 10 / (speedup or 1) - 3.5,
+        "overhead": 0.5,
+        "steps": 60,
+    }
+    nothing = dict.fromkeys(plain, 0.0)
+    return {
+        "steps": 100,
+        "emitted": 180,
+        "drafted": 200,
+        "reached": 150,
+        "accepted": 80,
+        "tokens_per_step": 1 + acceptance,
+        "acceptance_rate": acceptance,
+        "draft_efficiency": 0.8 * acceptance,
+        "nodes_per_step": 2.0,
+        "acceptance_by_position": [acceptance, None],
+        "reached_by_position": [100, 0],
+        "steps_by_accepted": [50, 20, 30],
+        "gamma": 2,
+        "rule": "speculative",
+        "lossless": True,
+        "sampling": {"temperature": 0.0, "top_k": 0, "top_p": 1.0},
+        "prompts": 20,
+        "timed_prompts": 4 if timed else 0,
+        "c": 0.12 if timed else None,
+        "v": 1.1 if timed else None,
+        "verify_width": 3.0 if timed else None,
+        "overhead_ms": 0.4 if timed else None,
+        "break_even_acceptance": 0.31 if timed else None,
+        "speedup": around(speedup) if speedup else None,
+        "speedup_without_prefill": around(speedup) if speedup else None,
+        "speedup_not_repeating": None,
+        "tokens_per_step_not_repeating": None,
+        "repetition": 0.04,
+        "share_repeating": 0.1,
+        "identical_to_plain": 1.0 if timed else None,
+        "identical_within_rounding": 1.0 if timed else None,
+        "seconds": {
+            "plain": plain if timed else nothing,
+            "drafted": drafted if timed else nothing,
+        },
+        "vs_generate": around(speedup) if speedup else None,
+        "plain_vs_generate": around(1.02) if timed else None,
+        **changes,
+    }
+
+
+def write_run(directory: Path, rows: list[tuple[str, str, dict[str, Any]]]) -> Any:
+    """A run of one generate and one distill stage with the given (stage, drafter, evaluation)."""
+
+    def put(path: str, value: Any) -> None:
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_text(json.dumps(value))
+
+    stages = [{"name": "text", "kind": "generate"}, {"name": "one", "kind": "distill"}]
+    stages.append({"name": "two", "kind": "distill", "drafter": {"stage": "one"}})
+    put(
+        "config.json",
+        {
+            "name": "trial",
+            "target": {"model": "tiny", "dtype": "auto", "device": "auto"},
+            "evaluation": {"gamma": 2, "baselines": ["ngram"]},
+            "stages": stages,
+        },
+    )
+    machine = {"processor": "Fast CPU", "cores": 4, "threads": 1, "gpus": []}
+    start = {
+        "time": "2026-01-02T03:04:05+0000",
+        "argv": ["draftsmith", "train"],
+        "machine": machine,
+    }
+    put("provenance.json", [{**start, "versions": {"torch": "2.9"}, "git_commit": None}])
+    put(
+        "stages/00-text/done.json",
+        {"drafter": False, "summary": {"tokens": 12345, "seconds": 65.0}},
+    )
+    history = [
+        {"loss": 3.0 / step, "forward_kl": 3.0 / step, "lr": 1e-3, "step": step, "epoch": 0}
+        for step in range(1, 41)
+    ]
+    training = {"steps": 40, "tokens_per_second": None, "history": history}
+    summary = {"training": training, "padding_share": 0.051, "peak_memory_bytes": 3 * 2**30}
+    put("stages/01-one/done.json", {"drafter": True, "summary": summary})
+    put("stages/.tmp-02-two-1-0a0b0c0d/done.json", {})  # being written: not part of the run
+    (directory / "stages/02-two").mkdir(exist_ok=True)  # not complete either
+    samples = [{"prompt": PROMPT, "plain": EVIL, "drafted": EVIL}, {"prompt": "", "drafted": "x"}]
+    for order, (stage, drafter, evaluation) in enumerate(rows):
+        row = {"stage": stage, "drafter": drafter, "order": order, "evaluation": evaluation}
+        if order % 2:
+            row["samples"] = samples
+        put(f"evaluations/{order + 8:02d}-row/evaluation.json", row)
+    return SimpleNamespace(directory=directory, config=SimpleNamespace(name="trial"))
+
+
+ROWS = [
+    ("before", "ngram", figures(1.1, 0.4, gamma=8)),
+    ("one (start)", "small_lm", figures(0.6, 0.3, break_even_acceptance=None)),
+    ("one", "small_lm", figures(None, 0.5)),
+    ("two", "small_lm", figures(1.5, 0.8)),
+]
+
+
+class Page(HTMLParser):
+    """Open tags at the end, and every attribute that could load something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.loads: list[str] = []
+        self.alts: list[str | None] = []
+        self.ids: list[str | None] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if not self.get_starttag_text().endswith("/>") and tag != "meta":
+            self.stack.append(tag)
+        self.loads += [str(given[key]) for key in ("src", "href", "data") if key in given]
+        self.ids += [given["id"]] if "id" in given else []
+        if tag == "svg":
+            self.alts.append(given.get("aria-label"))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag, f"</{tag}> closes something else"
+
+
+def rendered(report: dict[str, Any], width: int = 120) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(table(report))
+    return stream.getvalue()
+
+
+def test_report_json(tmp_path: Path) -> None:
+    report = make_report(write_run(tmp_path, ROWS))
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert list(report) == ["format", "name", "finished", "rows", "stages", "provenance", "config"]
+    assert report["format"] == 1
+    assert report["name"] == "trial"
+    # By the number of the directory, in which 10 comes after 9.
+    assert [row["stage"] for row in report["rows"]] == [stage for stage, _, _ in ROWS]
+    assert [list(row) for row in report["rows"]] == [
+        ["stage", "drafter", "order", "evaluation"]
+    ] * 4
+    assert report["rows"][3]["evaluation"] == ROWS[3][2]
+    assert [(stage["name"], stage["kind"]) for stage in report["stages"]] == [
+        ("text", "generate"),
+        ("one", "distill"),
+    ]
+    assert len(report["stages"][1]["summary"]["training"]["history"]) == 40
+    assert labels(report) == ["ngram γ=8", "one (start)", "one", "two"]
+
+
+def test_the_same_again(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ROWS)
+    made = []
+    for _ in range(2):
+        make_report(run)
+        made.append([(tmp_path / f"report.{end}").read_bytes() for end in ("json", "html")])
+    assert made[0] == made[1]
+
+
+def test_page(tmp_path: Path) -> None:
+    make_report(write_run(tmp_path, ROWS))
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert len(text) < 1_000_000
+    page = Page(text)
+    assert not page.stack
+    assert all(load.startswith("#") for load in page.loads)
+    assert not re.search(r"https?://|@import|url\((?!#)", text)
+    assert len(page.ids) == len(set(page.ids))
+    # The six of the drafters, and the loss of the one stage that trained.
+    assert [name for name in (*PLOTS, "loss-1") if f'id="plot-{name}"' not in text] == []
+    assert len(page.alts) == len(PLOTS) + 1
+    assert all(page.alts)
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert "Say &lt;b&gt;hello&lt;/b&gt; &amp; goodbye" in text
+    assert "(identical to plain decoding)" in text
+    for heading in ("12,345", "1 min 5 s", "3.00 GiB", "5%", "3.000 → 0.075", "Fast CPU"):
+        assert heading in text
+
+
+def test_names_are_text(tmp_path: Path) -> None:
+    """Neither HTML nor matplotlib's or rich's markup."""
+    name = "[red]<i>$x_1^2$</i>"
+    report = make_report(write_run(tmp_path, [*ROWS[:3], (name, EVIL, figures(1.5, 0.8))]))
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not Page(text).stack
+    assert "<i>" not in text
+    assert "<script" not in text
+    assert "[red]&lt;i&gt;$x_1^2$&lt;/i&gt;" in text
+    assert name in rendered(report, 200)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_table(tmp_path: Path, width: int) -> None:
+    report = make_report(write_run(tmp_path, ROWS))
+    lines = rendered(report, width).splitlines()
+    assert max(map(len, lines)) <= width
+    body = lines[next(i for i, line in enumerate(lines) if "──" in line) + 1 :]
+    ngram, start, one, two = (line for line in body if re.search(r"\d\.\d\d", line))
+    # acceptance, efficiency, tokens per step, c, break-even, speed-up
+    assert ngram.split()[:2] == ["before", "ngram"]
+    assert "0.40 0.32 1.40 0.12 0.31 1.10× [1.05, 1.16]" in " ".join(ngram.split())
+    assert "0.12 never 0.60× [0.55, 0.66]" in " ".join(start.split())
+    assert one.split() == ["one", "small_lm", "0.50", "0.40", "1.50", "–", "–", "–"]
+    assert two.rstrip().endswith("1.50× [1.45, 1.56]")
+
+
+def test_footnotes(tmp_path: Path) -> None:
+    report = make_report(write_run(tmp_path, ROWS))
+    text = "\n".join(footnotes(report))
+    for part in (
+        "γ 2 (ngram: 8)",
+        "greedy decoding",
+        "speculative (lossless)",
+        "20 prompts",
+        "4 (one: 0) of them timed",
+        "tiny in float32",
+        "Fast CPU, 4 cores, 1 thread",
+        "1.02× the speed of generate()",
+        "identical to plain decoding: 100%",
+        "8-gram: 4%",
+    ):
+        assert part in text
+    assert "LOSSY" not in text
+
+
+def test_lossy_rule_is_called_lossy(tmp_path: Path) -> None:
+    lossy = figures(2.0, 0.9, rule="typical", lossless=False, identical_to_plain=0.5)
+    lossy["sampling"] = {"temperature": 0.7, "top_k": 50, "top_p": 0.9}
+    report = make_report(write_run(tmp_path, [ROWS[0], ("two", "small_lm", lossy)]))
+    assert "typical, LOSSY" in rendered(report, 200)
+    assert any("typical (LOSSY" in line for line in footnotes(report))
+    assert any("temperature 0.7, top-k 50, top-p 0.9" in line for line in footnotes(report))
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "The rule typical is LOSSY" in text
+    assert "small_lm (typical, LOSSY)" in text
+
+
+@pytest.mark.parametrize(
+    ("ngram", "trained", "verdict", "against"),
+    [
+        (1.1, 1.5, "decodes 1.50 times as fast", "is faster than ngram"),
+        (1.5, 1.2, "decodes 1.20 times as fast", "is slower than ngram"),
+        (1.0, 1.02, "neither clearly faster nor clearly slower", "is not clearly different"),
+        (1.1, 0.8, "is slower than the target alone", "is slower than ngram"),
+        (1.1, None, "its speed is not known", "1.80 tokens per step, ngram yields 1.40"),
+    ],
+)
+def test_headline(
+    tmp_path: Path, ngram: float, trained: float | None, verdict: str, against: str
+) -> None:
+    rows = [
+        ("before", "ngram", figures(ngram, 0.4)),
+        ("one (start)", "small_lm", figures(0.5 if trained else None, 0.3)),
+        ("two", "small_lm", figures(trained, 0.8)),
+    ]
+    best = headline(make_report(write_run(tmp_path, rows)))
+    assert best is not None
+    assert best["label"] == "two"
+    assert verdict in best["verdict"]
+    assert against in best["against"]
+    assert best["warnings"] == []
+    # Stage two went on with what stage one began.
+    assert best["before"]["acceptance_rate"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("rows", "warning"),
+    [
+        ([ROWS[0]], "untrained baseline"),
+        ([ROWS[0], ("one (start)", "small_lm", ROWS[3][2])], "before its training"),
+        ([("two", "s", figures(1.5, 0.8, identical_within_rounding=0.75))], "Only 75%"),
+        (
+            [
+                (
+                    "two",
+                    "s",
+                    figures(1.5, 0.8, plain_vs_generate={"value": 0.8, "low": 0.7, "high": 1}),
+                )
+            ],
+            "0.80× the speed of generate()",
+        ),
+    ],
+)
+def test_warnings(tmp_path: Path, rows: list[Any], warning: str) -> None:
+    report = make_report(write_run(tmp_path, rows))
+    best = headline(report)
+    assert best is not None
+    assert warning in " ".join(best["warnings"])
+    assert warning in (tmp_path / "report.html").read_text(encoding="utf-8").replace("&#39;", "'")
+
+
+def test_without_any_figure(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [])
+    report = make_report(run)
+    assert report["rows"] == []
+    assert "No drafter was evaluated yet." in (tmp_path / "report.html").read_text()
+    assert footnotes(report) == ["No drafter was evaluated yet."]
+    rendered(report)
+    # Figures that do not exist may be None, or absent.
+    bare = {"gamma": 2, "rule": "exact", "lossless": True, "acceptance_rate": None}
+    report = make_report(write_run(tmp_path, [("one", "small_lm", bare)]))
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert len(page.alts) == 1  # the loss
+    assert rendered(report).split()[-8:] == ["one", "small_lm", *"––––––"]
+
+
+def test_report_of_one_evaluation() -> None:
+    """`draftsmith evaluate` prints a table without a run."""
+    report = {
+        "name": "evaluate",
+        "rows": [{"stage": "–", "drafter": "ngram", "order": 0, "evaluation": figures(1.1, 0.4)}],
+        "provenance": [{}],
+        "config": {"target": {"model": "tiny", "dtype": "bfloat16"}},
+    }
+    assert "1.10× [1.05, 1.16]" in rendered(report)
+    assert any("tiny in bfloat16" in line for line in footnotes(report))
+
+
+def test_long_drafts_and_many_rows(tmp_path: Path) -> None:
+    long = {
+        "gamma": 20,
+        "acceptance_by_position": [0.9] * 20,
+        "reached_by_position": [100] * 20,
+        "steps_by_accepted": list(range(21)),
+    }
+    rows = [(f"s{i}", "small_lm", figures(1.5, 0.8, **long)) for i in range(20)]
+    make_report(write_run(tmp_path, rows))
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert len(text) < 1_000_000
+    assert ">8+</text>" in text
+
+
+def test_damaged_file_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ROWS)
+    (tmp_path / "evaluations/09-row/evaluation.json").write_text("{")
+    with pytest.raises(UserError, match=r"09-row.*cannot be read"):
+        make_report(run)
+
+
+def test_not_a_number_does_not_exist(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [("two", "small_lm", figures(1.5, 0.8, v=float("nan")))])
+    report = make_report(run)
+    assert report["rows"][0]["evaluation"]["v"] is None
+    assert "NaN" not in (tmp_path / "report.json").read_text()
+
+
+def test_how_figures_are_written() -> None:
+    assert ratio({"value": 1.234, "low": 1.18, "high": 1.29}) == "1.23× [1.18, 1.29]"
+    assert [percent(x) for x in (None, 0, 0.0001, 0.004, 0.126, 0.996, 0.9999, 1)] == [
+        "–", "0%", "<0.1%", "0.4%", "13%", "99.6%", ">99.9%", "100%",
+    ]  # fmt: skip
+    assert [duration(x) for x in (None, 0.84, 42.2, 185, 7620)] == [
+        "–", "0.8 s", "42 s", "3 min 5 s", "2 h 7 min",
+    ]  # fmt: skip

@@ -1,0 +1,421 @@
+"""Whole runs on a tiny target: what they leave behind, and what an interruption costs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
+
+from decode.artifact import CorruptArtifact
+from decode.errors import UserError
+from decode.store import describe_drafter
+from distill.losses import LOSSES, Loss, Terms
+from distill.module import Distillation
+from tests.tiny import save_tiny, tiny_llama
+from train.config import load_config
+from train.console import Reporter
+from train.data.chat import Sample
+from train.run import Run
+from train.stages.generate import GenerateStage, read_answers
+from train.trainer import LoopConfig, OptimizerConfig, Trainer
+
+ROOT = Path(__file__).parent.parent
+WORDS = [
+    "the",
+    "a",
+    "dog",
+    "fox",
+    "sea",
+    "shell",
+    "target",
+    "drafter",
+    "token",
+    "sells",
+    "jumps",
+    "verifies",
+    "and",
+    "of",
+    "it",
+    "one",
+    "two",
+]
+
+CONFIG = """
+name: tiny
+output_dir: {base}/runs
+trackers: []
+target: {{model: {base}/target, dtype: float32, device: cpu}}
+data: {{train: train.jsonl, dev: dev.jsonl, test: test.jsonl}}
+evaluation:
+  {{prompts: 4, gamma: 2, max_new_tokens: 8, batch_size: 4, timed_prompts: 2, timed_tokens: 8,
+    generate: false, baseline_gammas: [1, 2]}}
+stages:
+  - {{name: answers, kind: generate, max_new_tokens: 10, batch_size: 4, part_prompts: 5}}
+  - name: words
+    kind: distill
+    text: answers
+    drafter: {{layers: [0]}}
+    draft_vocabulary: 120
+    losses: {{cross_entropy: 1.0}}
+    loop: {{epochs: 1, tokens_per_batch: 120, save_every: 2, log_every: 1}}
+    optimizer: {{lr: 1e-2, warmup_steps: 2}}
+  - name: distill
+    kind: distill
+    text: answers
+    drafter: {{stage: words}}
+    losses: {{forward_kl: 1.0, cross_entropy: 0.1}}
+    remember_teacher: true
+    train_embeddings: false
+    loop: {{epochs: 3, tokens_per_batch: 120, save_every: 2, log_every: 1}}
+    optimizer: {{lr: 1e-2, warmup_steps: 2}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """accelerate keeps its state in the process; each run begins without."""
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    save_tiny(tmp_path / "target", "llama", layers=2)
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 12), ("dev", 4), ("test", 4)):
+        rows = []
+        for i in range(count):
+            words = torch.randint(len(WORDS), (4 + i % 3,), generator=generator).tolist()
+            rows.append({"id": f"{split}-{i}", "prompt": " ".join(WORDS[w] for w in words)})
+        write_rows(tmp_path / f"{split}.jsonl", rows)
+    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path))
+    return tmp_path
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def start(base: Path, *overrides: str) -> dict[str, Any]:
+    """One process's worth of a run: a fresh accelerator, as after a restart."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    config = load_config(base / "config.yaml", overrides)
+    return Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
+
+
+def weights(base: Path, stage: str = "02-distill", run: str = "tiny") -> dict[str, torch.Tensor]:
+    drafter = base / "runs" / run / "stages" / stage / "drafter"
+    return load_file(drafter / "model.safetensors") | load_file(
+        drafter / "draft_vocabulary.safetensors"
+    )
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert torch.equal(tensor, b[name]), name
+
+
+class Killed(BaseException):
+    """Stands for a kill: no handler of ours may catch it."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Die before the optimizer step number `count`, counted over the whole run."""
+    original, done = Trainer._optimizer_step, [0]
+
+    def step(self: Any, *args: Any) -> Any:
+        done[0] += 1
+        if done[0] == count:
+            raise Killed
+        return original(self, *args)
+
+    monkeypatch.setattr(Trainer, "_optimizer_step", step)
+
+
+def test_a_run_leaves_everything_behind(base):
+    report = start(base)
+    run = base / "runs" / "tiny"
+    assert [row["stage"] for row in report["rows"]] == [
+        "before",
+        "words (start)",
+        "words",
+        "distill",
+    ]
+    assert json.loads((run / "report.json").read_text()) == report
+    assert "<svg" in (run / "report.html").read_text()
+    for row in report["rows"]:
+        assert row["evaluation"]["identical_to_plain"] == 1.0
+        assert row["evaluation"]["lossless"]
+    answers = read_answers(run / "stages" / "00-answers")
+    assert [answer["id"] for answer in answers] == [f"train-{i}" for i in range(12)]
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert {"argv", "versions", "git_commit", "machine"} <= provenance[0].keys()
+
+    drafter = describe_drafter(run / "stages" / "02-distill" / "drafter")
+    assert drafter["kind"] == "small_lm"
+    assert drafter["provenance"]["start"]["stage"] == "words"
+    history = report["stages"][2]["summary"]["training"]["history"]
+    assert history[-1]["loss"] < history[0]["loss"]
+    frozen = "model.embed_tokens.weight"
+    assert torch.equal(weights(base)[frozen], weights(base, "01-words")[frozen])
+    assert not torch.equal(
+        weights(base)["weight"],
+        load_file(base / "target/model.safetensors")[frozen][weights(base)["ids"]],
+    )
+
+
+def test_a_second_start_says_that_it_is_done(base, monkeypatch):
+    first = start(base)
+    kill_at(monkeypatch, 1)  # any training would die
+    monkeypatch.setattr("train.evaluate.evaluate", None)  # and any evaluation
+    assert start(base)["rows"] == first["rows"]
+
+
+def test_an_interrupted_run_ends_with_the_same_weights(base, monkeypatch):
+    """And it does not do so by beginning again: the steps taken are counted."""
+    original, taken = Trainer._optimizer_step, []
+
+    def counted(self: Any, at: Any, batches: Any) -> Any:
+        taken.append((self.label, at.step))
+        return original(self, at, batches)
+
+    monkeypatch.setattr(Trainer, "_optimizer_step", counted)
+    start(base, "name=whole")
+    whole, taken[:] = list(taken), []
+    for count in (2, 4, 3):  # in the first training, in the second, and again
+        with monkeypatch.context() as patch:
+            kill_at(patch, count)
+            with pytest.raises(Killed):
+                start(base)
+    start(base)
+    assert_same(weights(base), weights(base, run="whole"))
+    # Each kill repeats at most the step since the last checkpoint (save_every is 2) and its own.
+    assert set(taken) == set(whole)
+    assert len(taken) <= len(whole) + 3
+    whole, resumed = (
+        json.loads((base / "runs" / name / "report.json").read_text())["stages"][2]["summary"]
+        for name in ("whole", "tiny")
+    )
+    assert whole["training"]["history"] == resumed["training"]["history"]
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(base, monkeypatch):
+    start(base, "name=whole")
+    with monkeypatch.context() as patch:
+        kill_at(patch, 10)
+        with pytest.raises(Killed):
+            start(base)
+    found = sorted((base / "runs/tiny/stages").glob("*/checkpoints/step-*"))[-2:]
+    newest = max(found, key=lambda path: int(path.name.removeprefix("step-")))
+    (newest / "model.safetensors").write_bytes(b"cut short")
+    start(base)
+    assert_same(weights(base), weights(base, run="whole"))
+
+
+def test_no_complete_checkpoint_is_an_error_that_says_what_to_do(base, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_at(patch, 9)
+        with pytest.raises(Killed):
+            start(base)
+    checkpoints = list((base / "runs/tiny/stages").glob("02-distill/checkpoints/step-*"))
+    assert checkpoints
+    for checkpoint in checkpoints:
+        (checkpoint / "trainer.json").unlink()
+    with pytest.raises(UserError, match=r"no checkpoint in .* is complete; delete"):
+        start(base)
+
+
+def test_answers_already_made_are_not_made_again(base, monkeypatch):
+    start(base, "name=whole")
+    original, made = GenerateStage._answer, []
+
+    def answer(self: Any, *args: Any) -> Any:
+        made.append(1)
+        if len(made) == 3:
+            raise Killed
+        return original(self, *args)
+
+    monkeypatch.setattr(GenerateStage, "_answer", answer)
+    with pytest.raises(Killed):
+        start(base)
+    assert len(list((base / "runs/tiny/stages/00-answers").glob("part-*"))) == 1
+    start(base)
+    assert len(made) == 3 + 3  # two batches of the second part, one of the third
+    stages = "stages/00-answers"
+    assert read_answers(base / "runs/tiny" / stages) == read_answers(base / "runs/whole" / stages)
+
+
+def test_a_damaged_answer_file_is_named(base, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_at(patch, 1)
+        with pytest.raises(Killed):
+            start(base)
+    answers = base / "runs/tiny/stages/00-answers/part-1/answers.jsonl"
+    answers.write_text(answers.read_text()[:-20])
+    with pytest.raises(CorruptArtifact, match=r"part-1.*answers\.jsonl"):
+        start(base)
+
+
+def test_other_settings_for_a_run_that_exists_are_refused(base, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_at(patch, 2)
+        with pytest.raises(Killed):
+            start(base)
+    with pytest.raises(UserError, match=r"(?s)other settings.*stages.2.loop.epochs: 3 → 4"):
+        start(base, "stages.distill.loop.epochs=4")
+
+
+def test_changed_data_are_refused(base, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_at(patch, 2)
+        with pytest.raises(Killed):
+            start(base)
+    path = base / "train.jsonl"
+    path.write_text(path.read_text().replace("train-0", "train-zero"))
+    with pytest.raises(UserError, match="the data of train changed"):
+        start(base)
+
+
+def test_a_foreign_directory_is_not_written_into(base):
+    (base / "runs" / "tiny").mkdir(parents=True)
+    (base / "runs" / "tiny" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="is not a run of draftsmith"):
+        start(base)
+    assert [p.name for p in (base / "runs" / "tiny").iterdir()] == ["thesis.txt"]
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step(base, monkeypatch):
+    seen = []
+
+    def poisoned(student: torch.Tensor, teacher: Any, labels: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return student.sum(-1) * (float("nan") if len(seen) == 3 else 1.0)
+
+    monkeypatch.setitem(LOSSES._parts, "cross_entropy", Loss(poisoned, needs_teacher=False))
+    with pytest.raises(UserError, match=r"step 3: loss, cross_entropy.*samples: train-\d+#0"):
+        start(base, "stages.words.chunk_tokens=1000")
+
+
+def test_more_accumulation_than_data_is_refused(base):
+    with pytest.raises(UserError, match="accumulation is 1000"):
+        start(base, "stages.words.loop.accumulation=1000")
+
+
+def test_accumulated_batches_weigh_every_token_alike(tmp_path):
+    """Two batches accumulated, of unequal numbers of response tokens, step as one batch of both."""
+    samples = [
+        Sample(str(i), list(range(5 + i, 15 + i)), [False] * (1 + 2 * i) + [True] * (9 - 2 * i))
+        for i in range(4)
+    ]
+
+    def step_with(tokens: int, accumulation: int) -> dict[str, torch.Tensor]:
+        module = Distillation(tiny_llama(layers=1), Terms({"cross_entropy": 1.0}))
+        trainer = Trainer(
+            Accelerator(cpu=True),
+            Reporter(silent=True),
+            "test",
+            module,
+            lambda module, batch: module(
+                batch["input_ids"], batch["attention_mask"], batch["loss_mask"]
+            ),
+            ["cross_entropy"],
+            samples,
+            0,
+            LoopConfig(
+                epochs=1, tokens_per_batch=tokens, accumulation=accumulation, save_every=100
+            ),
+            OptimizerConfig(lr=1e-2, warmup_steps=0),
+            tmp_path / str(tokens),
+        )
+        progress = trainer.fit()
+        assert progress.step == 1
+        assert progress.tokens == sum(sum(sample.mask) for sample in samples)
+        return module.state_dict()
+
+    together, apart = step_with(40, 1), step_with(20, 2)
+    for name, tensor in together.items():
+        # AdamW's first step is ±lr per weight whatever the gradient's size, so where the two sums
+        # differ in their last bits around 0 the sign may turn; nowhere else.
+        close = torch.isclose(tensor, apart[name], rtol=1e-4, atol=1e-6)
+        assert close.float().mean() > 0.99, name
+
+
+def command(base: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "train.cli", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_command_line_from_plan_to_text(base):
+    config = str(base / "config.yaml")
+    planned = command(base, "train", config, "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert "distill" in planned.stdout
+    assert not (base / "runs").exists()
+
+    trained = command(base, "train", config)
+    assert trained.returncode == 0, trained.stderr
+    assert "report.html" in trained.stdout
+    drafter = str(base / "runs/tiny/stages/02-distill/drafter")
+    target = ["--target", str(base / "target")]
+
+    shown = command(base, "inspect", drafter)
+    assert "whole" in shown.stdout
+    figures = base / "figures.json"
+    judged = command(
+        base,
+        "evaluate",
+        *target,
+        "--drafter",
+        drafter,
+        "--prompts",
+        str(base / "test.jsonl"),
+        "--max-new-tokens",
+        "8",
+        "--timed-prompts",
+        "1",
+        "--json",
+        str(figures),
+    )
+    assert judged.returncode == 0, judged.stderr
+    assert json.loads(figures.read_text())["rows"][0]["evaluation"]["steps"] > 0
+    plain = command(
+        base, "generate", *target, "--drafter", "none", "a dog", "--max-new-tokens", "9"
+    )
+    fast = command(
+        base, "generate", *target, "--drafter", drafter, "a dog", "--max-new-tokens", "9"
+    )
+    assert plain.stdout == fast.stdout != ""
+    traced = command(base, "generate", *target, "--drafter", drafter, "a dog", "--trace")
+    assert "target adds" in traced.stdout
+
+
+@pytest.mark.slow
+def test_the_command_line_refuses_with_one_line_and_status_2(base):
+    config = str(base / "config.yaml")
+    for arguments, message in (
+        (["train", "nowhere.yaml"], "cannot read the config"),
+        (["train", config, "sed=1"], "unknown config key 'sed'"),
+        (["train", config, f"data.train={base}/none.jsonl"], "none.jsonl"),
+        (["generate", "--target", str(base / "none"), "hello"], "does not exist"),
+        (["inspect", str(base)], "manifest.json"),
+    ):
+        done = command(base, *arguments)
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert message in done.stderr.replace("\n", " ")
+        assert "Traceback" not in done.stderr
