@@ -51,6 +51,7 @@ def figures(speedup: float | None, acceptance: float, **changes: Any) -> dict[st
         "gamma": 2,
         "rule": "speculative",
         "lossless": True,
+        "dtype": "float32",
         "sampling": {"temperature": 0.0, "top_k": 0, "top_p": 1.0},
         "prompts": 20,
         "timed_prompts": 4 if timed else 0,
@@ -348,10 +349,10 @@ def test_report_of_one_evaluation() -> None:
         "name": "evaluate",
         "rows": [{"stage": "–", "drafter": "ngram", "order": 0, "evaluation": figures(1.1, 0.4)}],
         "provenance": [{}],
-        "config": {"target": {"model": "tiny", "dtype": "bfloat16"}},
+        "config": {"target": {"model": "tiny"}},
     }
     assert "1.10× [1.05, 1.16]" in rendered(report)
-    assert any("tiny in bfloat16" in line for line in footnotes(report))
+    assert any("tiny in float32" in line for line in footnotes(report))
 
 
 def test_long_drafts_and_many_rows(tmp_path: Path) -> None:

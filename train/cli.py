@@ -1,6 +1,7 @@
 """The command line: `draftsmith train | evaluate | generate | inspect`."""
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -69,6 +70,7 @@ def train(
 
     settings = load_config(config, overrides or [])
 
+    import torch
     from accelerate import Accelerator
 
     from train.console import Reporter
@@ -81,6 +83,9 @@ def train(
         log_with=settings.trackers or None,
         project_dir=str(settings.run_dir / "logs"),
     )
+    if accelerator.device.type == "cpu":
+        share = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        torch.set_num_threads(settings.threads or share)
     reporter = Reporter(silent=not accelerator.is_main_process)
     run = Run(settings, accelerator, reporter)
     try:
@@ -182,7 +187,7 @@ def evaluate(
         "name": "evaluate",
         "rows": [{"stage": "–", "drafter": drafter, "order": 0, "evaluation": found}],
         "provenance": [describe_process()],
-        "config": {"target": {"model": target, "dtype": str(loaded.dtype).removeprefix("torch.")}},
+        "config": {"target": {"model": target}},
     }
     reporter.table(table(report))
     for line in footnotes(report):
@@ -284,6 +289,12 @@ def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]
     )
     typer.echo(f"{drafter}: whole, {size / 1e6:.1f} MB of weights ({shape})")
     typer.echo(json.dumps(description, indent=2))
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def quieten() -> None:

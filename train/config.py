@@ -107,7 +107,8 @@ class RunConfig(Strict):
     """A whole run. `stages` run in order; each may read what an earlier one made, by its name.
 
     precision: of the training's matrix products (weights stay float32); None: what
-    `accelerate launch` was told. trackers: by accelerate's names.
+    `accelerate launch` was told. trackers: by accelerate's names. threads: of each process on a
+    CPU; None: the cores shared evenly (`accelerate launch` by itself would leave each just one).
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -115,6 +116,7 @@ class RunConfig(Strict):
     seed: int = 0
     trackers: list[str] = ["tensorboard"]
     precision: Literal["no", "bf16", "fp16"] | None = None
+    threads: int | None = Field(None, ge=1)
     target: TargetConfig
     data: DataConfig
     evaluation: EvaluationConfig = EvaluationConfig()

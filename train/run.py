@@ -258,7 +258,7 @@ def describe_process() -> dict[str, Any]:
         "machine": {
             "platform": platform.platform(),
             "processor": _processor(),
-            "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
+            "cores": psutil.cpu_count(),
             "threads": torch.get_num_threads(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
