@@ -9,7 +9,6 @@ Shapes: B rows, N drafted nodes, V vocabulary.
 
 import functools
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +19,11 @@ import transformers
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.drafters import DRAFTERS, Contexts, Drafter
-from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters import Drafter
 from decode.loop import Decoder
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.speculative import SpeculativeSampling
-from decode.sampling import Noise, Sampling, draw
+from decode.sampling import Noise, Sampling
 from decode.stats import Counts
 from tests.tiny import tiny_model
 
@@ -166,9 +164,7 @@ def test_a_residual_of_nothing_falls_back_to_p() -> None:
         torch.tensor([[2]]), np.array([1]), torch.tensor([[[0.5, 0.5, 0.0]]])
     )  # token 2 cannot be drawn from this q, so it is rejected and leaves a residual of zeros
     noise = GridNoise(np.array([[0.5]]), np.array([[0.75, 0.75]]))
-    verdict = SpeculativeSampling().verify(
-        draft, logits_of(np.stack([p, p]))[None], PLAIN, noise
-    )
+    verdict = SpeculativeSampling().verify(draft, logits_of(np.stack([p, p]))[None], PLAIN, noise)
     assert (verdict.accepted.item(), verdict.next_token.item()) == (0, 1)
 
 

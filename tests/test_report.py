@@ -5,7 +5,6 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,7 +121,7 @@ def write_run(directory: Path, rows: list[tuple[str, str, dict[str, Any]]]) -> A
         if order % 2:
             row["samples"] = samples
         put(f"evaluations/{order + 8:02d}-row/evaluation.json", row)
-    return SimpleNamespace(directory=directory, config=SimpleNamespace(name="trial"))
+    return directory
 
 
 ROWS = [

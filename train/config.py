@@ -1,27 +1,22 @@
 """Run configs: one YAML file, validated as a whole before anything expensive happens."""
 
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from decode.drafters import DRAFTERS
 from decode.errors import UserError, nearest
 from decode.measure import Protocol
 from decode.rules import RULES
 from decode.sampling import Sampling
+from train.schema import StageConfig, Strict
+from train.stages import STAGES
 
 SPLITS = ("train", "dev", "test")
-
-
-class Strict(BaseModel):
-    """A part of the config: unknown keys and wrong types are errors, and nothing changes later."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class TargetConfig(Strict):
@@ -96,13 +91,6 @@ class EvaluationConfig(Strict):
         )
 
 
-class StageConfig(Strict):
-    """What every stage has: a name of its own and a kind from the registry of stages."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-    kind: str
-
-
 class RunConfig(Strict):
     """A whole run. `stages` run in order; each may read what an earlier one made, by its name.
 
@@ -153,8 +141,6 @@ def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
 
     Raises UserError as `load_config` does.
     """
-    from train.stages import STAGES  # stages import this module for their base classes
-
     config = _validate(RunConfig, raw, "")
     stages: list[StageConfig] = []
     for index, entry in enumerate(config.stages):
@@ -301,16 +287,3 @@ def _resolve(source: str | list[str] | None, base_dir: Path) -> str | list[str] 
         return [str(_resolve(entry, base_dir)) for entry in source]
     beside = base_dir / source
     return str(beside) if beside.exists() else source
-
-
-def closest_stage(name: str, stages: Sequence[StageConfig], kind: str) -> StageConfig:
-    """The earlier stage of this kind with this name; UserError naming what there is."""
-    fitting = {stage.name: stage for stage in stages if stage.kind == kind}
-    if name not in fitting:
-        close = difflib.get_close_matches(name, list(fitting), n=1)
-        raise UserError(
-            f"no earlier stage {name!r} of kind {kind}; there "
-            f"{'is' if fitting else 'are'} {', '.join(fitting) or 'none'}."
-            + (f' Did you mean "{close[0]}"?' if close else "")
-        )
-    return fitting[name]

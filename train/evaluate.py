@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from decode.artifact import verify_directory, write_directory
 from decode.measure import Evaluation, evaluate, fastest_gamma
 from decode.store import open_drafter
 from train.data.read import Example
+
+if TYPE_CHECKING:
+    from train.run import Run
 
 SAMPLES = 3
 # Prompts on which a baseline's γ is chosen.
@@ -24,7 +27,7 @@ def spread(items: Sequence[Any], count: int | None) -> list[Any]:
     return [items[i] for i in np.linspace(0, len(items) - 1, count).astype(int)]
 
 
-def evaluate_baselines(run: Any, examples: dict[str, list[Example]]) -> None:
+def evaluate_baselines(run: "Run", examples: dict[str, list[Example]]) -> None:
     """A row for each untrained drafter, at its own best γ, chosen on the dev split.
 
     Without a dev split the run's γ is used: a γ chosen on the prompts it is reported on would
@@ -52,7 +55,7 @@ def evaluate_baselines(run: Any, examples: dict[str, list[Example]]) -> None:
 
 
 def evaluate_drafter(
-    run: Any, index: int, stage: str, directory: Path, examples: dict[str, list[Example]]
+    run: "Run", index: int, stage: str, directory: Path, examples: dict[str, list[Example]]
 ) -> None:
     """A row for the drafter a stage made, after one for what it started from, if it kept that."""
     gamma = run.config.evaluation.gamma
@@ -69,11 +72,11 @@ def evaluate_drafter(
     run.accelerator.wait_for_everyone()
 
 
-def _directory(run: Any, order: int, label: str) -> Path:
+def _directory(run: "Run", order: int, label: str) -> Path:
     return run.directory / "evaluations" / f"{order:02d}-{label}"
 
 
-def _must_do(run: Any, order: int, label: str) -> bool:
+def _must_do(run: "Run", order: int, label: str) -> bool:
     """Whether this is the rank that evaluates, and the row is not there yet."""
     directory = _directory(run, order, label)
     if not run.accelerator.is_main_process:
@@ -85,7 +88,7 @@ def _must_do(run: Any, order: int, label: str) -> bool:
 
 
 def _evaluate(
-    run: Any,
+    run: "Run",
     order: int,
     label: str,
     stage: str,
@@ -119,7 +122,7 @@ def _evaluate(
     write_directory(_directory(run, order, label), fill)
 
 
-def _samples(run: Any, found: Evaluation, examples: list[Example]) -> list[dict[str, str]]:
+def _samples(run: "Run", found: Evaluation, examples: list[Example]) -> list[dict[str, str]]:
     texts = []
     for index in spread(range(len(examples)), SAMPLES):
         example = examples[index]

@@ -39,21 +39,20 @@ Row = dict[str, Any]  # {stage, drafter, order, evaluation}
 Ratio = dict[str, float]  # {value, low, high}
 
 
-def make_report(run: Any) -> dict[str, Any]:
-    """Write report.json and report.html into `run.directory`; returns what report.json holds.
+def make_report(directory: Path) -> dict[str, Any]:
+    """Write report.json and report.html into a run's directory; returns what report.json holds.
 
-    Needs `run.directory` and `run.config.name`. Call it on the main process only. Raises UserError
+    Call it on the main process only. Raises UserError
     for a file of the run that is missing or damaged.
     """
-    directory = Path(run.directory)
-    report, samples = collect(directory, run.config.name)
+    report, samples = collect(directory)
     write_file(directory / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     # A text may hold half a surrogate pair, which UTF-8 cannot write.
     write_file(directory / "report.html", html(report, samples).encode("utf-8", "replace"))
     return report
 
 
-def collect(directory: Path, name: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """What report.json holds, and the sample texts by row label."""
     config = _read(directory / "config.json")
     kinds = {stage["name"]: stage["kind"] for stage in config.get("stages", [])}
@@ -71,7 +70,7 @@ def collect(directory: Path, name: str) -> tuple[dict[str, Any], dict[str, list[
     finished = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(max(times))) if times else None
     report = {
         "format": FORMAT,
-        "name": name,
+        "name": config["name"],
         "finished": finished,
         "rows": rows,
         "stages": stages,

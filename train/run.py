@@ -30,31 +30,12 @@ from train.config import RunConfig, differences, dump_config
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import Example, data_fingerprint, read_examples
-from train.stages import STAGES, Outcome, Plan
+from train.evaluate import evaluate_baselines, evaluate_drafter
+from train.report import make_report
+from train.schema import StageConfig
+from train.stages import STAGES, Outcome, Plan, StageContext
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
-
-
-@dataclass
-class StageContext:
-    """What a stage is given: target, data, its own directory and those of earlier stages."""
-
-    run: "Run"
-    directory: Path
-    outcomes: dict[str, Path]
-    examples: dict[str, list[Example]]
-
-    @property
-    def target(self) -> Target:
-        return self.run.target
-
-    @property
-    def accelerator(self) -> Accelerator:
-        return self.run.accelerator
-
-    @property
-    def reporter(self) -> Reporter:
-        return self.run.reporter
 
 
 @dataclass
@@ -91,9 +72,6 @@ class Run:
 
     def execute(self) -> dict[str, Any]:
         """Do what is not done yet; the report (see `train.report`). Raises UserError."""
-        from train.evaluate import evaluate_baselines, evaluate_drafter
-        from train.report import make_report
-
         set_seed(self.config.seed)
         with self.accelerator.main_process_first():
             if self.accelerator.is_main_process:
@@ -104,14 +82,13 @@ class Run:
         evaluate_baselines(self, examples)
         for index, settings in enumerate(self.config.stages):
             directory = self.directory / "stages" / f"{index:02d}-{settings.name}"
-            context = StageContext(self, directory, dict(outcomes), examples)
-            outcome = self._stage(settings, context)
+            outcome = self._stage(settings, directory, outcomes, examples)
             outcomes[settings.name] = directory
             if outcome.drafter is not None:
                 evaluate_drafter(self, index, settings.name, outcome.drafter, examples)
         report: dict[str, Any] = {}
         if self.accelerator.is_main_process:
-            report = make_report(self)
+            report = make_report(self.directory)
         self.accelerator.wait_for_everyone()
         return report
 
@@ -120,10 +97,9 @@ class Run:
         examples = self.read_data()
         plans = []
         for settings in self.config.stages:
-            context = StageContext(self, self.directory / "stages" / settings.name, {}, examples)
-            plans.append(
-                (settings.name, settings.kind, STAGES[settings.kind](settings).plan(context))
-            )
+            context = self._context(self.directory / "stages" / settings.name, {}, examples)
+            plan = STAGES[settings.kind](settings).plan(context)
+            plans.append((settings.name, settings.kind, plan))
         return plans
 
     def prepare(self) -> None:
@@ -197,20 +173,40 @@ class Run:
         elif self.directory.exists() and self.accelerator.is_main_process:
             write_file(stored, json.dumps(now, indent=2))
 
-    def _stage(self, settings: Any, context: StageContext) -> Outcome:
-        done = context.directory / "done.json"
+    def _context(
+        self, directory: Path, outcomes: dict[str, Path], examples: dict[str, list[Example]]
+    ) -> StageContext:
+        return StageContext(
+            self.target,
+            self.accelerator,
+            self.reporter,
+            directory,
+            dict(outcomes),
+            examples,
+            self.config.data.system,
+            self.config.name,
+        )
+
+    def _stage(
+        self,
+        settings: StageConfig,
+        directory: Path,
+        outcomes: dict[str, Path],
+        examples: dict[str, list[Example]],
+    ) -> Outcome:
+        done = directory / "done.json"
         if done.exists():
             stored = json.loads(done.read_text())
             self.reporter.say(f"stage {settings.name}: done")
-            drafter = context.directory / "drafter" if stored["drafter"] else None
+            drafter = directory / "drafter" if stored["drafter"] else None
             return Outcome(drafter, stored["summary"])
         self.reporter.say(f"stage {settings.name} ({settings.kind})")
         begin = time.perf_counter()
         if self.accelerator.is_main_process:
-            make_directory(context.directory)
-            recover(context.directory)
+            make_directory(directory)
+            recover(directory)
         self.accelerator.wait_for_everyone()
-        outcome = STAGES[settings.kind](settings).run(context)
+        outcome = STAGES[settings.kind](settings).run(self._context(directory, outcomes, examples))
         outcome.summary["seconds"] = time.perf_counter() - begin
         outcome.summary["peak_memory_bytes"] = peak_memory()
         if self.accelerator.is_main_process:

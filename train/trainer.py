@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from decode.errors import UserError
 from train.checkpoint import load_checkpoint, save_checkpoint
-from train.config import Strict
 from train.console import Reporter
 from train.data.batches import Batch, Batches, collate, padding_share
 from train.data.chat import Sample
+from train.schema import Strict
 
 # (module, batch) → (loss summed over its tokens, each term's sum [terms])
 Step = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]

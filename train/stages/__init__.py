@@ -9,8 +9,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from accelerate import Accelerator
+
 from decode.registry import Registry
-from train.config import StageConfig
+from decode.target import Target
+from train.console import Reporter
+from train.data.read import Example
+from train.schema import StageConfig
+
+
+@dataclass
+class StageContext:
+    """What a stage is given to work with.
+
+    directory: its own. outcomes: earlier stages' directories by name. examples: by split.
+    system: the system message put before every conversation. run_name: for provenance.
+    """
+
+    target: Target
+    accelerator: Accelerator
+    reporter: Reporter
+    directory: Path
+    outcomes: dict[str, Path]
+    examples: dict[str, list[Example]]
+    system: str | None
+    run_name: str
 
 
 @dataclass
@@ -48,12 +71,12 @@ class Stage(ABC):
         return None
 
     @abstractmethod
-    def plan(self, context: Any) -> Plan:
+    def plan(self, context: StageContext) -> Plan:
         """What `run` will do. The target is loaded; nothing is written."""
 
     @abstractmethod
-    def run(self, context: Any) -> Outcome:
-        """Do it. context: `train.run.StageContext`."""
+    def run(self, context: StageContext) -> Outcome:
+        """Do it."""
 
 
 STAGES: Registry[type[Stage]] = Registry("stage kind")

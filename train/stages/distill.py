@@ -25,10 +25,10 @@ from distill.output import split_model
 from distill.student import student_from_config, student_from_layers
 from distill.teacher import LiveTeacher
 from distill.vocabulary import most_frequent
-from train.config import StageConfig, Strict, closest_stage
 from train.data.batches import Batch, fit
 from train.data.chat import Sample, to_sample
-from train.stages import STAGES, Outcome, Plan, Stage
+from train.schema import StageConfig, Strict, closest_stage
+from train.stages import STAGES, Outcome, Plan, Stage, StageContext
 from train.stages.generate import read_answers
 from train.trainer import LoopConfig, OptimizerConfig, Trainer, describe
 
@@ -108,7 +108,7 @@ class DistillStage(Stage):
                     "whose draft vocabulary it keeps; leave draft_vocabulary out"
                 )
 
-    def plan(self, context: Any) -> Plan:
+    def plan(self, context: StageContext) -> Plan:
         settings: DistillConfig = self.config
         target = context.target.model
         if settings.drafter.stage is not None:
@@ -131,7 +131,7 @@ class DistillStage(Stage):
             memory_bytes=weights + teacher + chunk,
         )
 
-    def run(self, context: Any) -> Outcome:
+    def run(self, context: StageContext) -> Outcome:
         settings: DistillConfig = self.config
         terms = Terms(settings.losses)
         samples, counts = fit(self._samples(context), settings.max_length, settings.on_long)
@@ -202,7 +202,7 @@ class DistillStage(Stage):
                 drafter,
                 {
                     "stage": settings.name,
-                    "run": context.run.config.name,
+                    "run": context.run_name,
                     "settings": settings.model_dump(mode="json"),
                     "steps": trained.step,
                     "tokens": trained.tokens,
@@ -212,9 +212,9 @@ class DistillStage(Stage):
         context.accelerator.free_memory()
         return Outcome(drafter, summary)
 
-    def _samples(self, context: Any) -> list[Sample]:
+    def _samples(self, context: StageContext) -> list[Sample]:
         settings: DistillConfig = self.config
-        tokenizer, system = context.target.tokenizer, context.run.config.data.system
+        tokenizer, system = context.target.tokenizer, context.system
         examples = context.examples["train"]
         if settings.text == "data":
             return [to_sample(example, tokenizer, system=system) for example in examples]
@@ -226,7 +226,7 @@ class DistillStage(Stage):
             samples.append(Sample(name, sample.tokens, sample.mask))
         return samples
 
-    def _student(self, context: Any) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
+    def _student(self, context: StageContext) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
         """The model to train, float32, and the draft vocabulary it comes with."""
         settings: DistillConfig = self.config
         vocabulary = None
@@ -237,8 +237,9 @@ class DistillStage(Stage):
             torch.manual_seed(settings.loop.seed)
             student = student_from_config(target.model, start.config)
         else:
-            spec = start.model or str(context.outcomes[start.stage] / "drafter")
-            if start.stage:
+            spec = start.model or ""
+            if start.stage is not None:
+                spec = str(context.outcomes[start.stage] / "drafter")
                 describe_drafter(Path(spec))
             loaded = load_model_and_tokenizer(spec, dtype="float32", device=str(target.device))
             own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
@@ -248,7 +249,7 @@ class DistillStage(Stage):
         return student, vocabulary
 
     def _reduce(
-        self, context: Any, student: PreTrainedModel, samples: list[Sample]
+        self, context: StageContext, student: PreTrainedModel, samples: list[Sample]
     ) -> tuple[ReducedVocabulary, float]:
         settings: DistillConfig = self.config
         assert settings.draft_vocabulary is not None
@@ -269,7 +270,7 @@ class DistillStage(Stage):
             student.get_input_embeddings().requires_grad_(False)
             student.get_output_embeddings().requires_grad_(False)
 
-    def _started_from(self, context: Any) -> Any:
+    def _started_from(self, context: StageContext) -> Any:
         start = self.config.drafter
         if start.stage is not None:
             directory = context.outcomes[start.stage] / "drafter"
@@ -278,7 +279,7 @@ class DistillStage(Stage):
 
     def _save(
         self,
-        context: Any,
+        context: StageContext,
         student: PreTrainedModel,
         vocabulary: ReducedVocabulary | None,
         path: Path,

@@ -15,9 +15,12 @@ from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from train.config import StageConfig
+from decode.target import Target
+from train.console import Bar
+from train.data.chat import prompt_tokens
 from train.data.read import Example
-from train.stages import STAGES, Outcome, Plan, Stage
+from train.schema import StageConfig
+from train.stages import STAGES, Outcome, Plan, Stage, StageContext
 
 PART = "part-"
 
@@ -55,7 +58,7 @@ class GenerateStage(Stage):
 
     Config = GenerateConfig
 
-    def plan(self, context: Any) -> Plan:
+    def plan(self, context: StageContext) -> Plan:
         settings: GenerateConfig = self.config
         count = len(self._jobs(context))
         return Plan(
@@ -66,7 +69,7 @@ class GenerateStage(Stage):
             ),
         )
 
-    def run(self, context: Any) -> Outcome:
+    def run(self, context: StageContext) -> Outcome:
         settings: GenerateConfig = self.config
         jobs = self._jobs(context)
         begin = time.perf_counter()
@@ -100,7 +103,7 @@ class GenerateStage(Stage):
         )
         return Outcome(summary=summary)
 
-    def _jobs(self, context: Any) -> list[tuple[Example, int]]:
+    def _jobs(self, context: StageContext) -> list[tuple[Example, int]]:
         """(example, sample number) in the order in which they are answered."""
         settings: GenerateConfig = self.config
         if settings.split not in context.examples:
@@ -117,10 +120,15 @@ class GenerateStage(Stage):
         return [(example, sample) for sample in range(settings.samples) for example in examples]
 
     def _make_part(
-        self, context: Any, part: list[tuple[Example, int]], directory: Path, bar: Any, number: int
+        self,
+        context: StageContext,
+        part: list[tuple[Example, int]],
+        directory: Path,
+        bar: Bar,
+        number: int,
     ) -> int:
         settings: GenerateConfig = self.config
-        prompts = context.run.prompts([example for example, _ in part])
+        prompts = [prompt_tokens(e, context.target.tokenizer, context.system) for e, _ in part]
         answers: list[list[int]] = [[] for _ in part]
         # Prompts of like length together: less padding in the prefill.
         order = sorted(range(len(part)), key=lambda i: len(prompts[i]))
@@ -143,7 +151,7 @@ class GenerateStage(Stage):
         return sum(len(answer) for answer in answers)
 
     def _answer(
-        self, context: Any, prompts: list[list[int]], rows: Sequence[int]
+        self, context: StageContext, prompts: list[list[int]], rows: Sequence[int]
     ) -> list[list[int]]:
         settings: GenerateConfig = self.config
         target = context.target
@@ -185,7 +193,7 @@ def read_answers(directory: Path) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def _beam_search(
-    target: Any, prompts: list[list[int]], settings: GenerateConfig
+    target: Target, prompts: list[list[int]], settings: GenerateConfig
 ) -> list[list[int]]:
     """The best beam for each prompt, by `transformers` on left-padded prompts."""
     eos = list(target.eos_token_ids)

@@ -1,0 +1,34 @@
+"""What every part of a config is built on."""
+
+import difflib
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from decode.errors import UserError
+
+
+class Strict(BaseModel):
+    """A part of the config: unknown keys and wrong types are errors, and nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StageConfig(Strict):
+    """What every stage has: a name of its own and a kind from the registry of stages."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    kind: str
+
+
+def closest_stage(name: str, stages: Sequence[StageConfig], kind: str) -> StageConfig:
+    """The earlier stage of this kind with this name; UserError naming what there is."""
+    fitting = {stage.name: stage for stage in stages if stage.kind == kind}
+    if name not in fitting:
+        close = difflib.get_close_matches(name, list(fitting), n=1)
+        raise UserError(
+            f"no earlier stage {name!r} of kind {kind}; there "
+            f"{'is' if fitting else 'are'} {', '.join(fitting) or 'none'}."
+            + (f' Did you mean "{close[0]}"?' if close else "")
+        )
+    return fitting[name]
