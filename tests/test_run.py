@@ -1,6 +1,7 @@
 """Whole runs on a tiny target: what they leave behind, and what an interruption costs."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from click.testing import Result
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from decode.artifact import CorruptArtifact
 from decode.errors import UserError
@@ -18,6 +21,7 @@ from decode.store import describe_drafter
 from distill.losses import LOSSES, Loss, Terms
 from distill.module import Distillation
 from tests.tiny import save_tiny, tiny_llama
+from train.cli import app
 from train.config import load_config
 from train.console import Reporter
 from train.data.chat import Sample
@@ -349,36 +353,60 @@ def test_accumulated_batches_weigh_every_token_alike(tmp_path):
         assert close.float().mean() > 0.99, name
 
 
-def command(base: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "train.cli", *arguments],
+def command(*arguments: str) -> Result:
+    """The command line in this process: a new one would spend its time importing torch."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_does(base):
+    """DDP over two processes: the same batches, so the same losses up to the order of sums."""
+    start(base, "name=one")
+    launch = base / "ddp.yaml"
+    launch.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: false\n"
+        "num_machines: 1\nnum_processes: 2\nmachine_rank: 0\nmixed_precision: 'no'\n"
+    )
+    done = subprocess.run(
+        f"{sys.executable} -m accelerate.commands.launch --config_file {launch} "
+        f"-m train {base / 'config.yaml'} name=two threads=1".split(),
         cwd=ROOT,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (
+        json.loads((base / "runs" / name / "report.json").read_text())["stages"]
+        for name in ("one", "two")
+    )
+    for stage in (1, 2):
+        a, b = (run[stage]["summary"]["training"]["history"] for run in (one, two))
+        assert [x["loss"] for x in b] == pytest.approx([x["loss"] for x in a], rel=1e-4)
 
 
 @pytest.mark.slow
 def test_the_command_line_from_plan_to_text(base):
     config = str(base / "config.yaml")
-    planned = command(base, "train", config, "--dry-run")
-    assert planned.returncode == 0, planned.stderr
+    planned = command("train", config, "--dry-run")
+    assert planned.exit_code == 0, planned.stderr
     assert "distill" in planned.stdout
     assert not (base / "runs").exists()
 
-    trained = command(base, "train", config)
-    assert trained.returncode == 0, trained.stderr
+    trained = command("train", config)
+    assert trained.exit_code == 0, trained.stderr
     assert "report.html" in trained.stdout
     drafter = str(base / "runs/tiny/stages/02-distill/drafter")
     target = ["--target", str(base / "target")]
 
-    shown = command(base, "inspect", drafter)
+    shown = command("inspect", drafter)
     assert "whole" in shown.stdout
     figures = base / "figures.json"
     judged = command(
-        base,
         "evaluate",
         *target,
         "--drafter",
@@ -392,7 +420,7 @@ def test_the_command_line_from_plan_to_text(base):
         "--json",
         str(figures),
     )
-    assert judged.returncode == 0, judged.stderr
+    assert judged.exit_code == 0, judged.stderr
     assert json.loads(figures.read_text())["rows"][0]["evaluation"]["steps"] > 0
     plain = command(
         base, "generate", *target, "--drafter", "none", "a dog", "--max-new-tokens", "9"
@@ -401,7 +429,7 @@ def test_the_command_line_from_plan_to_text(base):
         base, "generate", *target, "--drafter", drafter, "a dog", "--max-new-tokens", "9"
     )
     assert plain.stdout == fast.stdout != ""
-    traced = command(base, "generate", *target, "--drafter", drafter, "a dog", "--trace")
+    traced = command("generate", *target, "--drafter", drafter, "a dog", "--trace")
     assert "target adds" in traced.stdout
 
 
@@ -415,7 +443,7 @@ def test_the_command_line_refuses_with_one_line_and_status_2(base):
         (["generate", "--target", str(base / "none"), "hello"], "does not exist"),
         (["inspect", str(base)], "manifest.json"),
     ):
-        done = command(base, *arguments)
-        assert done.returncode == 2, (arguments, done.stderr)
+        done = command(*arguments)
+        assert done.exit_code == 2, (arguments, done.stderr)
         assert message in done.stderr.replace("\n", " ")
         assert "Traceback" not in done.stderr

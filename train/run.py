@@ -57,10 +57,10 @@ class Run:
         if self._target is None:
             settings = self.config.target
             self.reporter.say(f"loading target {settings.model}")
-            device = settings.device
-            if device == "auto" and self.accelerator.device.type != "mps":
+            own, device = self.accelerator.device, settings.device
+            if device == "auto":
                 # Under a launcher each rank has a device of its own.
-                device = str(self.accelerator.device)
+                device = str(own) if own.type == "cuda" else own.type
             self._target = load_target(
                 settings.model,
                 dtype=settings.dtype,
