@@ -305,7 +305,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(base, monkeypatch):
         return student.sum(-1) * (float("nan") if len(seen) == 3 else 1.0)
 
     monkeypatch.setitem(LOSSES._parts, "cross_entropy", Loss(poisoned, needs_teacher=False))
-    with pytest.raises(UserError, match=r"step 3: loss, cross_entropy.*samples: train-\d+#0"):
+    with pytest.raises(
+        UserError, match=r"step 3: loss, cross_entropy.*samples: train-\d+#answers-0"
+    ):
         start(base, "stages.words.chunk_tokens=1000")
 
 
@@ -422,12 +424,8 @@ def test_the_command_line_from_plan_to_text(base):
     )
     assert judged.exit_code == 0, judged.stderr
     assert json.loads(figures.read_text())["rows"][0]["evaluation"]["steps"] > 0
-    plain = command(
-        base, "generate", *target, "--drafter", "none", "a dog", "--max-new-tokens", "9"
-    )
-    fast = command(
-        base, "generate", *target, "--drafter", drafter, "a dog", "--max-new-tokens", "9"
-    )
+    plain = command("generate", *target, "--drafter", "none", "a dog", "--max-new-tokens", "9")
+    fast = command("generate", *target, "--drafter", drafter, "a dog", "--max-new-tokens", "9")
     assert plain.stdout == fast.stdout != ""
     traced = command("generate", *target, "--drafter", drafter, "a dog", "--trace")
     assert "target adds" in traced.stdout

@@ -58,7 +58,7 @@ class StudentConfig(Strict):
 
 
 class DistillConfig(StageConfig):
-    """text: a generate stage's name, or `data` for the responses in the training data.
+    """text: a generate stage's name, or several, or `data` for the responses in the training data.
 
     losses: {name: weight}. train_embeddings: off, the token embeddings and the output layer stay
     as they are at the start. remember_teacher: keep the target's hidden states of the text in
@@ -68,7 +68,7 @@ class DistillConfig(StageConfig):
     """
 
     kind: Literal["distill"] = "distill"
-    text: str = "data"
+    text: str | list[str] = "data"
     drafter: StudentConfig
     losses: dict[str, float] = Field(default_factory=lambda: {"forward_kl": 1.0})
     train_embeddings: bool = True
@@ -98,8 +98,8 @@ class DistillStage(Stage):
     def check(self, earlier: Sequence[StageConfig]) -> None:
         settings: DistillConfig = self.config
         Terms(settings.losses)
-        if settings.text != "data":
-            closest_stage(settings.text, earlier, "generate")
+        for name in self._texts():
+            closest_stage(name, earlier, "generate")
         if settings.drafter.stage is not None:
             closest_stage(settings.drafter.stage, earlier, "distill")
             if settings.draft_vocabulary is not None:
@@ -220,11 +220,17 @@ class DistillStage(Stage):
             return [to_sample(example, tokenizer, system=system) for example in examples]
         by_id = {example.id: example for example in examples + context.examples.get("dev", [])}
         samples = []
-        for answer in read_answers(context.outcomes[settings.text]):
-            sample = to_sample(by_id[answer["id"]], tokenizer, answer["tokens"], system)
-            name = f"{sample.id}#{answer['sample']}"
-            samples.append(Sample(name, sample.tokens, sample.mask))
+        for stage in self._texts():
+            for answer in read_answers(context.outcomes[stage]):
+                sample = to_sample(by_id[answer["id"]], tokenizer, answer["tokens"], system)
+                name = f"{sample.id}#{stage}-{answer['sample']}"
+                samples.append(Sample(name, sample.tokens, sample.mask))
         return samples
+
+    def _texts(self) -> list[str]:
+        """The generate stages whose answers are the text; none for the data's own responses."""
+        text = self.config.text
+        return [] if text == "data" else [text] if isinstance(text, str) else text
 
     def _student(self, context: StageContext) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
         """The model to train, float32, and the draft vocabulary it comes with."""
