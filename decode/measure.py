@@ -21,6 +21,7 @@ import torch
 from transformers import GenerationConfig
 
 from decode.drafters import DRAFTERS, Drafter
+from decode.errors import UserError
 from decode.loop import Decoded, Decoder
 from decode.sampling import Sampling
 from decode.stats import Counts, Timing, finite
@@ -72,7 +73,7 @@ class Evaluation:
         drafted_s = np.array([run.timing.total for run in self.drafted])
         plain, drafted = _sum(self.plain), _sum(self.drafted)
         costs = self._costs(plain, drafted)
-        fluent = np.array([repetition(run.outputs[0]) == 0 for run in self.plain])
+        fluent = np.array([repetition(run.outputs[0]) == 0 for run in self.plain], dtype=bool)
         result: dict[str, Any] = {
             **self.counts.to_dict(),
             "gamma": self.protocol.gamma,
@@ -131,6 +132,8 @@ def evaluate(
     The acceptance of the drafter comes from all prompts, in batches; times come from the timed
     prompts, at batch 1, plain and speculative decoding (and `generate()`) taking turns.
     """
+    if not prompts:
+        raise UserError("there are no prompts to evaluate on")
     report = progress or (lambda what, done, of: None)
 
     def decoder(which: Drafter) -> Decoder:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from decode.artifact import CorruptArtifact, verify_directory, write_directory
+from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
+from decode.errors import UserError, nearest
 from decode.fingerprint import Fingerprint, fingerprint, require_same_vocabulary
 from decode.target import DTYPES, Target, load_model_and_tokenizer
 
@@ -61,7 +61,7 @@ def describe_drafter(path: Path) -> dict[str, Any]:
     verify_directory(path)
     try:
         description = json.loads((path / DRAFTER_FILE).read_text())
-        found = description["format"]
+        found, _, _ = (description[key] for key in ("format", "kind", "target"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptArtifact(path, DRAFTER_FILE, f"is no drafter description ({error})") from error
     if found != FORMAT:
@@ -88,11 +88,16 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if (path / DRAFTER_FILE).exists():
         description = describe_drafter(path)
         made_for = Fingerprint.from_dict(description["target"]["fingerprint"])
-        require_same_vocabulary(target.fingerprint, made_for, f"the target of drafter {spec}")
+        require_same_vocabulary(made_for, target.fingerprint, f"the target of drafter {spec}")
         return DRAFTERS[description["kind"]].load(path, dtype=name, device=place)
+    if (path / MANIFEST).exists():
+        verify_directory(path)  # a drafter that lost its description is no plain model
     if path.is_dir() and not (path / "config.json").exists():
         raise UserError(f"{path} is neither a drafter directory nor a model directory")
-    loaded = load_model_and_tokenizer(spec, dtype=name, device=place)
+    try:
+        loaded = load_model_and_tokenizer(spec, dtype=name, device=place)
+    except UserError as error:
+        raise UserError(f"{error}{nearest(spec, DRAFTERS)}") from error
     own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
     require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
     return SmallLMDrafter(loaded.model)

@@ -19,6 +19,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
 from decode.sampling import Noise, Sampling
+from decode.stats import Counts
 from decode.trace import RowTrace, TraceStep, format_trace
 from tests.tiny import FAMILIES, PAD_ID, VOCAB, tiny_model, tiny_tokenizer
 
@@ -266,8 +267,11 @@ def test_a_batch_equals_each_alone(family: str, name: str) -> None:
         return RandomTrees(family) if name == "trees" else drafter(name, family)
 
     together = decode(family, which(), eos=eos)
-    alone = [decode(family, which(), [prompt], eos=eos).outputs[0] for prompt in PROMPTS]
-    assert together.outputs == alone
+    alone = [decode(family, which(), [prompt], eos=eos) for prompt in PROMPTS]
+    assert together.outputs == [run.outputs[0] for run in alone]
+    if name != "trees":  # which are drawn anew
+        counts = sum((run.counts for run in alone), Counts.zero())
+        assert together.counts.to_dict() == counts.to_dict()
 
 
 def test_rows_that_differ_in_length_and_pace() -> None:
@@ -352,7 +356,7 @@ def test_bad_input_is_refused() -> None:
         decoder.decode([[5]], 0)
     with pytest.raises(UserError, match=r"gamma is 0.*drafter none"):
         Decoder(model("llama"), none, gamma=0)
-    with pytest.raises(UserError, match='unknown verification rule .*Did you mean "speculative"'):
+    with pytest.raises(UserError, match=r'unknown verification rule .*Did you mean "speculative"'):
         Decoder(model("llama"), none, rule="speculativ")
 
 
@@ -439,10 +443,12 @@ def test_traces_agree_with_the_text_and_the_counts(name: str) -> None:
     counted = np.bincount(accepted, minlength=len(run.counts.by_accepted))
     assert counted.tolist() == run.counts.by_accepted.tolist()
     assert sum(len(row.drafted) for step in steps for row in step) == run.counts.drafted.sum()
-    if name == "chain":
-        judged = [node for step in steps for row in step for node in row.drafted]
-        reached = sum(node.verdict != "not reached" for node in judged)
-        assert reached == run.counts.reached.sum()
+    reached = 0  # depths with a node that was judged, all before it accepted
+    for row in (row for step in steps for row in step):
+        path = [node.node for node in row.drafted if node.verdict == "accepted"]
+        parents = {node.parent for node in row.drafted}
+        reached += sum(node in parents for node in [-1, *path])
+    assert reached == run.counts.reached.sum()
 
 
 def test_a_trace_shows_the_probabilities_that_were_compared() -> None:

@@ -9,7 +9,7 @@ Shapes: B rows, N drafted nodes, V vocabulary.
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,13 @@ import transformers
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.drafters import Drafter
+from decode.drafters import Contexts, Drafter
+from decode.drafters.ngram import NgramDrafter
+from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.speculative import SpeculativeSampling
-from decode.sampling import Noise, Sampling
+from decode.sampling import Noise, Sampling, draw
 from decode.stats import Counts
 from tests.tiny import tiny_model
 
@@ -154,11 +156,11 @@ def test_exact_match_by_enumeration_on_trees() -> None:
         joint = np.zeros((TOKENS,) * 3)
         add_outcomes(joint, p, draft, verdict, 1 / len(grid))
         np.testing.assert_allclose(joint, p.joint(), atol=1e-12)
-        assert {0, 1, 2} == set(verdict.accepted.tolist())
+        assert 2 in verdict.accepted.tolist()
 
 
 def test_a_residual_of_nothing_falls_back_to_p() -> None:
-    """p = q rejects nothing but by rounding; whatever it rejects then must still be drawn from p."""
+    """p = q rejects nothing but by rounding; what it rejects then must still be drawn from p."""
     p = np.array([0.5, 0.5, 0.0])
     draft = Draft(
         torch.tensor([[2]]), np.array([1]), torch.tensor([[[0.5, 0.5, 0.0]]])
@@ -170,29 +172,52 @@ def test_a_residual_of_nothing_falls_back_to_p() -> None:
 
 # --- the whole loop, sampled ----------------------------------------------------------------------
 
-VOCAB = 8
-NEW = 4  # the prefill's token, and three of verification passes: two drafted and a bonus
-SHAPE: dict[str, Any] = {"vocab": VOCAB, "layers": 1, "hidden": 8, "heads": 1, "kv_heads": 1}
-PROMPT = [5, 3, 6, 5, 3, 7, 5, 3]
-SAMPLING = Sampling(temperature=0.9, top_k=7, top_p=0.98)
+VOCAB = 16
+HEAD = 2  # the first tokens are likely ones; every other has a probability near 0.003
+PROMPT = (0, 2, 1, 0, 1)
+NEW = 4  # the prefill's token, then two drafted ones and a bonus
+SAMPLING = Sampling(temperature=0.8, top_k=VOCAB - 1, top_p=0.998)
 ROWS = 500_000
 BATCH = 50_000
 SEEDS = 20
 
-model = functools.cache(tiny_model)
+
+@functools.cache
+def model(apart: float) -> Any:
+    """A tiny llama with few likely tokens and many rare ones; `apart` moves its weights randomly.
+
+    What an error does to a distribution shows in likely tokens, or in many equally rare ones; over
+    texts that are spread evenly it would drown in the noise of thousands of bins.
+    """
+    shape: dict[str, Any] = {"layers": 1, "hidden": 8, "heads": 1, "kv_heads": 1, "tie": False}
+    lm = tiny_model("llama", vocab=VOCAB, seed=10, **shape)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            if parameter.ndim > 1:
+                parameter += apart * torch.randn(parameter.shape, generator=generator)
+        # Channel 0 of the hidden states is large and never changes; after the norm it is about √8.
+        lm.get_input_embeddings().weight[:, 0] = 10.0
+        layer = lm.model.layers[0]
+        layer.self_attn.o_proj.weight[0] = 0
+        layer.mlp.down_proj.weight[0] = 0
+        output = lm.get_output_embeddings().weight
+        output[:HEAD] *= 4
+        output[:, 0] = 0
+        output[0, 0] = 0.3
+        output[HEAD:, 0] = -4.8 / 8**0.5
+        output *= SAMPLING.temperature
+    return lm
 
 
-def target() -> Any:
-    return model("llama", seed=0, **SHAPE)
-
-
-def other() -> Any:
-    return model("llama", seed=3, **SHAPE)
+def small_lm() -> Drafter:
+    return SmallLMDrafter(model(0.2))
 
 
 @functools.cache
 def exact_joint() -> np.ndarray:
-    """float64 [V]*NEW: each text's probability, from plain forwards and transformers' warpers."""
+    """float64 [V, V, V]: the joint of the tokens after the first, from plain forwards of all texts
+    and transformers' own warpers."""
     warpers = transformers.LogitsProcessorList(
         [
             transformers.TemperatureLogitsWarper(SAMPLING.temperature),
@@ -203,21 +228,21 @@ def exact_joint() -> np.ndarray:
     texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=NEW - 1)))
     ids = torch.cat([torch.tensor([PROMPT]).expand(len(texts), -1), texts], 1)
     with torch.inference_mode():
-        logits = target()(ids).logits[:, len(PROMPT) - 1 :].double()  # [V³, NEW, V]
+        logits = model(0.0)(ids).logits[:, len(PROMPT) - 1 :].double()  # [V³, NEW, V]
     probs = torch.stack([warpers(ids, logits[:, i]).softmax(-1) for i in range(NEW)], 1)
     joint = probs[:, NEW - 1]
     for i in range(NEW - 1):
         joint = joint * probs[:, i].gather(1, texts[:, i : i + 1])
-    return joint.reshape((VOCAB,) * NEW).numpy()
+    return joint.reshape((VOCAB,) * NEW).sum(0).numpy()
 
 
 @dataclass
 class Fit:
-    """How counts of texts fit the exact joint: χ² over bins that expect 5 or more, and a pool."""
+    """How texts fit the exact joint: χ² over bins that expect 5 or more, all others pooled."""
 
     chi2: float
     df: int
-    impossible: int  # texts that have probability 0
+    impossible: int  # how many texts have probability 0
 
     @property
     def passes(self) -> bool:
@@ -225,30 +250,186 @@ class Fit:
         return self.impossible == 0 and self.chi2 < self.df + 10 * (2 * self.df) ** 0.5
 
 
-def fit(counts: np.ndarray) -> Fit:
-    expected = exact_joint() * counts.sum()
+def fit(texts: np.ndarray) -> Fit:
+    """texts: int [B, 3]."""
+    counts = np.zeros((VOCAB,) * 3)
+    np.add.at(counts, tuple(texts.T), 1)
+    expected = exact_joint() * len(texts)
     large = expected >= 5
-    seen = np.append(counts[large], counts[~large & (expected > 0)].sum())
+    found = np.append(counts[large], counts[~large & (expected > 0)].sum())
     wanted = np.append(expected[large], expected[~large].sum())
     if wanted[-1] < 5:
-        seen, wanted = seen[:-1], wanted[:-1]
-    chi2 = float(((seen - wanted) ** 2 / wanted).sum())
+        found, wanted = found[:-1], wanted[:-1]
+    chi2 = float(((found - wanted) ** 2 / wanted).sum())
     return Fit(chi2, len(wanted) - 1, int(counts[expected == 0].sum()))
 
 
-def sample(
-    drafter: Drafter, rule: str | Rule, *, rows: int = ROWS, seed: int = 0, batch: int = BATCH
-) -> tuple[np.ndarray, Counts]:
-    """How often each text was decoded, [V]*NEW, and the loop's own counts."""
-    name = rule if isinstance(rule, str) else "speculative"
-    decoder = Decoder(target(), drafter, gamma=NEW, rule=name, sampling=SAMPLING)
+def decode(drafter: Drafter, rule: str | Rule, *, rows: int, seed: int = 0) -> tuple[Fit, Counts]:
+    decoder = Decoder(
+        model(0.0),
+        drafter,
+        gamma=3,
+        rule=rule if isinstance(rule, str) else "speculative",
+        sampling=SAMPLING,
+    )
     if isinstance(rule, Rule):
         decoder.rule = rule
-    texts = np.zeros((VOCAB,) * NEW, dtype=np.int64)
+    texts: list[list[int]] = []
     counts = Counts.zero()
-    for begin in range(0, rows, batch):
-        places = range(begin, min(begin + batch, rows))
+    for begin in range(0, rows, BATCH):
+        places = range(begin, min(begin + BATCH, rows))
         run = decoder.decode([PROMPT] * len(places), NEW, seed=seed, row_ids=places)
-        np.add.at(texts, tuple(np.array(run.outputs).T), 1)
+        texts += run.outputs
         counts = counts + run.counts
-    return texts, counts
+    return fit(np.array(texts)[:, 1:]), counts
+
+
+class FixedTree(Drafter):
+    """The same tree everywhere, whatever the text: likely and unlikely tokens at each depth."""
+
+    TOKENS, PARENTS = (5, 0, 9, 3, 1, 0), (-1, -1, 0, 0, 1, 1)
+
+    def most_nodes(self, gamma: int) -> int:
+        return len(self.TOKENS)
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+        rows = len(contexts.lengths)
+        return Draft(
+            torch.tensor([self.TOKENS]).expand(rows, -1),
+            np.full(rows, len(self.TOKENS)),
+            parents=torch.tensor([self.PARENTS]).expand(rows, -1),
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "rule", "rows"),
+    [
+        ("small_lm", "speculative", ROWS),
+        ("ngram", "speculative", ROWS),
+        # This rule emits the target's own draws, so there is less to go wrong.
+        ("small_lm", "exact", ROWS // 2),
+        ("tree", "exact", ROWS // 2),
+    ],
+)
+def test_texts_have_the_targets_distribution(drafter: str, rule: str, rows: int) -> None:
+    which = {"small_lm": small_lm, "ngram": lambda: NgramDrafter(1, 2), "tree": FixedTree}[drafter]
+    found, counts = decode(which(), rule, rows=rows)
+    assert found.passes, found
+    # Bins enough, and all branches: text after a rejection, and the bonus after a whole draft.
+    assert found.df > 100
+    assert (counts.reached.sum() - counts.accepted.sum()) / counts.steps >= 0.2
+    assert counts.by_accepted[2] / counts.steps >= 0.05
+
+
+# --- errors that the test above must find ---------------------------------------------------------
+
+
+class ColdDrafter(SmallLMDrafter):
+    """Draws at 0.95 times the temperature, and declares the q of the temperature asked for."""
+
+    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+        cold = replace(sampling, temperature=0.95 * sampling.temperature)
+        draft = super().draft(contexts, gamma, cold, noise)
+        assert draft.q is not None
+        asked = draft.q**0.95
+        draft.q = asked / asked.sum(-1, keepdim=True)
+        return draft
+
+
+class PlainSpeculative(SpeculativeSampling):
+    """The rule once more, in other words, with places to go wrong in."""
+
+    def judged_q(self, q_x: Tensor) -> Tensor:
+        return q_x
+
+    def residual_row(self, accepted: Tensor) -> Tensor:
+        return accepted
+
+    def bonus_row(self, accepted: Tensor) -> Tensor:
+        return accepted
+
+    def verify(self, draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
+        rows, nodes = draft.tokens.shape
+        p = sampling.probs(logits)
+        q = draft.q
+        if q is None:
+            q = torch.nn.functional.one_hot(draft.tokens, p.shape[2]).float()
+        uniforms = noise.uniforms(Noise.ACCEPT, 0, nodes)
+        accepted = torch.zeros(rows, dtype=torch.int64)
+        going = torch.ones(rows, dtype=torch.bool)
+        all_rows = torch.arange(rows)
+        sizes = torch.as_tensor(draft.sizes)
+        for i in range(nodes):
+            token = draft.tokens[:, i]
+            p_x, q_x = p[all_rows, i, token].double(), q[all_rows, i, token].double()
+            going = going & (i < sizes) & (uniforms[:, i] * self.judged_q(q_x) < p_x)
+            accepted += going
+        weights = p[all_rows, self.bonus_row(accepted)]
+        if nodes:
+            row = accepted.clamp(max=nodes - 1)
+            left = (p[all_rows, row] - q[all_rows, self.residual_row(row)]).clamp(min=0)
+            rejected = (accepted < sizes) & (left.sum(1) > 0)
+            fallen = (accepted < sizes) & ~rejected
+            weights = torch.where(rejected[:, None], left, weights)
+            weights = torch.where(fallen[:, None], p[all_rows, row], weights)
+        following = draw(weights, noise.uniforms(Noise.NEXT, 0, 1)[:, 0])
+        path = torch.arange(nodes).expand(rows, -1)
+        return Verdict(path, accepted, torch.minimum(accepted + 1, sizes), following)
+
+
+class ClampedRatio(PlainSpeculative):
+    def judged_q(self, q_x: Tensor) -> Tensor:
+        return q_x.clamp(min=1e-2)
+
+
+class WrongResidualRow(PlainSpeculative):
+    """Subtracts the q of the first position, wherever the rejection was."""
+
+    def residual_row(self, accepted: Tensor) -> Tensor:
+        return torch.zeros_like(accepted)
+
+
+class BonusOffByOne(PlainSpeculative):
+    """After full acceptance draws from the distribution that judged the last drafted token."""
+
+    def bonus_row(self, accepted: Tensor) -> Tensor:
+        return (accepted - 1).clamp(min=0)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_the_rule_to_break_is_the_rule(chosen: bool) -> None:
+    """So the errors below differ from what is tested above by nothing but the error."""
+    generator = torch.Generator().manual_seed(0)
+    rows, nodes = 20_000, 3
+    logits = torch.randn(rows, nodes + 1, VOCAB, generator=generator) * 2
+    q = SAMPLING.probs(torch.randn(rows, nodes, VOCAB, generator=generator) * 2)
+    tokens = draw(q, torch.rand(rows, nodes, generator=generator, dtype=torch.float64))
+    sizes = torch.randint(0, nodes + 1, (rows,), generator=generator).numpy()
+    draft = Draft(tokens, sizes, None if chosen else q)
+    noise = Noise(0, torch.arange(rows))
+    ours = SpeculativeSampling().verify(draft, logits, SAMPLING, noise)
+    plain = PlainSpeculative().verify(draft, logits, SAMPLING, noise)
+    for name in ("accepted", "reached", "next_token"):
+        assert torch.equal(getattr(ours, name), getattr(plain, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "rule", "rows"),
+    [
+        # Fewer rows than above suffice, so the test above finds these errors all the more.
+        (ColdDrafter, SpeculativeSampling, 70_000),
+        (SmallLMDrafter, WrongResidualRow, 10_000),
+        (SmallLMDrafter, BonusOffByOne, 20_000),
+        (SmallLMDrafter, ClampedRatio, 25_000),
+    ],
+)
+def test_errors_are_found(
+    drafter: type[SmallLMDrafter], rule: type[SpeculativeSampling], rows: int
+) -> None:
+    fits = [decode(drafter(model(0.2)), rule(), rows=rows, seed=seed)[0] for seed in range(SEEDS)]
+    assert sum(not found.passes for found in fits) >= 19, fits

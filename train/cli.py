@@ -155,8 +155,7 @@ def evaluate(
     from decode.target import load_target
     from train.console import Reporter
     from train.data.chat import prompt_tokens
-    from train.data.read import read_examples
-    from train.evaluate import spread
+    from train.data.read import read_examples, spread
     from train.report import footnotes, table
     from train.run import describe_process
 

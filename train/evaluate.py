@@ -1,16 +1,13 @@
 """Judges drafters within a run: before the first stage, and after every stage that made one."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from decode.artifact import verify_directory, write_directory
 from decode.measure import Evaluation, evaluate, fastest_gamma
 from decode.store import open_drafter
-from train.data.read import Example
+from train.data.read import Example, spread
 
 if TYPE_CHECKING:
     from train.run import Run
@@ -18,13 +15,6 @@ if TYPE_CHECKING:
 SAMPLES = 3
 # Prompts on which a baseline's γ is chosen.
 GAMMA_PROMPTS = 4
-
-
-def spread(items: Sequence[Any], count: int | None) -> list[Any]:
-    """`count` of the items, evenly over the whole sequence; all of them for None."""
-    if count is None or count >= len(items):
-        return list(items)
-    return [items[i] for i in np.linspace(0, len(items) - 1, count).astype(int)]
 
 
 def evaluate_baselines(run: "Run", examples: dict[str, list[Example]]) -> None:

@@ -10,7 +10,7 @@ from train.data.batches import (
     padding_share,
 )
 from train.data.chat import Sample, has_template, prompt_tokens, to_sample
-from train.data.read import Example, ReadReport, data_fingerprint, read_examples
+from train.data.read import Example, ReadReport, data_fingerprint, read_examples, spread
 
 __all__ = [
     "Batch",
@@ -27,5 +27,6 @@ __all__ = [
     "padding_share",
     "prompt_tokens",
     "read_examples",
+    "spread",
     "to_sample",
 ]

@@ -14,7 +14,7 @@ fields are ignored, so that hub data sets can be used as they are.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -153,6 +153,16 @@ def data_fingerprint(examples: list[Example]) -> str:
         row = [e.id, e.messages, e.prompt, e.text, e.kind]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
+
+
+def spread(items: Sequence[Any], count: int | None) -> list[Any]:
+    """`count` of the items, evenly over the whole sequence; all of them for None.
+
+    Files are often ordered by kind, so their beginning would be one kind only.
+    """
+    if count is None or count >= len(items):
+        return list(items)
+    return [items[i * (len(items) - 1) // max(1, count - 1)] for i in range(count)]
 
 
 def _rows(sources: list[str], split: str | None, base_dir: Path) -> Iterator[_Row]:

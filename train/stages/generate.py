@@ -18,7 +18,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from train.console import Bar
 from train.data.chat import prompt_tokens
-from train.data.read import Example
+from train.data.read import Example, spread
 from train.schema import StageConfig
 from train.stages import STAGES, Outcome, Plan, Stage, StageContext
 
@@ -26,9 +26,10 @@ PART = "part-"
 
 
 class GenerateConfig(StageConfig):
-    """samples: answers per prompt (they differ when temperature > 0). num_beams > 1: beam search,
-    by `transformers` `generate()`, as Blockwise distillation wants it. part_prompts: answers are
-    saved after this many; a killed stage loses at most one part."""
+    """prompts: so many of the split, spread evenly over it. samples: answers per prompt (they
+    differ when temperature > 0). num_beams > 1: beam search, by `transformers` `generate()`, as
+    Blockwise distillation wants it. part_prompts: answers are saved after this many; a killed
+    stage loses at most one part."""
 
     kind: Literal["generate"] = "generate"
     split: Literal["train", "dev"] = "train"
@@ -111,7 +112,7 @@ class GenerateStage(Stage):
                 f"stage {settings.name} answers split {settings.split}, which data lacks"
             )
         answerable = [e for e in context.examples[settings.split] if e.messages is not None]
-        examples = answerable[: settings.prompts]
+        examples = spread(answerable, settings.prompts)
         if not examples:
             raise UserError(
                 f"stage {settings.name}: the {settings.split} split has no prompts to answer, only "

@@ -1,0 +1,383 @@
+"""What is counted and what the figures made of it mean, by cases worked out by hand."""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode.draft import Draft
+from decode.drafters import DRAFTERS, Contexts, Drafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoded, Decoder
+from decode.measure import (
+    Evaluation,
+    Protocol,
+    break_even,
+    evaluate,
+    fastest_gamma,
+    ratio_of_totals,
+    repetition,
+)
+from decode.sampling import Noise, Sampling
+from decode.stats import Counts, Tally, Timing
+from tests.tiny import tiny_model, tiny_target
+
+model = functools.cache(tiny_model)
+
+PROMPT = [5, 17, 250, 9, 42]
+LONG = 40
+
+
+@functools.cache
+def answer() -> list[int]:
+    """The greedy answer to PROMPT."""
+    plain = Decoder(model("llama"), DRAFTERS["none"]())
+    return plain.decode([PROMPT], LONG).outputs[0]
+
+
+class Scripted(Drafter):
+    """Drafts the right answer, but wrong tokens at the given places of it."""
+
+    def __init__(self, *wrong: int) -> None:
+        self.wrong = wrong
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+        said = int(contexts.lengths[0]) - len(PROMPT)
+        places = range(said, said + gamma)
+        tokens = [(answer()[place] + (place in self.wrong)) % 300 for place in places]
+        return Draft(torch.tensor([tokens]), np.array([gamma]))
+
+
+def counts(*wrong: int, new: int, eos: int | None = None) -> Counts:
+    """Of a decode with γ = 4; the first token of the answer (place 0) is the prefill's."""
+    decoder = Decoder(
+        model("llama"), Scripted(*wrong), gamma=4, eos_token_ids=[] if eos is None else [eos]
+    )
+    return decoder.decode([PROMPT], new).counts
+
+
+def figures(counts: Counts) -> tuple[int, int, list[int], list[int], list[int], list[int]]:
+    return (
+        counts.steps,
+        counts.emitted,
+        counts.drafted.tolist(),
+        counts.reached.tolist(),
+        counts.accepted.tolist(),
+        counts.by_accepted.tolist(),
+    )
+
+
+def token_at(place: int) -> int:
+    """A token of the answer that does not stand in it before `place`."""
+    token = answer()[place]
+    assert token not in answer()[:place]
+    return token
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+def test_all_accepted_up_to_the_length_limit() -> None:
+    # 9 tokens after the prefill's: 4 + 1, then 4 left, of which the last is not worth drafting.
+    found = counts(new=10)
+    assert figures(found) == (2, 9, [2, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 1], [0, 0, 0, 1, 1])
+    assert found.tokens_per_step == 4.5
+    assert found.acceptance_rate == found.draft_efficiency == 1
+
+
+def test_a_rejection_hides_what_comes_after_it() -> None:
+    # Places 1 and 2 accepted, 3 rejected (reached), 4 never reached. Then 4 … 7 and a bonus.
+    found = counts(3, new=9)
+    assert figures(found) == (2, 8, [2, 2, 2, 2], [2, 2, 2, 1], [2, 2, 1, 1], [0, 0, 1, 0, 1])
+    assert found.acceptance_rate == 6 / 7
+    assert found.draft_efficiency == 6 / 8
+    assert found.acceptance_by_position == [1, 1, 1 / 2, 1]
+    assert found.tokens_per_step == 4
+    assert found.nodes_per_step == 4
+
+
+def test_tokens_past_an_accepted_eos_do_not_count() -> None:
+    # The third of four drafted tokens ends the text.
+    found = counts(new=LONG - 8, eos=token_at(3))
+    assert figures(found) == (1, 3, [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 1, 0])
+
+
+def test_tokens_past_an_eos_that_replaces_one_do_not_count() -> None:
+    # Place 1 accepted; at place 2 the target says EOS instead: places 3 and 4 are past the end.
+    found = counts(2, 3, 4, new=LONG - 8, eos=token_at(2))
+    assert figures(found) == (1, 2, [1, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0, 0])
+
+
+def test_an_eos_as_the_bonus_counts_the_whole_draft() -> None:
+    found = counts(new=LONG - 8, eos=token_at(5))
+    assert figures(found) == (1, 5, [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0, 1])
+
+
+def test_an_eos_as_the_first_token_leaves_nothing_to_count() -> None:
+    found = counts(new=LONG - 8, eos=token_at(0))
+    assert figures(found) == (0, 0, [0] * 4, [0] * 4, [0] * 4, [0] * 5)
+    assert math.isnan(found.tokens_per_step)
+    assert found.to_dict()["tokens_per_step"] is None
+
+
+def test_one_token_left_is_not_drafted_for() -> None:
+    assert figures(counts(new=2)) == (1, 1, [0] * 4, [0] * 4, [0] * 4, [1, 0, 0, 0, 0])
+
+
+def test_a_tally_by_hand() -> None:
+    """Two rows, the second with a tree of 2 + 3 nodes, then with a deeper draft than promised."""
+    tally = Tally(2, depth=1)
+    tally.step(
+        rows=np.array([0, 1]),
+        nodes_by_depth=np.array([[1, 1], [2, 3]]),
+        reached=np.array([1, 2]),
+        accepted=np.array([0, 2]),
+        emitted=np.array([1, 3]),
+        ended=np.array([False, False]),
+    )
+    tally.step(
+        rows=np.array([1]),
+        nodes_by_depth=np.array([[1, 1, 1]]),
+        reached=np.array([3]),
+        accepted=np.array([3]),
+        emitted=np.array([2]),  # EOS was the second accepted token
+        ended=np.array([True]),
+    )
+    assert figures(tally.row(0)) == (1, 1, [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 0, 0, 0])
+    assert figures(tally.row(1)) == (2, 5, [3, 4, 0], [2, 2, 0], [2, 2, 0], [0, 0, 2, 0])
+    assert figures(tally.pooled()) == (3, 6, [4, 5, 0], [3, 2, 0], [2, 2, 0], [1, 0, 2, 0])
+
+
+def test_counts_pool_over_texts_of_different_depth() -> None:
+    a = Counts(2, 5, np.array([2, 2]), np.array([2, 1]), np.array([1, 1]), np.array([1, 0, 1]))
+    b = Counts(1, 1, np.array([1]), np.array([1]), np.array([0]), np.array([1, 0]))
+    pooled = Counts.zero() + a + b
+    assert figures(pooled) == (3, 6, [3, 2], [3, 1], [1, 1], [2, 0, 1])
+    # Ratios of sums, not means of ratios.
+    assert pooled.tokens_per_step == 2
+    assert pooled.acceptance_rate == 2 / 4
+    assert pooled.draft_efficiency == 2 / 5
+    assert pooled.acceptance_by_position == [1 / 3, 1]
+    shown = pooled.to_dict()
+    assert (shown["drafted"], shown["reached"], shown["accepted"]) == (5, 4, 2)
+    json.dumps(shown, allow_nan=False)
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def gained(alpha: float, gamma: int) -> float:
+    """Expected tokens a step at an acceptance rate below 1 (2211.17192, equation 1)."""
+    return (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 7])
+@pytest.mark.parametrize(("c", "v"), [(0.05, 1.0), (0.1, 1.3), (0.3, 1.01)])
+def test_break_even_is_where_the_speed_up_is_1(gamma: int, c: float, v: float) -> None:
+    alpha = break_even(gamma, c, v)
+    assert alpha is not None
+    assert gained(alpha, gamma) / (gamma * c + v) == pytest.approx(1)
+
+
+def test_break_even_in_closed_form() -> None:
+    # γ = 1: 1 + α = c + v.
+    assert break_even(1, 0.2, 1.1) == pytest.approx(0.3)
+    # γ = 2: 1 + α + α² = 2c + v = 1.75.
+    assert break_even(2, 0.25, 1.25) == pytest.approx(0.5)
+    assert break_even(4, 0.0, 0.9) == pytest.approx(0, abs=1e-9)
+    assert break_even(4, 0.9, 1.5) is None
+    assert break_even(4, None, 1.0) is None
+    assert break_even(4, 0.1, None) is None
+
+
+def test_repetition() -> None:
+    once = list(range(8))
+    assert repetition([]) == 0
+    assert repetition(once) == 0
+    assert repetition([1, 2, 3, 4, 5, 6, 7] * 3) == 1  # an 8-gram may overlap its repetition
+    assert repetition([*once, *once]) == 1
+    assert repetition([*once, 99, *once, 98, 97]) == 16 / 19
+    assert repetition([*once[:7], 99, *once[:7], 98]) == 0  # seven are too few
+    assert repetition([3] * 20) == 1
+
+
+def test_the_interval_holds_the_ratio() -> None:
+    random = np.random.default_rng(0)
+    plain, drafted = random.uniform(1, 3, 40), random.uniform(0.5, 1, 40)
+    found = ratio_of_totals(plain, drafted)
+    assert found is not None
+    assert found["value"] == plain.sum() / drafted.sum()
+    assert found["low"] < found["value"] < found["high"]
+    # The delta method's standard error, which a bootstrap of 40 comes near to.
+    error = np.std(plain - found["value"] * drafted, ddof=1) / 40**0.5 / drafted.mean()
+    assert found["high"] - found["low"] == pytest.approx(2 * 1.96 * error, rel=0.15)
+    assert found == ratio_of_totals(plain, drafted)
+
+    # What varies alike from prompt to prompt does not widen it: prompts are drawn in pairs.
+    paired = ratio_of_totals(plain, plain / 2)
+    assert paired == pytest.approx({"value": 2, "low": 2, "high": 2})
+    assert ratio_of_totals(np.array([]), np.array([])) is None
+
+
+def run_with(timing: Timing, output: list[int], tally: Tally | None = None) -> Decoded:
+    return Decoded([output], tally or Tally(1), timing)
+
+
+def test_costs_from_timings_by_hand() -> None:
+    # Plain: 10 passes in 1.0 s of verify, 0.1 of draft and 0.9 of overhead: a step is 0.2 s.
+    # Drafted: 4 passes of 5 tokens; 16 draft steps in 0.32 s: c = 0.02/0.2. v = 0.24/0.2.
+    plain = Timing(0.5, 0.1, 1.0, 0.9, steps=10, width=10)
+    drafted = Timing(0.5, 0.32, 0.80, 0.16, steps=4, draft_depth=16, width=20)
+    slow = Timing(0.5, 0.1, 3.0, 0.9, steps=20, width=20)
+    quick = Timing(0.5, 0.32, 0.80, 0.16, steps=4, draft_depth=16, width=20)
+    looping = [7] * 20
+    tally = Tally(1, depth=4)
+    tally.step(*(np.array(x) for x in ([0], [[1] * 4], [4], [4], [5], [False])))
+
+    def evaluation(plain_runs: list[Decoded], drafted_runs: list[Decoded]) -> dict[str, Any]:
+        whole = Evaluation(
+            protocol=Protocol(gamma=4),
+            lossless=True,
+            dtype="float32",
+            counts=tally.pooled(),
+            outputs=[[1, 2], looping],
+            repetition=[0.0, 1.0],
+            plain=plain_runs,
+            drafted=drafted_runs,
+            generate_seconds=[5.0, 5.0][: len(plain_runs)],
+            identical=1.0,
+            identical_within_rounding=1.0,
+        )
+        found: dict[str, Any] = json.loads(json.dumps(whole.to_dict(), allow_nan=False))
+        return found
+
+    one = evaluation([run_with(plain, [1, 2])], [run_with(drafted, [1, 2], tally)])
+    assert one["c"] == pytest.approx(0.1)
+    assert one["v"] == pytest.approx(1.2)
+    assert one["verify_width"] == 5
+    assert one["overhead_ms"] == pytest.approx(40)
+    assert one["break_even_acceptance"] == break_even(4, one["c"], one["v"])
+    assert one["speedup"]["value"] == pytest.approx(2.5 / 1.78)
+    assert one["speedup_without_prefill"]["value"] == pytest.approx(2.0 / 1.28)
+    assert one["vs_generate"]["value"] == pytest.approx(5 / 1.78)
+    assert one["plain_vs_generate"]["value"] == pytest.approx(2)
+
+    two = evaluation(
+        [run_with(plain, [1, 2]), run_with(slow, looping)],
+        [run_with(drafted, [1, 2], tally), run_with(quick, looping)],
+    )
+    assert two["speedup"]["value"] == pytest.approx((2.5 + 4.5) / (2 * 1.78))
+    assert two["speedup_not_repeating"]["value"] == pytest.approx(2.5 / 1.78)
+    assert two["tokens_per_step_not_repeating"] == 5
+    assert (two["repetition"], two["share_repeating"]) == (0.5, 0.5)
+
+    # Nothing was timed: figures that would need it do not exist.
+    none = evaluation([], [])
+    assert none["speedup"] is none["c"] is none["break_even_acceptance"] is None
+    assert none["speedup_not_repeating"] is none["tokens_per_step_not_repeating"] is None
+
+
+# --- the whole evaluation -------------------------------------------------------------------------
+
+PROMPTS = [PROMPT, [7], [30] * 9, [11, 12, 13, 14] * 3, [100, 50, 60]]
+
+
+def no_nan(value: Any) -> None:
+    json.dumps(value, allow_nan=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["ngram", "same", "none"])
+def test_evaluate_end_to_end(name: str, temperature: float) -> None:
+    target = tiny_target()
+    drafter = SmallLMDrafter(target.model) if name == "same" else DRAFTERS[name]()
+    protocol = Protocol(
+        gamma=3,
+        sampling=Sampling(temperature),
+        max_new_tokens=20,
+        batch_size=2,
+        timed_prompts=3,
+        timed_tokens=12,
+    )
+    seen: list[tuple[str, int, int]] = []
+    found = evaluate(target, drafter, PROMPTS, protocol, lambda *step: seen.append(step))
+    shown = found.to_dict()
+    no_nan(shown)
+    assert shown["prompts"] == len(PROMPTS) == len(found.outputs)
+    assert shown["timed_prompts"] == 3
+    assert seen[0] == ("acceptance", 0, 5)
+    assert seen[-1] == ("timing", 3, 3)
+    assert shown["speedup"]["low"] <= shown["speedup"]["value"] <= shown["speedup"]["high"]
+    assert shown["plain_vs_generate"]["value"] > 0
+    assert shown["lossless"] is True
+
+    if temperature == 0:
+        assert shown["identical_to_plain"] == shown["identical_within_rounding"] == 1.0
+    else:
+        assert shown["identical_to_plain"] is None
+    if name == "same":
+        # At a temperature, p and q differ by roundings of float32.
+        assert shown["acceptance_rate"] == pytest.approx(1, abs=0.02)
+    if name == "none":
+        assert shown["tokens_per_step"] == 1
+        assert shown["acceptance_rate"] is None
+        assert shown["c"] == 0
+    # Prompts are decoded in batches of like length, and the answers put back in their order.
+    decoder = Decoder(
+        target.model,
+        drafter,
+        gamma=3,
+        sampling=protocol.sampling,
+        eos_token_ids=target.eos_token_ids,
+    )
+    for row, prompt in enumerate(PROMPTS):
+        assert decoder.decode([prompt], 20, row_ids=[row]).outputs[0] == found.outputs[row]
+
+
+def test_texts_that_differ_are_counted() -> None:
+    """A drafter that breaks its own target's text must show up in the share of identical ones."""
+    target = tiny_target()
+
+    class Breaking(SmallLMDrafter):
+        def commit(self, contexts: Contexts) -> None:
+            contexts.tokens[0, contexts.lengths[0] - 1] = 8  # vandalism
+            super().commit(contexts)
+
+    protocol = Protocol(max_new_tokens=4, timed_prompts=2, timed_tokens=12, generate=False)
+    shown = evaluate(target, Breaking(target.model), PROMPTS, protocol).to_dict()
+    assert shown["identical_to_plain"] == shown["identical_within_rounding"] == 0
+    assert "vs_generate" not in shown
+
+
+def test_evaluate_without_timing_or_prompts() -> None:
+    target = tiny_target()
+    protocol = Protocol(max_new_tokens=4, timed_prompts=0)
+    shown = evaluate(target, DRAFTERS["ngram"](), PROMPTS, protocol).to_dict()
+    no_nan(shown)
+    assert shown["speedup"] is shown["identical_to_plain"] is None
+    with pytest.raises(UserError, match="no prompts"):
+        evaluate(target, DRAFTERS["ngram"](), [], protocol)
+
+
+def test_fastest_gamma(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {1: 3.0, 2: 1.0, 4: 2.0}
+    decode: Callable[..., Decoded] = Decoder.decode
+
+    def timed(decoder: Decoder, *args: Any, **kwargs: Any) -> Decoded:
+        run = decode(decoder, *args, **kwargs)
+        run.timing = Timing(verify=seconds[decoder.gamma])
+        return run
+
+    monkeypatch.setattr(Decoder, "decode", timed)
+    protocol = Protocol(timed_tokens=8)
+    found = fastest_gamma(tiny_target(), DRAFTERS["ngram"](), PROMPTS, [1, 2, 4], protocol)
+    assert found == 2

@@ -1,0 +1,235 @@
+"""From logits to tokens: transformers' filters, honest draws, and random numbers by counter."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import transformers
+
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.sampling import Noise, Sampling, draw
+from tests.tiny import tiny_model
+
+model = functools.cache(tiny_model)
+
+
+def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(vocab)
+    return (3 * torch.randn(rows, vocab, generator=generator)).to(dtype)
+
+
+# --- probabilities --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 1000])
+@pytest.mark.parametrize("top_p", [0.05, 0.9, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_equal_transformers_warpers(
+    temperature: float, top_k: int, top_p: float, dtype: torch.dtype
+) -> None:
+    logits = random_logits(500, 50, dtype)
+    warpers: list[Any] = [transformers.TemperatureLogitsWarper(temperature)]
+    if top_k:
+        warpers.append(transformers.TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(transformers.TopPLogitsWarper(top_p))
+    scores = transformers.LogitsProcessorList(warpers)(None, logits.float())
+    found = Sampling(temperature, top_k, top_p).probs(logits)
+    assert found.dtype == torch.float32
+    wanted = scores.softmax(-1)
+    if dtype != torch.float32:
+        # Rounded logits are often equal, and which of two equal tokens top-p keeps is open.
+        found, wanted = found.sort(-1).values, wanted.sort(-1).values
+    # The same tokens stay; softmax twice (over all, then over what stayed) is off by a rounding.
+    assert torch.equal(found > 0, wanted > 0)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+
+
+def test_any_leading_shape() -> None:
+    logits = random_logits(24, 50)
+    sampling = Sampling(0.8, 10, 0.9)
+    folded = sampling.probs(logits.view(2, 3, 4, 50))
+    assert torch.equal(folded.view(24, 50), sampling.probs(logits))
+
+
+def test_top_p_keeps_the_first_token_whatever_its_probability() -> None:
+    probs = Sampling(1.0, top_p=1e-6).probs(random_logits(100, 50))
+    assert torch.equal((probs > 0).sum(-1), torch.ones(100, dtype=torch.int64))
+
+
+def test_greedy_is_the_argmax() -> None:
+    logits = random_logits(100, 50)
+    assert Sampling().greedy
+    assert not Sampling(0.1).greedy
+    assert torch.equal(Sampling().pick(logits, logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"temperature": -0.1}, r"temperature is -0.1; expected a number ≥ 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0.0}, r"top_p is 0.0; expected a number in \(0, 1\]"),
+        ({"top_p": 1.1}, r"top_p is 1.1"),
+    ],
+)
+def test_bad_parameters_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Sampling(**fields)
+
+
+# --- draws ----------------------------------------------------------------------------------------
+
+
+def test_draws_have_the_right_frequencies() -> None:
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 6.0, 0.0])
+    count = 200_000
+    uniforms = Noise(0, torch.arange(count)).uniforms(Noise.NEXT, 0, 1)[:, 0]
+    drawn = draw(weights.expand(count, -1), uniforms)
+    found = torch.bincount(drawn, minlength=6).numpy()
+    assert found[[0, 2, 5]].sum() == 0
+    test = scipy.stats.chisquare(found[[1, 3, 4]], count * np.array([0.3, 0.1, 0.6]))
+    assert test.pvalue > 1e-6
+
+
+def test_a_draw_is_the_inverse_of_the_cdf() -> None:
+    weights = torch.tensor([[2.0, 0.0, 1.0, 1.0]])
+    below = [(0.0, 0), (0.4999, 0), (0.5, 2), (0.7499, 2), (0.75, 3), (1 - 2.0**-53, 3)]
+    for uniform, token in below:
+        assert draw(weights, torch.tensor([uniform], dtype=torch.float64)).item() == token
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
+def test_tokens_of_probability_0_are_never_drawn(scale: float) -> None:
+    """At the ends of [0, 1) too, with zeros at either end and weights of any size."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(20_000, 40, generator=generator) ** 8 * scale
+    weights[torch.rand(weights.shape, generator=generator) < 0.7] = 0
+    weights = weights[weights.sum(1) > 0]
+    ends = torch.tensor([0.0, 2.0**-53, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+    for uniform in ends:
+        drawn = draw(weights, uniform.expand(len(weights)))
+        assert (weights.gather(1, drawn[:, None]) > 0).all()
+
+
+def test_rare_tokens_of_a_large_vocabulary_are_drawn() -> None:
+    # 1e-9 each: a running sum in float32 would step over them near 1.
+    weights = torch.full((1, 20_000), 1e-9)
+    weights[0, 0] = 1.0
+    uniforms = 1 - (torch.arange(100, dtype=torch.float64) + 0.5) * 2e-5 / 100
+    assert draw(weights.expand(100, -1), uniforms).unique().numel() == 100
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def test_uniforms_are_uniform_and_uncorrelated() -> None:
+    count, places = 20_000, 8
+    noise = Noise(1, torch.arange(count))
+    rounds = []
+    for _ in range(3):
+        rounds += [noise.uniforms(stream, 0, places) for stream in (0, 1, 2)]
+        noise.next_round()
+    streams = torch.stack(rounds, 1).numpy()  # [rows, rounds·streams, places]
+    values = streams.reshape(count, -1)
+    total = values.size
+    assert values.min() >= 0
+    assert values.max() < 1
+    # Five standard errors each: a fixed seed makes this a computation, not a gamble.
+    assert abs(values.mean() - 1 / 2) < 5 * (1 / 12 / total) ** 0.5
+    assert abs(values.var() - 1 / 12) < 5 * (1 / 180 / total) ** 0.5
+    bins = np.bincount((values * 256).astype(int).ravel(), minlength=256)
+    assert scipy.stats.chisquare(bins).pvalue > 1e-5
+
+    centred = (values - values.mean()) * 12**0.5
+    rows = (centred[1:] * centred[:-1]).mean(0)  # neighbouring rows, for each stream and place
+    assert np.abs(rows).max() < 5 / count**0.5
+    # All pairs of streams, rounds and places of a row.
+    correlation = centred.T @ centred / count - np.eye(centred.shape[1])
+    off = correlation[~np.eye(len(correlation), dtype=bool)]
+    assert np.abs(off).max() < 5.5 / count**0.5
+
+
+def test_uniforms_depend_on_seed_row_round_stream_and_place() -> None:
+    def values(seed: int = 0, row: int = 5, rounds: int = 0, stream: int = 0) -> list[float]:
+        noise = Noise(seed, torch.tensor([row]))
+        for _ in range(rounds):
+            noise.next_round()
+        found: list[float] = noise.uniforms(stream, 0, 4)[0].tolist()
+        return found
+
+    assert values() == values()
+    others = [
+        values(seed=1),
+        values(seed=-1),
+        values(row=6),
+        values(rounds=1),
+        values(stream=1),
+        values(stream=2),
+    ]
+    everything = values() + [value for other in others for value in other]
+    assert len(set(everything)) == len(everything)
+
+
+def test_uniforms_do_not_depend_on_the_batch_or_the_width() -> None:
+    wide = Noise(3, torch.tensor([4, 9, 2, 7]))
+    wide.next_round()
+    alone = Noise(3, torch.tensor([2]))
+    alone.next_round()
+    whole = wide.uniforms(Noise.DRAFT, 0, 6)
+    assert torch.equal(whole[2:3], alone.uniforms(Noise.DRAFT, 0, 6))
+    assert torch.equal(whole[2:3, 3:5], alone.uniforms(Noise.DRAFT, 3, 2))
+    wide.keep_rows(torch.tensor([2, 0]))
+    assert torch.equal(wide.uniforms(Noise.DRAFT, 0, 6), whole[[2, 0]])
+
+
+# --- sampled text ---------------------------------------------------------------------------------
+
+PROMPTS = ((5, 17, 250, 9, 42), (7,), (30,) * 9, (11, 12, 13) * 3)
+
+
+def drafter(name: str) -> Drafter:
+    if name == "small_lm":
+        return SmallLMDrafter(model("llama", seed=7, layers=1))
+    return DRAFTERS[name]()
+
+
+@pytest.mark.parametrize("rule", ["speculative", "exact"])
+@pytest.mark.parametrize("name", ["none", "ngram", "small_lm"])
+def test_a_row_says_the_same_alone_and_in_any_batch(name: str, rule: str) -> None:
+    sampling = Sampling(0.7, top_k=20, top_p=0.95)
+    decoder = Decoder(model("llama"), drafter(name), gamma=3, rule=rule, sampling=sampling)
+    together = decoder.decode(PROMPTS, 16, seed=3).outputs
+    assert together == decoder.decode(PROMPTS, 16, seed=3).outputs
+    for row, prompt in enumerate(PROMPTS):
+        assert decoder.decode([prompt], 16, seed=3, row_ids=[row]).outputs == [together[row]]
+    turned = decoder.decode(PROMPTS[::-1], 16, seed=3, row_ids=[3, 2, 1, 0]).outputs
+    assert turned == together[::-1]
+
+
+def test_texts_differ_by_seed_and_by_row() -> None:
+    decoder = Decoder(model("llama"), drafter("small_lm"), sampling=Sampling(1.5))
+    texts = {
+        tuple(output)
+        for seed in (0, 1)
+        for output in decoder.decode([PROMPTS[0]] * 8, 16, seed=seed).outputs
+    }
+    assert len(texts) == 16
+
+
+@pytest.mark.parametrize("positions", [14, 20])
+def test_a_small_context_of_the_drafter_does_not_tie_rows_together(positions: int) -> None:
+    """A row whose text fills the drafter's context stops drafting; the rows beside it go on."""
+    small = SmallLMDrafter(tiny_model("llama", seed=7, layers=1, max_positions=positions))
+    decoder = Decoder(model("llama"), small, gamma=3, sampling=Sampling(0.7, top_k=20))
+    together = decoder.decode(PROMPTS, 16)
+    for row, prompt in enumerate(PROMPTS):
+        assert decoder.decode([prompt], 16, row_ids=[row]).outputs == [together.outputs[row]]

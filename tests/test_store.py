@@ -1,0 +1,196 @@
+"""Drafters as directories: what is saved comes back, and what does not fit is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+from decode.artifact import CorruptArtifact, write_directory
+from decode.drafters.ngram import NgramDrafter
+from decode.drafters.none import NoDrafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.store import DRAFTER_FILE, describe_drafter, open_drafter, save_drafter
+from decode.target import Target
+from decode.vocabulary import reduce_output, save_with_vocabulary
+from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
+
+PROMPTS = [[5, 17, 250, 9, 42], [7]]
+DRAFTER: dict[str, Any] = {"layers": 1, "seed": 7}
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+def _write(directory: Path) -> None:
+    save_tiny(directory, **DRAFTER)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, target: Target) -> Path:
+    path = tmp_path / "drafters" / "small"
+    save_drafter(
+        path,
+        "small_lm",
+        _write,
+        target=target,
+        provenance={"steps": 3, "data": ["a.jsonl"]},
+    )
+    return path
+
+
+def test_round_trip(saved: Path, target: Target) -> None:
+    drafter = open_drafter(str(saved), target)
+    assert isinstance(drafter, SmallLMDrafter)
+    again = tiny_model("llama", **DRAFTER)
+    for name, tensor in drafter.lm.model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name])
+    runs = [
+        Decoder(target.model, which, gamma=3).decode(PROMPTS, 16)
+        for which in (drafter, SmallLMDrafter(again))
+    ]
+    assert runs[0].outputs == runs[1].outputs
+    assert runs[0].counts.to_dict() == runs[1].counts.to_dict()
+
+    described = describe_drafter(saved)
+    assert described["kind"] == "small_lm"
+    assert described["target"]["name"] == target.name
+    assert described["provenance"] == {"steps": 3, "data": ["a.jsonl"]}
+
+
+def test_a_reduced_vocabulary_comes_back(tmp_path: Path, target: Target) -> None:
+    ids = torch.arange(3, 300, 2)
+    lm = tiny_model("llama", **DRAFTER)
+    vocabulary = reduce_output(lm, ids)
+
+    def write(directory: Path) -> None:
+        save_with_vocabulary(lm, vocabulary, directory)
+        tiny_tokenizer().save_pretrained(directory)
+
+    save_drafter(tmp_path / "a", "small_lm", write, target=target, provenance={})
+    drafter = open_drafter(str(tmp_path / "a"), target)
+    assert isinstance(drafter, SmallLMDrafter)
+    assert drafter.vocabulary is not None
+    assert torch.equal(drafter.vocabulary, ids)
+    rows = drafter.lm.model.get_output_embeddings().weight
+    assert torch.equal(rows, lm.get_output_embeddings().weight)
+    run = Decoder(target.model, drafter, gamma=3).decode(PROMPTS, 16)
+    assert run.outputs == Decoder(target.model, NoDrafter()).decode(PROMPTS, 16).outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_dtype_is_the_targets_or_as_asked(
+    saved: Path, target: Target, dtype: torch.dtype
+) -> None:
+    drafter = open_drafter(str(saved), target, dtype=dtype)
+    assert isinstance(drafter, SmallLMDrafter)
+    assert drafter.lm.model.dtype == dtype
+
+
+def test_names_of_kinds(target: Target) -> None:
+    assert isinstance(open_drafter("none", target), NoDrafter)
+    assert isinstance(open_drafter("ngram", target), NgramDrafter)
+    with pytest.raises(UserError, match="is a kind; name the directory"):
+        open_drafter("small_lm", target)
+
+
+def test_a_plain_model_directory_is_a_drafter(tmp_path: Path, target: Target) -> None:
+    path = save_tiny(tmp_path / "hf", "qwen2", **DRAFTER)
+    drafter = open_drafter(str(path), target)
+    assert isinstance(drafter, SmallLMDrafter)
+    run = Decoder(target.model, drafter, gamma=3).decode(PROMPTS, 16)
+    assert run.outputs == Decoder(target.model, NoDrafter()).decode(PROMPTS, 16).outputs
+
+
+def test_a_drafter_for_another_vocabulary_is_refused(
+    saved: Path, tmp_path: Path, target: Target
+) -> None:
+    wider = tiny_target(vocab=310)
+    with pytest.raises(UserError, match=r"the target of drafter .*small.* another vocabulary") as e:
+        open_drafter(str(saved), wider)
+    # What the drafter was made for is found, what is in use is expected.
+    assert "300 output rows, expected 310" in str(e.value)
+    path = save_tiny(tmp_path / "hf", vocab=310, **DRAFTER)
+    with pytest.raises(UserError, match=r"drafter .*hf has .*310 output rows, expected 300"):
+        open_drafter(str(path), target)
+
+
+def test_a_permuted_vocabulary_is_refused(tmp_path: Path, target: Target) -> None:
+    path = save_tiny(tmp_path / "hf", **DRAFTER)
+    file = path / "tokenizer.json"
+    description = json.loads(file.read_text())
+    vocab = description["model"]["vocab"]
+    a, b = "!", '"'
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    file.write_text(json.dumps(description))
+    with pytest.raises(UserError, match="token strings hash to"):
+        open_drafter(str(path), target)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", DRAFTER_FILE])
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+def test_damage_is_refused_and_named(saved: Path, target: Target, name: str, damage: str) -> None:
+    file = saved / name
+    data = file.read_bytes()
+    if damage == "flip":
+        file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    elif damage == "cut":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        file.unlink()
+    with pytest.raises(CorruptArtifact) as caught:
+        open_drafter(str(saved), target)
+    assert caught.value.file == name
+
+
+def rewrite_description(path: Path, edit: dict[str, Any]) -> None:
+    """Edit a drafter's description and make a manifest that agrees with it."""
+    description = json.loads((path / DRAFTER_FILE).read_text()) | edit
+    kept = {key: value for key, value in description.items() if value is not None}
+
+    def fill(directory: Path) -> None:
+        _write(directory)
+        (directory / DRAFTER_FILE).write_text(json.dumps(kept))
+
+    write_directory(path, fill)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"kind": "smal_lm"}, 'unknown drafter .smal_lm.*Did you mean "small_lm"'),
+        ({"kind": "ngram"}, "not trained"),
+        ({"format": 2}, "drafter format 2; .* reads format 1"),
+        ({"format": None}, "is no drafter description"),
+        ({"kind": None}, "is no drafter description"),
+        ({"target": None}, "is no drafter description"),
+        ({"target": {"fingerprint": {"vocab_size": 300}}}, "not a tokenizer fingerprint"),
+    ],
+)
+def test_descriptions_that_cannot_be_read(
+    saved: Path, target: Target, edit: dict[str, Any], said: str
+) -> None:
+    rewrite_description(saved, edit)
+    with pytest.raises(UserError, match=said):
+        open_drafter(str(saved), target)
+
+
+def test_what_is_no_drafter(tmp_path: Path, target: Target) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="neither a drafter directory nor a model directory"):
+        open_drafter(str(tmp_path / "empty"), target)
+    with pytest.raises(UserError, match="does not exist"):
+        open_drafter(str(tmp_path / "none" / "such"), target)
+    with pytest.raises(UserError, match=r'ngrm.*Did you mean "ngram"'):
+        open_drafter("ngrm", target)
