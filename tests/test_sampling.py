@@ -121,11 +121,13 @@ def test_tokens_of_probability_0_are_never_drawn(scale: float) -> None:
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_drawn() -> None:
-    # 1e-9 each: a running sum in float32 would step over them near 1.
-    weights = torch.full((1, 20_000), 1e-9)
+    # 2⁻³⁰ each, which a running sum in float32 loses beside 1: it steps over a hundred at a time.
+    weights = torch.full((1, 20_001), 2.0**-30)
     weights[0, 0] = 1.0
-    uniforms = 1 - (torch.arange(100, dtype=torch.float64) + 0.5) * 2e-5 / 100
-    assert draw(weights.expand(100, -1), uniforms).unique().numel() == 100
+    tokens = torch.arange(1, 20_001, 199)
+    middles = 1 + (tokens.double() - 0.5) * 2.0**-30
+    uniforms = middles / weights.double().sum()
+    assert torch.equal(draw(weights.expand(len(tokens), -1), uniforms), tokens)
 
 
 # --- random numbers -------------------------------------------------------------------------------

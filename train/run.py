@@ -100,12 +100,12 @@ class Run:
     def plan(self) -> list[tuple[str, str, Plan]]:
         """(stage, kind, plan) for every stage; loads the target, writes nothing."""
         examples = self.read_data()
-        plans = []
+        plans: dict[str, Plan] = {}
         for settings in self.config.stages:
             context = self._context(self.directory / "stages" / settings.name, {}, examples)
-            plan = STAGES[settings.kind](settings).plan(context)
-            plans.append((settings.name, settings.kind, plan))
-        return plans
+            context.plans = plans
+            plans[settings.name] = STAGES[settings.kind](settings).plan(context)
+        return [(stage.name, stage.kind, plans[stage.name]) for stage in self.config.stages]
 
     def prepare(self, examples: dict[str, list[Example]]) -> None:
         """Make the run directory, or check that the one that exists is of this config and data."""

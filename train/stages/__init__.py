@@ -19,11 +19,22 @@ from train.schema import StageConfig
 
 
 @dataclass
+class Plan:
+    """What a stage is going to do, for `--dry-run`; sizes are estimates."""
+
+    what: str
+    trained_parameters: int = 0
+    tokens: int = 0
+    memory_bytes: int = 0
+
+
+@dataclass
 class StageContext:
     """What a stage is given to work with.
 
     directory: its own. outcomes: earlier stages' directories by name. examples: by split.
     system: the system message put before every conversation. run_name: for provenance.
+    plans: while planning, those of earlier stages by name.
     """
 
     target: Target
@@ -34,16 +45,7 @@ class StageContext:
     examples: dict[str, list[Example]]
     system: str | None
     run_name: str
-
-
-@dataclass
-class Plan:
-    """What a stage is going to do, for `--dry-run`; sizes are estimates."""
-
-    what: str
-    trained_parameters: int = 0
-    tokens: int = 0
-    memory_bytes: int = 0
+    plans: dict[str, Plan] = field(default_factory=dict)
 
 
 @dataclass

@@ -111,9 +111,19 @@ class DistillStage(Stage):
     def plan(self, context: StageContext) -> Plan:
         settings: DistillConfig = self.config
         target = context.target.model
+        # Of a stage's answers only the most that they can be is known.
+        text = [context.plans[name].tokens for name in self._texts()]
+        if settings.text == "data":
+            text = [sum(sample.mask) for sample in self._samples(context)]
+        tokens = sum(text) * settings.loop.epochs
         if settings.drafter.stage is not None:
+            begun = context.plans[settings.drafter.stage]
             return Plan(
-                f"goes on with the drafter of {settings.drafter.stage}; {_losses(settings)}"
+                f"goes on with the drafter of {settings.drafter.stage}; {_losses(settings)}; "
+                f"{settings.loop.epochs} epochs",
+                begun.trained_parameters,
+                tokens,
+                begun.memory_bytes,
             )
         student, _ = self._student(context)
         self._freeze(student)
@@ -128,6 +138,7 @@ class DistillStage(Stage):
             f"{type(student).__name__} of {student.num_parameters() / 1e6:.1f}M parameters; "
             f"{_losses(settings)}; {settings.loop.epochs} epochs",
             trained_parameters=trained,
+            tokens=tokens,
             memory_bytes=weights + teacher + chunk,
         )
 
