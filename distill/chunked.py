@@ -2,13 +2,13 @@
 
 Shapes: n predicted tokens, H hidden size, V vocabulary, c tokens per chunk.
 
-For each chunk the logits of student and teacher are made, the loss and its gradient with respect
-to the student's hidden states and output weights are taken, and the logits are let go. The memory
-is c·V, whatever n is. Gradients are computed in the forward pass, as nothing of the chunk is left
-in the backward pass; so each chunk's logits are computed once.
+For each chunk the logits of student and teacher are made, and their gradient takes the logits'
+place, from which follow those of the student's hidden states and output weights; then they are let
+go. So the memory is c·V in the dtype of the products, whatever n is, and each logit is computed
+once: nothing of a chunk is left for the backward pass. Probabilities are float32 (float64 for
+float64 inputs), for a few rows at a time.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.losses import Terms
+from distill.signal import Signal, Teacher
 
-TeacherLogits = Callable[[slice], Tensor]
+# Float32 numbers per block of rows on a CPU: a handful of such blocks stay in its cache.
+CPU_BLOCK = 1 << 18
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -27,62 +29,66 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        teacher: TeacherLogits | None,
+        teacher: Teacher | None,
         labels: Tensor,
         terms: Terms,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        wanted = ctx.needs_input_grad[:3]
-        inputs: list[Tensor | None] = [hidden, weight, bias]
+        inputs = (hidden, weight, bias)
         grads = [
             torch.zeros_like(x, dtype=_at_least_float32(x.dtype))
             if need and x is not None
             else None
-            for need, x in zip(wanted, inputs, strict=True)
+            for need, x in zip(ctx.needs_input_grad[:3], inputs, strict=True)
         ]
+        for_hidden, for_weight, for_bias = grads
         # Cast once, not once per chunk: under autocast each product would cast the whole layer.
         device = hidden.device.type
+        h, w, b = inputs
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            inputs = [None if x is None else x.to(dtype) for x in inputs]
-        totals = torch.zeros(len(terms.weights), dtype=torch.float64, device=hidden.device)
+            h, w, b = h.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+        totals = torch.zeros(len(terms.names), dtype=torch.float64, device=hidden.device)
         with torch.autocast(device, enabled=False):
             for begin in range(0, len(hidden), chunk):
                 part = slice(begin, begin + chunk)
-                leaves: list[Any] = [
-                    None if x is None else x.detach()[part if index == 0 else slice(None)]
-                    for index, x in enumerate(inputs)
-                ]
-                sought = [
-                    leaf.requires_grad_() for leaf, need in zip(leaves, wanted, strict=True) if need
-                ]
-                with torch.enable_grad():
-                    logits = F.linear(*leaves)
-                    logits = logits.to(_at_least_float32(logits.dtype))
-                    against = None
-                    if teacher is not None:
-                        against = teacher(part)
-                        against = against.to(_at_least_float32(against.dtype))
-                    losses = terms.per_token(logits, against, labels[part])
-                    loss = terms.weigh({name: value.sum() for name, value in losses.items()})
-                if sought:
-                    found = iter(torch.autograd.grad(loss, sought))
-                    for index, grad in enumerate(grads):
-                        if grad is not None:
-                            (grad[part] if index == 0 else grad).add_(next(found))
-                totals += torch.stack([x.detach().sum().double() for x in losses.values()])
+                logits = F.linear(h[part], w, b)
+                signal = None if teacher is None else teacher(part)
+                totals += _gradient_in_place(logits, signal, labels[part], terms)
+                if for_hidden is not None:
+                    for_hidden[part] = logits @ w
+                if for_weight is not None:
+                    for_weight += logits.t() @ h[part]
+                if for_bias is not None:
+                    for_bias += logits.sum(0, dtype=for_bias.dtype)
         ctx.grads = grads
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         ctx.mark_non_differentiable(totals)
-        return terms.weigh(dict(zip(terms.weights, totals, strict=True))), totals
+        return terms.weigh(totals), totals
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grads = [
-            None if grad is None else (grad * scale.to(grad.dtype)).to(dtype)
+            None if grad is None else grad.mul_(scale.to(grad.dtype)).to(dtype)
             for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
         ]
         return (*grads, None, None, None, None)
+
+
+def _gradient_in_place(
+    logits: Tensor, signal: Signal | None, labels: Tensor, terms: Terms
+) -> Tensor:
+    """Turn logits [c, V] into the gradient in them; the sums of the terms, float64 [terms]."""
+    rows, vocabulary = logits.shape
+    block = max(1, CPU_BLOCK // vocabulary) if logits.device.type == "cpu" else rows
+    sums = torch.zeros(len(terms.names), dtype=torch.float64, device=logits.device)
+    for begin in range(0, rows, block):
+        part = slice(begin, begin + block)
+        few = logits[part].to(_at_least_float32(logits.dtype))
+        values, gradient = terms.fused(few, None if signal is None else signal[part], labels[part])
+        logits[part] = gradient
+        sums += values.sum(-1, dtype=torch.float64)
+    return sums
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -94,31 +100,30 @@ def chunked_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    teacher: TeacherLogits | None,
+    teacher: Teacher | None,
     labels: Tensor,
     terms: Terms,
     *,
     chunk: int = 256,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighted sum over n tokens of the terms, and each term's own sum (detached).
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum over n tokens of the terms, and each term's own sum, float64 [terms].
 
     hidden [n, H] and weight [V, H], bias [V] in one dtype: the student's last hidden states and
-    output layer. teacher(slice) gives the teacher's logits [c, V] for those tokens; None if no term
-    reads it. labels: int64 [n], the tokens that really follow.
+    output layer. teacher(slice) gives the teacher's word on those tokens; None if no term reads
+    it. labels: int64 [n], the tokens that really follow. The sums are not differentiable.
     """
     loss, totals = _ChunkedLoss.apply(hidden, weight, bias, teacher, labels, terms, chunk)
-    return loss, dict(zip(terms.weights, totals, strict=True))
+    return loss, totals
 
 
 def eager_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    teacher_logits: Tensor | None,
+    signal: Signal | None,
     labels: Tensor,
     terms: Terms,
 ) -> Tensor:
     """The same weighted sum in one obvious piece, [n, V] at once: the oracle of `chunked_loss`."""
     logits = F.linear(hidden, weight, bias)
-    losses = terms.per_token(logits, teacher_logits, labels)
-    return terms.weigh({name: value.sum() for name, value in losses.items()})
+    return terms.weigh(terms.values(logits, signal, labels).sum(-1))

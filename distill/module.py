@@ -1,12 +1,12 @@
 """The student and its loss as one module, so that any engine can wrap the whole computation."""
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distill.chunked import TeacherLogits, chunked_loss
+from distill.chunked import chunked_loss
 from distill.losses import Terms
 from distill.output import split_model
+from distill.signal import Teacher
 from distill.vocabulary import positions
 
 
@@ -41,7 +41,7 @@ class Distillation(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor,
         loss_mask: Tensor,
-        teacher: TeacherLogits | None = None,
+        teacher: Teacher | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The weighted loss summed over the predicted tokens, and each term's sum, float64 [terms].
 
@@ -57,7 +57,7 @@ class Distillation(nn.Module):
         rows = self.label_rows
         if isinstance(rows, Tensor):
             labels = rows[labels]
-        loss, parts = chunked_loss(
+        return chunked_loss(
             hidden[:, :-1][predicted],
             output.weight,
             output.bias,
@@ -66,4 +66,3 @@ class Distillation(nn.Module):
             self.terms,
             chunk=self.chunk,
         )
-        return loss, torch.stack(list(parts.values()))

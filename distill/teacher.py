@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.chunked import TeacherLogits
 from distill.output import SplitModel
+from distill.signal import Teacher, Whole
 
 
 class LiveTeacher:
@@ -33,11 +33,11 @@ class LiveTeacher:
         self._kept: dict[str, Tensor] | None = {} if remember else None
 
     @torch.no_grad()
-    def logits(
+    def signal(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
-    ) -> TeacherLogits:
-        """For a batch [B, T] of samples `ids`: a function from a slice of its n predicted tokens
-        to the target's logits for them, [c, V], made when it is called."""
+    ) -> Teacher:
+        """For a batch [B, T] of samples `ids`: the target's word on a slice of its n predicted
+        tokens, whose logits are made when it is asked for."""
         hidden = self._recall(ids, input_ids.device)
         if hidden is None:
             predicted = loss_mask[:, 1:]
@@ -48,8 +48,8 @@ class LiveTeacher:
                 self._kept.update(zip(ids, hidden.cpu().split(counts), strict=False))
 
         @torch.no_grad()
-        def teacher(part: slice) -> Tensor:
-            return F.linear(hidden[part], self._weight, self._bias)
+        def teacher(part: slice) -> Whole:
+            return Whole(F.linear(hidden[part], self._weight, self._bias))
 
         return teacher
 

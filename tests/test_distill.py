@@ -1,6 +1,4 @@
-"""The losses against their definitions, the chunked form against the eager one, students."""
-
-import math
+"""Students, the live teacher and the loss of a batch."""
 
 import pytest
 import torch
@@ -10,123 +8,16 @@ from transformers import AutoModelForCausalLM
 
 from decode.errors import UserError
 from decode.vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
-from distill.chunked import chunked_loss, eager_loss
-from distill.losses import LOSSES, Terms
+from distill.losses import Terms
 from distill.module import Distillation
 from distill.output import split_model
+from distill.signal import Whole
 from distill.student import student_from_config, student_from_layers
 from distill.teacher import LiveTeacher
 from distill.vocabulary import most_frequent, positions
 from tests.tiny import FAMILIES, tiny_llama, tiny_model
 
 ALL_TERMS = Terms({"forward_kl": 0.7, "cross_entropy": 0.3})
-
-
-def problem(n: int = 37, hidden: int = 8, vocab: int = 53, dtype: torch.dtype = torch.float64):
-    g = torch.Generator().manual_seed(0)
-    h = torch.randn(n, hidden, generator=g, dtype=dtype).requires_grad_()
-    w = torch.randn(vocab, hidden, generator=g, dtype=dtype).requires_grad_()
-    b = torch.randn(vocab, generator=g, dtype=dtype).requires_grad_()
-    teacher = torch.randn(n, vocab, generator=g, dtype=dtype) * 2
-    labels = torch.randint(vocab, (n,), generator=g)
-    return h, w, b, teacher, labels
-
-
-def test_forward_kl_is_its_definition():
-    student, teacher = torch.randn(5, 11).double(), torch.randn(5, 11).double()
-    p, q = teacher.softmax(-1), student.softmax(-1)
-    expected = (p * (p / q).log()).sum(-1)
-    found = LOSSES["forward_kl"].per_token(student, teacher, torch.zeros(5, dtype=torch.int64))
-    torch.testing.assert_close(found, expected)
-    same = LOSSES["forward_kl"].per_token(teacher, teacher, torch.zeros(5, dtype=torch.int64))
-    assert same.abs().max() < 1e-12
-
-
-def test_forward_kl_bounds_the_acceptance_rate():
-    """1 − TV ≥ 1 − √(KL/2), as the docstring says."""
-    student, teacher = torch.randn(100, 11).double(), torch.randn(100, 11).double()
-    kl = LOSSES["forward_kl"].per_token(student, teacher, torch.zeros(100, dtype=torch.int64))
-    tv = 0.5 * (teacher.softmax(-1) - student.softmax(-1)).abs().sum(-1)
-    assert (tv <= (kl / 2).sqrt()).all()
-
-
-def test_cross_entropy_is_minus_log_q_of_the_label():
-    student, labels = torch.randn(4, 7).double(), torch.tensor([0, 3, 6, -100])
-    found = LOSSES["cross_entropy"].per_token(student, None, labels)
-    q = student.softmax(-1)
-    expected = [-math.log(q[i, label]) for i, label in enumerate(labels[:3])]
-    torch.testing.assert_close(found, torch.tensor([*expected, 0.0], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
-@pytest.mark.parametrize(
-    "weights", [{"forward_kl": 1.0}, {"cross_entropy": 2.0}, ALL_TERMS.weights]
-)
-def test_chunked_loss_equals_the_eager_oracle(chunk: int, weights: dict[str, float]):
-    h, w, b, teacher, labels = problem()
-    terms = Terms(weights)
-    (eager_loss(h, w, b, teacher, labels, terms) * 1.7).backward()
-    expected = [x.grad.clone() for x in (h, w, b)]
-    value = eager_loss(h, w, b, teacher, labels, terms).item()
-    h.grad = w.grad = b.grad = None
-
-    loss, parts = chunked_loss(h, w, b, lambda part: teacher[part], labels, terms, chunk=chunk)
-    (loss * 1.7).backward()
-    assert loss.item() == pytest.approx(value, rel=1e-12)
-    assert sum(weights[name] * part for name, part in parts.items()).item() == pytest.approx(value)
-    for found, wanted in zip((h.grad, w.grad, b.grad), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-
-
-def test_chunked_loss_passes_gradcheck():
-    h, w, b, teacher, labels = problem(n=5, hidden=3, vocab=7)
-
-    def loss(*inputs: Tensor) -> Tensor:
-        return chunked_loss(*inputs, lambda part: teacher[part], labels, ALL_TERMS, chunk=2)[0]
-
-    assert torch.autograd.gradcheck(loss, (h, w, b))
-
-
-def test_a_frozen_output_layer_gets_no_gradient_and_the_same_one_flows_back():
-    h, w, b, teacher, labels = problem()
-    eager_loss(h, w, b, teacher, labels, ALL_TERMS).backward()
-    expected, h.grad = h.grad, None
-    loss, _ = chunked_loss(
-        h, w.detach(), None if b is None else b.detach(), lambda p: teacher[p], labels, ALL_TERMS
-    )
-    loss.backward()
-    torch.testing.assert_close(h.grad, expected)
-
-
-def test_the_logits_of_one_chunk_are_all_that_exists():
-    """The largest tensor with a vocabulary dimension is one chunk's."""
-    h, w, b, teacher, labels = problem(n=64, vocab=40)
-    seen: list[int] = []
-
-    def watched(part: slice) -> Tensor:
-        rows = teacher[part]
-        seen.append(len(rows))
-        return rows
-
-    chunked_loss(h, w, b, watched, labels, ALL_TERMS, chunk=16)
-    assert seen == [16, 16, 16, 16]
-
-
-def test_no_tokens_give_zero_loss_and_zero_gradients():
-    h, w, b, teacher, labels = problem()
-    loss, _ = chunked_loss(h[:0], w, b, lambda part: teacher[part], labels[:0], ALL_TERMS)
-    loss.backward()
-    assert loss.item() == 0
-    assert w.grad.abs().max() == 0
-
-
-def test_unknown_loss_and_bad_weight_are_refused():
-    with pytest.raises(UserError, match='Did you mean "forward_kl"'):
-        Terms({"forward_kll": 1.0})
-    with pytest.raises(UserError, match="expected a number > 0"):
-        Terms({"forward_kl": 0.0})
-    with pytest.raises(UserError, match="no loss"):
-        Terms({})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,7 +91,7 @@ def test_distillation_loss_is_that_of_each_row_alone():
     batch = batch_of(lengths)
     module = Distillation(student, ALL_TERMS, chunk=5)
     teacher = LiveTeacher(split_model(target))
-    loss, parts = module(**batch, teacher=teacher.logits(**batch, ids=["a", "b", "c"]))
+    loss, parts = module(**batch, teacher=teacher.signal(**batch, ids=["a", "b", "c"]))
 
     expected = 0.0
     for row, (prompt, response) in enumerate(lengths):
@@ -208,8 +99,9 @@ def test_distillation_loss_is_that_of_each_row_alone():
         q, p = student(ids).logits[0].double(), target(ids).logits[0].double()
         for place in range(prompt, prompt + response):
             before = slice(place - 1, place)
-            terms = ALL_TERMS.per_token(q[before], p[before], ids[0, place : place + 1])
-            expected += ALL_TERMS.weigh({k: v.sum() for k, v in terms.items()}).item()
+            label = ids[0, place : place + 1]
+            values = ALL_TERMS.values(q[before], Whole(p[before]), label)
+            expected += ALL_TERMS.weigh(values).item()
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert len(parts) == 2
 
@@ -221,13 +113,13 @@ def test_a_remembering_teacher_says_the_same_without_a_second_forward():
     split.stack.register_forward_hook(lambda *args: calls.append(1))
     teacher = LiveTeacher(split, remember=True)
     batch = batch_of([(4, 6), (9, 2)])
-    first = teacher.logits(**batch, ids=["a", "b"])(slice(0, 8))
-    again = teacher.logits(**batch, ids=["a", "b"])(slice(0, 8))
+    first = teacher.signal(**batch, ids=["a", "b"])(slice(0, 8)).logits
+    again = teacher.signal(**batch, ids=["a", "b"])(slice(0, 8)).logits
     assert len(calls) == 1
     assert torch.equal(first, again)
     # Other company, other order: each sample brings its own states.
     swapped = {name: value.flip(0) for name, value in batch.items()}
-    turned = teacher.logits(**swapped, ids=["b", "a"])(slice(0, 8))
+    turned = teacher.signal(**swapped, ids=["b", "a"])(slice(0, 8)).logits
     assert torch.equal(turned, torch.cat([first[6:], first[:6]]))
     assert len(calls) == 1
 
@@ -249,14 +141,13 @@ def test_reduced_distillation_is_over_the_renormalised_target():
     whole = student(batch["input_ids"]).logits[0, 3:9].double()
     against = target(batch["input_ids"]).logits[0, 3:9].double()
     rows = positions(ids, 300)[batch["input_ids"][0, 4:10]]
-    expected = ALL_TERMS.per_token(whole[:, ids], against[:, ids], rows)
+    expected = ALL_TERMS.values(whole[:, ids], Whole(against[:, ids]), rows).sum(-1)
 
     reduce_output(student, ids)
     teacher = LiveTeacher(split_model(target), vocabulary=ids)
     module = Distillation(student, ALL_TERMS, vocabulary=ids)
-    _, parts = module(**batch, teacher=teacher.logits(**batch, ids=["a"]))
-    sums = torch.stack([value.sum() for value in expected.values()])
-    torch.testing.assert_close(parts, sums, rtol=1e-5, atol=1e-6)
+    _, parts = module(**batch, teacher=teacher.signal(**batch, ids=["a"]))
+    torch.testing.assert_close(parts, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("tie", [True, False])

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from decode.artifact import CorruptArtifact
 from decode.errors import UserError
 from decode.store import describe_drafter
-from distill.losses import LOSSES, Loss, Terms
+from distill.losses import Rows, Terms
+from distill.losses.cross_entropy import CrossEntropy
 from distill.module import Distillation
 from tests.tiny import save_tiny, tiny_llama
 from train.cli import app
@@ -308,12 +309,14 @@ def test_a_foreign_directory_is_not_written_into(base):
 
 def test_a_loss_that_is_not_finite_stops_before_the_step(base, monkeypatch):
     seen = []
+    sound = CrossEntropy.fused
 
-    def poisoned(student: torch.Tensor, teacher: Any, labels: torch.Tensor) -> torch.Tensor:
+    def poisoned(self: CrossEntropy, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append(1)
-        return student.sum(-1) * (float("nan") if len(seen) == 3 else 1.0)
+        values, gradient = sound(self, rows)
+        return values * (float("nan") if len(seen) == 3 else 1.0), gradient
 
-    monkeypatch.setitem(LOSSES._parts, "cross_entropy", Loss(poisoned, needs_teacher=False))
+    monkeypatch.setattr(CrossEntropy, "fused", poisoned)
     with pytest.raises(
         UserError, match=r"step 3: loss, cross_entropy.*samples: train-\d+#answers-0"
     ):

@@ -1,63 +1,181 @@
 """Losses between drafter and target by name, each stated for one token at a time.
 
-A loss is one file with one registration. What it computes here, eagerly and over whole
-vocabulary rows, is both the definition and the oracle of the chunked form in `distill.chunked`,
-which calls the same function on one chunk of tokens after another.
+A loss is one file with one registration. Its `value` is the definition, and in float64 the oracle;
+its `fused` gives value and gradient at once in closed form, without autograd's copies of [n, V].
+`distill.chunked` calls that on a few tokens after another.
 
-Shapes: n tokens, V vocabulary. Logits come in float32 (float64 in the tests).
+p is the target's distribution for a token, q the drafter's. The acceptance rate of speculative
+sampling is α = Σ min(p, q) = 1 − TV(p, q) (Leviathan et al., 2211.17192, eq. 3), so every loss
+here is a way to lower TV.
+
+Shapes: n tokens, V outcomes (the vocabulary; or, against a cache, its top k and one tail).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from decode.errors import UserError
+from decode.errors import UserError, nearest
 from decode.registry import Registry
+from distill.signal import Signal
 
 
-@dataclass(frozen=True)
-class Loss:
-    """per_token(student_logits [n, V], teacher_logits [n, V] or None, labels int64 [n]) → [n].
+class Rows:
+    """n tokens' log-probabilities over the outcomes, [n, V], and what is computed from them."""
 
-    needs_teacher: whether teacher_logits is read; a loss without it costs no teacher forward.
+    def __init__(self, log_q: Tensor, log_p: Tensor | None, labels: Tensor) -> None:
+        self.log_q, self._log_p, self.labels = log_q, log_p, labels
+
+    @property
+    def log_p(self) -> Tensor:
+        assert self._log_p is not None, "a loss that reads the teacher was given none"
+        return self._log_p
+
+    @cached_property
+    def q(self) -> Tensor:
+        return self.log_q.exp()
+
+    @cached_property
+    def p(self) -> Tensor:
+        return self.log_p.exp()
+
+
+class Loss(ABC):
+    """One loss with its options, a frozen dataclass of them.
+
+    needs_teacher: whether p is read. A loss without it costs no teacher forward, and sees the
+    drafter at temperature 1 over its whole vocabulary: it is about the text.
     """
 
-    per_token: Callable[[Tensor, Tensor | None, Tensor], Tensor]
-    needs_teacher: bool
+    needs_teacher: ClassVar[bool] = True
+
+    @abstractmethod
+    def value(self, rows: Rows) -> Tensor:
+        """The loss of each token, [n], differentiable; the definition."""
+
+    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """(value [n], its gradient with respect to the drafter's logits [n, V])."""
+        log_q = rows.log_q.detach().requires_grad_()
+        with torch.enable_grad():
+            values = self.value(Rows(log_q, rows._log_p, rows.labels))
+            (slope,) = torch.autograd.grad(values.sum(), log_q)
+        return values.detach(), slope - rows.q * slope.sum(-1, keepdim=True)
 
 
-LOSSES: Registry[Loss] = Registry("loss")
+LOSSES: Registry[type[Loss]] = Registry("loss")
 
 
 @dataclass(frozen=True)
+class Term:
+    weight: float
+    loss: Loss
+
+
 class Terms:
-    """A weighted sum of losses, {name: weight}; UserError for an unknown name or a weight ≤ 0."""
+    """A weighted sum of losses: {name: weight} or {name: {"weight": w, option: value}}.
 
-    weights: dict[str, float]
+    teacher_temperature and drafter_temperature divide the logits before p and q are made of them.
+    Raises UserError for an unknown name or option, and for a number out of its range.
+    """
 
-    def __post_init__(self) -> None:
-        if not self.weights:
+    def __init__(
+        self,
+        losses: Mapping[str, float | Mapping[str, Any]],
+        *,
+        teacher_temperature: float = 1.0,
+        drafter_temperature: float = 1.0,
+    ) -> None:
+        if not losses:
             raise UserError(f"no loss is given; expected at least one of {', '.join(LOSSES)}")
-        for name, weight in self.weights.items():
-            LOSSES[name]
-            if not weight > 0:
-                raise UserError(f"loss {name} has weight {weight}; expected a number > 0")
+        self.terms = {name: _term(name, given) for name, given in losses.items()}
+        for what, value in (("teacher", teacher_temperature), ("drafter", drafter_temperature)):
+            if not value > 0:
+                raise UserError(f"{what}_temperature is {value}; expected a number > 0")
+        self.teacher_temperature = teacher_temperature
+        self.drafter_temperature = drafter_temperature
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.terms)
 
     @property
     def needs_teacher(self) -> bool:
-        return any(LOSSES[name].needs_teacher for name in self.weights)
+        return any(term.loss.needs_teacher for term in self.terms.values())
 
-    def weigh(self, values: dict[str, Tensor]) -> Tensor:
-        """Σ weight · value over the terms."""
-        return torch.stack([self.weights[name] * value for name, value in values.items()]).sum()
+    def weigh(self, values: Tensor) -> Tensor:
+        """Σ weight · value over the first dimension, [terms, …] → […]."""
+        weights = [term.weight for term in self.terms.values()]
+        return torch.tensordot(values.new_tensor(weights), values, 1)
 
-    def per_token(
-        self, student: Tensor, teacher: Tensor | None, labels: Tensor
-    ) -> dict[str, Tensor]:
-        """Each term, unweighted, [n]."""
-        return {name: LOSSES[name].per_token(student, teacher, labels) for name in self.weights}
+    def values(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> Tensor:
+        """Each term of each token, unweighted and differentiable, [terms, n]: the oracle.
+
+        logits [n, V] of the drafter; labels int64 [n], −100 for a token that no text term counts.
+        """
+        text, compared = self._rows(logits, signal, labels)
+        values = [
+            term.loss.value(compared if term.loss.needs_teacher else text)
+            for term in self.terms.values()
+        ]
+        return torch.stack(values)
+
+    def fused(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(each term of each token [terms, n], the weighted sum's gradient in the logits [n, V])"""
+        text, compared = self._rows(logits, signal, labels)
+        values = []
+        gradients: dict[bool, Tensor] = {}
+        for term in self.terms.values():
+            reads = term.loss.needs_teacher
+            value, gradient = term.loss.fused(compared if reads else text)
+            values.append(value)
+            if term.weight != 1:
+                gradient = gradient * term.weight
+            gradients[reads] = gradients[reads] + gradient if reads in gradients else gradient
+        found = gradients.get(False)
+        if True in gradients:
+            assert signal is not None
+            through = signal.pull_back(gradients[True], logits, self.drafter_temperature)
+            if self.drafter_temperature != 1:
+                through = through / self.drafter_temperature
+            found = through if found is None else found + through
+        assert found is not None
+        return torch.stack(values), found
+
+    def _rows(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> tuple[Rows, Rows]:
+        """What the terms about the text read, and those that compare with the teacher."""
+        log_q = (logits / self.drafter_temperature).log_softmax(-1)
+        plain = log_q if self.drafter_temperature == 1 else logits.log_softmax(-1)
+        text = Rows(plain, None, labels)
+        if signal is None:
+            return text, text
+        return text, Rows(*signal.outcomes(log_q, self.teacher_temperature), labels)
 
 
-from distill.losses import cross_entropy, forward_kl  # noqa: E402, F401  (each registers itself)
+def _term(name: str, given: float | Mapping[str, Any]) -> Term:
+    kind = LOSSES[name]
+    options = dict(given) if isinstance(given, Mapping) else {"weight": given}
+    weight = options.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+        raise UserError(f"loss {name} has weight {weight!r}; expected a number > 0")
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for option in options:
+        if option not in known:
+            raise UserError(
+                f"loss {name} has no option {option!r}; it has weight"
+                f"{''.join(', ' + k for k in known)}.{nearest(option, ['weight', *known])}"
+            )
+    return Term(float(weight), kind(**options))
+
+
+from distill.losses import (  # noqa: E402, F401  (each registers itself)
+    cross_entropy,
+    forward_kl,
+    jsd,
+    reverse_kl,
+    total_variation,
+)

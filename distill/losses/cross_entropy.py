@@ -1,18 +1,35 @@
 """Cross-entropy on the text itself; on the target's own text, sequence-level distillation."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.losses import LOSSES, Loss
+from distill.losses import LOSSES, Loss, Rows
+
+# What torch's losses over labels ignore.
+IGNORED = -100
 
 
-def cross_entropy(student: Tensor, teacher: Tensor | None, labels: Tensor) -> Tensor:
+@LOSSES.register("cross_entropy")
+@dataclass(frozen=True)
+class CrossEntropy(Loss):
     """−log q(label): SeqKD (Kim and Rush, 1606.07947) when the labels are the target's words.
 
     Needs no teacher forward. Against text the target wrote greedily it raises the chance that the
-    drafter's argmax is the target's.
+    drafter's argmax is the target's. A label of −100 counts nothing.
     """
-    return F.cross_entropy(student, labels, reduction="none")
 
+    needs_teacher: ClassVar[bool] = False
 
-LOSSES.register("cross_entropy")(Loss(cross_entropy, needs_teacher=False))
+    def value(self, rows: Rows) -> Tensor:
+        return F.nll_loss(rows.log_q, rows.labels, ignore_index=IGNORED, reduction="none")
+
+    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        counted = (rows.labels != IGNORED)[:, None]
+        places = rows.labels.clamp(min=0)[:, None]
+        values = -rows.log_q.gather(1, places) * counted
+        gradient = rows.q * counted
+        gradient.scatter_add_(1, places, -counted.to(gradient.dtype))
+        return values[:, 0], gradient

@@ -170,7 +170,7 @@ class DistillStage(Stage):
 
         def step(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
             given = {name: batch[name] for name in ("input_ids", "attention_mask", "loss_mask")}
-            signal = teacher.logits(**given, ids=batch["ids"]) if teacher else None
+            signal = teacher.signal(**given, ids=batch["ids"]) if teacher else None
             loss, parts = module(**given, teacher=signal)
             return loss, parts
 
@@ -186,7 +186,7 @@ class DistillStage(Stage):
                 vocabulary=ids,
             ),
             step,
-            list(settings.losses),
+            terms.names,
             samples,
             tokenizer.pad_token_id or 0,
             settings.loop,

@@ -1,0 +1,26 @@
+"""Reverse KL from the drafter to the target."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from distill.losses import LOSSES, Loss, Rows
+
+
+@LOSSES.register("reverse_kl")
+@dataclass(frozen=True)
+class ReverseKL(Loss):
+    """KL(q‖p) = Σ q (log q − log p): the drafter must say nothing that the target would not.
+
+    It settles on the target's likeliest words, for drafters too small to cover all of them
+    (MiniLLM, 2306.08543). The gradient in the logits is q (log q − log p − KL).
+    """
+
+    def value(self, rows: Rows) -> Tensor:
+        return (rows.log_q.exp() * (rows.log_q - rows.log_p)).sum(-1)
+
+    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        ratio = rows.log_q - rows.log_p
+        # + (p − q), which sums to 0: see forward_kl.
+        values = (rows.q * ratio + (rows.p - rows.q)).sum(-1)
+        return values, ratio.sub_(values[:, None]).mul_(rows.q)

@@ -1,0 +1,291 @@
+"""Every loss against its definition, its closed form against autograd, in float64 and in bfloat16;
+the chunked form against the eager one."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+from distill.chunked import chunked_loss, eager_loss
+from distill.losses import LOSSES, Loss, Rows, Terms
+from distill.signal import Signal, TopK, Whole
+
+DIVERGENCES = ["forward_kl", "reverse_kl", "jsd", "total_variation"]
+ALL = {
+    "forward_kl": 0.7,
+    "reverse_kl": 0.2,
+    "jsd": {"weight": 1.5, "beta": 0.3},
+    "total_variation": 1.1,
+    "cross_entropy": 0.3,
+}
+
+
+def problem(n: int = 37, hidden: int = 8, vocab: int = 53, dtype: torch.dtype = torch.float64):
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(n, hidden, generator=g, dtype=dtype).requires_grad_()
+    w = torch.randn(vocab, hidden, generator=g, dtype=dtype).requires_grad_()
+    b = torch.randn(vocab, generator=g, dtype=dtype).requires_grad_()
+    teacher = torch.randn(n, vocab, generator=g, dtype=dtype) * 2
+    labels = torch.randint(vocab, (n,), generator=g)
+    return h, w, b, teacher, labels
+
+
+def top_k(logits: Tensor, k: int) -> TopK:
+    """The signal that a cache would hold for these logits."""
+    log_p = logits.log_softmax(-1)
+    kept, ids = log_p.topk(k)
+    tail = log_p.exp().scatter(1, ids, 0.0).sum(-1).log()
+    return TopK(ids, kept, tail)
+
+
+def values(name: str, student: Tensor, teacher: Tensor, **options: float) -> Tensor:
+    terms = Terms({name: {"weight": 1.0, **options}})
+    labels = torch.zeros(len(student), dtype=torch.int64)
+    return terms.values(student, Whole(teacher), labels)[0]
+
+
+# --- definitions ----------------------------------------------------------------------------------
+
+
+def by_hand(name: str, p: list[float], q: list[float]) -> float:
+    def kl(a: list[float], b: list[float]) -> float:
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+    m = [0.3 * x + 0.7 * y for x, y in zip(p, q, strict=True)]
+    return {
+        "forward_kl": kl(p, q),
+        "reverse_kl": kl(q, p),
+        "jsd": 0.3 * kl(p, m) + 0.7 * kl(q, m),
+        "total_variation": sum(abs(x - y) for x, y in zip(p, q, strict=True)) / 2,
+    }[name]
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_divergence_is_its_definition_and_zero_only_for_equals(name: str):
+    student, teacher = torch.randn(5, 11).double(), torch.randn(5, 11).double()
+    options = {"beta": 0.3} if name == "jsd" else {}
+    found = values(name, student, teacher, **options)
+    for row in range(5):
+        p, q = teacher[row].softmax(-1).tolist(), student[row].softmax(-1).tolist()
+        assert found[row].item() == pytest.approx(by_hand(name, p, q), rel=1e-10)
+    assert (found > 1e-3).all()
+    assert values(name, teacher, teacher, **options).abs().max() < 1e-12
+
+
+def test_total_variation_is_one_minus_the_acceptance_rate_and_forward_kl_bounds_it():
+    """α = Σ min(p, q) = 1 − TV ≥ 1 − √(KL/2)."""
+    student, teacher = torch.randn(100, 11).double(), torch.randn(100, 11).double()
+    tv = values("total_variation", student, teacher)
+    acceptance = torch.minimum(teacher.softmax(-1), student.softmax(-1)).sum(-1)
+    torch.testing.assert_close(1 - tv, acceptance)
+    assert (tv <= (values("forward_kl", student, teacher) / 2).sqrt()).all()
+
+
+@pytest.mark.parametrize(("beta", "limit"), [(1e-6, "forward_kl"), (1 - 1e-6, "reverse_kl")])
+def test_jsd_tends_to_the_two_kls(beta: float, limit: str):
+    student, teacher = torch.randn(20, 11).double(), torch.randn(20, 11).double()
+    scaled = values("jsd", student, teacher, beta=beta) / min(beta, 1 - beta)
+    torch.testing.assert_close(scaled, values(limit, student, teacher), rtol=1e-4, atol=0)
+
+
+def test_cross_entropy_is_minus_log_q_of_the_label():
+    student, labels = torch.randn(4, 7).double(), torch.tensor([0, 3, 6, -100])
+    found = Terms({"cross_entropy": 1.0}).values(student, None, labels)[0]
+    q = student.softmax(-1)
+    expected = [-math.log(q[i, label]) for i, label in enumerate(labels[:3])]
+    torch.testing.assert_close(found, torch.tensor([*expected, 0.0], dtype=torch.float64))
+
+
+def test_temperatures_divide_the_logits_of_the_divergences_and_not_of_the_text():
+    student, teacher = torch.randn(6, 11).double(), torch.randn(6, 11).double()
+    labels = torch.randint(11, (6,))
+    terms = Terms(
+        {"forward_kl": 1.0, "cross_entropy": 1.0}, teacher_temperature=2, drafter_temperature=0.5
+    )
+    kl, ce = terms.values(student, Whole(teacher), labels)
+    torch.testing.assert_close(kl, values("forward_kl", student * 2, teacher / 2))
+    torch.testing.assert_close(
+        ce, torch.nn.functional.cross_entropy(student, labels, reduction="none")
+    )
+
+
+# --- closed forms ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("losses", [*({name: 1.0} for name in LOSSES), ALL])
+def test_the_closed_form_has_the_value_and_gradient_of_the_definition(
+    losses: dict[str, float], temperature: float, cached: bool
+):
+    g = torch.Generator().manual_seed(3)
+    student = (2 * torch.randn(9, 31, generator=g).double()).requires_grad_()
+    teacher = 2 * torch.randn(9, 31, generator=g).double()
+    labels = torch.randint(31, (9,), generator=g)
+    labels[4] = -100
+    terms = Terms(losses, drafter_temperature=temperature)
+    signal: Signal = top_k(teacher, 6) if cached else Whole(teacher)
+    expected = terms.values(student, signal, labels)
+    terms.weigh(expected).sum().backward()
+    found, gradient = terms.fused(student.detach(), signal, labels)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradient, student.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("noise", [0.02, 0.2, 2.0])
+def test_bfloat16_logits_stay_within_one_per_cent_at_a_large_vocabulary(name: str, noise: float):
+    """Value and gradient at V = 32k, down to p ≈ q, where a careless KL is all rounding."""
+    g = torch.Generator().manual_seed(1)
+    teacher = (4 * torch.randn(8, 32_000, generator=g)).bfloat16()
+    student = (teacher.float() + noise * torch.randn(8, 32_000, generator=g)).bfloat16()
+    labels = torch.zeros(8, dtype=torch.int64)
+    terms = Terms({name: 1.0})
+    exact = student.double().requires_grad_()
+    expected = terms.values(exact, Whole(teacher.double()), labels)
+    expected.sum().backward()
+    found, gradient = terms.fused(student.float(), Whole(teacher), labels)
+    assert ((found - expected).abs() <= 0.01 * expected).all()
+    error = (gradient - exact.grad).norm(dim=-1) / exact.grad.norm(dim=-1)
+    assert error.max() < 0.01
+
+
+def test_a_loss_with_only_a_definition_works_all_the_same():
+    @dataclass(frozen=True)
+    class Chi2(Loss):
+        def value(self, rows: Rows) -> Tensor:
+            p, q = rows.log_p.exp(), rows.log_q.exp()
+            return ((p - q) ** 2 / q).sum(-1)
+
+    student = torch.randn(5, 11).double().requires_grad_()
+    log_p = torch.randn(5, 11).double().log_softmax(-1)
+    labels = torch.zeros(5, dtype=torch.int64)
+    expected = Chi2().value(Rows(student.log_softmax(-1), log_p, labels))
+    expected.sum().backward()
+    found, gradient = Chi2().fused(Rows(student.detach().log_softmax(-1), log_p, labels))
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(gradient, student.grad)
+
+
+# --- top k and tail -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_taking_the_tail_together_never_adds_and_with_all_tokens_loses_nothing(name: str):
+    student, teacher = torch.randn(40, 20).double(), 2 * torch.randn(40, 20).double()
+    labels = torch.zeros(40, dtype=torch.int64)
+    whole = values(name, student, teacher)
+    before = torch.zeros(40).double()
+    for k in (1, 4, 10, 19):
+        coarse = Terms({name: 1.0}).values(student, top_k(teacher, k), labels)[0]
+        assert (coarse >= before - 1e-12).all()
+        assert (coarse <= whole + 1e-12).all()
+        before = coarse
+    torch.testing.assert_close(before, whole)
+
+
+def test_a_tail_without_mass_is_finite():
+    student = torch.zeros(1, 8)
+    student[0, :2] = 300.0
+    signal = TopK(torch.tensor([[0, 1]]), torch.full((1, 2), -math.log(2)), torch.tensor([-90.0]))
+    for name in DIVERGENCES:
+        found, gradient = Terms({name: 1.0}).fused(student, signal, torch.zeros(1).long())
+        assert found.isfinite().all()
+        assert gradient.isfinite().all()
+
+
+# --- chunks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
+@pytest.mark.parametrize("losses", [{"forward_kl": 1.0}, {"cross_entropy": 2.0}, ALL])
+def test_chunked_loss_equals_the_eager_oracle(chunk: int, losses: dict[str, float], monkeypatch):
+    monkeypatch.setattr("distill.chunked.CPU_BLOCK", 3 * 53)
+    h, w, b, teacher, labels = problem()
+    terms = Terms(losses)
+    value = eager_loss(h, w, b, Whole(teacher), labels, terms)
+    (value * 1.7).backward()
+    expected = [x.grad.clone() for x in (h, w, b)]
+    h.grad = w.grad = b.grad = None
+
+    whole = Whole(teacher)
+    loss, parts = chunked_loss(h, w, b, lambda part: whole[part], labels, terms, chunk=chunk)
+    (loss * 1.7).backward()
+    assert loss.item() == pytest.approx(value.item(), rel=1e-12)
+    assert terms.weigh(parts).item() == pytest.approx(value.item())
+    for found, wanted in zip((h.grad, w.grad, b.grad), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_chunked_loss_passes_gradcheck():
+    h, w, b, teacher, labels = problem(n=5, hidden=3, vocab=7)
+    terms, whole = Terms(ALL), Whole(teacher)
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return chunked_loss(*inputs, lambda part: whole[part], labels, terms, chunk=2)[0]
+
+    assert torch.autograd.gradcheck(loss, (h, w, b))
+
+
+def test_a_frozen_output_layer_gets_no_gradient_and_the_same_one_flows_back():
+    h, w, b, teacher, labels = problem()
+    terms, whole = Terms(ALL), Whole(teacher)
+    eager_loss(h, w, b, whole, labels, terms).backward()
+    expected, h.grad = h.grad, None
+    loss, _ = chunked_loss(h, w.detach(), b.detach(), lambda p: whole[p], labels, terms)
+    loss.backward()
+    torch.testing.assert_close(h.grad, expected)
+
+
+def test_no_large_float32_tensor_is_ever_made(monkeypatch):
+    """bfloat16 logits of one chunk, and float32 rows for a few tokens at a time: never [n, V]."""
+    monkeypatch.setattr("distill.chunked.CPU_BLOCK", 4 * 500)
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(64, 8, generator=g).bfloat16().requires_grad_()
+    w = torch.randn(500, 8, generator=g).bfloat16().requires_grad_()
+    states = torch.randn(64, 8, generator=g).bfloat16()
+    labels = torch.randint(500, (64,), generator=g)
+    sizes: dict[torch.dtype, int] = {}
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            for tensor in made if isinstance(made, tuple | list) else [made]:
+                if isinstance(tensor, Tensor):
+                    sizes[tensor.dtype] = max(sizes.get(tensor.dtype, 0), tensor.numel())
+            return made
+
+    with Watch():
+        loss, _ = chunked_loss(
+            h, w, None, lambda p: Whole(states[p] @ w.detach().t()), labels, Terms(ALL), chunk=16
+        )
+        loss.backward()
+    assert sizes[torch.bfloat16] <= 16 * 500
+    assert sizes[torch.float32] <= 500 * 8  # the output layer's gradient; 4·500 for the rows
+
+
+def test_no_tokens_give_zero_loss_and_zero_gradients():
+    h, w, b, teacher, labels = problem()
+    loss, _ = chunked_loss(h[:0], w, b, lambda part: Whole(teacher[part]), labels[:0], Terms(ALL))
+    loss.backward()
+    assert loss.item() == 0
+    assert w.grad.abs().max() == 0
+
+
+def test_unknown_losses_options_and_numbers_out_of_range_are_refused():
+    with pytest.raises(UserError, match='Did you mean "forward_kl"'):
+        Terms({"forward_kll": 1.0})
+    with pytest.raises(UserError, match="expected a number > 0"):
+        Terms({"forward_kl": 0.0})
+    with pytest.raises(UserError, match="no loss"):
+        Terms({})
+    with pytest.raises(UserError, match=r"no option 'betta'.*Did you mean .beta"):
+        Terms({"jsd": {"betta": 0.5}})
+    for beta in (0, 1, -0.5, 2.0, "half"):
+        with pytest.raises(UserError, match="between 0 and 1"):
+            Terms({"jsd": {"beta": beta}})
+    with pytest.raises(UserError, match="teacher_temperature is 0"):
+        Terms({"forward_kl": 1.0}, teacher_temperature=0)
