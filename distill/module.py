@@ -1,12 +1,15 @@
 """The student and its loss as one module, so that any engine can wrap the whole computation."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from distill.agreement import agreement_sums
 from distill.chunked import chunked_loss
 from distill.losses import Terms
 from distill.output import split_model
-from distill.signal import Teacher
+from distill.signal import Teacher, Whole
 from distill.vocabulary import positions
 
 
@@ -33,6 +36,7 @@ class Distillation(nn.Module):
         size = student.config.get_text_config().vocab_size
         rows = None if vocabulary is None else positions(vocabulary, size)
         self.register_buffer("label_rows", rows, persistent=False)
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
         self.terms = terms
         self.chunk = chunk
 
@@ -42,23 +46,38 @@ class Distillation(nn.Module):
         attention_mask: Tensor,
         loss_mask: Tensor,
         teacher: Teacher | None = None,
+        agreement_with: Callable[[slice], Whole] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The weighted loss summed over the predicted tokens, and each term's sum, float64 [terms].
 
         input_ids, attention_mask int64 [B, T]; loss_mask bool [B, T]: True where the token is
         predicted, from the hidden state before it.
+
+        agreement_with: the target over its whole vocabulary. The second value is then
+        `agreement_sums`, and there is no loss (0).
         """
         hidden = self.student.base_model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
         predicted = loss_mask[:, 1:]
+        hidden = hidden[:, :-1][predicted]
         output = self.student.get_output_embeddings()
+        if agreement_with is not None:
+            ids = self.vocabulary
+            return hidden.new_zeros(()), agreement_sums(
+                hidden,
+                output.weight,
+                output.bias,
+                agreement_with,
+                ids if isinstance(ids, Tensor) else None,
+                chunk=self.chunk,
+            )
         labels = input_ids[:, 1:][predicted]
         rows = self.label_rows
         if isinstance(rows, Tensor):
             labels = rows[labels]
         return chunked_loss(
-            hidden[:, :-1][predicted],
+            hidden,
             output.weight,
             output.bias,
             teacher,

@@ -1,6 +1,8 @@
 """What the target says about a text: the signal that drafters learn from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,17 @@ from torch import Tensor
 
 from distill.output import SplitModel
 from distill.signal import Teacher, Whole
+
+
+class TeacherSource(Protocol):
+    """Where the teacher's word on a batch comes from."""
+
+    def signal(
+        self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
+    ) -> Teacher:
+        """For a batch [B, T] of samples `ids`: the target's word on a slice of its n predicted
+        tokens."""
+        ...
 
 
 class LiveTeacher:
@@ -19,12 +32,20 @@ class LiveTeacher:
 
     vocabulary: int64 [n], the draft vocabulary. The logits are then those of its tokens only, and
     their softmax is the target's distribution p renormalised over it.
+
+    timed(): a context that its work is done in, so that somebody can time it.
     """
 
     def __init__(
-        self, target: SplitModel, *, remember: bool = False, vocabulary: Tensor | None = None
+        self,
+        target: SplitModel,
+        *,
+        remember: bool = False,
+        vocabulary: Tensor | None = None,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.target = target
+        self._timed = timed
         output = target.output
         self._weight: Tensor = output.weight if vocabulary is None else output.weight[vocabulary]
         self._bias: Tensor | None = output.bias
@@ -35,23 +56,30 @@ class LiveTeacher:
     @torch.no_grad()
     def signal(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
-    ) -> Teacher:
-        """For a batch [B, T] of samples `ids`: the target's word on a slice of its n predicted
-        tokens, whose logits are made when it is asked for."""
-        hidden = self._recall(ids, input_ids.device)
-        if hidden is None:
-            predicted = loss_mask[:, 1:]
-            states = self.target.hidden(input_ids, attention_mask)[:, :-1]
-            hidden = states[predicted]
-            if self._kept is not None:
-                counts = predicted.sum(1).tolist()
-                self._kept.update(zip(ids, hidden.cpu().split(counts), strict=False))
+    ) -> Callable[[slice], Whole]:
+        """See `TeacherSource`; the logits of a slice are made when it is asked for."""
+        with self._timed():
+            hidden = self._hidden(input_ids, attention_mask, loss_mask, ids)
 
         @torch.no_grad()
         def teacher(part: slice) -> Whole:
-            return Whole(F.linear(hidden[part], self._weight, self._bias))
+            with self._timed():
+                return Whole(F.linear(hidden[part], self._weight, self._bias))
 
         return teacher
+
+    def _hidden(
+        self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
+    ) -> Tensor:
+        """[n, H] of the predicted tokens, from memory or by a forward."""
+        hidden = self._recall(ids, input_ids.device)
+        if hidden is None:
+            predicted = loss_mask[:, 1:]
+            hidden = self.target.hidden(input_ids, attention_mask)[:, :-1][predicted]
+            if self._kept is not None:
+                counts = predicted.sum(1).tolist()
+                self._kept.update(zip(ids, hidden.cpu().split(counts), strict=False))
+        return hidden
 
     def _recall(self, ids: Sequence[str], device: torch.device) -> Tensor | None:
         if not self._kept or not ids or any(sample not in self._kept for sample in ids):

@@ -118,7 +118,7 @@ def test_a_draft_vocabulary_is_not_changed_midway(tmp_path):
         "  - name: more\n    kind: distill\n    text: answers\n"
         "    drafter: {stage: distill}\n    draft_vocabulary: 5\n"
     )
-    with pytest.raises(UserError, match="whose draft vocabulary it keeps"):
+    with pytest.raises(UserError, match="the drafter of distill keeps its own"):
         load(tmp_path, text)
 
 

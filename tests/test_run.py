@@ -26,9 +26,11 @@ from train.cli import app
 from train.config import load_config
 from train.console import Reporter
 from train.data.chat import Sample
+from train.optimizer import OptimizerConfig
 from train.run import Run
 from train.stages.generate import GenerateStage, read_answers
-from train.trainer import LoopConfig, OptimizerConfig, Trainer
+from train.text import FixedText
+from train.trainer import LoopConfig, Task, Trainer
 
 ROOT = Path(__file__).parent.parent
 WORDS = [
@@ -189,9 +191,9 @@ def test_an_interrupted_run_ends_with_the_same_weights(base, monkeypatch):
     """And it does not do so by beginning again: the steps taken are counted."""
     original, taken = Trainer._optimizer_step, []
 
-    def counted(self: Any, at: Any, batches: Any) -> Any:
-        taken.append((self.label, at.step))
-        return original(self, at, batches)
+    def counted(self: Any, at: Any, *args: Any) -> Any:
+        taken.append((self.task.label, at.step))
+        return original(self, at, *args)
 
     monkeypatch.setattr(Trainer, "_optimizer_step", counted)
     start(base, "name=whole")
@@ -340,14 +342,16 @@ def test_accumulated_batches_weigh_every_token_alike(tmp_path):
         trainer = Trainer(
             Accelerator(cpu=True),
             Reporter(silent=True),
-            "test",
-            module,
-            lambda module, batch: module(
-                batch["input_ids"], batch["attention_mask"], batch["loss_mask"]
+            Task(
+                "test",
+                module,
+                lambda module, batch: module(
+                    batch["input_ids"], batch["attention_mask"], batch["loss_mask"]
+                ),
+                ["cross_entropy"],
+                FixedText(samples),
+                pad_id=0,
             ),
-            ["cross_entropy"],
-            samples,
-            0,
             LoopConfig(
                 epochs=1, tokens_per_batch=tokens, accumulation=accumulation, save_every=100
             ),

@@ -1,6 +1,12 @@
-"""Training checkpoints: accelerate's own state, in directories that are whole or absent."""
+"""Training checkpoints: accelerate's own state, in directories that are whole or absent.
+
+accelerate writes in place, deletes the old before the new is there, takes the last folder whether
+it is whole or not, and goes on without a word when the random state cannot be read. Here a
+checkpoint is filled under another name and renamed, carries hashes, and says what it was made with.
+"""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,66 +20,116 @@ from train.console import Reporter
 PREFIX = "step"
 # Two, so that one is left when the newest turns out to be damaged.
 KEEP = 2
+STATE = "trainer.json"
+
+Extra = Callable[[Path], None]
 
 
-def save_checkpoint(
-    accelerator: Accelerator, parent: Path, step: int, state: dict[str, Any]
-) -> None:
-    """Save model, optimizer and random state of all ranks, with `state` beside them.
+class Checkpoints:
+    """The checkpoints of one training in `parent`.
 
-    Every rank must call it. Older checkpoints go only after the new one is in place.
+    allow_changes: go on from one that was made by another number of ranks, where its weights are
+    whole on each of them.
     """
 
-    def fill(directory: Path) -> None:
-        _save_into(accelerator, directory)
-        (directory / "trainer.json").write_text(json.dumps(state))
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        parent: Path,
+        reporter: Reporter,
+        *,
+        allow_changes: bool = False,
+    ) -> None:
+        self.accelerator, self.parent, self.reporter = accelerator, parent, reporter
+        self.allow_changes = allow_changes
 
-    if accelerator.is_main_process:
-        write_directory(parent / f"{PREFIX}-{step}", fill, meta={"step": step})
-        for old in sorted(_steps(parent))[:-KEEP]:
-            remove_directory(parent / f"{PREFIX}-{old}")
-    else:
-        _save_into(accelerator, None)
-    accelerator.wait_for_everyone()
+    def save(self, step: int, progress: dict[str, Any], extra: Extra) -> None:
+        """Save model, optimizer and random state of all ranks, with `progress` beside them.
 
+        Every rank must call it; extra(directory) writes what else a rank has, into files of its
+        own. Older checkpoints go only after the new one is in place.
+        """
 
-def load_checkpoint(
-    accelerator: Accelerator, parent: Path, reporter: Reporter
-) -> dict[str, Any] | None:
-    """Load the newest complete checkpoint and return its `state`; None when there is none yet.
+        def fill(directory: Path) -> None:
+            self._save_into(directory, extra)
+            state = {"made_with": self._made_with(), "progress": progress}
+            (directory / STATE).write_text(json.dumps(state))
 
-    Damaged ones are named and passed over. Raises UserError when all that exist are damaged.
-    """
-    if accelerator.is_main_process:
-        recover(parent)
-    accelerator.wait_for_everyone()
-    found, damaged = newest_complete(parent, PREFIX)
-    for error in damaged:
-        reporter.say(f"  passing over a checkpoint: {error}")
-    if found is None:
-        if damaged:
-            raise UserError(
-                f"no checkpoint in {parent} is complete; delete that directory to train this stage "
-                "from its beginning"
-            )
-        return None
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
+        if self.accelerator.is_main_process:
+            write_directory(self.parent / f"{PREFIX}-{step}", fill, meta={"step": step})
+            for old in sorted(self._steps())[:-KEEP]:
+                remove_directory(self.parent / f"{PREFIX}-{old}")
+        else:
+            self._save_into(None, extra)
+        self.accelerator.wait_for_everyone()
+
+    def load(self, extra: Extra) -> dict[str, Any] | None:
+        """Load the newest complete checkpoint, extra(directory) included, and return its
+        `progress`; None when there is none yet.
+
+        Damaged ones are named and passed over. Raises UserError when all that exist are damaged,
+        and for one made by another engine or number of ranks.
+        """
+        if self.accelerator.is_main_process:
+            recover(self.parent)
+        self.accelerator.wait_for_everyone()
+        found, damaged = newest_complete(self.parent, PREFIX)
         for error in damaged:
-            remove_directory(error.directory)
-    accelerator.load_state(str(found))
-    state: dict[str, Any] = json.loads((found / "trainer.json").read_text())
-    return state
+            self.reporter.say(f"  passing over a checkpoint: {error}")
+        if found is None:
+            if damaged:
+                raise UserError(
+                    f"no checkpoint in {self.parent} is complete; delete that directory to train "
+                    "this stage from its beginning"
+                )
+            return None
+        state = json.loads((found / STATE).read_text())
+        self._require_same(state["made_with"], found)
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            for error in damaged:
+                remove_directory(error.directory)
+        self.accelerator.load_state(str(found))
+        extra(found)
+        progress: dict[str, Any] = state["progress"]
+        return progress
 
+    def _made_with(self) -> dict[str, Any]:
+        return {
+            "ranks": self.accelerator.num_processes,
+            "engine": self.accelerator.distributed_type.value,
+        }
 
-def _save_into(accelerator: Accelerator, directory: Path | None) -> None:
-    # Sharded engines write from every rank, so all must learn where the main process writes.
-    where = [str(directory)]
-    broadcast_object_list(where)
-    accelerator.save_state(where[0])
-    accelerator.wait_for_everyone()
+    def _require_same(self, before: dict[str, Any], path: Path) -> None:
+        now = self._made_with()
+        if before == now:
+            return
+        described = [f"{x['ranks']} ranks under {x['engine']}" for x in (before, now)]
+        whole = {"NO", "MULTI_GPU", "MULTI_CPU"}
+        if not {before["engine"], now["engine"]} <= whole:
+            raise UserError(
+                f"{path} was made by {described[0]}, whose shards {described[1]} cannot read; "
+                "launch as before"
+            )
+        if not self.allow_changes:
+            raise UserError(
+                f"{path} was made by {described[0]}, not {described[1]}. The batches would be the "
+                "same, the random numbers of dropout not. Launch as before, or allow it with "
+                "--allow-changes."
+            )
+        self.reporter.say(
+            f"  going on from a checkpoint of {described[0]} with {described[1]}: ranks that it "
+            "has no random state for start with a fresh one"
+        )
 
+    def _save_into(self, directory: Path | None, extra: Extra) -> None:
+        # Sharded engines write from every rank, so all must learn where the main process writes.
+        where = [str(directory)]
+        broadcast_object_list(where)
+        self.accelerator.save_state(where[0])
+        extra(Path(where[0]))
+        self.accelerator.wait_for_everyone()
 
-def _steps(parent: Path) -> list[int]:
-    names = (path.name.removeprefix(f"{PREFIX}-") for path in parent.glob(f"{PREFIX}-*"))
-    return [int(name) for name in names if name.isdigit()]
+    def _steps(self) -> list[int]:
+        names = (path.name.removeprefix(f"{PREFIX}-") for path in self.parent.glob(f"{PREFIX}-*"))
+        return [int(name) for name in names if name.isdigit()]

@@ -60,10 +60,18 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the resolved plan and stop")
     ] = False,
+    allow_changes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-changes",
+            help="go on with a run although its settings or its number of ranks changed",
+        ),
+    ] = False,
 ) -> None:
     """Run the stages of a config; a run that exists goes on where it was.
 
-    `accelerate launch -m train CONFIG` is the same on several processes.
+    `accelerate launch -m train CONFIG` is the same on several processes. SIGTERM and Ctrl-C stop
+    training after a checkpoint, with exit status 143.
     """
     # Nothing heavy is imported before the config is known to be sound.
     from train.config import load_config
@@ -73,8 +81,10 @@ def train(
     import torch
     from accelerate import Accelerator
 
+    from train import engines
     from train.console import Reporter
     from train.run import Run
+    from train.stopping import EXIT_STATUS, Stopped
 
     quieten()
     accelerator = Accelerator(
@@ -83,11 +93,12 @@ def train(
         log_with=settings.trackers or None,
         project_dir=str(settings.run_dir / "logs"),
     )
+    engines.settle(accelerator)
     if accelerator.device.type == "cpu":
         share = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         torch.set_num_threads(settings.threads or share)
     reporter = Reporter(silent=not accelerator.is_main_process)
-    run = Run(settings, accelerator, reporter)
+    run = Run(settings, accelerator, reporter, allow_changes)
     try:
         if dry_run:
             print_plan(run, reporter)
@@ -95,6 +106,9 @@ def train(
         report = run.execute()
         if accelerator.is_main_process:
             print_report(run, report)
+    except Stopped as stopped:
+        reporter.say(f"{stopped}; the same command goes on from there")
+        raise typer.Exit(EXIT_STATUS) from None
     finally:
         accelerator.end_training()
 

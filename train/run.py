@@ -31,6 +31,7 @@ from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import Example, data_fingerprint, read_examples
 from train.evaluate import evaluate_baselines, evaluate_drafter
+from train.memory import peak_memory
 from train.report import make_report
 from train.schema import StageConfig
 from train.stages import STAGES, Outcome, Plan, StageContext
@@ -49,6 +50,8 @@ class Run:
     config: RunConfig
     accelerator: Accelerator
     reporter: Reporter
+    # Go on from what other settings or another number of ranks began; data must be the same.
+    allow_changes: bool = False
     _target: Target | None = field(default=None, init=False)
 
     @property
@@ -114,13 +117,15 @@ class Run:
         if stored.exists():
             found = json.loads(stored.read_text())
             changed = differences(found, resolved)
-            if changed:
+            if changed and not self.allow_changes:
                 raise UserError(
                     f"run {self.directory} was started with other settings:\n  "
                     + "\n  ".join(changed)
-                    + "\nGo on with those, give this run another name (name=...), or move the old "
-                    "run's directory away."
+                    + "\nGo on with those, give this run another name (name=...), move the old "
+                    "run's directory away, or allow it with --allow-changes."
                 )
+            for line in changed:
+                self.reporter.say(f"changed since the run began: {line}")
             self._require_data_unchanged(examples)
             for parent in ("stages", "evaluations"):
                 recover(self.directory / parent)
@@ -186,6 +191,7 @@ class Run:
             examples,
             self.config.data.system,
             self.config.name,
+            allow_changes=self.allow_changes,
         )
 
     def _stage(
@@ -227,18 +233,6 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create {path}: {error.strerror}") from error
-
-
-def peak_memory() -> int:
-    """Most bytes this process has had in memory so far (on CUDA: on the device)."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    try:
-        import resource
-    except ImportError:  # Windows
-        return psutil.Process().memory_info().rss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def describe_process() -> dict[str, Any]:

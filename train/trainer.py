@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,27 +14,20 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from decode.errors import UserError
-from train.checkpoint import load_checkpoint, save_checkpoint
+from train import engines
+from train.checkpoint import Checkpoints
+from train.clock import Clock
 from train.console import Reporter
 from train.data.batches import Batch, Batches, collate, padding_share
 from train.data.chat import Sample
+from train.memory import peak_memory
+from train.optimizer import Average, OptimizerConfig, learning_rate_factor, make_optimizer
 from train.schema import Strict
+from train.stopping import Stopped, StopRequest
+from train.text import Text, Weights
 
 # (module, batch) → (loss summed over its tokens, each term's sum [terms])
 Step = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
-
-
-class OptimizerConfig(Strict):
-    """AdamW, with the learning rate warmed up linearly and then lowered by a schedule."""
-
-    lr: float = Field(3e-4, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    clip: float = Field(1.0, gt=0)
-    warmup_steps: int = Field(10, ge=0)
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    min_lr_ratio: float = Field(0.02, ge=0, le=1)
 
 
 class LoopConfig(Strict):
@@ -54,168 +47,265 @@ class LoopConfig(Strict):
 
 
 @dataclass
+class Task:
+    """What a stage gives to the trainer.
+
+    label: the stage's name, before every logged figure. terms: what the parts of a step's loss
+    are called. measure: figures about the module on a dev slice, taken every `measure_every` steps
+    and at the end, by all ranks together.
+    """
+
+    label: str
+    module: nn.Module
+    step: Step
+    terms: Sequence[str]
+    text: Text
+    pad_id: int
+    measure: Callable[[nn.Module, Weights], dict[str, float]] | None = None
+    measure_every: int = 1
+
+
+@dataclass
 class Progress:
-    """Where training stands; stored in every checkpoint."""
+    """Where training stands; stored in every checkpoint.
+
+    history: figures of logged steps. dev: those of `Task.measure`. seconds: wall time in all;
+    clock: where it went, as far as that was measured.
+    """
 
     step: int = 0
-    epoch: int = 0
-    batch: int = 0  # the next batch of the epoch
+    round: int = 0  # of the text: an epoch, or what was generated together
+    batch: int = 0  # the next batch of the round
     seconds: float = 0.0
     tokens: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
+    dev: list[dict[str, float]] = field(default_factory=list)
+    clock: dict[str, float] = field(default_factory=dict)
+
+
+class _Round:
+    """One round's samples, dealt into batches."""
+
+    def __init__(self, number: int, samples: Sequence[Sample], loop: LoopConfig) -> None:
+        self.number, self.samples = number, samples
+        self.lengths = [len(sample.tokens) for sample in samples]
+        self.predicted = [sum(sample.mask[1:]) for sample in samples]
+        self.batches = Batches(
+            self.lengths,
+            tokens_per_batch=loop.tokens_per_batch,
+            seed=loop.seed,
+            epoch=number,
+        )
 
 
 class Trainer:
     """Trains a module on samples; a killed run of it goes on from its newest checkpoint.
 
-    label: the stage's name, before every logged figure. terms: what the parts of a step's loss
-    are called.
+    Raises UserError for more accumulation than there are batches, parameter groups that match
+    nothing, and what `train.engines` refuses.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
         reporter: Reporter,
-        label: str,
-        module: nn.Module,
-        step: Step,
-        terms: Sequence[str],
-        samples: Sequence[Sample],
-        pad_id: int,
+        task: Task,
         loop: LoopConfig,
         optimizer: OptimizerConfig,
         directory: Path,
+        *,
+        clock: Clock | None = None,
+        allow_changes: bool = False,
     ) -> None:
-        self.accelerator, self.reporter, self.label = accelerator, reporter, label
-        self.samples, self.pad_id, self.loop, self.directory = samples, pad_id, loop, directory
-        self.step, self.terms = step, list(terms)
-        self.lengths = [len(sample.tokens) for sample in samples]
-        self._order: tuple[int, Batches] | None = None  # the batches of one epoch
-        per_epoch = len(self._batches(0))
-        if loop.accumulation > per_epoch:
-            raise UserError(
-                f"accumulation is {loop.accumulation} and an epoch has {per_epoch} batches; lower "
-                "it, or make batches smaller"
-            )
-        self.total_steps = steps_in(loop, per_epoch)
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        chosen = torch.optim.AdamW(
-            parameters,
-            lr=optimizer.lr,
-            weight_decay=optimizer.weight_decay,
-            betas=(optimizer.beta1, optimizer.beta2),
-        )
+        self.accelerator, self.reporter, self.task, self.loop = accelerator, reporter, task, loop
         self.settings = optimizer
-        self.module, self.optimizer = accelerator.prepare(module, chosen)
+        self.clock = clock or Clock(accelerator.device)
+        self._round: _Round | None = None
+        chosen = make_optimizer(task.module, optimizer)
+        self.trained_parameters = sum(
+            p.numel() for group in chosen.param_groups for p in group["params"]
+        )
+        self.module, self.optimizer = engines.prepare(
+            accelerator, task.module, chosen, clip=optimizer.clip
+        )
+        self.average = None
+        if optimizer.ema is not None:
+            self.average = Average(engines.local_weights(accelerator, self.module), optimizer.ema)
+        self.checkpoints = Checkpoints(
+            accelerator, directory / "checkpoints", reporter, allow_changes=allow_changes
+        )
+        self.total_steps = 0
 
     def fit(self) -> Progress:
-        """Train to the end. Raises UserError before a step whose loss or gradient is not finite."""
-        accelerator = self.accelerator
-        checkpoints = self.directory / "checkpoints"
-        stored = load_checkpoint(accelerator, checkpoints, self.reporter)
+        """Train to the end.
+
+        Raises UserError before a step whose loss or gradient is not finite, and Stopped after a
+        checkpoint when the process was asked to end.
+        """
+        stored = self.checkpoints.load(self._load_average)
         at = Progress(**stored) if stored else Progress()
+        self.clock.seconds |= at.clock
+        begin = time.perf_counter() - at.seconds
+        self.total_steps = self._total_steps()
         if stored:
             self.reporter.say(f"  going on after step {at.step} of {self.total_steps}")
-        begin = time.perf_counter() - at.seconds
+        request = StopRequest()
         self.module.train()
-        with self.reporter.bar("training", self.total_steps) as bar:
+        with request.listening(), self.reporter.bar("training", self.total_steps) as bar:
             bar.update(at.step)
             while at.step < self.total_steps:
-                batches = self._batches(at.epoch)
-                if at.batch >= len(batches):
-                    at.epoch, at.batch = at.epoch + 1, 0
+                current = self._text(at.round)
+                if at.batch >= len(current.batches):
+                    at.round, at.batch = at.round + 1, 0
                     continue
-                entry = self._optimizer_step(at, batches)
+                log = (at.step + 1) % self.loop.log_every == 0 or at.step + 1 == self.total_steps
+                self.clock.waits = log or self.accelerator.device.type == "cpu"
+                entry, stopping = self._optimizer_step(at, current, request.asked)
                 at.seconds = time.perf_counter() - begin
-                note = f"loss {entry['loss']:.3f}, {at.tokens / at.seconds:.0f} tokens/s"
-                bar.update(at.step, note)
-                if at.step % self.loop.log_every == 0 or at.step == self.total_steps:
-                    at.history.append(entry | {"step": at.step, "epoch": at.epoch})
-                    logged = entry | {"tokens_per_second": at.tokens / at.seconds}
-                    accelerator.log({f"{self.label}/{k}": v for k, v in logged.items()}, at.step)
-                if at.step % self.loop.save_every == 0 or at.step == self.total_steps:
-                    save_checkpoint(accelerator, checkpoints, at.step, vars(at))
+                last = at.step == self.total_steps
+                speed = at.tokens / at.seconds
+                bar.update(at.step, f"loss {entry['loss']:.3f}, {speed:.0f} tokens/s")
+                if log:
+                    at.history.append(entry | {"step": at.step, "epoch": at.round})
+                    memory = peak_memory() / 2**30
+                    self._log(entry | {"tokens_per_second": speed, "memory_gib": memory}, at.step)
+                    self._log({f"time/{k}": v for k, v in self.clock.shares().items()}, at.step)
+                if self.task.measure and (at.step % self.task.measure_every == 0 or last):
+                    at.dev.append(self._measure() | {"step": at.step})
+                    self._log({f"dev/{k}": v for k, v in at.dev[-1].items()}, at.step)
+                    at.seconds = time.perf_counter() - begin
+                if at.step % self.loop.save_every == 0 or last or stopping:
+                    at.clock = dict(self.clock.seconds)
+                    self.checkpoints.save(at.step, vars(at), self._save_average)
+                if stopping and not last:
+                    raise Stopped(f"stopped after step {at.step} of {self.total_steps}")
         return at
 
-    def _optimizer_step(self, at: Progress, batches: Batches) -> dict[str, float]:
-        """One step over `accumulation` global batches; the mean loss per token and its terms."""
-        accelerator = self.accelerator
+    @contextmanager
+    def final_weights(self) -> Iterator[None]:
+        """Within it the module has the weights that are judged and saved: the averaged ones, if
+        there is an average."""
+        if self.average is None:
+            yield
+            return
+        with engines.exchanged(self.accelerator, self.module, self.average.shares):
+            yield
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        """The trained weights whose names begin with `prefix`, whole, on the CPU of every rank,
+        without it; all ranks must ask."""
+        return engines.gathered_weights(self.accelerator, self.module, prefix)
+
+    def _optimizer_step(
+        self, at: Progress, current: _Round, asked: bool
+    ) -> tuple[dict[str, float], bool]:
+        """One step over `accumulation` global batches; the mean loss per token and its terms, and
+        whether some rank was asked to stop."""
+        accelerator, batches = self.accelerator, current.batches
         rank, world = accelerator.process_index, accelerator.num_processes
         last = min(at.batch + self.loop.accumulation, len(batches))
         numbers = range(at.batch, last)
         # Every rank knows the whole global batch, so the mean over its tokens needs no exchange.
-        tokens = sum(sum(self.samples[i].mask[1:]) for n in numbers for i in batches.batch(n))
-        sums = torch.zeros(len(self.terms), dtype=torch.float64, device=accelerator.device)
+        tokens = sum(current.predicted[i] for n in numbers for i in batches.batch(n))
+        sums = torch.zeros(len(self.task.terms), dtype=torch.float64, device=accelerator.device)
         total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         for number in numbers:
-            rows = [self.samples[i] for i in batches.for_rank(rank, world).batch(number)]
-            batch = collate(rows, self.pad_id)
-            for name in ("input_ids", "attention_mask", "loss_mask"):
-                batch[name] = batch[name].to(accelerator.device)
-            with accelerator.no_sync(self.module) if number + 1 < last else nullcontext():
-                loss, parts = self.step(self.module, batch)
+            with self.clock("data"):
+                rows = [current.samples[i] for i in batches.for_rank(rank, world).batch(number)]
+                batch = collate(rows, self.task.pad_id)
+                for name in ("input_ids", "attention_mask", "loss_mask"):
+                    batch[name] = batch[name].to(accelerator.device)
+            final = number + 1 == last
+            with engines.part(accelerator, self.module, last=final), self.clock("drafter"):
+                loss, parts = self.task.step(self.module, batch)
                 # Engines average gradients over ranks; the mean wanted here is over tokens.
-                accelerator.backward(loss * world / tokens)
+                engines.backward(accelerator, self.module, loss * world / tokens)
             sums += parts
             total += loss.detach()
-        norm = accelerator.clip_grad_norm_(self.module.parameters(), self.settings.clip)
         # A pure function of the step, so there is no scheduler whose state could be lost.
-        lr = self.settings.lr * learning_rate_factor(at.step, self.total_steps, self.settings)
+        factor = learning_rate_factor(at.step, self.total_steps, self.settings)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        values = accelerator.reduce(torch.cat([total[None], sums])).tolist()
+            group["lr"] = group["base_lr"] * factor
+        with self.clock("drafter"):
+            # A step whose gradient is not finite is not taken.
+            norm = engines.optimizer_step(
+                accelerator, self.module, self.optimizer, clip=self.settings.clip
+            )
+        shared = torch.cat([total[None], sums, total.new_tensor([float(asked)])])
+        *values, stopping = accelerator.reduce(shared).tolist()
         entry = {
             "loss": values[0] / tokens,
-            **{name: x / tokens for name, x in zip(self.terms, values[1:], strict=True)},
-            "gradient_norm": float(norm),
-            "lr": lr,
+            **{k: x / tokens for k, x in zip(self.task.terms, values[1:], strict=True)},
+            "gradient_norm": norm,
+            "lr": self.settings.lr * factor,
         }
         bad = [name for name, value in entry.items() if not math.isfinite(value)]
         if bad:
-            ids = [self.samples[i].id for n in numbers for i in batches.batch(n)]
+            ids = [current.samples[i].id for n in numbers for i in batches.batch(n)]
             raise UserError(
                 f"step {at.step + 1}: {', '.join(bad)} is not finite, so the step was not taken; "
                 f"samples: {', '.join(ids)}. Lower the learning rate, or look at these samples."
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.average:
+            shares = engines.local_weights(accelerator, self.module)
+            self.average.update(shares, at.step + 1)
         at.step, at.batch, at.tokens = at.step + 1, last, at.tokens + tokens
-        return entry
+        return entry, stopping > 0
 
-    def _batches(self, epoch: int) -> Batches:
-        if self._order is None or self._order[0] != epoch:
-            batches = Batches(
-                self.lengths,
-                tokens_per_batch=self.loop.tokens_per_batch,
-                seed=self.loop.seed,
-                epoch=epoch,
-            )
-            self._order = (epoch, batches)
-        return self._order[1]
+    def _text(self, number: int) -> _Round:
+        if self._round is None or self._round.number != number:
+            with self.clock("text"):
+                samples = self.task.text.round(number, self.weights)
+            self._round = _Round(number, samples, self.loop)
+            if self.loop.accumulation > len(self._round.batches):
+                raise UserError(
+                    f"accumulation is {self.loop.accumulation} and an epoch has "
+                    f"{len(self._round.batches)} batches; lower it, or make batches smaller"
+                )
+        return self._round
+
+    def _total_steps(self) -> int:
+        if not self.task.text.fixed:
+            assert self.loop.max_steps is not None, "a text that is still to come has no length"
+            return self.loop.max_steps
+        # Of the first round, wherever training goes on: how many batches an epoch makes may differ
+        # by one, and the learning rate must not.
+        first = _Round(0, self.task.text.round(0, self.weights), self.loop)
+        return steps_in(self.loop, len(first.batches))
+
+    def _measure(self) -> dict[str, float]:
+        assert self.task.measure is not None
+        with self.clock("dev"), self.final_weights():
+            self.module.eval()
+            found = self.task.measure(self.module, self.weights)
+            self.module.train()
+        return found
+
+    def _log(self, figures: dict[str, float], step: int) -> None:
+        self.accelerator.log({f"{self.task.label}/{k}": v for k, v in figures.items()}, step)
+
+    def _save_average(self, directory: Path) -> None:
+        if self.average:
+            self.average.save(directory / self._average_file())
+
+    def _load_average(self, directory: Path) -> None:
+        if self.average:
+            self.average.load(directory / self._average_file())
+
+    def _average_file(self) -> str:
+        return f"average-{self.accelerator.process_index}.safetensors"
 
     def padding_share(self) -> float:
-        """Share of the first epoch's batch positions that are padding."""
-        batches = self._batches(0)
-        return padding_share([batches.batch(i) for i in range(len(batches))], self.lengths)
+        """Share of the newest round's batch positions that are padding."""
+        assert self._round is not None, "nothing was trained on yet"
+        batches = self._round.batches
+        return padding_share([batches.batch(i) for i in range(len(batches))], self._round.lengths)
 
 
 def steps_in(loop: LoopConfig, batches_per_epoch: int) -> int:
-    """Optimizer steps of a whole training."""
+    """Optimizer steps of a whole training on a fixed text."""
     steps = loop.epochs * math.ceil(batches_per_epoch / loop.accumulation)
     return min(steps, loop.max_steps or steps)
-
-
-def learning_rate_factor(step: int, total: int, config: OptimizerConfig) -> float:
-    """What the learning rate is multiplied by at a step: linear warm-up, then the schedule."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    done = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
-    shape = {
-        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-        "linear": 1 - done,
-        "constant": 1.0,
-    }[config.schedule]
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
 
 
 def describe(progress: Progress) -> dict[str, Any]:
@@ -226,4 +316,6 @@ def describe(progress: Progress) -> dict[str, Any]:
         "training_seconds": progress.seconds,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
         "history": progress.history,
+        "dev": progress.dev,
+        "clock": progress.clock,
     }

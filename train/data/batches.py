@@ -70,9 +70,7 @@ def bucket_batches(
         raise UserError(f"tokens_per_batch is {tokens_per_batch}; expected at least 1.")
 
     def shuffled(what: str, number: int) -> bytes:
-        # A hash and not a random generator: the order must outlive versions of the libraries.
-        key = f"{seed} {epoch} {what} {number}".encode()
-        return hashlib.blake2b(key, digest_size=8).digest()
+        return _hash(f"{seed} {epoch} {what} {number}")
 
     order = sorted(range(len(lengths)), key=lambda i: (_bucket(lengths[i]), shuffled("row", i)))
     batches: list[list[int]] = []
@@ -85,6 +83,16 @@ def bucket_batches(
         batches[-1].append(i)
     # A batch is known by its first row, so that its place does not hang on how many there are.
     return sorted(batches, key=lambda batch: shuffled("batch", batch[0]))
+
+
+def permutation(count: int, key: str) -> list[int]:
+    """The numbers below `count` in an order that is a pure function of `key`."""
+    return sorted(range(count), key=lambda number: _hash(f"{key} {number}"))
+
+
+def _hash(key: str) -> bytes:
+    # A hash and not a random generator: the order must outlive versions of the libraries.
+    return hashlib.blake2b(key.encode(), digest_size=8).digest()
 
 
 def _bucket(length: int) -> int:

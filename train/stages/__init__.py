@@ -34,7 +34,8 @@ class StageContext:
 
     directory: its own. outcomes: earlier stages' directories by name. examples: by split.
     system: the system message put before every conversation. run_name: for provenance.
-    plans: while planning, those of earlier stages by name.
+    plans: while planning, those of earlier stages by name. allow_changes: go on from what other
+    settings or another number of ranks began.
     """
 
     target: Target
@@ -46,6 +47,7 @@ class StageContext:
     system: str | None
     run_name: str
     plans: dict[str, Plan] = field(default_factory=dict)
+    allow_changes: bool = False
 
 
 @dataclass
@@ -83,4 +85,4 @@ class Stage(ABC):
 
 STAGES: Registry[type[Stage]] = Registry("stage kind")
 
-from train.stages import distill, generate  # noqa: E402, F401  (each registers itself)
+from train.stages import distill, generate, teacher_cache  # noqa: E402, F401  (each registers itself)

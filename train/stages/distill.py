@@ -1,92 +1,77 @@
 """`distill`: a small language model learns the target's distribution (DistillSpec, 2310.08461)."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.fingerprint import fingerprint, require_same_vocabulary
-from decode.store import describe_drafter, save_drafter
-from decode.target import load_model_and_tokenizer
-from decode.vocabulary import (
-    ReducedVocabulary,
-    load_vocabulary,
-    reduce_output,
-    save_with_vocabulary,
-)
+from decode.store import save_drafter
+from decode.vocabulary import ReducedVocabulary, reduce_output, save_with_vocabulary
+from distill.cache import CachedTeacher, text_sha256
+from distill.lora import LoraConfig, Trainable
 from distill.losses import Terms
 from distill.module import Distillation
 from distill.output import split_model
-from distill.student import student_from_config, student_from_layers
-from distill.teacher import LiveTeacher
-from distill.vocabulary import most_frequent
-from train.data.batches import Batch, fit
-from train.data.chat import Sample, to_sample
-from train.schema import StageConfig, Strict, closest_stage
+from distill.sharding import shard_layers
+from distill.teacher import LiveTeacher, TeacherSource
+from train.clock import Clock
+from train.data.batches import Batch
+from train.data.chat import Sample
+from train.dev import DevConfig, DevSlice
+from train.on_policy import OnPolicyConfig, OnPolicyText
+from train.optimizer import OptimizerConfig
+from train.samples import TextConfig, fitting_samples, planned_tokens, read_samples, stages_of
+from train.schema import StageConfig, closest_stage
 from train.stages import STAGES, Outcome, Plan, Stage, StageContext
-from train.stages.generate import read_answers
-from train.trainer import LoopConfig, OptimizerConfig, Trainer, describe
+from train.student import StudentConfig, frequent_tokens, make_student
+from train.text import FixedText, Text
+from train.trainer import LoopConfig, Task, Trainer, describe
 
 
-class StudentConfig(Strict):
-    """Where the drafter starts; exactly one of these.
+class DistillConfig(TextConfig):
+    """losses: {name: weight}, or {name: {weight: …, option: …}}; see `distill.losses`.
 
-    layers: a subset of the target's layers. model: an existing smaller model of the same
-    vocabulary (hub id, directory, GGUF file). config: changes to the target's config, for random
-    weights. stage: the drafter of an earlier distill stage.
-    """
-
-    layers: list[int] | None = None
-    model: str | None = None
-    config: dict[str, Any] | None = None
-    stage: str | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> "StudentConfig":
-        given = [name for name, value in self if value is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"found {', '.join(given) or 'nothing'}; expected exactly one of layers, model, "
-                "config, stage"
-            )
-        return self
-
-
-class DistillConfig(StageConfig):
-    """text: a generate stage's name, or several, or `data` for the responses in the training data.
-
-    losses: {name: weight}. train_embeddings: off, the token embeddings and the output layer stay
-    as they are at the start. remember_teacher: keep the target's hidden states of the text in
-    memory after their first use. draft_vocabulary: draft only the so many most frequent tokens of
-    the text; None: all, or those of the stage it goes on from. chunk_tokens: how many tokens'
-    logits exist at a time.
+    teacher: live, or a teacher_cache stage's name, or the directory of one. remember_teacher: keep
+    the live target's hidden states of the text in memory after their first use. shard_teacher:
+    share the live target out over the ranks while this stage runs.
+    on_policy: the drafter writes a part of the text itself. dev: figures on a dev slice.
+    train_embeddings: off, the token embeddings and the output layer stay as they are at the start.
+    lora: train adapters instead of the weights. draft_vocabulary: draft only the so many most
+    frequent tokens of the text; None: all, or those of the stage it goes on from, or of the cache.
+    chunk_tokens: how many tokens' logits exist at a time.
     """
 
     kind: Literal["distill"] = "distill"
-    text: str | list[str] = "data"
     drafter: StudentConfig
-    losses: dict[str, float] = Field(default_factory=lambda: {"forward_kl": 1.0})
-    train_embeddings: bool = True
+    losses: dict[str, Any] = {"forward_kl": 1.0}
+    teacher_temperature: float = 1.0
+    drafter_temperature: float = 1.0
+    teacher: str = "live"
     remember_teacher: bool = False
+    shard_teacher: bool = False
+    on_policy: OnPolicyConfig | None = None
+    dev: DevConfig | None = None
+    train_embeddings: bool = True
+    lora: LoraConfig | None = None
+    gradient_checkpointing: bool = False
     draft_vocabulary: int | None = Field(None, ge=1)
-    max_length: int = Field(1024, ge=2)
-    on_long: Literal["truncate", "drop"] = "truncate"
     chunk_tokens: int = Field(256, ge=1)
     loop: LoopConfig = LoopConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
-    @field_validator("losses", mode="before")
-    @classmethod
-    def _numbers(cls, value: Any) -> Any:
-        # Strict fields take no 1 for 1.0; people write both.
-        if isinstance(value, dict):
-            return {k: float(v) if type(v) is int else v for k, v in value.items()}
-        return value
+    @property
+    def terms(self) -> Terms:
+        return Terms(
+            self.losses,
+            teacher_temperature=self.teacher_temperature,
+            drafter_temperature=self.drafter_temperature,
+        )
 
 
 @STAGES.register("distill")
@@ -97,217 +82,307 @@ class DistillStage(Stage):
 
     def check(self, earlier: Sequence[StageConfig]) -> None:
         settings: DistillConfig = self.config
-        Terms(settings.losses)
-        for name in self._texts():
+        terms = settings.terms
+        for name in settings.text_stages:
             closest_stage(name, earlier, "generate")
+        if settings.dev is not None:
+            for name in stages_of(settings.dev.text):
+                closest_stage(name, earlier, "generate")
         if settings.drafter.stage is not None:
             closest_stage(settings.drafter.stage, earlier, "distill")
-            if settings.draft_vocabulary is not None:
+            self._refuse(
+                draft_vocabulary=f"the drafter of {settings.drafter.stage} keeps its own",
+            )
+        if self._cached:
+            if not Path(settings.teacher).is_dir():
+                closest_stage(settings.teacher, earlier, "teacher_cache")
+            self._refuse(
+                draft_vocabulary="the cache has its own",
+                on_policy="the cache has no word on text that is still to be written",
+                remember_teacher="there is no live target to remember",
+                shard_teacher="there is no live target to shard",
+            )
+            if settings.teacher_temperature != 1:
                 raise UserError(
-                    f"stage {settings.name} goes on with the drafter of {settings.drafter.stage}, "
-                    "whose draft vocabulary it keeps; leave draft_vocabulary out"
+                    f"stage {settings.name} learns from a cache, which has the temperature that "
+                    "it was made at; set `temperature` of the teacher_cache stage instead of "
+                    "teacher_temperature"
                 )
+        if settings.on_policy is not None:
+            self._refuse(remember_teacher="the drafter's own text comes only once")
+            if settings.loop.max_steps is None:
+                raise UserError(
+                    f"stage {settings.name} trains on text that is still to be written, so it has "
+                    "no epochs; set loop.max_steps"
+                )
+            if not terms.needs_teacher or "cross_entropy" in settings.losses:
+                raise UserError(
+                    f"stage {settings.name}: cross_entropy on the drafter's own text would teach "
+                    "it what it says already; use a divergence from the teacher"
+                )
+        if settings.shard_teacher:
+            self._refuse(remember_teacher="ranks of a sharded target must all run it every time")
+            if settings.dev is not None and settings.dev.decode_prompts:
+                raise UserError(
+                    f"stage {settings.name}: dev.decode_prompts needs the whole target on one "
+                    "device; leave it out, or shard_teacher"
+                )
+
+    def _refuse(self, **reasons: str) -> None:
+        """UserError for each of these settings that is set."""
+        for key, reason in reasons.items():
+            if getattr(self.config, key):
+                raise UserError(
+                    f"stage {self.config.name}: {key} cannot be set here: {reason}; leave it out"
+                )
+
+    @property
+    def _cached(self) -> bool:
+        return self.config.teacher != "live"
 
     def plan(self, context: StageContext) -> Plan:
         settings: DistillConfig = self.config
         target = context.target.model
-        # Of a stage's answers only the most that they can be is known.
-        text = [context.plans[name].tokens for name in self._texts()]
-        if settings.text == "data":
-            text = [sum(sample.mask) for sample in self._samples(context)]
-        tokens = sum(text) * settings.loop.epochs
+        tokens = planned_tokens(context, settings) * settings.loop.epochs
+        amount = f"{settings.loop.epochs} epochs"
+        if settings.on_policy is not None:
+            tokens = (settings.loop.max_steps or 0) * settings.loop.tokens_per_batch
+            amount = f"{settings.loop.max_steps} steps, λ = {settings.on_policy.fraction:g}"
         if settings.drafter.stage is not None:
             begun = context.plans[settings.drafter.stage]
+            what = f"goes on with the drafter of {settings.drafter.stage}"
             return Plan(
-                f"goes on with the drafter of {settings.drafter.stage}; {_losses(settings)}; "
-                f"{settings.loop.epochs} epochs",
+                f"{what}; {_losses(settings.losses)}; {amount}",
                 begun.trained_parameters,
                 tokens,
                 begun.memory_bytes,
             )
-        student, _ = self._student(context)
-        self._freeze(student)
+        model, _ = make_student(settings.drafter, context, settings.loop.seed)
+        self._freeze(model)
+        student = Trainable(model, settings.lora).model
         trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-        vocabulary = target.config.get_text_config().vocab_size
-        # float32 weights, gradients and AdamW's two moments; the target; a chunk's logits with
-        # softmax and gradient, of student and teacher.
+        # float32 weights, gradients and AdamW's two moments; the target; a chunk's logits of
+        # student and teacher.
         weights = 4 * sum(p.numel() for p in student.parameters()) + 12 * trained
         teacher = sum(p.numel() * p.element_size() for p in target.parameters())
-        chunk = 6 * 4 * settings.chunk_tokens * vocabulary
+        chunk = 2 * 4 * settings.chunk_tokens * context.target.vocab_size
         return Plan(
-            f"{type(student).__name__} of {student.num_parameters() / 1e6:.1f}M parameters; "
-            f"{_losses(settings)}; {settings.loop.epochs} epochs",
+            f"{type(model).__name__} of {student.num_parameters() / 1e6:.1f}M parameters; "
+            f"{_losses(settings.losses)}; {amount}",
             trained_parameters=trained,
             tokens=tokens,
-            memory_bytes=weights + teacher + chunk,
+            memory_bytes=weights + (0 if self._cached else teacher) + chunk,
         )
 
     def run(self, context: StageContext) -> Outcome:
         settings: DistillConfig = self.config
-        terms = Terms(settings.losses)
-        samples, counts = fit(self._samples(context), settings.max_length, settings.on_long)
-        context.reporter.say(
-            "  text: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n)
-        )
-        student, vocabulary = self._student(context)
-        coverage = None
-        if settings.draft_vocabulary is not None:
-            vocabulary, coverage = self._reduce(context, student, samples)
-        student.to(context.accelerator.device)
-        ids = None if vocabulary is None else vocabulary.ids.to(context.accelerator.device)
-        self._freeze(student)
-        start = context.directory / "start"
-        drafter = context.directory / "drafter"
+        samples, counts = fitting_samples(context, settings)
+        cache = self._cache(context, samples)
+        model, vocabulary, coverage = self._student(context, samples, cache)
+        self._freeze(model)
+        student = Trainable(model, settings.lora)
         if context.accelerator.is_main_process and settings.drafter.stage is None:
-            self._save(context, student, vocabulary, start, {"stage": settings.name, "steps": 0})
-        teacher = None
-        if terms.needs_teacher:
-            teacher = LiveTeacher(
-                split_model(context.target.model),
-                remember=settings.remember_teacher,
-                vocabulary=ids,
+            start = context.directory / "start"
+            self._save(context, student.plain({}), vocabulary, start, {"steps": 0})
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # The embeddings may be frozen; a checkpointed layer wants an input with a gradient.
+            model.enable_input_require_grads()
+        device = context.accelerator.device
+        model.to(device)
+        ids = None if vocabulary is None else vocabulary.ids.to(device)
+        clock = Clock(device)
+        with _Target(context, shard=settings.shard_teacher) as target:
+            teacher = self._teacher(target, cache, ids, clock)
+
+            def step(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+                given = {name: batch[name] for name in ("input_ids", "attention_mask", "loss_mask")}
+                signal = None
+                if teacher is not None:
+                    with clock("teacher"):
+                        signal = teacher.signal(**given, ids=batch["ids"])
+                loss, parts = module(**given, teacher=signal)
+                return loss, parts
+
+            dev = self._dev(context, student, ids, target)
+            trainer = Trainer(
+                context.accelerator,
+                context.reporter,
+                Task(
+                    settings.name,
+                    Distillation(
+                        model, settings.terms, chunk=settings.chunk_tokens, vocabulary=ids
+                    ),
+                    step,
+                    settings.terms.names,
+                    self._text(context, student, ids, samples),
+                    context.target.tokenizer.pad_token_id or 0,
+                    measure=dev.measure if dev else None,
+                    measure_every=settings.dev.every if settings.dev else 1,
+                ),
+                settings.loop,
+                settings.optimizer,
+                context.directory,
+                clock=clock,
+                allow_changes=context.allow_changes,
             )
-
-        def step(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-            given = {name: batch[name] for name in ("input_ids", "attention_mask", "loss_mask")}
-            signal = teacher.signal(**given, ids=batch["ids"]) if teacher else None
-            loss, parts = module(**given, teacher=signal)
-            return loss, parts
-
-        tokenizer = context.target.tokenizer
-        trainer = Trainer(
-            context.accelerator,
-            context.reporter,
-            settings.name,
-            Distillation(
-                student,
-                terms,
-                chunk=settings.chunk_tokens,
-                vocabulary=ids,
-            ),
-            step,
-            terms.names,
-            samples,
-            tokenizer.pad_token_id or 0,
-            settings.loop,
-            settings.optimizer,
-            context.directory,
-        )
-        trained = trainer.fit()
+            trained = trainer.fit()
+        with trainer.final_weights():
+            final = student.plain(trainer.weights("student."))
+        if context.accelerator.is_main_process:
+            provenance = {
+                "run": context.run_name,
+                "settings": settings.model_dump(mode="json"),
+                "steps": trained.step,
+                "tokens": trained.tokens,
+                "start": settings.drafter.provenance(context),
+            }
+            self._save(context, final, vocabulary, context.directory / "drafter", provenance)
         summary = {
             "training": describe(trained),
             "samples": counts,
             "padding_share": trainer.padding_share(),
-            "parameters": student.num_parameters(),
-            "trained_parameters": sum(p.numel() for p in student.parameters() if p.requires_grad),
+            "parameters": final.num_parameters(),
+            "trained_parameters": trainer.trained_parameters,
             "losses": settings.losses,
             "draft_vocabulary": None if ids is None else len(ids),
             "draft_vocabulary_coverage": coverage,
         }
-        module: Any = context.accelerator.unwrap_model(trainer.module)
-        if context.accelerator.is_main_process:
-            self._save(
-                context,
-                module.student,
-                vocabulary,
-                drafter,
-                {
-                    "stage": settings.name,
-                    "run": context.run_name,
-                    "settings": settings.model_dump(mode="json"),
-                    "steps": trained.step,
-                    "tokens": trained.tokens,
-                    "start": self._started_from(context),
-                },
-            )
         context.accelerator.free_memory()
-        return Outcome(drafter, summary)
+        return Outcome(context.directory / "drafter", summary)
 
-    def _samples(self, context: StageContext) -> list[Sample]:
+    def _student(
+        self, context: StageContext, samples: Sequence[Sample], cache: CachedTeacher | None
+    ) -> tuple[PreTrainedModel, ReducedVocabulary | None, float | None]:
+        """The model to train on the CPU, its draft vocabulary, and how much of the text that covers
+        if it was chosen here."""
         settings: DistillConfig = self.config
-        tokenizer, system = context.target.tokenizer, context.system
-        examples = context.examples["train"]
-        if settings.text == "data":
-            return [to_sample(example, tokenizer, system=system) for example in examples]
-        by_id = {example.id: example for example in examples + context.examples.get("dev", [])}
-        samples = []
-        for stage in self._texts():
-            for answer in read_answers(context.outcomes[stage]):
-                sample = to_sample(by_id[answer["id"]], tokenizer, answer["tokens"], system)
-                name = f"{sample.id}#{stage}-{answer['sample']}"
-                samples.append(Sample(name, sample.tokens, sample.mask))
-        return samples
+        model, vocabulary = make_student(settings.drafter, context, settings.loop.seed)
+        if settings.draft_vocabulary is not None:
+            if vocabulary is not None:
+                self._refuse(draft_vocabulary="the model it starts from has one")
+            ids, coverage = frequent_tokens(context, samples, settings.draft_vocabulary)
+            return model, reduce_output(model, ids), coverage
+        if cache is not None:
+            wanted, own = cache.vocabulary, None if vocabulary is None else vocabulary.ids
+            if own is None and wanted is not None:
+                return model, reduce_output(model, wanted), None
+            if own is not None and (wanted is None or not torch.equal(own, wanted)):
+                raise UserError(
+                    f"the drafter's draft vocabulary of {len(own)} tokens is not that of the "
+                    f"teacher cache {cache.directory} ("
+                    f"{'the whole one' if wanted is None else f'{len(wanted)} tokens'}); make the "
+                    "cache first and start the drafter from it"
+                )
+        return model, vocabulary, None
 
-    def _texts(self) -> list[str]:
-        """The generate stages whose answers are the text; none for the data's own responses."""
-        text = self.config.text
-        return [] if text == "data" else [text] if isinstance(text, str) else text
-
-    def _student(self, context: StageContext) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
-        """The model to train, float32, and the draft vocabulary it comes with."""
-        settings: DistillConfig = self.config
-        vocabulary = None
-        start, target = settings.drafter, context.target
-        if start.layers is not None:
-            student = student_from_layers(target.model, start.layers)
-        elif start.config is not None:
-            torch.manual_seed(settings.loop.seed)
-            student = student_from_config(target.model, start.config)
-        else:
-            spec = start.model or ""
-            if start.stage is not None:
-                spec = str(context.outcomes[start.stage] / "drafter")
-                describe_drafter(Path(spec))
-            loaded = load_model_and_tokenizer(spec, dtype="float32", device=str(target.device))
-            own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
-            require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
-            student = loaded.model
-            vocabulary = load_vocabulary(Path(spec), student)
-        return student, vocabulary
-
-    def _reduce(
-        self, context: StageContext, student: PreTrainedModel, samples: list[Sample]
-    ) -> tuple[ReducedVocabulary, float]:
-        settings: DistillConfig = self.config
-        assert settings.draft_vocabulary is not None
-        ids, coverage = most_frequent(
-            (sample.tokens for sample in samples),
-            settings.draft_vocabulary,
-            context.target.vocab_size,
-            always=context.target.eos_token_ids,
-        )
-        context.reporter.say(
-            f"  draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the text"
-        )
-        return reduce_output(student, ids), coverage
-
-    def _freeze(self, student: PreTrainedModel) -> None:
-        student.requires_grad_(True)
+    def _freeze(self, model: PreTrainedModel) -> None:
+        model.requires_grad_(True)
         if not self.config.train_embeddings:
-            student.get_input_embeddings().requires_grad_(False)
-            student.get_output_embeddings().requires_grad_(False)
+            model.get_input_embeddings().requires_grad_(False)
+            model.get_output_embeddings().requires_grad_(False)
 
-    def _started_from(self, context: StageContext) -> Any:
-        start = self.config.drafter
-        if start.stage is not None:
-            directory = context.outcomes[start.stage] / "drafter"
-            return describe_drafter(directory)["provenance"]
-        return start.model_dump(exclude_none=True)
+    def _cache(self, context: StageContext, samples: Sequence[Sample]) -> CachedTeacher | None:
+        settings: DistillConfig = self.config
+        if not self._cached or not settings.terms.needs_teacher:
+            return None
+        directory = context.outcomes.get(settings.teacher, Path(settings.teacher))
+        cache = CachedTeacher(directory, context.target)
+        cache.require([(s.id, text_sha256(s.tokens, s.mask)) for s in samples])
+        return cache
+
+    def _teacher(
+        self, target: PreTrainedModel, cache: CachedTeacher | None, ids: Tensor | None, clock: Clock
+    ) -> TeacherSource | None:
+        settings: DistillConfig = self.config
+        if cache is not None or not settings.terms.needs_teacher:
+            return cache
+        return LiveTeacher(
+            split_model(target),
+            remember=settings.remember_teacher,
+            vocabulary=ids,
+            timed=lambda: clock("teacher"),
+        )
+
+    def _text(
+        self,
+        context: StageContext,
+        student: Trainable,
+        ids: Tensor | None,
+        samples: Sequence[Sample],
+    ) -> Text:
+        settings: DistillConfig = self.config
+        if settings.on_policy is None:
+            return FixedText(samples)
+        prompts = [e for e in context.examples["train"] if e.messages is not None]
+        if not prompts:
+            raise UserError(
+                f"stage {settings.name}: the train split has no prompts for the drafter to answer, "
+                "only text; give rows with prompt or messages"
+            )
+        return OnPolicyText(
+            settings.on_policy, context, student, ids, prompts, samples, settings.loop.seed
+        )
+
+    def _dev(
+        self, context: StageContext, student: Trainable, ids: Tensor | None, target: PreTrainedModel
+    ) -> DevSlice | None:
+        settings = self.config.dev
+        if settings is None:
+            return None
+        if settings.text == "data" and "dev" not in context.examples:
+            raise UserError(f"stage {self.config.name} has dev figures, but data has no dev split")
+        samples = [s for s in read_samples(context, settings.text, "dev") if any(s.mask)]
+        if not samples:
+            raise UserError(
+                f"stage {self.config.name}: dev.text {settings.text} has no response tokens; have "
+                "a generate stage answer the dev split and name it there"
+            )
+        # A sharded target must be run by all ranks alike, so none may remember on its own.
+        teacher = LiveTeacher(split_model(target), remember=not self.config.shard_teacher)
+        return DevSlice(settings, context, samples, student, ids, teacher)
 
     def _save(
         self,
         context: StageContext,
-        student: PreTrainedModel,
+        model: PreTrainedModel,
         vocabulary: ReducedVocabulary | None,
         path: Path,
         provenance: dict[str, Any],
     ) -> None:
         def write(directory: Path) -> None:
-            save_with_vocabulary(student, vocabulary, directory)
+            save_with_vocabulary(model, vocabulary, directory)
             context.target.tokenizer.save_pretrained(directory)
 
+        provenance = {"stage": self.config.name} | provenance
         save_drafter(path, "small_lm", write, target=context.target, provenance=provenance)
 
 
-def _losses(settings: DistillConfig) -> str:
-    return " + ".join(f"{weight:g}·{name}" for name, weight in settings.losses.items())
+class _Target:
+    """The target's model as a teacher; with `shard` a copy of it shared out over the ranks, while
+    the whole one waits in the CPU's memory."""
+
+    def __init__(self, context: StageContext, *, shard: bool) -> None:
+        self.whole, self.shard = context.target.model, shard
+        self.device = context.target.device
+
+    def __enter__(self) -> PreTrainedModel:
+        if not self.shard:
+            return self.whole
+        self.whole.to("cpu")
+        part = copy.deepcopy(self.whole)
+        shard_layers(part.base_model)
+        return part.to(self.device)
+
+    def __exit__(self, *_: object) -> None:
+        self.whole.to(self.device)
+
+
+def _losses(losses: Mapping[str, Any]) -> str:
+    parts = []
+    for name, given in losses.items():
+        options = dict(given) if isinstance(given, Mapping) else {"weight": given}
+        weight = options.pop("weight", 1)
+        shown = ", ".join(f"{k}={v:g}" for k, v in options.items())
+        parts.append(f"{weight:g}·{name}" + (f"({shown})" if shown else ""))
+    return " + ".join(parts)

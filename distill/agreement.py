@@ -1,0 +1,65 @@
+"""How well a drafter agrees with the target on given text, before any decoding.
+
+Shapes: n predicted tokens, c tokens per chunk, V vocabulary, d draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distill.signal import Whole
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Means over the predicted tokens of a text.
+
+    expected_acceptance: Σ min(p, q) = 1 − TV at temperature 1, p over the whole vocabulary, so what
+    a reduced draft vocabulary cannot draft counts as lost. top1: how often both likeliest tokens
+    are the same, which is acceptance for greedy decoding. lost_mass: of p, outside the draft
+    vocabulary.
+    """
+
+    expected_acceptance: float
+    top1: float
+    lost_mass: float
+
+    @classmethod
+    def from_sums(cls, sums: Tensor) -> "Agreement":
+        """sums: as `agreement_sums` gives them, added up over batches and ranks."""
+        acceptance, top1, lost, count = sums.tolist()
+        return cls(acceptance / count, top1 / count, lost / count)
+
+
+@torch.no_grad()
+def agreement_sums(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher: Callable[[slice], Whole],
+    vocabulary: Tensor | None,
+    *,
+    chunk: int = 256,
+) -> Tensor:
+    """float64 [4]: acceptance, top-1 matches, lost mass and number of n tokens, summed.
+
+    hidden [n, H], weight [d, H] and bias [d] of the drafter. teacher(slice) gives the target's
+    logits over its whole vocabulary. vocabulary: int64 [d], the tokens of a reduced output layer.
+    """
+    sums = torch.zeros(4, dtype=torch.float64, device=hidden.device)
+    for begin in range(0, len(hidden), chunk):
+        part = slice(begin, begin + chunk)
+        q = F.linear(hidden[part], weight, bias).float().softmax(-1)
+        p = teacher(part).logits.float().softmax(-1)
+        known = p if vocabulary is None else p[:, vocabulary]
+        guess = q.argmax(-1)
+        if vocabulary is not None:
+            guess = vocabulary[guess]
+        sums[0] += torch.minimum(known, q).sum(dtype=torch.float64)
+        sums[1] += (guess == p.argmax(-1)).sum()
+        sums[2] += (1 - known.sum(-1)).sum(dtype=torch.float64)
+        sums[3] += len(q)
+    return sums

@@ -1,0 +1,60 @@
+"""A model while it is trained: with adapters or without, and plain copies of it."""
+
+import copy
+
+import peft
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+
+
+class LoraConfig(BaseModel):
+    """Low-rank adapters (LoRA, 2106.09685), through peft. targets: names of the linear layers that
+    get one, or `all-linear` for all but the output layer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    r: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: str | list[str] = "all-linear"
+
+
+class Trainable:
+    """What is trained of `model`, and copies of the model as it is by then.
+
+    model: with the adapters inside, the same object otherwise. Raises UserError when the adapters'
+    targets match no layer.
+    """
+
+    def __init__(self, model: PreTrainedModel, lora: LoraConfig | None = None) -> None:
+        self.model = model
+        wrapped: peft.PeftModel | None = None
+        if lora is not None:
+            settings = peft.LoraConfig(
+                r=lora.r,
+                lora_alpha=lora.alpha,
+                lora_dropout=lora.dropout,
+                target_modules=lora.targets,
+                task_type="CAUSAL_LM",
+            )
+            try:
+                wrapped = peft.get_peft_model(model, settings)
+            except ValueError as error:
+                raise UserError(f"lora.targets {lora.targets!r}: {error}") from error
+        # Engines may take the model apart. This copy stays whole, on the CPU.
+        self._whole, self._wrapped = copy.deepcopy((model, wrapped))
+        self._whole.to("cpu")
+
+    @torch.no_grad()
+    def plain(self, weights: dict[str, Tensor]) -> PreTrainedModel:
+        """A copy on the CPU with these values of what is trained (names as in `model`), adapters
+        merged into the layers they adapt, in eval mode and without gradients."""
+        self._whole.load_state_dict(weights, strict=False)
+        whole, wrapped = copy.deepcopy((self._whole, self._wrapped))
+        if wrapped is not None:
+            whole = wrapped.merge_and_unload()
+        return whole.eval().requires_grad_(False)

@@ -1,0 +1,107 @@
+"""The optimizer of every trained stage: parameter groups, the learning rate's course, averaging."""
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from decode.errors import UserError
+from train.schema import Strict
+
+
+class GroupConfig(Strict):
+    """Settings of the parameters whose dotted name matches; None: those of all others."""
+
+    lr: float | None = Field(None, gt=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+
+class OptimizerConfig(Strict):
+    """AdamW, with the learning rate warmed up linearly and then lowered by a schedule.
+
+    groups: {pattern: settings}, patterns as `*embed_tokens*`; the first that matches counts.
+    ema: the decay of an exponential moving average of the weights (such as 0.999), which is then
+    what is judged and saved; None: the last weights are.
+    """
+
+    lr: float = Field(3e-4, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    clip: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(10, ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    min_lr_ratio: float = Field(0.02, ge=0, le=1)
+    groups: dict[str, GroupConfig] = {}
+    ema: float | None = Field(None, gt=0, lt=1)
+
+
+def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over the parameters that are trained; each group keeps its own lr as `base_lr`.
+
+    Raises UserError when nothing is trained, or a group's pattern matches nothing that is.
+    """
+    members: dict[str | None, list[nn.Parameter]] = {name: [] for name in [*config.groups, None]}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            group = next((g for g in config.groups if fnmatchcase(name, g)), None)
+            members[group].append(parameter)
+    if not any(members.values()):
+        raise UserError("no parameter is trained; expected at least one that is not frozen")
+    groups = []
+    for pattern, parameters in members.items():
+        own = config.groups[pattern] if pattern is not None else GroupConfig()
+        if not parameters:
+            if pattern is None:
+                continue
+            trained = [name for name, p in module.named_parameters() if p.requires_grad]
+            raise UserError(
+                f"optimizer.groups: {pattern!r} matches no trained parameter; their names are like "
+                f"{', '.join(trained[:3])}"
+            )
+        lr = config.lr if own.lr is None else own.lr
+        decay = config.weight_decay if own.weight_decay is None else own.weight_decay
+        groups.append({"params": parameters, "lr": lr, "base_lr": lr, "weight_decay": decay})
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))
+
+
+def learning_rate_factor(step: int, total: int, config: OptimizerConfig) -> float:
+    """What the learning rate is multiplied by at a step: linear warm-up, then the schedule."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    done = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    shape = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": 1 - done,
+        "constant": 1.0,
+    }[config.schedule]
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
+
+
+class Average:
+    """An exponential moving average of weights, given as this rank's shares of them in float32."""
+
+    def __init__(self, shares: Sequence[Tensor], decay: float) -> None:
+        self.decay = decay
+        self.shares = [share.clone() for share in shares]
+
+    @torch.no_grad()
+    def update(self, shares: Sequence[Tensor], step: int) -> None:
+        """After optimizer step `step` (from 1). Early on it averages over less, so that the
+        untrained start does not linger."""
+        decay = min(self.decay, step / (step + 10))
+        torch._foreach_lerp_(self.shares, list(shares), 1 - decay)
+
+    def save(self, file: Path) -> None:
+        save_file({str(i): share for i, share in enumerate(self.shares)}, file)
+
+    def load(self, file: Path) -> None:
+        found = load_file(file)
+        for i, share in enumerate(self.shares):
+            share.copy_(found[str(i)])

@@ -1,0 +1,88 @@
+"""The drafter that a distill stage trains: where it starts, and which words it may say."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import model_validator
+from transformers import PreTrainedModel
+
+from decode.fingerprint import fingerprint, require_same_vocabulary
+from decode.store import describe_drafter
+from decode.target import load_model_and_tokenizer
+from decode.vocabulary import ReducedVocabulary, load_vocabulary
+from distill.student import student_from_config, student_from_layers
+from distill.vocabulary import most_frequent
+from train.data.chat import Sample
+from train.schema import Strict
+from train.stages import StageContext
+
+
+class StudentConfig(Strict):
+    """Where the drafter starts; exactly one of these.
+
+    layers: a subset of the target's layers. model: an existing smaller model of the same
+    vocabulary (hub id, directory, GGUF file). config: changes to the target's config, for random
+    weights. stage: the drafter of an earlier distill stage.
+    """
+
+    layers: list[int] | None = None
+    model: str | None = None
+    config: dict[str, Any] | None = None
+    stage: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "StudentConfig":
+        given = [name for name, value in self if value is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"found {', '.join(given) or 'nothing'}; expected exactly one of layers, model, "
+                "config, stage"
+            )
+        return self
+
+    def provenance(self, context: StageContext) -> Any:
+        """What the drafter's description says of its start."""
+        if self.stage is not None:
+            return describe_drafter(context.outcomes[self.stage] / "drafter")["provenance"]
+        return self.model_dump(exclude_none=True)
+
+
+def make_student(
+    start: StudentConfig, context: StageContext, seed: int
+) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
+    """The model to train, float32 on the CPU, and the reduced draft vocabulary it comes with.
+
+    seed: of random weights. Raises UserError for layers the target lacks, a model of another
+    vocabulary, and a damaged drafter.
+    """
+    target = context.target
+    if start.layers is not None:
+        return student_from_layers(target.model, start.layers).cpu(), None
+    if start.config is not None:
+        torch.manual_seed(seed)
+        return student_from_config(target.model, start.config).cpu(), None
+    spec = start.model or ""
+    if start.stage is not None:
+        spec = str(context.outcomes[start.stage] / "drafter")
+        describe_drafter(Path(spec))
+    loaded = load_model_and_tokenizer(spec, dtype="float32", device="cpu")
+    own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
+    require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
+    return loaded.model.train(), load_vocabulary(Path(spec), loaded.model)
+
+
+def frequent_tokens(
+    context: StageContext, samples: Sequence[Sample], count: int
+) -> tuple[torch.Tensor, float]:
+    """The `count` most frequent tokens of the samples' text, int64 ascending, always with those
+    that end a text; and the share of the text that they cover, which is said."""
+    ids, coverage = most_frequent(
+        (sample.tokens for sample in samples),
+        count,
+        context.target.vocab_size,
+        always=context.target.eos_token_ids,
+    )
+    context.reporter.say(f"  draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the text")
+    return ids, coverage
