@@ -7,6 +7,11 @@ from torch import Tensor
 
 from decode.errors import UserError
 
+# Beyond the first top-k, how many tokens that tie with the last of them are looked for.
+SPARE = 64
+# Tokens that a draw takes together at first.
+BLOCK = 256
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -34,6 +39,25 @@ class Sampling:
 
     def probs(self, logits: Tensor) -> Tensor:
         """float32 [..., V]: the distribution that is drawn from. Undefined for greedy decoding."""
+        candidates = self._candidates(logits)
+        if candidates is None:
+            return self._filtered(logits)
+        ids, probs = candidates
+        return probs.new_zeros(logits.shape).scatter_(-1, ids, probs)
+
+    def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """int64 [...]: the argmax when greedy, else one draw per distribution."""
+        if self.greedy:
+            return logits.argmax(-1)
+        candidates = self._candidates(logits)
+        if candidates is None:
+            return draw(self._filtered(logits), uniform)
+        ids, probs = candidates
+        return ids.gather(-1, draw(probs, uniform)[..., None]).squeeze(-1)
+
+    def _filtered(self, logits: Tensor) -> Tensor:
+        """The distribution over the tokens whose logits these are; they may be some only, if those
+        that are left out come after the first top-k."""
         # float32 before anything else: bfloat16 probabilities make p/q wrong by several per cent.
         scores = logits.float() / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
@@ -49,9 +73,22 @@ class Sampling:
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
 
-    def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """int64 [...]: the argmax when greedy, else one draw per distribution."""
-        return logits.argmax(-1) if self.greedy else draw(self.probs(logits), uniform)
+    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(ids ascending, their probabilities), each [..., m], of tokens that hold all the mass;
+        None where that is not known to be so, or not worth it.
+
+        On a CPU passes over a large vocabulary cost more than the model; after top-k few tokens
+        matter. As many tokens may tie with the k-th as fit into SPARE.
+        """
+        count = self.top_k + SPARE
+        if logits.device.type != "cpu" or not self.top_k or 4 * count > logits.shape[-1]:
+            return None
+        values, ids = logits.topk(count, dim=-1)
+        if (values[..., -1] == values[..., self.top_k - 1]).any():
+            return None
+        # In the order of ids, so that a draw is the one that the whole vocabulary would give.
+        ids, order = ids.sort(-1)
+        return ids, self._filtered(values.gather(-1, order))
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -59,11 +96,30 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
 
     The weights need not sum to 1. A token of weight 0 is never drawn.
     """
+    size = probs.shape[-1]
+    whole = size - size % BLOCK
+    if not whole:
+        return _draw(probs, uniform)[0]
+    # First a block of tokens, then one in it: a running sum over all of a large vocabulary is slow.
+    parts = [probs[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)]
+    if whole < size:
+        parts.append(probs[..., whole:].sum(-1, keepdim=True, dtype=torch.float64))
+    block, rest = _draw(torch.cat(parts, -1), uniform)
+    ids = block[..., None] * BLOCK + torch.arange(BLOCK, device=probs.device)
+    inside = probs.gather(-1, ids.clamp(max=size - 1)).masked_fill_(ids >= size, 0.0)
+    return block * BLOCK + _draw(inside, rest)[0]
+
+
+def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """(which, where in it): an index [...] and, uniform in [0, 1), how far into its weight."""
     # float64: a float32 running sum over a large vocabulary errs by more than a rare token weighs.
-    cdf = probs.double().cumsum(-1)
+    cdf = weights.double().cumsum(-1)
     total = cdf[..., -1:]
     point = torch.minimum(uniform[..., None] * total, torch.nextafter(total, -total))
-    return torch.searchsorted(cdf, point, right=True).squeeze(-1)
+    index = torch.searchsorted(cdf, point, right=True)
+    weight = weights.gather(-1, index).double()
+    rest = (point - (cdf.gather(-1, index) - weight)) / weight
+    return index.squeeze(-1), rest.clamp(0.0, 1.0).squeeze(-1)
 
 
 _MASKS = {shift: (1 << (64 - shift)) - 1 for shift in (30, 27, 31, 11)}

@@ -130,6 +130,34 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn() -> None:
     assert torch.equal(draw(weights.expand(len(tokens), -1), uniforms), tokens)
 
 
+@pytest.mark.parametrize("size", [255, 256, 1000, 1024])
+def test_a_draw_in_two_steps_is_the_draw_from_one_running_sum(size: int) -> None:
+    weights = random_logits(1, size)[0].exp()
+    weights[::3] = 0
+    uniforms = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    cdf = weights.double().cumsum(0)
+    expected = torch.searchsorted(cdf, uniforms * cdf[-1], right=True)
+    assert torch.equal(draw(weights.expand(20_000, -1), uniforms), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_few_candidates_of_a_large_vocabulary_give_its_distribution_and_draws(
+    dtype: torch.dtype, top_p: float
+) -> None:
+    """The way over top-k alone is taken, and is the way over all tokens, ties included."""
+    sampling = Sampling(0.8, top_k=5, top_p=top_p)
+    logits = random_logits(40, 2000, dtype)
+    best = logits.topk(5).values[:, -1:]
+    logits[:, 7:40:4] = best  # ties with the fifth
+    assert sampling._candidates(logits) is not None
+    torch.testing.assert_close(sampling.probs(logits), sampling._filtered(logits))
+    uniforms = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(sampling.pick(logits, uniforms), draw(sampling._filtered(logits), uniforms))
+    logits[:, :200] = best  # more than can be looked at
+    assert sampling._candidates(logits) is None
+
+
 # --- random numbers -------------------------------------------------------------------------------
 
 
