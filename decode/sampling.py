@@ -65,7 +65,7 @@ class Sampling:
             scores = scores.masked_fill(scores < least, -torch.inf)
         probs = scores.softmax(-1)
         if self.top_p < 1:
-            ordered, index = probs.sort(dim=-1, descending=True)
+            ordered, index = probs.sort(dim=-1, descending=True, stable=True)
             # A token stays while the mass before it is short of top_p; the first always does.
             outside = ordered.cumsum(-1) - ordered >= self.top_p
             outside[..., 0] = False
