@@ -1,6 +1,7 @@
 """Which tokens a reduced draft vocabulary keeps (`decode.vocabulary` holds its output layer)."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,14 +22,52 @@ def most_frequent(
             f"a draft vocabulary of {count} tokens; expected at least 1 and fewer than the "
             f"target's {vocab_size}"
         )
-    frequency = torch.zeros(vocab_size, dtype=torch.int64)
-    for text in texts:
-        frequency += torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=vocab_size)
+    frequency = token_counts(texts, vocab_size)
     rank = frequency.clone()
     rank[list(always)] = torch.iinfo(torch.int64).max
     # Stable: among tokens never seen the lower ids, which a tokenizer learnt first, are kept.
     kept = rank.argsort(descending=True, stable=True)[:count].sort().values
     return kept, float(frequency[kept].sum() / frequency.sum().clamp(min=1))
+
+
+def token_counts(texts: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
+    """int64 [vocab_size]: how often each token occurs."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for text in texts:
+        counts += torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=vocab_size)
+    return counts
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a draft vocabulary of `size` tokens covers, as shares of a text's tokens.
+
+    of_text: of the text that it was chosen from. of_unseen: of one half, chosen from the other;
+    what to expect of text to come.
+    """
+
+    size: int
+    of_text: float
+    of_unseen: float
+
+
+def coverage(
+    texts: Sequence[Sequence[int]], sizes: Sequence[int], vocab_size: int
+) -> list[Coverage]:
+    """The coverage of the most frequent tokens at each size. Raises UserError for a size out of
+    range, and for fewer than two texts, which cannot be halved."""
+    if len(texts) < 2:
+        raise UserError(f"coverage needs two texts or more, found {len(texts)}")
+    found = []
+    for size in sizes:
+        _, of_text = most_frequent(texts, size, vocab_size)
+        unseen = 0.0
+        for half, other in ((texts[::2], texts[1::2]), (texts[1::2], texts[::2])):
+            ids, _ = most_frequent(half, size, vocab_size)
+            counts = token_counts(other, vocab_size)
+            unseen += float(counts[ids].sum() / counts.sum().clamp(min=1)) / 2
+        found.append(Coverage(size, of_text, unseen))
+    return found
 
 
 def positions(ids: Tensor, vocab_size: int) -> Tensor:

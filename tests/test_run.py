@@ -345,9 +345,7 @@ def test_accumulated_batches_weigh_every_token_alike(tmp_path):
             Task(
                 "test",
                 module,
-                lambda module, batch: module(
-                    batch["input_ids"], batch["attention_mask"], batch["loss_mask"]
-                ),
+                lambda module, given, _: module(**given),
                 ["cross_entropy"],
                 FixedText(samples),
                 pad_id=0,

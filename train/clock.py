@@ -11,12 +11,14 @@ class Clock:
     """Seconds by activity; an activity inside another is not counted twice.
 
     On a GPU work runs behind the program's back, so that only a clock which waits for it measures
-    anything; `waits` lets the trainer do that for a few steps and not slow down all others.
+    anything. To slow down a few steps only, every n-th is measured, and counts n times.
+
+    weight: how often what is being done counts; 0: it is not measured, nor waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
-        self.waits = True
+        self.weight = 1.0
         self._device = device
         self._running: list[str] = []
         self._since = 0.0
@@ -33,12 +35,13 @@ class Clock:
             self._running.pop()
 
     def _turn(self) -> None:
-        if self.waits and self._device.type == "cuda":
+        if self.weight and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = time.perf_counter()
-        if self._running and self.waits:
+        if self._running and self.weight:
             activity = self._running[-1]
-            self.seconds[activity] = self.seconds.get(activity, 0.0) + now - self._since
+            elapsed = self.weight * (now - self._since)
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + elapsed
         self._since = now
 
     def shares(self) -> dict[str, float]:

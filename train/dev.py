@@ -13,7 +13,7 @@ from decode.loop import Decoder
 from distill.agreement import Agreement
 from distill.lora import Trainable
 from distill.teacher import LiveTeacher
-from train.data.batches import Batches, collate
+from train.data.batches import Batches, collate, inputs
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import spread
 from train.schema import Strict
@@ -70,12 +70,9 @@ class DevSlice:
         pad_id = self.context.target.tokenizer.pad_token_id or 0
         for number in range(len(mine)):
             batch = collate([self.samples[i] for i in mine.batch(number)], pad_id)
-            ids, attention, loss = (
-                batch[name].to(accelerator.device)
-                for name in ("input_ids", "attention_mask", "loss_mask")
-            )
-            teacher = self.teacher.signal(ids, attention, loss, batch["ids"])
-            sums += module(ids, attention, loss, agreement_with=teacher)[1]
+            given = inputs(batch, accelerator.device)
+            teacher = self.teacher.signal(**given, ids=batch["ids"])
+            sums += module(**given, agreement_with=teacher)[1]
         found = asdict(Agreement.from_sums(accelerator.reduce(sums)))
         if self.prompts:
             found["acceptance_rate"] = self._decode(weights)

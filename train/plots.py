@@ -300,10 +300,46 @@ def curves(name: str, history: Sequence[dict[str, Any]]) -> str:
     terms = list(dict.fromkeys(key for entry in points for key in entry if key not in other))
     if len(terms) == 1:
         terms = []  # the loss itself under its own name
+    first, final = points[0], points[-1]
+    alt = f"Training loss: {first['loss']:.3f} at step {first['step']}, "
+    return _lines(
+        name,
+        points,
+        {key: key for key in ["loss", *terms]},
+        axis="loss (nats per token)" if not terms else "loss (per token)",
+        alt=f"{alt}{final['loss']:.3f} at step {final['step']}.",
+    )
+
+
+AGREEMENT = {
+    "expected_acceptance": "expected, T = 1",
+    "top1": "same top-1",
+    "acceptance_rate": "decoded, greedy",
+}
+
+
+def agreement(name: str, dev: Sequence[dict[str, Any]]) -> str:
+    """Agreement with the target on a dev slice by optimizer step."""
+    if not dev:
+        return ""
+    final = ", ".join(f"{AGREEMENT[k]} {v:.2f}" for k, v in dev[-1].items() if k in AGREEMENT)
+    return _lines(
+        name,
+        dev,
+        {key: label for key, label in AGREEMENT.items() if key in dev[-1]},
+        axis="acceptance on dev text",
+        alt=f"Agreement with the target on dev text, at step {dev[-1]['step']}: {final}.",
+    )
+
+
+def _lines(
+    name: str, points: Sequence[dict[str, Any]], keys: dict[str, str], *, axis: str, alt: str
+) -> str:
+    """One line for each key of the points (with its label) by optimizer step; the first in bold."""
     with matplotlib.rc_context(_STYLE):
         figure, axes = _plain(2.7)
         ends = []
-        for index, key in enumerate(["loss", *terms]):
+        for index, (key, label) in enumerate(keys.items()):
             colour = SERIES[index % len(SERIES)]
             xs, ys = _binned([(e["step"], e[key]) for e in points if e.get(key) is not None])
             smooth = _running_mean(ys)
@@ -314,9 +350,9 @@ def curves(name: str, history: Sequence[dict[str, Any]]) -> str:
                 smooth if len(xs) > 20 else ys,
                 "-" if len(xs) > 1 else "o",
                 color=colour,
-                linewidth=2.2 if key == "loss" else 1.4,
+                linewidth=1.4 if index else 2.2,
             )
-            ends.append((xs[-1], (smooth if len(xs) > 20 else ys)[-1], key, colour))
+            ends.append((xs[-1], (smooth if len(xs) > 20 else ys)[-1], label, colour))
         # A first value far above the others would press the rest flat, yet it is data: keep 0.
         bottom = min(0.0, *(end[1] for end in ends))
         axes.set_ylim(bottom=bottom)
@@ -324,11 +360,9 @@ def curves(name: str, history: Sequence[dict[str, Any]]) -> str:
         axes.margins(x=0.02)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("optimizer step")
-        axes.set_ylabel("loss (nats per token)" if not terms else "loss (per token)")
+        axes.set_ylabel(axis)
         axes.grid()
-        first, final = points[0], points[-1]
-        alt = f"Training loss: {first['loss']:.3f} at step {first['step']}, "
-        return _svg(figure, name, f"{alt}{final['loss']:.3f} at step {final['step']}.")
+        return _svg(figure, name, alt)
 
 
 def _plain(height: float) -> tuple[Figure, Axes]:

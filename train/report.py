@@ -546,8 +546,9 @@ def _plots(report: dict[str, Any]) -> dict[str, Markup]:
         "time": _time_plot(names, evaluations),
     }
     for index, stage in enumerate(report["stages"]):
-        history = (stage["summary"].get("training") or {}).get("history") or []
-        made[f"loss-{index}"] = plots.curves(f"loss-{index}", history)
+        training = stage["summary"].get("training") or {}
+        made[f"loss-{index}"] = plots.curves(f"loss-{index}", training.get("history") or [])
+        made[f"dev-{index}"] = plots.agreement(f"dev-{index}", training.get("dev") or [])
     return {name: Markup(svg) for name, svg in made.items()}  # plots escape what they write
 
 
@@ -603,14 +604,26 @@ def _stage(index: int, stage: dict[str, Any]) -> dict[str, Any]:
     training = dict(summary.pop("training", None) or {})
     losses = [e["loss"] for e in training.pop("history", None) or [] if e.get("loss") is not None]
     figures = {"loss": f"{losses[0]:.3f} → {losses[-1]:.3f}"} if losses else {}
+    for dev in (training.pop("dev", None) or [])[-1:]:
+        figures |= {f"dev {k.replace('_', ' ')}": f"{v:.3f}" for k, v in dev.items() if k != "step"}
+    clock = training.pop("clock", None) or {}
+    if clock:
+        whole = sum(clock.values())
+        shares = sorted(clock.items(), key=lambda item: -item[1])
+        figures["time in"] = ", ".join(f"{k} {percent(v / whole)}" for k, v in shares)
     for key, value in {**training, **summary}.items():
         unit = next((end for end in _UNITS if key.endswith(end)), "")
         name = re.sub(r"seconds$", "time", key) if unit == "seconds" else key
         figures[name.removesuffix("_bytes").replace("_", " ")] = _plain_value(value, unit)
     name, kind = stage["name"], stage["kind"]
-    return {"name": name, "kind": kind, "figures": figures, "plot": f"loss-{index}"}
+    captions = [(f"{plot}-{index}", caption) for plot, caption in STAGE_PLOTS.items()]
+    return {"name": name, "kind": kind, "figures": figures, "plots": captions}
 
 
+STAGE_PLOTS = {
+    "loss": "Training loss. Bold: running mean over a tenth of the steps.",
+    "dev": "Agreement with the target on text it wrote for dev prompts.",
+}
 # Endings of keys that say how a value is shown.
 _UNITS = ("_share", "seconds", "_bytes")
 

@@ -6,17 +6,25 @@ from typing import Any
 
 import torch
 from pydantic import model_validator
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.fingerprint import fingerprint, require_same_vocabulary
 from decode.store import describe_drafter
 from decode.target import load_model_and_tokenizer
 from decode.vocabulary import ReducedVocabulary, load_vocabulary
+from distill.output import split_model
 from distill.student import student_from_config, student_from_layers
+from distill.teacher import LiveTeacher
 from distill.vocabulary import most_frequent
+from train.data.batches import collate, inputs
 from train.data.chat import Sample
+from train.data.read import spread
 from train.schema import Strict
 from train.stages import StageContext
+
+# On which the mass is measured that a draft vocabulary loses.
+LOST_MASS_SAMPLES = 16
 
 
 class StudentConfig(Strict):
@@ -75,14 +83,36 @@ def make_student(
 
 def frequent_tokens(
     context: StageContext, samples: Sequence[Sample], count: int
-) -> tuple[torch.Tensor, float]:
+) -> tuple[Tensor, dict[str, float]]:
     """The `count` most frequent tokens of the samples' text, int64 ascending, always with those
-    that end a text; and the share of the text that they cover, which is said."""
+    that end a text; for the stage's summary, what they cover, which is said."""
     ids, coverage = most_frequent(
         (sample.tokens for sample in samples),
         count,
         context.target.vocab_size,
         always=context.target.eos_token_ids,
     )
-    context.reporter.say(f"  draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the text")
-    return ids, coverage
+    lost = lost_mass(context, spread(samples, LOST_MASS_SAMPLES), ids)
+    context.reporter.say(
+        f"  draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the text; the target gives "
+        f"{lost:.2%} of its probability there to others"
+    )
+    return ids, {"draft_vocabulary_coverage": coverage, "draft_vocabulary_lost_mass": lost}
+
+
+@torch.no_grad()
+def lost_mass(context: StageContext, samples: Sequence[Sample], ids: Tensor) -> float:
+    """The target's mean probability of a token that is not among `ids`, over the predicted tokens
+    of the samples. No drafter of that vocabulary has a higher expected acceptance than 1 − this."""
+    target = context.target
+    teacher = LiveTeacher(split_model(target.model))
+    kept = ids.to(target.device)
+    lost, count = 0.0, 0
+    for sample in samples:
+        batch = collate([sample], target.tokenizer.pad_token_id or 0)
+        predicted = sum(sample.mask[1:])
+        signal = teacher.signal(**inputs(batch, target.device), ids=batch["ids"])
+        logits = signal(slice(0, predicted)).logits
+        lost += float((1 - logits.float().softmax(-1)[:, kept].sum(-1)).sum())
+        count += predicted
+    return lost / count

@@ -18,7 +18,7 @@ from train import engines
 from train.checkpoint import Checkpoints
 from train.clock import Clock
 from train.console import Reporter
-from train.data.batches import Batch, Batches, collate, padding_share
+from train.data.batches import Batches, Inputs, collate, inputs, padding_share
 from train.data.chat import Sample
 from train.memory import peak_memory
 from train.optimizer import Average, OptimizerConfig, learning_rate_factor, make_optimizer
@@ -26,8 +26,8 @@ from train.schema import Strict
 from train.stopping import Stopped, StopRequest
 from train.text import Text, Weights
 
-# (module, batch) → (loss summed over its tokens, each term's sum [terms])
-Step = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
+# (module, batch, its samples' ids) → (loss summed over its tokens, each term's sum [terms])
+Step = Callable[[nn.Module, Inputs, Sequence[str]], tuple[Tensor, Tensor]]
 
 
 class LoopConfig(Strict):
@@ -159,8 +159,10 @@ class Trainer:
                     at.round, at.batch = at.round + 1, 0
                     continue
                 log = (at.step + 1) % self.loop.log_every == 0 or at.step + 1 == self.total_steps
-                self.clock.waits = log or self.accelerator.device.type == "cpu"
+                if self.accelerator.device.type != "cpu":
+                    self.clock.weight = self.loop.log_every if log else 0
                 entry, stopping = self._optimizer_step(at, current, request.asked)
+                self.clock.weight = 1
                 at.seconds = time.perf_counter() - begin
                 last = at.step == self.total_steps
                 speed = at.tokens / at.seconds
@@ -213,11 +215,10 @@ class Trainer:
             with self.clock("data"):
                 rows = [current.samples[i] for i in batches.for_rank(rank, world).batch(number)]
                 batch = collate(rows, self.task.pad_id)
-                for name in ("input_ids", "attention_mask", "loss_mask"):
-                    batch[name] = batch[name].to(accelerator.device)
+                given = inputs(batch, accelerator.device)
             final = number + 1 == last
             with engines.part(accelerator, self.module, last=final), self.clock("drafter"):
-                loss, parts = self.task.step(self.module, batch)
+                loss, parts = self.task.step(self.module, given, batch["ids"])
                 # Engines average gradients over ranks; the mean wanted here is over tokens.
                 engines.backward(accelerator, self.module, loss * world / tokens)
             sums += parts

@@ -194,3 +194,20 @@ def collate(samples: Sequence[Sample], pad_id: int) -> Batch:
         "loss_mask": loss_mask,
         "ids": [sample.id for sample in samples],
     }
+
+
+class Inputs(TypedDict):
+    """The tensors of a `Batch`."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+def inputs(batch: Batch, device: torch.device) -> Inputs:
+    """A batch's tensors, on a device."""
+    return {
+        "input_ids": batch["input_ids"].to(device),
+        "attention_mask": batch["attention_mask"].to(device),
+        "loss_mask": batch["loss_mask"].to(device),
+    }

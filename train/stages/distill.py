@@ -21,7 +21,7 @@ from distill.output import split_model
 from distill.sharding import shard_layers
 from distill.teacher import LiveTeacher, TeacherSource
 from train.clock import Clock
-from train.data.batches import Batch
+from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.dev import DevConfig, DevSlice
 from train.on_policy import OnPolicyConfig, OnPolicyText
@@ -195,12 +195,13 @@ class DistillStage(Stage):
         with _Target(context, shard=settings.shard_teacher) as target:
             teacher = self._teacher(target, cache, ids, clock)
 
-            def step(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-                given = {name: batch[name] for name in ("input_ids", "attention_mask", "loss_mask")}
+            def step(
+                module: nn.Module, given: Inputs, names: Sequence[str]
+            ) -> tuple[Tensor, Tensor]:
                 signal = None
                 if teacher is not None:
                     with clock("teacher"):
-                        signal = teacher.signal(**given, ids=batch["ids"])
+                        signal = teacher.signal(**given, ids=names)
                 loss, parts = module(**given, teacher=signal)
                 return loss, parts
 
@@ -246,16 +247,16 @@ class DistillStage(Stage):
             "trained_parameters": trainer.trained_parameters,
             "losses": settings.losses,
             "draft_vocabulary": None if ids is None else len(ids),
-            "draft_vocabulary_coverage": coverage,
+            **coverage,
         }
         context.accelerator.free_memory()
         return Outcome(context.directory / "drafter", summary)
 
     def _student(
         self, context: StageContext, samples: Sequence[Sample], cache: CachedTeacher | None
-    ) -> tuple[PreTrainedModel, ReducedVocabulary | None, float | None]:
-        """The model to train on the CPU, its draft vocabulary, and how much of the text that covers
-        if it was chosen here."""
+    ) -> tuple[PreTrainedModel, ReducedVocabulary | None, dict[str, float]]:
+        """The model to train on the CPU, its draft vocabulary, and what that covers of the text, if
+        it was chosen here."""
         settings: DistillConfig = self.config
         model, vocabulary = make_student(settings.drafter, context, settings.loop.seed)
         if settings.draft_vocabulary is not None:
@@ -266,7 +267,7 @@ class DistillStage(Stage):
         if cache is not None:
             wanted, own = cache.vocabulary, None if vocabulary is None else vocabulary.ids
             if own is None and wanted is not None:
-                return model, reduce_output(model, wanted), None
+                return model, reduce_output(model, wanted), {}
             if own is not None and (wanted is None or not torch.equal(own, wanted)):
                 raise UserError(
                     f"the drafter's draft vocabulary of {len(own)} tokens is not that of the "
@@ -274,7 +275,7 @@ class DistillStage(Stage):
                     f"{'the whole one' if wanted is None else f'{len(wanted)} tokens'}); make the "
                     "cache first and start the drafter from it"
                 )
-        return model, vocabulary, None
+        return model, vocabulary, {}
 
     def _freeze(self, model: PreTrainedModel) -> None:
         model.requires_grad_(True)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from decode.artifact import verify_directory
 from decode.errors import UserError
@@ -22,7 +23,7 @@ from distill.cache import (
 from distill.output import split_model
 from distill.signal import TopK
 from distill.teacher import LiveTeacher
-from train.data.batches import bucket_batches, collate
+from train.data.batches import bucket_batches, collate, inputs
 from train.data.chat import Sample
 from train.samples import TextConfig, fitting_samples, planned_tokens
 from train.schema import StageConfig, closest_stage
@@ -76,7 +77,8 @@ class TeacherCacheStage(Stage):
         settings: TeacherCacheConfig = self.config
         target = context.target
         samples, counts = fitting_samples(context, settings)
-        vocabulary, coverage = None, None
+        vocabulary: Tensor | None = None
+        coverage: dict[str, float] = {}
         if settings.draft_vocabulary is not None:
             vocabulary, coverage = frequent_tokens(context, samples, settings.draft_vocabulary)
             if context.accelerator.is_main_process:
@@ -118,7 +120,7 @@ class TeacherCacheStage(Stage):
                 "tokens": tokens,
                 "k": settings.k,
                 "bytes_per_token": size,
-                "draft_vocabulary_coverage": coverage,
+                **coverage,
                 "tokens_per_second": scored / seconds if scored else None,
             }
         )
@@ -138,15 +140,8 @@ class TeacherCacheStage(Stage):
             epoch=0,
         ):
             batch = collate([part[i] for i in rows], pad_id)
-            device = context.target.device
-            mask = batch["loss_mask"].to(device)
-            signal = teacher.signal(
-                batch["input_ids"].to(device),
-                batch["attention_mask"].to(device),
-                mask,
-                batch["ids"],
-            )
-            counts = mask[:, 1:].sum(1).tolist()
+            signal = teacher.signal(**inputs(batch, context.target.device), ids=batch["ids"])
+            counts = batch["loss_mask"][:, 1:].sum(1).tolist()
             pieces = [
                 top_k(
                     signal(slice(i, i + settings.chunk_tokens)).logits,
