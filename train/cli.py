@@ -71,13 +71,13 @@ def train(
     settings = load_config(config, overrides or [])
 
     import torch
-    from accelerate import Accelerator
 
+    from train import engines
     from train.console import Reporter
     from train.run import Run
 
     quieten()
-    accelerator = Accelerator(
+    accelerator = engines.start(
         cpu=settings.target.device == "cpu",
         mixed_precision=settings.precision,
         log_with=settings.trackers or None,

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from decode.errors import UserError
+from train import engines
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.console import Reporter
 from train.data.batches import Batch, Batches, collate, padding_share
@@ -106,7 +106,9 @@ class Trainer:
             betas=(optimizer.beta1, optimizer.beta2),
         )
         self.settings = optimizer
-        self.module, self.optimizer = accelerator.prepare(module, chosen)
+        self.module, self.optimizer = engines.prepare(
+            accelerator, module, chosen, clip=optimizer.clip
+        )
 
     def fit(self) -> Progress:
         """Train to the end. Raises UserError before a step whose loss or gradient is not finite."""
@@ -152,13 +154,12 @@ class Trainer:
             batch = collate(rows, self.pad_id)
             for name in ("input_ids", "attention_mask", "loss_mask"):
                 batch[name] = batch[name].to(accelerator.device)
-            with accelerator.no_sync(self.module) if number + 1 < last else nullcontext():
+            with engines.part(accelerator, self.module, last=number + 1 == last):
                 loss, parts = self.step(self.module, batch)
                 # Engines average gradients over ranks; the mean wanted here is over tokens.
-                accelerator.backward(loss * world / tokens)
+                engines.backward(accelerator, self.module, loss * world / tokens)
             sums += parts
             total += loss.detach()
-        norm = accelerator.clip_grad_norm_(self.module.parameters(), self.settings.clip)
         # A pure function of the step, so there is no scheduler whose state could be lost.
         lr = self.settings.lr * learning_rate_factor(at.step, self.total_steps, self.settings)
         for group in self.optimizer.param_groups:
@@ -167,9 +168,19 @@ class Trainer:
         entry = {
             "loss": values[0] / tokens,
             **{name: x / tokens for name, x in zip(self.terms, values[1:], strict=True)},
-            "gradient_norm": float(norm),
-            "lr": lr,
         }
+        self._require_finite(entry, at, numbers, batches)
+        norm = engines.optimizer_step(
+            accelerator, self.module, self.optimizer, clip=self.settings.clip
+        )
+        entry |= {"gradient_norm": norm, "lr": lr}
+        self._require_finite(entry, at, numbers, batches)
+        at.step, at.batch, at.tokens = at.step + 1, last, at.tokens + tokens
+        return entry
+
+    def _require_finite(
+        self, entry: dict[str, float], at: Progress, numbers: range, batches: Batches
+    ) -> None:
         bad = [name for name, value in entry.items() if not math.isfinite(value)]
         if bad:
             ids = [self.samples[i].id for n in numbers for i in batches.batch(n)]
@@ -177,10 +188,6 @@ class Trainer:
                 f"step {at.step + 1}: {', '.join(bad)} is not finite, so the step was not taken; "
                 f"samples: {', '.join(ids)}. Lower the learning rate, or look at these samples."
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        at.step, at.batch, at.tokens = at.step + 1, last, at.tokens + tokens
-        return entry
 
     def _batches(self, epoch: int) -> Batches:
         if self._order is None or self._order[0] != epoch:

@@ -1,5 +1,6 @@
 """`distill`: a small language model learns the target's distribution (DistillSpec, 2310.08461)."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from distill.output import split_model
 from distill.student import student_from_config, student_from_layers
 from distill.teacher import LiveTeacher
 from distill.vocabulary import most_frequent
+from train import engines
 from train.data.batches import Batch, fit
 from train.data.chat import Sample, to_sample
 from train.schema import StageConfig, Strict, closest_stage
@@ -153,13 +155,17 @@ class DistillStage(Stage):
         coverage = None
         if settings.draft_vocabulary is not None:
             vocabulary, coverage = self._reduce(context, student, samples)
+        self._freeze(student)
+        # Engines may take the student apart. This copy stays whole, and is what is saved.
+        whole, whole_vocabulary = copy.deepcopy((student, vocabulary))
         student.to(context.accelerator.device)
         ids = None if vocabulary is None else vocabulary.ids.to(context.accelerator.device)
-        self._freeze(student)
         start = context.directory / "start"
         drafter = context.directory / "drafter"
         if context.accelerator.is_main_process and settings.drafter.stage is None:
-            self._save(context, student, vocabulary, start, {"stage": settings.name, "steps": 0})
+            self._save(
+                context, whole, whole_vocabulary, start, {"stage": settings.name, "steps": 0}
+            )
         teacher = None
         if terms.needs_teacher:
             teacher = LiveTeacher(
@@ -198,18 +204,19 @@ class DistillStage(Stage):
             "training": describe(trained),
             "samples": counts,
             "padding_share": trainer.padding_share(),
-            "parameters": student.num_parameters(),
-            "trained_parameters": sum(p.numel() for p in student.parameters() if p.requires_grad),
+            "parameters": whole.num_parameters(),
+            "trained_parameters": sum(p.numel() for p in whole.parameters() if p.requires_grad),
             "losses": settings.losses,
             "draft_vocabulary": None if ids is None else len(ids),
             "draft_vocabulary_coverage": coverage,
         }
-        module: Any = context.accelerator.unwrap_model(trainer.module)
+        weights = engines.gathered_weights(context.accelerator, trainer.module, "student.")
+        whole.load_state_dict(weights, strict=False)
         if context.accelerator.is_main_process:
             self._save(
                 context,
-                module.student,
-                vocabulary,
+                whole,
+                whole_vocabulary,
                 drafter,
                 {
                     "stage": settings.name,
@@ -258,7 +265,7 @@ class DistillStage(Stage):
             if start.stage is not None:
                 spec = str(context.outcomes[start.stage] / "drafter")
                 describe_drafter(Path(spec))
-            loaded = load_model_and_tokenizer(spec, dtype="float32", device=str(target.device))
+            loaded = load_model_and_tokenizer(spec, dtype="float32", device="cpu")
             own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
             require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
             student = loaded.model

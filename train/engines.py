@@ -1,0 +1,236 @@
+"""What DDP, FSDP2 and DeepSpeed do differently, so that the training loop need not know.
+
+`accelerate launch` chooses the engine. In each of them the gradients are averaged over the ranks,
+clipped by one norm over all of them, and the trained weights and AdamW's moments are float32.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, disable_fsdp_ram_efficient_loading
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from decode.errors import UserError
+
+# What `accelerate launch` sets in every rank's environment, and the engine that it stands for.
+ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED,
+    "ACCELERATE_USE_FSDP": DistributedType.FSDP,
+    "ACCELERATE_USE_MEGATRON_LM": DistributedType.MEGATRON_LM,
+}
+
+
+def start(*, cpu: bool, **settings: Any) -> Accelerator:
+    """An accelerator on the engine that was launched; `settings` are Accelerator's own.
+
+    cpu: stay off the GPUs. Call it before any model is loaded: launching changes how transformers
+    loads them, which is undone here. Raises UserError for an engine that cannot be had.
+    """
+    asked = [kind for name, kind in ENGINES.items() if os.environ.get(name, "").lower() == "true"]
+    present = torch.accelerator.is_available()
+    if asked and cpu and present:
+        raise UserError(
+            f"accelerate was launched with {asked[0].value}, and target.device is cpu on a machine "
+            "with GPUs; set it to auto, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
+    fsdp1 = DistributedType.FSDP in asked and os.environ.get("FSDP_VERSION", "1") != "2"
+    if fsdp1 or DistributedType.MEGATRON_LM in asked:
+        raise UserError(
+            f"accelerate was launched with {asked[0].value}; expected one process, MULTI_GPU, "
+            "FSDP with fsdp_version 2, or DEEPSPEED, as in configs/accelerate"
+        )
+    if asked and not present and "LOCAL_RANK" in os.environ:
+        # On a CPU accelerate would quietly take DDP instead (told that it is one), or let every
+        # rank believe that it is alone (not told).
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+        state = PartialState(backend="gloo")
+        if asked[0] == DistributedType.FSDP:
+            state.distributed_type = DistributedType.MULTI_GPU
+        cpu = False
+    else:
+        cpu = cpu or not present
+    accelerator = Accelerator(cpu=cpu, **settings)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != world:
+        raise UserError(f"{world} ranks were launched and accelerate sees another number of them")
+    if asked and accelerator.distributed_type != asked[0]:
+        raise UserError(
+            f"accelerate was launched with {asked[0].value} and runs "
+            f"{accelerator.distributed_type.value}"
+        )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # ZeRO-3 would shard every model that transformers loads, the target too: accelerate
+        # registers its config there whatever zero3_init_flag says.
+        unset_hf_deepspeed_config()
+        if "optimizer" in accelerator.deepspeed_plugin.deepspeed_config:
+            raise UserError(
+                "the DeepSpeed config names an optimizer; leave it out, stages bring their own"
+            )
+    elif accelerator.is_fsdp2:
+        # It would leave models empty on all ranks but one.
+        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+        disable_fsdp_ram_efficient_loading()
+    return accelerator
+
+
+def prepare(
+    accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, *, clip: float
+) -> tuple[Any, Any]:
+    """Hand module and optimizer to the engine; both must be used through what this returns.
+
+    `module` itself may be taken apart: what is to stay whole must be copied before.
+    """
+    # The loop divides by the tokens of a whole step; accelerate must not divide once more.
+    accelerator.gradient_accumulation_steps = 1
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        config |= {
+            "train_micro_batch_size_per_gpu": 1,  # only used to count samples
+            "gradient_accumulation_steps": 1,  # `part` says where a step ends
+            "gradient_clipping": clip,
+        }
+        if config.get("bf16", {}).get("enabled") is True:
+            # Off, ZeRO-2 takes steps whose gradient is not finite.
+            config["bf16"]["check_grad_overflow"] = True
+    elif accelerator.is_fsdp2:
+        plugin = accelerator.state.fsdp_plugin
+        names = _layer_names(module)
+        plugin.transformer_cls_names_to_wrap = names
+        plugin.auto_wrap_policy = functools.partial(
+            transformer_auto_wrap_policy,
+            transformer_layer_cls={type(m) for m in module.modules() if type(m).__name__ in names},
+        )
+        if accelerator.mixed_precision == "bf16":
+            # accelerate would also average gradients and return the loss in bfloat16.
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
+    return accelerator.prepare(module, optimizer)
+
+
+@contextmanager
+def part(accelerator: Accelerator, module: Any, *, last: bool) -> Iterator[None]:
+    """Around forward and `backward` of one batch of a step. last: no other batch follows in it."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        module.set_gradient_accumulation_boundary(last)
+        yield
+    else:
+        with nullcontext() if last else accelerator.no_sync(module):
+            yield
+
+
+def backward(accelerator: Accelerator, module: Any, loss: Tensor) -> None:
+    """Add the gradients of `loss`, whose mean over the ranks is what they are taken of."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # Not accelerator.backward: that would take the optimizer step at once.
+        module.backward(loss)
+    else:
+        accelerator.backward(loss)
+
+
+def optimizer_step(accelerator: Accelerator, module: Any, optimizer: Any, *, clip: float) -> float:
+    """Clip, step, forget the gradients; the norm they had before clipping.
+
+    A step whose norm is not finite is not taken. Every rank must call it.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        module.step()
+        return float(module.get_global_grad_norm())
+    norm = accelerator.clip_grad_norm_(module.parameters(), clip)
+    value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if math.isfinite(value):
+        optimizer.step()
+    optimizer.zero_grad()
+    return value
+
+
+def gathered_weights(accelerator: Accelerator, module: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Whole float32 copies of the trained parameters, on the CPU of every rank.
+
+    Named as in `module` before it was prepared, a tied one by its first name, without `prefix`;
+    others are left out. Loaded (strict=False) into a copy made before `prepare`, they make it the
+    model as it is now. Every rank must call it.
+    """
+    return {
+        name.removeprefix(prefix): _whole(accelerator, parameter).detach().to("cpu", copy=True)
+        for name, parameter in _trained(accelerator, module)
+        if name.startswith(prefix)
+    }
+
+
+def local_weights(accelerator: Accelerator, module: Any) -> list[Tensor]:
+    """This rank's share of the trained float32 weights, as views: what is written is kept.
+
+    Shapes and order are the engine's own, the same at every call of one launch. Under DDP a share
+    is everything.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return [
+            p.to_local().detach() if isinstance(p, DTensor) else p.detach()
+            for _, p in _trained(accelerator, module)
+        ]
+    if module.zero_optimization_partition_weights():
+        from deepspeed.utils import safe_get_local_fp32_param
+
+        return [safe_get_local_fp32_param(p).detach() for _, p in _trained(accelerator, module)]
+    return [flat.detach() for flat in module.optimizer.single_partition_of_fp32_groups]
+
+
+@contextmanager
+def exchanged(accelerator: Accelerator, module: Any, shares: Sequence[Tensor]) -> Iterator[None]:
+    """Within it `gathered_weights` gives `shares`, as of `local_weights`, in the weights' place.
+
+    Under DeepSpeed the module's own forward goes on with the trained weights.
+    """
+
+    def swap() -> None:
+        for own, share in zip(local_weights(accelerator, module), shares, strict=True):
+            kept = own.clone()
+            own.copy_(share)
+            share.copy_(kept)
+
+    swap()
+    try:
+        yield
+    finally:
+        swap()
+
+
+def _trained(accelerator: Accelerator, module: Any) -> list[tuple[str, nn.Parameter]]:
+    plain = accelerator.unwrap_model(module)
+    for part in plain.modules():
+        # After a forward without backward some are still gathered, in the precision of products.
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    return [(name, p) for name, p in plain.named_parameters() if p.requires_grad]
+
+
+def _whole(accelerator: Accelerator, parameter: Tensor) -> Tensor:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter)
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _layer_names(module: nn.Module) -> list[str]:
+    """The classes that its models' authors say are not to be split: their decoder layers."""
+    wanted = {
+        name
+        for model in module.modules()
+        if isinstance(model, PreTrainedModel)
+        for name in model._no_split_modules or ()
+    }
+    return sorted(wanted & {type(child).__name__ for child in module.modules()})
