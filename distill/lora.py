@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.vocabulary import ReducedVocabulary
 
 
 class LoraConfig(BaseModel):
@@ -24,13 +25,18 @@ class LoraConfig(BaseModel):
 
 
 class Trainable:
-    """What is trained of `model`, and copies of the model as it is by then.
+    """A model while it is trained, and copies of it as it is by then.
 
-    model: with the adapters inside, the same object otherwise. Raises UserError when the adapters'
-    targets match no layer.
+    model: with the adapters inside, the same object otherwise. vocabulary: what its output layer
+    was reduced to. Raises UserError when the adapters' targets match no layer.
     """
 
-    def __init__(self, model: PreTrainedModel, lora: LoraConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocabulary: ReducedVocabulary | None = None,
+        lora: LoraConfig | None = None,
+    ) -> None:
         self.model = model
         wrapped: peft.PeftModel | None = None
         if lora is not None:
@@ -45,16 +51,16 @@ class Trainable:
                 wrapped = peft.get_peft_model(model, settings)
             except ValueError as error:
                 raise UserError(f"lora.targets {lora.targets!r}: {error}") from error
-        # Engines may take the model apart. This copy stays whole, on the CPU.
-        self._whole, self._wrapped = copy.deepcopy((model, wrapped))
-        self._whole.to("cpu")
+        # Engines may take the model apart. This copy stays whole, on the CPU; and the layer that
+        # was reduced stays tied to the embeddings, if it is, because both are copied together.
+        self._whole, self._wrapped, self._vocabulary = copy.deepcopy((model, wrapped, vocabulary))
 
     @torch.no_grad()
-    def plain(self, weights: dict[str, Tensor]) -> PreTrainedModel:
+    def plain(self, weights: dict[str, Tensor]) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
         """A copy on the CPU with these values of what is trained (names as in `model`), adapters
-        merged into the layers they adapt, in eval mode and without gradients."""
+        merged into the layers they adapt, in eval mode and without gradients; its vocabulary."""
         self._whole.load_state_dict(weights, strict=False)
-        whole, wrapped = copy.deepcopy((self._whole, self._wrapped))
+        whole, wrapped, vocabulary = copy.deepcopy((self._whole, self._wrapped, self._vocabulary))
         if wrapped is not None:
             whole = wrapped.merge_and_unload()
-        return whole.eval().requires_grad_(False)
+        return whole.eval().requires_grad_(False), vocabulary

@@ -79,7 +79,6 @@ def train(
     settings = load_config(config, overrides or [])
 
     import torch
-    from accelerate import Accelerator
 
     from train import engines
     from train.console import Reporter
@@ -87,13 +86,12 @@ def train(
     from train.stopping import EXIT_STATUS, Stopped
 
     quieten()
-    accelerator = Accelerator(
+    accelerator = engines.start(
         cpu=settings.target.device == "cpu",
         mixed_precision=settings.precision,
         log_with=settings.trackers or None,
         project_dir=str(settings.run_dir / "logs"),
     )
-    engines.settle(accelerator)
     if accelerator.device.type == "cpu":
         share = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         torch.set_num_threads(settings.threads or share)

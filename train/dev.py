@@ -6,7 +6,7 @@ from dataclasses import asdict
 import torch
 from accelerate.utils import broadcast_object_list
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
@@ -46,14 +46,12 @@ class DevSlice:
         context: StageContext,
         samples: Sequence[Sample],
         student: Trainable,
-        vocabulary: Tensor | None,
         teacher: LiveTeacher,
     ) -> None:
         """teacher: the target over its whole vocabulary."""
         self.settings, self.context = settings, context
         self.samples = spread(samples, settings.samples)
-        self.student, self.vocabulary = student, vocabulary
-        self.teacher = teacher
+        self.student, self.teacher = student, teacher
         self.batches = Batches(
             [len(sample.tokens) for sample in self.samples], tokens_per_batch=2048, seed=0, epoch=0
         )
@@ -84,11 +82,12 @@ class DevSlice:
         gathered = weights("student.")
         rate = [0.0]
         if accelerator.is_main_process:
-            model = self.student.plain(gathered).to(target.device, target.dtype)
-            vocabulary = None if self.vocabulary is None else self.vocabulary.to(target.device)
+            model, vocabulary = self.student.plain(gathered)
+            model.to(target.device, target.dtype)
+            ids = None if vocabulary is None else vocabulary.ids.to(target.device)
             decoder = Decoder(
                 target.model,
-                SmallLMDrafter(model, vocabulary),
+                SmallLMDrafter(model, ids),
                 eos_token_ids=target.eos_token_ids,
                 gamma=self.settings.gamma,
             )

@@ -6,12 +6,13 @@ clipped by one norm over all of them, and the trained weights and AdamW's moment
 
 import functools
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, disable_fsdp_ram_efficient_loading
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -23,31 +24,65 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from decode.errors import UserError
 
-KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+# What `accelerate launch` sets in every rank's environment, and the engine that it stands for.
+ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED,
+    "ACCELERATE_USE_FSDP": DistributedType.FSDP,
+    "ACCELERATE_USE_MEGATRON_LM": DistributedType.MEGATRON_LM,
+}
 
 
-def settle(accelerator: Accelerator) -> None:
-    """Undo what launching changes in how models are loaded. To be called before any is.
+def start(*, cpu: bool, **settings: Any) -> Accelerator:
+    """An accelerator on the engine that was launched; `settings` are Accelerator's own.
 
-    Under ZeRO-3 transformers would shard every model it loads, the target too, and under FSDP it
-    may leave them empty on all ranks but one. Raises UserError for an engine that is not supported.
+    cpu: stay off the GPUs. Call it before any model is loaded: launching changes how transformers
+    loads them, which is undone here. Raises UserError for an engine that cannot be had.
     """
-    kind = accelerator.distributed_type
-    if kind == DistributedType.DEEPSPEED:
-        # accelerate registers its config with transformers whatever zero3_init_flag says.
+    asked = [kind for name, kind in ENGINES.items() if os.environ.get(name, "").lower() == "true"]
+    present = torch.accelerator.is_available()
+    if asked and cpu and present:
+        raise UserError(
+            f"accelerate was launched with {asked[0].value}, and target.device is cpu on a machine "
+            "with GPUs; set it to auto, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
+    fsdp1 = DistributedType.FSDP in asked and os.environ.get("FSDP_VERSION", "1") != "2"
+    if fsdp1 or DistributedType.MEGATRON_LM in asked:
+        raise UserError(
+            f"accelerate was launched with {asked[0].value}; expected one process, MULTI_GPU, "
+            "FSDP with fsdp_version 2, or DEEPSPEED, as in configs/accelerate"
+        )
+    if asked and not present and "LOCAL_RANK" in os.environ:
+        # On a CPU accelerate would quietly take DDP instead (told that it is one), or let every
+        # rank believe that it is alone (not told).
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+        state = PartialState(backend="gloo")
+        if asked[0] == DistributedType.FSDP:
+            state.distributed_type = DistributedType.MULTI_GPU
+        cpu = False
+    else:
+        cpu = cpu or not present
+    accelerator = Accelerator(cpu=cpu, **settings)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != world:
+        raise UserError(f"{world} ranks were launched and accelerate sees another number of them")
+    if asked and accelerator.distributed_type != asked[0]:
+        raise UserError(
+            f"accelerate was launched with {asked[0].value} and runs "
+            f"{accelerator.distributed_type.value}"
+        )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # ZeRO-3 would shard every model that transformers loads, the target too: accelerate
+        # registers its config there whatever zero3_init_flag says.
         unset_hf_deepspeed_config()
         if "optimizer" in accelerator.deepspeed_plugin.deepspeed_config:
             raise UserError(
                 "the DeepSpeed config names an optimizer; leave it out, stages bring their own"
             )
     elif accelerator.is_fsdp2:
+        # It would leave models empty on all ranks but one.
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         disable_fsdp_ram_efficient_loading()
-    elif kind not in KNOWN:
-        raise UserError(
-            f"accelerate was launched with {kind.value}; expected one process, MULTI_GPU, FSDP "
-            "with fsdp_version 2, or DEEPSPEED, as in configs/accelerate"
-        )
+    return accelerator
 
 
 def prepare(

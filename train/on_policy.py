@@ -65,13 +65,12 @@ class OnPolicyText:
         settings: OnPolicyConfig,
         context: StageContext,
         student: Trainable,
-        vocabulary: torch.Tensor | None,
         prompts: Sequence[Example],
         samples: Sequence[Sample],
         seed: int,
     ) -> None:
         self.settings, self.context, self.seed = settings, context, seed
-        self.student, self.vocabulary = student, vocabulary
+        self.student = student
         self.prompts, self.samples = prompts, samples
         self.directory = context.directory / "rounds"
         self.drafter: str | None = None if settings.drafter == "auto" else settings.drafter
@@ -95,9 +94,9 @@ class OnPolicyText:
         count = max(1, round(settings.fraction * settings.samples))
         chosen = _dealt(self.prompts, count, number, f"{self.seed} prompts")
         rank, world = accelerator.process_index, accelerator.num_processes
-        model = self.student.plain(weights("student."))
-        if self.vocabulary is not None:
-            _restore_vocabulary(model, self.vocabulary)
+        model, vocabulary = self.student.plain(weights("student."))
+        if vocabulary is not None:
+            _restore_vocabulary(model, vocabulary.ids)
         model.to(accelerator.device, self.context.target.dtype)
         mine = [
             (

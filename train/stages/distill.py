@@ -159,7 +159,7 @@ class DistillStage(Stage):
             )
         model, _ = make_student(settings.drafter, context, settings.loop.seed)
         self._freeze(model)
-        student = Trainable(model, settings.lora).model
+        student = Trainable(model, lora=settings.lora).model
         trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
         # float32 weights, gradients and AdamW's two moments; the target; a chunk's logits of
         # student and teacher.
@@ -180,10 +180,10 @@ class DistillStage(Stage):
         cache = self._cache(context, samples)
         model, vocabulary, coverage = self._student(context, samples, cache)
         self._freeze(model)
-        student = Trainable(model, settings.lora)
+        student = Trainable(model, vocabulary, settings.lora)
         if context.accelerator.is_main_process and settings.drafter.stage is None:
             start = context.directory / "start"
-            self._save(context, student.plain({}), vocabulary, start, {"steps": 0})
+            self._save(context, *student.plain({}), start, {"steps": 0})
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             # The embeddings may be frozen; a checkpointed layer wants an input with a gradient.
@@ -205,7 +205,7 @@ class DistillStage(Stage):
                 loss, parts = module(**given, teacher=signal)
                 return loss, parts
 
-            dev = self._dev(context, student, ids, target)
+            dev = self._dev(context, student, target)
             trainer = Trainer(
                 context.accelerator,
                 context.reporter,
@@ -216,7 +216,7 @@ class DistillStage(Stage):
                     ),
                     step,
                     settings.terms.names,
-                    self._text(context, student, ids, samples),
+                    self._text(context, student, samples),
                     context.target.tokenizer.pad_token_id or 0,
                     measure=dev.measure if dev else None,
                     measure_every=settings.dev.every if settings.dev else 1,
@@ -229,7 +229,7 @@ class DistillStage(Stage):
             )
             trained = trainer.fit()
         with trainer.final_weights():
-            final = student.plain(trainer.weights("student."))
+            final, vocabulary = student.plain(trainer.weights("student."))
         if context.accelerator.is_main_process:
             provenance = {
                 "run": context.run_name,
@@ -309,7 +309,6 @@ class DistillStage(Stage):
         self,
         context: StageContext,
         student: Trainable,
-        ids: Tensor | None,
         samples: Sequence[Sample],
     ) -> Text:
         settings: DistillConfig = self.config
@@ -322,11 +321,11 @@ class DistillStage(Stage):
                 "only text; give rows with prompt or messages"
             )
         return OnPolicyText(
-            settings.on_policy, context, student, ids, prompts, samples, settings.loop.seed
+            settings.on_policy, context, student, prompts, samples, settings.loop.seed
         )
 
     def _dev(
-        self, context: StageContext, student: Trainable, ids: Tensor | None, target: PreTrainedModel
+        self, context: StageContext, student: Trainable, target: PreTrainedModel
     ) -> DevSlice | None:
         settings = self.config.dev
         if settings is None:
@@ -341,7 +340,7 @@ class DistillStage(Stage):
             )
         # A sharded target must be run by all ranks alike, so none may remember on its own.
         teacher = LiveTeacher(split_model(target), remember=not self.config.shard_teacher)
-        return DevSlice(settings, context, samples, student, ids, teacher)
+        return DevSlice(settings, context, samples, student, teacher)
 
     def _save(
         self,
@@ -372,7 +371,7 @@ class _Target:
             return self.whole
         self.whole.to("cpu")
         part = copy.deepcopy(self.whole)
-        shard_layers(part.base_model)
+        shard_layers(part.base_model, self.device.type)
         return part.to(self.device)
 
     def __exit__(self, *_: object) -> None:

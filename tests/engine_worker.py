@@ -1,0 +1,109 @@
+"""What each rank of tests/test_engines.py runs: checks of the engine, then a run that is killed."""
+
+import copy
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+
+from distill.losses import Terms
+from distill.module import Distillation
+from tests.tiny import tiny_llama
+from train import engines
+from train.trainer import Trainer
+
+
+def probe(accelerator: Accelerator) -> dict[str, Any]:
+    """Five steps with two learning rates and an average of the weights kept in shares.
+
+    The figures must come out the same whatever the engine and the number of ranks.
+    """
+    student = tiny_llama(layers=2)
+    plain = copy.deepcopy(student)
+    module: Any = Distillation(student, Terms({"cross_entropy": 1.0}))
+    trained = dict(module.named_parameters())
+    slow = [p for name, p in trained.items() if "layers.0" in name]
+    fast = [p for name, p in trained.items() if "layers.0" not in name]
+    module.student.model.layers[0].mlp.requires_grad_(False)
+    groups = [
+        {"params": [p for p in slow if p.requires_grad], "lr": 1e-4},
+        {"params": fast, "lr": 1e-2},
+    ]
+    module, optimizer = engines.prepare(accelerator, module, torch.optim.AdamW(groups), clip=0.5)
+    average = [share.clone() for share in engines.local_weights(accelerator, module)]
+    held = sum(share.numel() for share in average)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    generator = torch.Generator().manual_seed(0)
+    norms = []
+    for step in range(6):
+        for batch in range(2):
+            ids = torch.randint(3, 300, (4, 9), generator=generator)
+            mask = torch.ones_like(ids)
+            with engines.part(accelerator, module, last=batch == 1):
+                loss, _ = module(ids[rank::world], mask[rank::world], mask[rank::world].bool())
+                # The last step's gradient is not finite, so it must change nothing.
+                scale = float("nan") if step == 5 else world / 64
+                engines.backward(accelerator, module, loss * scale)
+        norms.append(engines.optimizer_step(accelerator, module, optimizer, clip=0.5))
+        if step < 5:
+            for share, now in zip(average, engines.local_weights(accelerator, module), strict=True):
+                share.lerp_(now, 0.5)
+    resident = sum(
+        (p.to_local() if isinstance(p, DTensor) else p).numel()
+        for p in accelerator.unwrap_model(module).parameters()
+        if p.requires_grad
+    )
+    with torch.no_grad():  # leaves weights gathered under FSDP2
+        module(ids, mask, mask.bool())
+    weights = engines.gathered_weights(accelerator, module, "student.")
+    with engines.exchanged(accelerator, module, average):
+        averaged = engines.gathered_weights(accelerator, module, "student.")
+    again = engines.gathered_weights(accelerator, module, "student.")
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    # Every rank has them, and together with a plain copy they make the model.
+    missing, unexpected = plain.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert sum("mlp" in name for name in missing) == 3
+    accelerator.free_memory()
+    total = sum(x.numel() for x in weights.values())
+    return {
+        "engine": accelerator.distributed_type.value,
+        "world": world,
+        "share": held / total,
+        "resident": resident / total,
+        "norms": norms,
+        "weights": weights,
+        "averaged": averaged,
+    }
+
+
+def main() -> None:
+    """CONFIG, the step before which to die, and where each rank leaves what it found."""
+    import train.run
+    from train.cli import app
+
+    config, die_at, found = sys.argv[1:]
+    execute, step = train.run.Run.execute, Trainer._optimizer_step
+    taken = [0]
+
+    def checked(self: Any) -> Any:
+        torch.save(probe(self.accelerator), Path(found) / f"{self.accelerator.process_index}.pt")
+        return execute(self)
+
+    def dying(self: Any, *args: Any) -> Any:
+        taken[0] += 1
+        if taken[0] == int(die_at):
+            self.accelerator.wait_for_everyone()
+            os._exit(9)
+        return step(self, *args)
+
+    train.run.Run.execute, Trainer._optimizer_step = checked, dying  # type: ignore[method-assign]
+    app(["train", config, "threads=1"])
+
+
+if __name__ == "__main__":
+    main()

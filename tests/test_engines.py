@@ -1,0 +1,218 @@
+"""Two ranks under every engine train what one rank trains, and go on after being killed.
+
+Each engine is launched twice: a worker whose ranks die in the second of three trainings, and the
+plain command, which goes on from there. The figures are those of one process in this one.
+"""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny import save_tiny
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parent.parent
+WORDS = ["the", "a", "dog", "fox", "sea", "shell", "target", "drafter", "token", "sells", "jumps"]
+STAGES = ("00-tied", "01-reduced", "02-frozen")
+# Every step is clipped: the gradients of tiny models are larger than 0.5.
+CLIP = 0.5
+
+CONFIG = """
+name: one
+output_dir: {base}/runs
+trackers: []
+target: {{model: {base}/target, dtype: float32, device: cpu}}
+data: {{train: train.jsonl, test: test.jsonl}}
+evaluation:
+  {{prompts: 1, gamma: 2, max_new_tokens: 2, timed_prompts: 0, generate: false, baselines: []}}
+stages:
+  - name: tied
+    kind: distill
+    drafter: {{layers: [0]}}
+    loop: {{epochs: 99, max_steps: 50, tokens_per_batch: 120, save_every: 50, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 5, clip: 0.5}}
+  - name: reduced
+    kind: distill
+    drafter: {{layers: [1]}}
+    draft_vocabulary: 120
+    losses: {{forward_kl: 1.0, cross_entropy: 0.1}}
+    loop: {{epochs: 99, max_steps: 50, tokens_per_batch: 120, accumulation: 2, save_every: 15,
+      log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 5, clip: 0.5}}
+  - name: frozen
+    kind: distill
+    drafter: {{stage: reduced}}
+    train_embeddings: false
+    loop: {{epochs: 99, max_steps: 10, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 5, clip: 0.5}}
+"""
+# 50 steps of the first training and 24 of the second, whose newest checkpoint is then step 15.
+DIE_BEFORE = 75
+
+LAUNCH = """
+compute_environment: LOCAL_MACHINE
+use_cpu: false
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+"""
+# engine → its part of the accelerate config; what accelerate must then say it runs; a rank's share
+# of the trained float32 weights; the share that its module holds between steps; a file that only
+# this engine's checkpoints have. Without the last four, DDP passes for any of them.
+ENGINES: dict[str, tuple[str, str, float, float, str]] = {
+    "ddp": (
+        "mixed_precision: 'no'\ndistributed_type: MULTI_GPU\n",
+        "MULTI_CPU",
+        1.0,
+        1.0,
+        "model.safetensors",
+    ),
+    "fsdp2": (
+        "mixed_precision: 'no'\ndistributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+        "  fsdp_state_dict_type: SHARDED_STATE_DICT\n",
+        "FSDP",
+        0.5,
+        0.5,
+        "pytorch_model_fsdp_0/.metadata",
+    ),
+    "zero2": (
+        "distributed_type: DEEPSPEED\n"
+        "deepspeed_config:\n  deepspeed_config_file: {base}/zero2.json\n",
+        "DEEPSPEED",
+        0.5,
+        1.0,
+        "pytorch_model/mp_rank_00_model_states.pt",
+    ),
+    "zero3": (
+        "distributed_type: DEEPSPEED\n"
+        "deepspeed_config:\n  deepspeed_config_file: {base}/zero3.json\n",
+        "DEEPSPEED",
+        0.5,
+        0.0,
+        "pytorch_model/zero_pp_rank_1_mp_rank_00_model_states.pt",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target and its data, with what one process makes of them."""
+    base = tmp_path_factory.mktemp("engines")
+    save_tiny(base / "target", "llama", layers=2)
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 24), ("test", 2)):
+        rows = []
+        for i in range(count):
+            drawn = torch.randint(len(WORDS), (8 + i % 5,), generator=generator).tolist()
+            words = [WORDS[word] for word in drawn]
+            row = {"prompt": " ".join(words[:3]), "reference": " ".join(words[3:])}
+            rows.append(json.dumps({"id": f"{split}-{i}"} | row) + "\n")
+        (base / f"{split}.jsonl").write_text("".join(rows))
+    (base / "config.yaml").write_text(CONFIG.format(base=base))
+    for stage in (2, 3):
+        # Threshold 0: ZeRO-3 would otherwise leave parameters as small as these whole.
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        (base / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": zero}))
+    done = python(
+        base, "tests/engine_worker.py", str(base / "config.yaml"), "0", found(base, "one")
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return base
+
+
+def found(base: Path, engine: str) -> str:
+    directory = base / "found" / engine
+    directory.mkdir(parents=True, exist_ok=True)
+    return str(directory)
+
+
+def python(base: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | extra,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def launch(base: Path, engine: str, *arguments: str, **extra: str) -> Any:
+    settings = base / f"{engine}.yaml"
+    settings.write_text(LAUNCH + ENGINES[engine][0].format(base=base))
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    command = ("-m", "accelerate.commands.launch", "--main_process_port", port)
+    return python(base, *command, "--config_file", str(settings), *arguments, **extra)
+
+
+def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name].double() - b[name].double()).abs().max().item() for name in b)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_train_as_one_and_go_on_after_a_kill(base, engine):
+    _, kind, share, resident, file = ENGINES[engine]
+    if kind == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs DeepSpeed: pip install 'draftsmith[deepspeed]'")
+    config = base / f"config-{engine}.yaml"
+    config.write_text((base / "config.yaml").read_text().replace("name: one", f"name: {engine}"))
+    directory = found(base, engine)
+    # The engine must not depend on whether accelerate was told that this is a CPU.
+    killed = launch(
+        base,
+        engine,
+        *("tests/engine_worker.py", str(config), str(DIE_BEFORE), directory),
+        ACCELERATE_USE_CPU="true",
+    )
+    assert killed.returncode != 0
+    assert "exitcode  : 9" in killed.stderr, killed.stderr[-3000:]
+
+    one = torch.load(base / "found/one/0.pt")
+    for rank in range(2):
+        probe = torch.load(Path(directory) / f"{rank}.pt")
+        assert (probe["engine"], probe["world"]) == (kind, 2)
+        assert probe["share"] == pytest.approx(share, abs=0.02)
+        assert probe["resident"] == pytest.approx(resident, abs=0.02)
+        assert probe["norms"][:5] == pytest.approx(one["norms"][:5], rel=1e-4)
+        assert not torch.isfinite(torch.tensor(probe["norms"][5]))
+        assert largest(probe["weights"], one["weights"]) < 1e-4
+        assert largest(probe["averaged"], one["averaged"]) < 1e-4
+    stages = base / "runs" / engine / "stages"
+    assert (stages / STAGES[0] / "checkpoints/step-50" / file).exists()
+    assert [p.name for p in (stages / STAGES[1] / "checkpoints").glob("step-*")] == ["step-15"]
+
+    resumed = launch(base, engine, "-m", "train", str(config), "threads=1")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "going on after step 15 of 50" in resumed.stdout
+    for stage in STAGES:
+        ours, theirs = stages / stage, base / "runs/one/stages" / stage
+        two, alone = (
+            json.loads((place / "done.json").read_text())["summary"]["training"]["history"]
+            for place in (ours, theirs)
+        )
+        assert len(two) == len(alone) == (10 if stage == "02-frozen" else 50)
+        assert min(entry["gradient_norm"] for entry in alone) > CLIP
+        for figure in ("loss", "gradient_norm", "lr"):
+            expected = [entry[figure] for entry in alone]
+            assert [entry[figure] for entry in two] == pytest.approx(expected, rel=1e-4), figure
+        files = sorted(path.name for path in theirs.glob("drafter/*.safetensors"))
+        assert files == sorted(path.name for path in ours.glob("drafter/*.safetensors"))
+        for name in files:
+            # Equal names too: a tied output layer is in neither file.
+            saved = load_file(ours / "drafter" / name)
+            assert largest(saved, load_file(theirs / "drafter" / name)) < 1e-4
