@@ -179,6 +179,7 @@ class Trainer:
                     self.checkpoints.save(at.step, vars(at), self._save_average)
                 if stopping and not last:
                     raise Stopped(f"stopped after step {at.step} of {self.total_steps}")
+        self._text(at.round)  # what `padding_share` is about, also where no step was left
         return at
 
     @contextmanager
