@@ -160,7 +160,7 @@ class Trainer:
                     continue
                 log = (at.step + 1) % self.loop.log_every == 0 or at.step + 1 == self.total_steps
                 self.clock.waits = log or self.accelerator.device.type == "cpu"
-                entry, stopping = self._optimizer_step(at, current, request.asked)
+                entry, stopping = self._optimizer_step(at, current, request)
                 at.seconds = time.perf_counter() - begin
                 last = at.step == self.total_steps
                 speed = at.tokens / at.seconds
@@ -198,7 +198,7 @@ class Trainer:
         return engines.gathered_weights(self.accelerator, self.module, prefix)
 
     def _optimizer_step(
-        self, at: Progress, current: _Round, asked: bool
+        self, at: Progress, current: _Round, request: StopRequest
     ) -> tuple[dict[str, float], bool]:
         """One step over `accumulation` global batches; the mean loss per token and its terms, and
         whether some rank was asked to stop."""
@@ -232,7 +232,7 @@ class Trainer:
             norm = engines.optimizer_step(
                 accelerator, self.module, self.optimizer, clip=self.settings.clip
             )
-        shared = torch.cat([total[None], sums, total.new_tensor([float(asked)])])
+        shared = torch.cat([total[None], sums, total.new_tensor([float(request.asked)])])
         *values, stopping = accelerator.reduce(shared).tolist()
         entry = {
             "loss": values[0] / tokens,
