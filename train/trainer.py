@@ -223,6 +223,14 @@ class Trainer:
                 engines.backward(accelerator, self.module, loss * world / tokens)
             sums += parts
             total += loss.detach()
+        shared = torch.cat([total[None], sums, total.new_tensor([float(request.asked)])])
+        *values, stopping = accelerator.reduce(shared).tolist()
+        entry = {
+            "loss": values[0] / tokens,
+            **{k: x / tokens for k, x in zip(self.task.terms, values[1:], strict=True)},
+        }
+        ids = [current.samples[i].id for n in numbers for i in batches.batch(n)]
+        _require_finite(entry, at.step + 1, ids)
         # A pure function of the step, so there is no scheduler whose state could be lost.
         factor = learning_rate_factor(at.step, self.total_steps, self.settings)
         for group in self.optimizer.param_groups:
@@ -232,21 +240,8 @@ class Trainer:
             norm = engines.optimizer_step(
                 accelerator, self.module, self.optimizer, clip=self.settings.clip
             )
-        shared = torch.cat([total[None], sums, total.new_tensor([float(request.asked)])])
-        *values, stopping = accelerator.reduce(shared).tolist()
-        entry = {
-            "loss": values[0] / tokens,
-            **{k: x / tokens for k, x in zip(self.task.terms, values[1:], strict=True)},
-            "gradient_norm": norm,
-            "lr": self.settings.lr * factor,
-        }
-        bad = [name for name, value in entry.items() if not math.isfinite(value)]
-        if bad:
-            ids = [current.samples[i].id for n in numbers for i in batches.batch(n)]
-            raise UserError(
-                f"step {at.step + 1}: {', '.join(bad)} is not finite, so the step was not taken; "
-                f"samples: {', '.join(ids)}. Lower the learning rate, or look at these samples."
-            )
+        entry |= {"gradient_norm": norm, "lr": self.settings.lr * factor}
+        _require_finite(entry, at.step + 1, ids)
         if self.average:
             shares = engines.local_weights(accelerator, self.module)
             self.average.update(shares, at.step + 1)
@@ -301,6 +296,15 @@ class Trainer:
         assert self._round is not None, "nothing was trained on yet"
         batches = self._round.batches
         return padding_share([batches.batch(i) for i in range(len(batches))], self._round.lengths)
+
+
+def _require_finite(entry: dict[str, float], step: int, ids: Sequence[str]) -> None:
+    bad = [name for name, value in entry.items() if not math.isfinite(value)]
+    if bad:
+        raise UserError(
+            f"step {step}: {', '.join(bad)} is not finite, so the step was not taken; "
+            f"samples: {', '.join(ids)}. Lower the learning rate, or look at these samples."
+        )
 
 
 def steps_in(loop: LoopConfig, batches_per_epoch: int) -> int:
