@@ -286,10 +286,13 @@ class Trainer:
 
     def _load_average(self, directory: Path) -> None:
         if self.average:
-            self.average.load(directory / self._average_file())
+            own = directory / self._average_file()
+            # A rank that the checkpoint does not know: shares are whole then (`Checkpoints.load`).
+            self.average.load(own if own.exists() else directory / self._average_file(0))
 
-    def _average_file(self) -> str:
-        return f"average-{self.accelerator.process_index}.safetensors"
+    def _average_file(self, rank: int | None = None) -> str:
+        rank = self.accelerator.process_index if rank is None else rank
+        return f"average-{rank}.safetensors"
 
     def padding_share(self) -> float:
         """Share of the newest round's batch positions that are padding."""
