@@ -89,7 +89,16 @@ class Checkpoints:
         if self.accelerator.is_main_process:
             for error in damaged:
                 remove_directory(error.directory)
+        # load_state sets the counter from the file of the random state, and hides that it could
+        # not read that.
+        self.accelerator.step = -1
         self.accelerator.load_state(str(found))
+        if self.accelerator.step < 0 and state["made_with"] == self._made_with():
+            raise UserError(
+                f"{found}: the random state of rank {self.accelerator.process_index} cannot be "
+                "read, so training would go on with other random numbers. Use the versions of "
+                "torch, numpy and accelerate that wrote it, or delete this checkpoint."
+            )
         extra(found)
         progress: dict[str, Any] = state["progress"]
         return progress

@@ -161,7 +161,7 @@ class Trainer:
                 log = (at.step + 1) % self.loop.log_every == 0 or at.step + 1 == self.total_steps
                 if self.accelerator.device.type != "cpu":
                     self.clock.weight = self.loop.log_every if log else 0
-                entry, stopping = self._optimizer_step(at, current, request.asked)
+                entry, stopping = self._optimizer_step(at, current, request)
                 self.clock.weight = 1
                 at.seconds = time.perf_counter() - begin
                 last = at.step == self.total_steps
@@ -181,6 +181,7 @@ class Trainer:
                     self.checkpoints.save(at.step, vars(at), self._save_average)
                 if stopping and not last:
                     raise Stopped(f"stopped after step {at.step} of {self.total_steps}")
+        self._text(at.round)  # what `padding_share` is about, also where no step was left
         return at
 
     @contextmanager
@@ -199,7 +200,7 @@ class Trainer:
         return engines.gathered_weights(self.accelerator, self.module, prefix)
 
     def _optimizer_step(
-        self, at: Progress, current: _Round, asked: bool
+        self, at: Progress, current: _Round, request: StopRequest
     ) -> tuple[dict[str, float], bool]:
         """One step over `accumulation` global batches; the mean loss per token and its terms, and
         whether some rank was asked to stop."""
@@ -223,11 +224,7 @@ class Trainer:
                 engines.backward(accelerator, self.module, loss * world / tokens)
             sums += parts
             total += loss.detach()
-        # A pure function of the step, so there is no scheduler whose state could be lost.
-        factor = learning_rate_factor(at.step, self.total_steps, self.settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * factor
-        shared = torch.cat([total[None], sums, total.new_tensor([float(asked)])])
+        shared = torch.cat([total[None], sums, total.new_tensor([float(request.asked)])])
         *values, stopping = accelerator.reduce(shared).tolist()
         entry = {
             "loss": values[0] / tokens,
@@ -235,8 +232,12 @@ class Trainer:
         }
         ids = [current.samples[i].id for n in numbers for i in batches.batch(n)]
         _require_finite(entry, at.step + 1, ids)
+        # A pure function of the step, so there is no scheduler whose state could be lost.
+        factor = learning_rate_factor(at.step, self.total_steps, self.settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
         with self.clock("drafter"):
-            # A step whose gradient is not finite is not taken either.
+            # A step whose gradient is not finite is not taken.
             norm = engines.optimizer_step(
                 accelerator, self.module, self.optimizer, clip=self.settings.clip
             )
@@ -286,10 +287,13 @@ class Trainer:
 
     def _load_average(self, directory: Path) -> None:
         if self.average:
-            self.average.load(directory / self._average_file())
+            own = directory / self._average_file()
+            # A rank that the checkpoint does not know: shares are whole then (`Checkpoints.load`).
+            self.average.load(own if own.exists() else directory / self._average_file(0))
 
-    def _average_file(self) -> str:
-        return f"average-{self.accelerator.process_index}.safetensors"
+    def _average_file(self, rank: int | None = None) -> str:
+        rank = self.accelerator.process_index if rank is None else rank
+        return f"average-{rank}.safetensors"
 
     def padding_share(self) -> float:
         """Share of the newest round's batch positions that are padding."""
