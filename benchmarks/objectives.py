@@ -1,0 +1,298 @@
+"""Which divergence and which text make the drafter that agrees best with SmolLM2-135M?
+
+    python -m benchmarks.objectives [--quick] [--seeds N] [--json FILE] [--plots DIR] [--runs DIR]
+
+Every arm begins with one drafter, the target's first two layers after an epoch of cross-entropy,
+and takes as many optimizer steps on as many tokens as the others. What then is measured on the
+shipped test prompts is the loop's own acceptance, greedy and at temperature 1, and on texts that
+the target wrote for dev prompts the expected acceptance 1 − TV. Intervals are 95% bootstrap
+intervals over prompts and seeds together; a ratio of two arms is over the same prompts.
+
+Texts: `greedy` and `sampled` are the target's answers (SeqKD's cross-entropy and DistillSpec's
+divergences on target text); `λ = 0.5` and `λ = 1` are on-policy, half or all of it written by the
+drafter itself at temperature 1 while it is trained (GKD, DistillSpec). Writing costs time on top of
+the same training; how much is in the table. Runs are kept and go on where they were.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from accelerate import Accelerator
+from rich.table import Table
+
+from benchmarks.common import describe_machine, write_json
+from decode.loop import Decoder
+from decode.measure import ratio_of_totals
+from decode.sampling import Sampling
+from decode.store import open_drafter
+from decode.target import Target
+from train.cli import cores, quieten, shows_errors
+from train.config import validate_config
+from train.console import Reporter
+from train.data.read import spread
+from train.run import Run
+
+PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"
+TARGET = "embedded:smollm2-135m"
+# (loss, text); every loss on sampled text, then what else the papers recommend.
+ARMS = [
+    ("cross_entropy", "sampled"),
+    ("forward_kl", "sampled"),
+    ("reverse_kl", "sampled"),
+    ("jsd", "sampled"),
+    ("total_variation", "sampled"),
+    ("cross_entropy", "greedy"),
+    ("forward_kl", "greedy"),
+    ("total_variation", "greedy"),
+    ("forward_kl", "λ = 0.5"),
+    ("forward_kl", "λ = 1"),
+    ("reverse_kl", "λ = 1"),
+    ("total_variation", "λ = 1"),
+]
+BASE = ("forward_kl", "sampled")
+GAMMA = 4
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="few steps, one seed")] = False,
+    seeds: Annotated[int | None, typer.Option(help="default 3, quick 1")] = None,
+    json: Annotated[Path | None, typer.Option(help="write all figures here")] = None,
+    plots: Annotated[Path | None, typer.Option(help="write objectives.png here")] = None,
+    runs: Annotated[Path, typer.Option(help="where trained drafters are kept")] = Path("runs"),
+) -> None:
+    """Train every arm, measure it, print the table."""
+    quieten()
+    torch.set_num_threads(cores())
+    seeds = seeds or (1 if quick else 3)
+    reporter = Reporter()
+    arms = [
+        (loss, text, seed) for seed in range(seeds) for loss, text in (ARMS[:4] if quick else ARMS)
+    ]
+    config = validate_config(run_config(arms, quick=quick, runs=runs), base_dir=PROMPTS)
+    run = Run(config, Accelerator(cpu=True), reporter)
+    run.execute()
+    found = {
+        _name(*arm): measure(run, arm, reporter, quick=quick) for arm in [("start", "", 0), *arms]
+    }
+    rows = {arm: [found[_name(*arm, seed)] for seed in range(seeds)] for arm in _distinct(arms)}
+    start = found["start"]
+    reporter.table(table(rows, start))
+    base = rows[BASE]
+    ratios = {
+        f"{metric}_{loss}_{text}_vs_{'_'.join(BASE)}".replace(" = ", ""): float(
+            _acceptance(rows[loss, text], metric)["value"] / _acceptance(base, metric)["value"]
+        )
+        for loss, text in rows
+        for metric in ("greedy", "sampled")
+    }
+    if plots:
+        plot(rows, start, plots / "objectives.png")
+    if json:
+        write_json(
+            json,
+            {
+                "ratios": ratios,
+                "arms": {
+                    f"{loss}, {text}": {
+                        metric: _acceptance(runs_of, metric) for metric in ("greedy", "sampled")
+                    }
+                    | {"seeds": runs_of}
+                    for (loss, text), runs_of in rows.items()
+                },
+                "start": start,
+                "settings": config.model_dump(mode="json"),
+                "machine": describe_machine(),
+            },
+        )
+
+
+def run_config(arms: list[tuple[str, str, int]], *, quick: bool, runs: Path) -> dict[str, Any]:
+    """One run: the texts, the common start, and a distill stage for every arm and seed."""
+    answer = {"kind": "generate", "max_new_tokens": 80, "batch_size": 32, "part_prompts": 96}
+    sampled = {"temperature": 1.0, "samples": 1 if quick else 2}
+    dev = answer | {"split": "dev", "temperature": 1.0}
+    stages: list[dict[str, Any]] = [
+        answer | {"name": "greedy"},
+        answer | {"name": "sampled"} | sampled,
+        dev | {"name": "dev"},
+        {
+            "name": "start",
+            "kind": "distill",
+            "text": "greedy",
+            "drafter": {"layers": [0, 1]},
+            "draft_vocabulary": 8000,
+            "losses": {"cross_entropy": 1.0},
+            "train_embeddings": False,
+            "loop": {"epochs": 1, "tokens_per_batch": 1024},
+            "optimizer": {"lr": 2e-3},
+        },
+    ]
+    steps = 20 if quick else 80
+    for loss, text, seed in arms:
+        stage: dict[str, Any] = {
+            "name": _name(loss, text, seed),
+            "kind": "distill",
+            "text": text if text in ("greedy", "sampled") else "sampled",
+            "drafter": {"stage": "start"},
+            "losses": {loss: 1.0},
+            "train_embeddings": False,
+            "dev": {"text": "dev", "samples": 48, "every": 10**6},
+            "loop": {"epochs": 100, "max_steps": steps, "tokens_per_batch": 1024, "seed": seed},
+            "optimizer": {"lr": 1e-3},
+        }
+        if text.startswith("λ"):
+            stage["on_policy"] = {
+                "fraction": float(text.removeprefix("λ = ")),
+                "samples": 128,
+                "max_new_tokens": 80,
+            }
+        stages.append(stage)
+    return {
+        "name": "objectives-quick" if quick else "objectives",
+        "output_dir": str(runs),
+        "trackers": [],
+        "precision": "bf16",
+        "target": {"model": TARGET, "dtype": "bfloat16", "device": "cpu"},
+        "data": {split: f"{split}.jsonl" for split in ("train", "dev", "test")},
+        # The run's own evaluation is of other prompts for every row; here it would be time lost.
+        "evaluation": {
+            "prompts": 1,
+            "max_new_tokens": 2,
+            "timed_prompts": 0,
+            "generate": False,
+            "baselines": [],
+        },
+        "stages": stages,
+    }
+
+
+def measure(
+    run: Run, arm: tuple[str, str, int], reporter: Reporter, *, quick: bool
+) -> dict[str, Any]:
+    """Accepted and reached positions by prompt, greedy and at T = 1, and what training said."""
+    name = _name(*arm)
+    index = next(i for i, stage in enumerate(run.config.stages) if stage.name == name)
+    directory = run.directory / "stages" / f"{index:02d}-{name}"
+    target: Target = run.target
+    examples = spread(run.read_data()["test"], 12 if quick else 42)
+    found: dict[str, Any] = {}
+    for metric, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        decoder = Decoder(
+            target.model,
+            open_drafter(str(directory / "drafter"), target),
+            eos_token_ids=target.eos_token_ids,
+            gamma=GAMMA,
+            sampling=Sampling(temperature),
+        )
+        tally = decoder.decode(run.prompts(examples), 32 if quick else 64, seed=1).tally
+        found[metric] = {
+            "accepted": tally.accepted.sum(1).tolist(),
+            "reached": tally.reached.sum(1).tolist(),
+            "tokens_per_step": tally.pooled().tokens_per_step,
+        }
+        reporter.say(f"{name}, {metric}: {tally.pooled().acceptance_rate:.3f}")
+    import json
+
+    training = json.loads((directory / "done.json").read_text())["summary"]["training"]
+    return found | {
+        "expected_acceptance": training["dev"][-1]["expected_acceptance"]
+        if training["dev"]
+        else None,
+        "tokens": training["tokens"],
+        "seconds": training["training_seconds"],
+        "writing_seconds": training["clock"].get("text", 0.0),
+    }
+
+
+def _name(loss: str, text: str, seed: int = 0) -> str:
+    """A stage's name: letters, digits, hyphens."""
+    if loss == "start":
+        return "start"
+    return f"{loss}-{text.replace('λ = ', 'lambda').replace('.', '_')}-{seed}"
+
+
+def _distinct(arms: list[tuple[str, str, int]]) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((loss, text) for loss, text, _ in arms))
+
+
+def _acceptance(seeds: list[dict[str, Any]], metric: str) -> dict[str, float]:
+    accepted, reached = (
+        np.array([x for seed in seeds for x in seed[metric][key]])
+        for key in ("accepted", "reached")
+    )
+    found = ratio_of_totals(accepted, reached)
+    assert found is not None
+    return found
+
+
+def table(rows: dict[tuple[str, str], list[dict[str, Any]]], start: dict[str, Any]) -> Table:
+    """Arms by acceptance at temperature 1, best first, after what they all began with."""
+    shown = Table(title=f"acceptance rate at γ = {GAMMA}")
+    for column in (
+        "loss",
+        "text",
+        "greedy",
+        "T = 1",
+        "expected, T = 1",
+        "tokens",
+        "seconds",
+        "writing",
+    ):
+        shown.add_column(column)
+    best = sorted(rows.items(), key=lambda item: -_acceptance(item[1], "sampled")["value"])
+    for (loss, text), seeds in [(("(start)", ""), [start]), *best]:
+        cells = []
+        for metric in ("greedy", "sampled"):
+            x = _acceptance(seeds, metric)
+            cells.append(f"{x['value']:.3f} [{x['low']:.3f}, {x['high']:.3f}]")
+        expected = [s["expected_acceptance"] for s in seeds if s["expected_acceptance"] is not None]
+        cells.append(f"{np.mean(expected):.3f}" if expected else "–")
+        mean = {
+            k: float(np.mean([s[k] for s in seeds]))
+            for k in ("tokens", "seconds", "writing_seconds")
+        }
+        shown.add_row(
+            loss,
+            text,
+            *cells,
+            f"{mean['tokens']:,.0f}",
+            f"{mean['seconds']:.0f}",
+            f"{mean['writing_seconds'] / mean['seconds']:.0%}",
+        )
+    return shown
+
+
+def plot(
+    rows: dict[tuple[str, str], list[dict[str, Any]]], start: dict[str, Any], file: Path
+) -> None:
+    """Each arm's two acceptance rates with their intervals."""
+    from matplotlib.figure import Figure
+
+    names = [f"{loss}, {text}" for loss, text in rows]
+    figure = Figure(figsize=(8, 0.36 * len(names) + 1.2), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for side, (metric, title) in zip(
+        axes, (("greedy", "greedy"), ("sampled", "temperature 1")), strict=True
+    ):
+        found = [_acceptance(seeds, metric) for seeds in rows.values()]
+        values = np.array([x["value"] for x in found])
+        errors = np.array(
+            [[x["value"] - x["low"] for x in found], [x["high"] - x["value"] for x in found]]
+        )
+        places = np.arange(len(names))[::-1]
+        side.errorbar(values, places, xerr=errors, fmt="o", color="#0067a5", capsize=2)
+        side.axvline(_acceptance([start], metric)["value"], color="#5a6674", linestyle=":")
+        side.set_title(f"acceptance rate, {title} (dotted: the start)", fontsize=9)
+        side.set_yticks(places, names, fontsize=9)
+        side.grid(axis="x", alpha=0.3)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_show_locals=False)
+    app.command()(shows_errors(main))
+    app()
