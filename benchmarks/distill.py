@@ -190,11 +190,11 @@ def _curves(reporter: Reporter, precision: str, quick: bool) -> dict[str, list[d
 def _table(title: str, contest: dict[str, dict[str, Any]]) -> Table:
     columns = (
         "contestant",
-        "predicted tokens/s",
-        "text tokens/s",
+        "tokens/s",
+        "CPU s",
         "padding",
         "peak MiB",
-        "above loaded models",
+        "MiB above loaded",
         "first losses",
         "mean loss",
     )
@@ -203,13 +203,13 @@ def _table(title: str, contest: dict[str, dict[str, Any]]) -> Table:
         table.add_column(column, justify="left" if column == "contestant" else "right")
     for name, found in contest.items():
         table.add_row(
-            NAMES[name],
+            name,
             f"{found['predicted_tokens_per_second']:.1f}",
-            f"{found['text_tokens_per_second']:.1f}",
+            f"{found['cpu_seconds']:.1f}",
             f"{found['padding_share']:.1%}",
             f"{found['peak_bytes'] / MIB:.0f}",
             f"{found['training_bytes'] / MIB:.0f}",
-            " ".join(f"{loss:.3f}" for loss in found["losses"][:3]),
+            " ".join(f"{loss:.2f}" for loss in found["losses"][:3]),
             f"{found['mean_loss']:.3f}",
         )
     return table

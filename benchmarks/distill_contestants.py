@@ -82,12 +82,14 @@ class Settings:
 class Meter:
     """Times, losses, tokens and peak memory of a training, a step at a time.
 
-    times: seconds on the clock; the first is the beginning, then the end of each step.
+    times: seconds on the clock; the first is the beginning, then the end of each step. cpu: seconds
+    of processor time likewise, of all threads, which others on the machine disturb less.
     tokens: of each batch (texts', predicted, with padding).
     losses: mean over each batch's predicted tokens.
     """
 
     times: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     tokens: list[tuple[int, int, int]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak: int = 0
@@ -95,6 +97,7 @@ class Meter:
     def tick(self) -> None:
         # Read at each step, so that what a trainer does after the last one is not in it.
         self.times.append(time.perf_counter())
+        self.cpu.append(time.process_time())
         self.peak = peak_resident_memory()
 
     def saw(self, attention_mask: Tensor, predicted: Tensor) -> None:
@@ -164,6 +167,7 @@ def measure(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
     weighed = zip(meter.losses, meter.tokens, strict=True)
     return {
         "seconds": seconds,
+        "cpu_seconds": meter.cpu[-1] - meter.cpu[0],
         "step_seconds": [b - a for a, b in zip(meter.times, meter.times[1:], strict=False)],
         "steps": len(meter.losses),
         "text_tokens": real,
