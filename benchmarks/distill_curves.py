@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import MIB, forget_peak, peak_resident_memory, resident_memory
@@ -78,7 +79,7 @@ def draw(points: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figures = {"seconds": ("seconds a step", 1), "peak_bytes": ("memory of a step, MiB", MIB)}
     for column, (varied, of_it) in enumerate(points.items()):
         fixed = {"tokens": "vocabulary", "vocabulary": "tokens"}[varied]
-        grid[0][column].set_title(f"{of_it[0][fixed]:,} {fixed}", fontsize=10)
+        grid[0][column].set_title(f"{fixed}: {of_it[0][fixed]:,}", fontsize=10)
         grid[1][column].set_xlabel(varied)
         for axes, (name, (label, unit)) in zip(grid[:, column], figures.items(), strict=True):
             for kind, colour in zip(KINDS, SERIES, strict=False):
@@ -86,6 +87,7 @@ def draw(points: dict[str, list[dict[str, Any]]], path: Path) -> None:
                 axes.plot(*zip(*line, strict=True), "o-", color=colour, label=kind)
             axes.set_ylim(bottom=0)
             axes.set_xlim(left=0)
+            axes.xaxis.set_major_locator(MaxNLocator(5))
             axes.grid(color=LIGHT["grid"])
             axes.spines[["top", "right"]].set_visible(False)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
