@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 
 from decode.errors import UserError
-from train.run import describe_process, make_directory, peak_memory
+from train.memory import peak_memory
+from train.run import describe_process, make_directory
 
 MIB = 2**20
 _SHOWN = 4000  # of a failed process's output, characters

@@ -11,7 +11,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,15 +28,17 @@ from decode.target import Target, load_target
 from distill.losses import Terms
 from distill.module import Distillation
 from distill.output import split_model
-from distill.signal import Teacher
+from distill.signal import Teacher, Whole
 from distill.student import student_from_layers
 from distill.teacher import LiveTeacher
 from train.cli import cores, quieten
 from train.console import Bar, Reporter
-from train.data.batches import Batch, Batches, bucket_batches, padding_share
+from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import read_examples
-from train.trainer import LoopConfig, OptimizerConfig, Trainer
+from train.optimizer import OptimizerConfig
+from train.text import FixedText
+from train.trainer import LoopConfig, Task, Trainer
 
 PROMPTS = Path(__file__).parents[1] / "configs" / "prompts" / "train.jsonl"
 # Answers as long as those of instruction data: medians of 50 to 110 tokens and a standard deviation
@@ -217,11 +219,9 @@ def train_ours(
     terms = Terms({"forward_kl": 1.0})
     teacher = LiveTeacher(split_model(target.model))
 
-    def step(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        given = {name: batch[name] for name in ("input_ids", "attention_mask", "loss_mask")}
+    def step(module: nn.Module, given: Inputs, names: Sequence[str]) -> tuple[Tensor, Tensor]:
         meter.saw(given["attention_mask"], given["loss_mask"][:, 1:])
-        signal = teacher.signal(**given, ids=batch["ids"])
-        loss, parts = module(**given, teacher=signal)
+        loss, parts = module(**given, teacher=teacher.signal(**given, ids=names))
         return loss, parts
 
     module = EagerDistillation if "eager" in contestant else Distillation
@@ -231,12 +231,14 @@ def train_ours(
         trainer = loop(
             Accelerator(cpu=True, mixed_precision="bf16" if settings.precision == "bf16" else "no"),
             _Metered(meter),
-            "distill",
-            module(student, terms),
-            step,
-            terms.names,
-            texts,
-            target.tokenizer.pad_token_id or 0,
+            Task(
+                "distill",
+                module(student, terms),
+                step,
+                terms.names,
+                FixedText(texts),
+                target.tokenizer.pad_token_id or 0,
+            ),
             LoopConfig(
                 epochs=1,
                 tokens_per_batch=_tokens_per_batch(texts, settings.rows, settings.seed),
@@ -262,8 +264,10 @@ class EagerDistillation(Distillation):
         attention_mask: Tensor,
         loss_mask: Tensor,
         teacher: Teacher | None = None,
+        agreement_with: Callable[[slice], Whole] | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert teacher is not None
+        assert agreement_with is None
         hidden = self.student.base_model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
@@ -279,8 +283,13 @@ class _InOrder(Trainer):
 
     rows: int
 
-    def _batches(self, epoch: int) -> Batches:
-        return _Given(_in_order(len(self.samples), self.rows))
+    def _text(self, number: int) -> Any:
+        current = super()._text(number)
+        current.batches = _Given(_in_order(len(current.samples), self.rows))
+        return current
+
+    def _total_steps(self) -> int:
+        return len(self._text(0).batches)
 
 
 class _Given(Batches):
