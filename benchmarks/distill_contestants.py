@@ -1,0 +1,441 @@
+"""The contestants of `benchmarks.distill`: our distillation, and TRL's two trainers.
+
+All train the same student on the same texts in as many optimizer steps, with the same loss, the
+forward KL(teacher‖student) per predicted token, AdamW and gradient clipping. Texts: B rows of a
+batch, T its longest, n its predicted tokens, V the vocabulary.
+"""
+
+import copy
+import gc
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+from benchmarks.common import forget_peak, peak_resident_memory, resident_memory
+from decode.target import Target, load_target
+from distill.losses import Terms
+from distill.module import Distillation
+from distill.output import split_model
+from distill.signal import Teacher, Whole
+from distill.student import student_from_layers
+from distill.teacher import LiveTeacher
+from train.cli import cores, quieten
+from train.console import Bar, Reporter
+from train.data.batches import Batches, Inputs, bucket_batches, padding_share
+from train.data.chat import Sample, prompt_tokens
+from train.data.read import read_examples
+from train.optimizer import OptimizerConfig
+from train.text import FixedText
+from train.trainer import LoopConfig, Task, Trainer
+
+PROMPTS = Path(__file__).parents[1] / "configs" / "prompts" / "train.jsonl"
+# Answers as long as those of instruction data: medians of 50 to 110 tokens and a standard deviation
+# of the logarithm of 0.4 to 1.1 (Alpaca, Dolly, GSM8K).
+ANSWER_MEDIAN, ANSWER_SPREAD, ANSWER_LIMITS = 90, 0.8, (8, 512)
+# About what a text of the mixed lengths has on average, its prompt included.
+EQUAL_LENGTH = 160
+MANY_TEXTS = 10_000
+
+OURS = {
+    "ours": "ours",
+    "ours_eager": "ours, all logits at once",
+    "ours_random": "ours, random order",
+    "ours_eager_random": "ours, all logits at once, random order",
+}
+TRL = {
+    "trl": "TRL GKDTrainer",
+    "trl_grouped": "TRL GKDTrainer, group_by_length",
+    "trl_chunked": "TRL DistillationTrainer on given texts",
+}
+NAMES = OURS | TRL
+
+
+@dataclass(frozen=True)
+class Settings:
+    """rows: of a batch, on average for those that batch by length. steps: measured, one epoch.
+
+    equal_length: all texts have as many tokens, and all of these but the first are predicted, so
+    there is neither padding nor prompt to avoid.
+    """
+
+    target: str = "embedded:smollm2-135m"
+    layers: tuple[int, ...] = (0, 1, 2, 3)
+    precision: str = "fp32"
+    rows: int = 8
+    steps: int = 12
+    equal_length: bool = False
+    lr: float = 3e-4
+    seed: int = 0
+
+
+@dataclass
+class Meter:
+    """Times, losses, tokens and peak memory of a training, a step at a time.
+
+    times: seconds on the clock; the first is the beginning, then the end of each step. cpu: seconds
+    of processor time likewise, of all threads, which others on the machine disturb less.
+    tokens: of each batch (texts', predicted, with padding).
+    losses: mean over each batch's predicted tokens.
+    """
+
+    times: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    tokens: list[tuple[int, int, int]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak: int = 0
+
+    def tick(self) -> None:
+        # Read at each step, so that what a trainer does after the last one is not in it.
+        self.times.append(time.perf_counter())
+        self.cpu.append(time.process_time())
+        self.peak = peak_resident_memory()
+
+    def saw(self, attention_mask: Tensor, predicted: Tensor) -> None:
+        """attention_mask [B, T] and a mask [B, T − 1] of the tokens in the loss."""
+        self.tokens.append(
+            (int(attention_mask.sum()), int(predicted.sum()), attention_mask.numel())
+        )
+
+
+def make_texts(tokenizer: Any, count: int, settings: Settings, first: int = 0) -> list[Sample]:
+    """`count` of an endless row of texts, in random order, the same wherever they are made.
+
+    Prompts of this repository in the target's chat template, answered in words of the other
+    prompts: throughput hangs on lengths and not on sense. first: how many texts to leave out.
+    """
+    examples, _ = read_examples(str(PROMPTS))
+    prompts = [prompt_tokens(example, tokenizer) for example in examples]
+    words = [
+        tokenizer(example.prompt, add_special_tokens=False)["input_ids"] for example in examples
+    ]
+    texts = []
+    for number in range(first, first + count):
+        draw = random.Random(f"{settings.seed} {number}")
+        low, high = ANSWER_LIMITS
+        length = round(ANSWER_MEDIAN * draw.lognormvariate(0, ANSWER_SPREAD))
+        length = min(max(length, low), high)
+        prompt = list(draw.choice(prompts))
+        if settings.equal_length:
+            prompt, length = prompt[:1], EQUAL_LENGTH - 1
+        answer: list[int] = []
+        while len(answer) < length:
+            answer += draw.choice(words)
+        mask = [False] * len(prompt) + [True] * length
+        texts.append(Sample(str(number), prompt + answer[:length], mask))
+    return texts
+
+
+def measure(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """One contestant's figures; to be called in a fresh process.
+
+    One step on other texts and on a copy of the student comes before what is measured: it starts
+    threads and libraries up.
+    """
+    quieten()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores())
+    chosen = Settings(**settings)
+    train = train_trl if contestant in TRL else train_ours
+    if contestant in TRL:
+        # Before memory is first read: what a library weighs is not what its training needs.
+        import trl.experimental.gkd
+        import trl.trainer.distillation_trainer  # noqa: F401
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[chosen.precision]
+    target = load_target(chosen.target, dtype=dtype, device="cpu")
+    student = student_from_layers(target.model, chosen.layers)
+    gc.collect()
+    loaded = resident_memory()
+    texts = make_texts(target.tokenizer, chosen.rows * chosen.steps, chosen)
+    warm_up = make_texts(target.tokenizer, chosen.rows, chosen, first=len(texts))
+    train(contestant, target, copy.deepcopy(student), warm_up, chosen, Meter())
+    gc.collect()
+    forget_peak()
+    meter = Meter()
+    train(contestant, target, student, texts, chosen, meter)
+    seconds = meter.times[-1] - meter.times[0]
+    real, predicted, padded = (sum(column) for column in zip(*meter.tokens, strict=True))
+    weighed = zip(meter.losses, meter.tokens, strict=True)
+    return {
+        "seconds": seconds,
+        "cpu_seconds": meter.cpu[-1] - meter.cpu[0],
+        "step_seconds": [b - a for a, b in zip(meter.times, meter.times[1:], strict=False)],
+        "steps": len(meter.losses),
+        "text_tokens": real,
+        "predicted_tokens": predicted,
+        "padding_share": 1 - real / padded,
+        "text_tokens_per_second": real / seconds,
+        "predicted_tokens_per_second": predicted / seconds,
+        "losses": meter.losses,
+        "mean_loss": sum(loss * tokens[1] for loss, tokens in weighed) / predicted,
+        "loaded_bytes": loaded,
+        "peak_bytes": meter.peak,
+        "training_bytes": meter.peak - loaded,
+        # AdamW's two moments and the gradient of each weight, which no contestant can do without.
+        "optimizer_bytes": 12 * sum(p.numel() for p in student.parameters()),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def padding_of_many(settings: dict[str, Any]) -> dict[str, float]:
+    """The share of padding in one epoch of MANY_TEXTS; to be called in a fresh process."""
+    quieten()
+    chosen = Settings(**settings)
+    tokenizer = load_target(chosen.target, dtype="bfloat16", device="cpu").tokenizer
+    texts = make_texts(tokenizer, MANY_TEXTS, chosen)
+    lengths = [len(text.tokens) for text in texts]
+    size = _tokens_per_batch(texts, chosen.rows, chosen.seed)
+    torch.manual_seed(chosen.seed)
+    grouped = get_length_grouped_indices(lengths, chosen.rows)
+    at_random = _in_order(len(texts), chosen.rows)
+    batches = {
+        "ours": bucket_batches(lengths, tokens_per_batch=size, seed=chosen.seed, epoch=0),
+        "trl": at_random,
+        "trl_grouped": [[grouped[i] for i in batch] for batch in at_random],
+    }
+    return {name: padding_share(found, lengths) for name, found in batches.items()}
+
+
+def train_ours(
+    contestant: str,
+    target: Target,
+    student: PreTrainedModel,
+    texts: Sequence[Sample],
+    settings: Settings,
+    meter: Meter,
+) -> None:
+    """One epoch as `train.stages.distill` trains it, without its drafter directory."""
+    terms = Terms({"forward_kl": 1.0})
+    teacher = LiveTeacher(split_model(target.model))
+
+    def step(module: nn.Module, given: Inputs, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+        meter.saw(given["attention_mask"], given["loss_mask"][:, 1:])
+        loss, parts = module(**given, teacher=teacher.signal(**given, ids=names))
+        return loss, parts
+
+    module = EagerDistillation if "eager" in contestant else Distillation
+    loop = _InOrder if "random" in contestant else Trainer
+    _InOrder.rows = settings.rows
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = loop(
+            Accelerator(cpu=True, mixed_precision="bf16" if settings.precision == "bf16" else "no"),
+            _Metered(meter),
+            Task(
+                "distill",
+                module(student, terms),
+                step,
+                terms.names,
+                FixedText(texts),
+                target.tokenizer.pad_token_id or 0,
+            ),
+            LoopConfig(
+                epochs=1,
+                tokens_per_batch=_tokens_per_batch(texts, settings.rows, settings.seed),
+                log_every=1,
+                save_every=len(texts),
+                seed=settings.seed,
+            ),
+            OptimizerConfig(lr=settings.lr, warmup_steps=0, schedule="constant"),
+            Path(directory),
+        )
+        meter.losses += [entry["loss"] for entry in trainer.fit().history]
+
+
+class EagerDistillation(Distillation):
+    """The same with the logits of all n tokens at once, [n, V], and autograd's own backward.
+
+    As `distill.chunked.eager_loss`, but in float32 after the product, as under autocast TRL's are.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        teacher: Teacher | None = None,
+        agreement_with: Callable[[slice], Whole] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        assert teacher is not None
+        assert agreement_with is None
+        hidden = self.student.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+        predicted = loss_mask[:, 1:]
+        logits = self.student.get_output_embeddings()(hidden[:, :-1][predicted]).float()
+        labels = input_ids[:, 1:][predicted]
+        sums = self.terms.values(logits, teacher(slice(None)), labels).sum(-1)
+        return self.terms.weigh(sums), sums.detach().double()
+
+
+class _InOrder(Trainer):
+    """Takes the texts as they come, which is at random, `rows` in every batch."""
+
+    rows: int
+
+    def _text(self, number: int) -> Any:
+        current = super()._text(number)
+        current.batches = _Given(_in_order(len(current.samples), self.rows))
+        return current
+
+    def _total_steps(self) -> int:
+        return len(self._text(0).batches)
+
+
+class _Given(Batches):
+    """Batches as they are given."""
+
+    def __init__(self, batches: list[list[int]]) -> None:
+        self._batches = batches
+
+
+class _Metered(Reporter):
+    """A silent reporter whose bar tells the meter when training begins and a step is done."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__(silent=True)
+        self.meter = meter
+
+    @contextmanager
+    def bar(self, what: str, total: int) -> Iterator[Bar]:
+        with super().bar(what, total) as bar:
+            yield _Ticking(bar, self.meter)
+
+
+class _Ticking(Bar):
+    def __init__(self, bar: Bar, meter: Meter) -> None:
+        vars(self).update(vars(bar))
+        self._meter = meter
+
+    def update(self, done: int, note: str = "", what: str | None = None) -> None:
+        self._meter.tick()
+
+
+def _in_order(count: int, rows: int) -> list[list[int]]:
+    return [list(range(begin, min(begin + rows, count))) for begin in range(0, count, rows)]
+
+
+def _tokens_per_batch(texts: Sequence[Sample], rows: int, seed: int) -> int:
+    """The size at which batches of like length are as many as batches of so many rows are."""
+    lengths = [len(text.tokens) for text in texts]
+    steps = len(_in_order(len(texts), rows))
+    size = max(*lengths, rows * sum(lengths) // len(lengths))
+    while len(bucket_batches(lengths, tokens_per_batch=size, seed=seed, epoch=0)) > steps:
+        size += max(1, size // 200)
+    return size
+
+
+def train_trl(
+    contestant: str,
+    target: Target,
+    student: PreTrainedModel,
+    texts: Sequence[Sample],
+    settings: Settings,
+    meter: Meter,
+) -> None:
+    """One epoch by TRL, in the texts' order or grouped by length.
+
+    Its own defaults, but for what makes it slower or another training: no gradient checkpointing,
+    no generation (λ = 0), β = 0, the forward KL, and our learning rate. Its optimizer is AdamW in
+    one fused kernel, its default.
+    """
+    import datasets
+    from transformers import PrinterCallback, TrainerCallback
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            meter.tick()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            meter.tick()
+
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            meter.losses += [logs["loss"]] if "loss" in logs else []
+
+    # transformers keeps the keys and values of the whole batch otherwise, for nothing.
+    target.model.config.use_cache = False
+    rows = [
+        {"prompt": text.id, "input_ids": text.tokens, "completion_mask": [*map(int, text.mask)]}
+        for text in texts
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        common = {
+            "output_dir": directory,
+            "per_device_train_batch_size": settings.rows,
+            "num_train_epochs": 1,
+            "learning_rate": settings.lr,
+            "lr_scheduler_type": "constant",
+            "weight_decay": 0.0,
+            "adam_beta2": OptimizerConfig().beta2,
+            "max_grad_norm": OptimizerConfig().clip,
+            "beta": 0.0,
+            "gradient_checkpointing": False,
+            "bf16": settings.precision == "bf16",
+            "use_cpu": True,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            "seed": settings.seed,
+        }
+        make = _trl_chunked if contestant == "trl_chunked" else _trl_gkd
+        trainer = make(
+            common,
+            "group_by_length" if contestant == "trl_grouped" else "sequential",
+            meter,
+            model=student,
+            teacher_model=target.model,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=target.tokenizer,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(Watch())
+        trainer.train()
+
+
+def _trl_gkd(common: dict[str, Any], order: str, meter: Meter, **parts: Any) -> Any:
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+    from trl.experimental.utils import DataCollatorForChatML
+
+    collator = DataCollatorForChatML(tokenizer=parts["processing_class"])
+
+    def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = collator(examples)
+        meter.saw(batch["attention_mask"], batch["labels"][:, 1:] != -100)
+        return batch
+
+    args = GKDConfig(lmbda=0.0, temperature=1.0, train_sampling_strategy=order, **common)
+    return GKDTrainer(args=args, data_collator=collate, **parts)
+
+
+def _trl_chunked(common: dict[str, Any], order: str, meter: Meter, **parts: Any) -> Any:
+    """TRL's chunked loss is in the trainer that always generates; here it is given the texts."""
+    from trl import DistillationConfig, DistillationTrainer
+
+    class OnGivenTexts(DistillationTrainer):  # type: ignore[misc, unused-ignore]
+        def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
+            prompt_ids, answer_ids = zip(*(split[prompt] for prompt in prompts), strict=True)
+            return list(prompt_ids), list(answer_ids), None, None, []
+
+        def _compute_loss(self, student: Any, inputs: dict[str, Tensor], items: Any) -> Any:
+            mask = inputs["completion_mask"]
+            meter.saw(torch.cat([inputs["prompt_mask"], mask], dim=1), mask)
+            return super()._compute_loss(student, inputs, items)
+
+    split = {}
+    for row in parts["train_dataset"]:
+        begin = row["completion_mask"].index(1)
+        split[row["prompt"]] = row["input_ids"][:begin], row["input_ids"][begin:]
+    args = DistillationConfig(temperature=1.0, shuffle_dataset=False, **common)
+    return OnGivenTexts(args=args, **parts)
