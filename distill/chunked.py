@@ -57,7 +57,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 totals += _gradient_in_place(logits, signal, labels[part], terms)
                 if for_hidden is not None:
                     for_hidden[part] = logits @ w
-                if for_weight is not None:
+                if for_weight is not None and for_weight.dtype == logits.dtype:
+                    for_weight.addmm_(logits.t(), h[part])
+                elif for_weight is not None:
                     for_weight += logits.t() @ h[part]
                 if for_bias is not None:
                     for_bias += logits.sum(0, dtype=for_bias.dtype)
