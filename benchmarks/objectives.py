@@ -11,9 +11,13 @@ intervals over prompts and seeds together; a ratio of two arms is over the same 
 Texts: `greedy` and `sampled` are the target's answers (SeqKD's cross-entropy and DistillSpec's
 divergences on target text); `λ = 0.5` and `λ = 1` are on-policy, half or all of it written by the
 drafter itself at temperature 1 while it is trained (GKD, DistillSpec). Writing costs time on top of
-the same training; how much is in the table. Runs are kept and go on where they were.
+the same training; how much is in the table. `cache, k` is sampled text with the teacher's top k
+from an offline cache instead of its whole distribution; how much of the whole divergence and of its
+gradient is left with k outcomes and a tail is shown for k = 8 … 128. Runs are kept and go on where
+they were.
 """
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,12 +32,20 @@ from decode.loop import Decoder
 from decode.measure import ratio_of_totals
 from decode.sampling import Sampling
 from decode.store import open_drafter
-from decode.target import Target
+from decode.target import Target, load_model_and_tokenizer
+from decode.vocabulary import load_vocabulary
+from distill.cache import bytes_per_token, top_k
+from distill.losses import Terms
+from distill.output import split_model
+from distill.teacher import LiveTeacher
 from train.cli import cores, quieten, shows_errors
 from train.config import validate_config
 from train.console import Reporter
+from train.data.batches import collate, inputs
+from train.data.chat import to_sample
 from train.data.read import spread
 from train.run import Run
+from train.stages.generate import read_answers
 
 PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"
 TARGET = "embedded:smollm2-135m"
@@ -46,27 +58,30 @@ ARMS = [
     ("total_variation", "sampled"),
     ("cross_entropy", "greedy"),
     ("forward_kl", "greedy"),
-    ("total_variation", "greedy"),
     ("forward_kl", "λ = 0.5"),
     ("forward_kl", "λ = 1"),
     ("reverse_kl", "λ = 1"),
     ("total_variation", "λ = 1"),
+    ("forward_kl", "cache, k = 8"),
+    ("forward_kl", "cache, k = 32"),
+    ("forward_kl", "cache, k = 128"),
 ]
+CACHED = (8, 32, 128)
 BASE = ("forward_kl", "sampled")
 GAMMA = 4
 
 
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="few steps, one seed")] = False,
-    seeds: Annotated[int | None, typer.Option(help="default 3, quick 1")] = None,
-    json: Annotated[Path | None, typer.Option(help="write all figures here")] = None,
+    seeds: Annotated[int | None, typer.Option(help="default 2, quick 1")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
     plots: Annotated[Path | None, typer.Option(help="write objectives.png here")] = None,
     runs: Annotated[Path, typer.Option(help="where trained drafters are kept")] = Path("runs"),
 ) -> None:
     """Train every arm, measure it, print the table."""
     quieten()
     torch.set_num_threads(cores())
-    seeds = seeds or (1 if quick else 3)
+    seeds = seeds or (1 if quick else 2)
     reporter = Reporter()
     arms = [
         (loss, text, seed) for seed in range(seeds) for loss, text in (ARMS[:4] if quick else ARMS)
@@ -80,9 +95,11 @@ def main(
     rows = {arm: [found[_name(*arm, seed)] for seed in range(seeds)] for arm in _distinct(arms)}
     start = found["start"]
     reporter.table(table(rows, start))
+    cached = cache_error(run)
+    reporter.table(cache_table(cached))
     base = rows[BASE]
     ratios = {
-        f"{metric}_{loss}_{text}_vs_{'_'.join(BASE)}".replace(" = ", ""): float(
+        f"{metric}_{_name(loss, text)[:-2]}_vs_{'-'.join(BASE)}": float(
             _acceptance(rows[loss, text], metric)["value"] / _acceptance(base, metric)["value"]
         )
         for loss, text in rows
@@ -90,9 +107,9 @@ def main(
     }
     if plots:
         plot(rows, start, plots / "objectives.png")
-    if json:
+    if json_file:
         write_json(
-            json,
+            json_file,
             {
                 "ratios": ratios,
                 "arms": {
@@ -103,6 +120,7 @@ def main(
                     for (loss, text), runs_of in rows.items()
                 },
                 "start": start,
+                "cache": cached,
                 "settings": config.model_dump(mode="json"),
                 "machine": describe_machine(),
             },
@@ -118,19 +136,24 @@ def run_config(arms: list[tuple[str, str, int]], *, quick: bool, runs: Path) -> 
         answer | {"name": "greedy"},
         answer | {"name": "sampled"} | sampled,
         dev | {"name": "dev"},
+    ]
+    for k in CACHED:
+        cache = {"name": f"cache-{k}", "kind": "teacher_cache", "text": "sampled", "k": k}
+        stages.append(cache | {"draft_vocabulary": 8000})
+    steps = 10 if quick else 40
+    stages.append(
         {
             "name": "start",
             "kind": "distill",
-            "text": "greedy",
+            "text": "sampled",
+            "teacher": f"cache-{CACHED[0]}",  # for its draft vocabulary
             "drafter": {"layers": [0, 1]},
-            "draft_vocabulary": 8000,
             "losses": {"cross_entropy": 1.0},
             "train_embeddings": False,
-            "loop": {"epochs": 1, "tokens_per_batch": 1024},
+            "loop": {"epochs": 100, "max_steps": steps, "tokens_per_batch": 1024},
             "optimizer": {"lr": 2e-3},
-        },
-    ]
-    steps = 20 if quick else 80
+        }
+    )
     for loss, text, seed in arms:
         stage: dict[str, Any] = {
             "name": _name(loss, text, seed),
@@ -143,6 +166,8 @@ def run_config(arms: list[tuple[str, str, int]], *, quick: bool, runs: Path) -> 
             "loop": {"epochs": 100, "max_steps": steps, "tokens_per_batch": 1024, "seed": seed},
             "optimizer": {"lr": 1e-3},
         }
+        if text.startswith("cache"):
+            stage["teacher"] = f"cache-{text.rpartition(' ')[2]}"
         if text.startswith("λ"):
             stage["on_policy"] = {
                 "fraction": float(text.removeprefix("λ = ")),
@@ -194,9 +219,8 @@ def measure(
             "tokens_per_step": tally.pooled().tokens_per_step,
         }
         reporter.say(f"{name}, {metric}: {tally.pooled().acceptance_rate:.3f}")
-    import json
-
-    training = json.loads((directory / "done.json").read_text())["summary"]["training"]
+    done = (directory / "done.json").read_text()
+    training = json.loads(done)["summary"]["training"]
     return found | {
         "expected_acceptance": training["dev"][-1]["expected_acceptance"]
         if training["dev"]
@@ -207,11 +231,81 @@ def measure(
     }
 
 
+@torch.no_grad()
+def cache_error(run: Run) -> list[dict[str, float]]:
+    """What k outcomes and a tail leave of forward KL from the target to the start, on dev texts.
+
+    bytes: a cached token's. tail: the mean mass of the tail. divergence: the mean over k + 1
+    outcomes, as a share of that over the draft vocabulary. gradient: the norm of the error in the
+    logits' gradient, relative to the gradient's.
+    """
+    target = run.target
+    names = [stage.name for stage in run.config.stages]
+    directories = {
+        name: run.directory / "stages" / f"{i:02d}-{name}" for i, name in enumerate(names)
+    }
+    drafter = directories["start"] / "drafter"
+    student = load_model_and_tokenizer(str(drafter), dtype="float32", device="cpu").model
+    vocabulary = load_vocabulary(drafter, student)
+    assert vocabulary is not None
+    teacher = LiveTeacher(split_model(target.model), vocabulary=vocabulary.ids)
+    answers = spread(read_answers(directories["dev"]), 16)
+    examples = {example.id: example for example in run.read_data()["dev"]}
+    terms = Terms({"forward_kl": 1.0})
+    sums = {k: np.zeros(3) for k in (8, 16, 32, 64, 128)}
+    whole_divergence, tokens = 0.0, 0
+    for answer in answers:
+        sample = to_sample(examples[answer["id"]], target.tokenizer, answer["tokens"])
+        batch = inputs(collate([sample], 0), target.device)
+        predicted = batch["loss_mask"][0, 1:]
+        word = teacher.signal(**batch, ids=[])(slice(0, int(predicted.sum())))
+        logits = student(batch["input_ids"]).logits[0, :-1][predicted]
+        labels = torch.zeros(len(logits), dtype=torch.int64)
+        values, gradient = terms.fused(logits, word, labels)
+        whole_divergence += float(values.sum())
+        tokens += len(logits)
+        for k, found in sums.items():
+            few = top_k(word.logits, k)
+            coarse, approximate = terms.fused(logits, few, labels)
+            error = (approximate - gradient).norm(dim=-1) / gradient.norm(dim=-1)
+            found += [
+                float(few.log_tail.exp().sum()),
+                float(coarse.sum()),
+                float(error.sum()),
+            ]
+    return [
+        {
+            "k": k,
+            "bytes": bytes_per_token(k, len(vocabulary.ids)),
+            "tail": found[0] / tokens,
+            "divergence": found[1] / whole_divergence,
+            "gradient": found[2] / tokens,
+        }
+        for k, found in sums.items()
+    ]
+
+
+def cache_table(rows: list[dict[str, float]]) -> Table:
+    shown = Table(title="the teacher's top k and a tail, against its whole distribution")
+    for column in ("k", "bytes a token", "mass in the tail", "divergence kept", "gradient error"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        shown.add_row(
+            f"{row['k']:.0f}",
+            f"{row['bytes']:.0f}",
+            f"{row['tail']:.2%}",
+            f"{row['divergence']:.1%}",
+            f"{row['gradient']:.1%}",
+        )
+    return shown
+
+
 def _name(loss: str, text: str, seed: int = 0) -> str:
     """A stage's name: letters, digits, hyphens."""
     if loss == "start":
         return "start"
-    return f"{loss}-{text.replace('λ = ', 'lambda').replace('.', '_')}-{seed}"
+    plain = text.replace("λ = ", "lambda").replace(", k = ", "").replace(".", "_")
+    return f"{loss}-{plain}-{seed}"
 
 
 def _distinct(arms: list[tuple[str, str, int]]) -> list[tuple[str, str]]:

@@ -102,7 +102,9 @@ def main() -> None:
         return step(self, *args)
 
     train.run.Run.execute, Trainer._optimizer_step = checked, dying  # type: ignore[method-assign]
-    app(["train", config, "threads=1"])
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    sharded = ["stages.frozen.shard_teacher=true"] if world > 1 else []
+    app(["train", config, "threads=1", *sharded])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["the", "a", "dog", "fox", "sea", "shell", "target", "drafter", "token", "sells", "jumps"]
-STAGES = ("00-tied", "01-reduced", "02-frozen")
+STAGES = {"00-tied": 50, "01-reduced": 50, "02-frozen": 10, "03-own": 8}
+# One process has nobody to share its teacher with.
+SHARDED = "stages.frozen.shard_teacher=true"
 # Every step is clipped: the gradients of tiny models are larger than 0.5.
 CLIP = 0.5
 
@@ -32,7 +34,7 @@ name: one
 output_dir: {base}/runs
 trackers: []
 target: {{model: {base}/target, dtype: float32, device: cpu}}
-data: {{train: train.jsonl, test: test.jsonl}}
+data: {{train: train.jsonl, dev: test.jsonl, test: test.jsonl}}
 evaluation:
   {{prompts: 1, gamma: 2, max_new_tokens: 2, timed_prompts: 0, generate: false, baselines: []}}
 stages:
@@ -54,7 +56,15 @@ stages:
     drafter: {{stage: reduced}}
     train_embeddings: false
     loop: {{epochs: 99, max_steps: 10, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 5, clip: 0.5}}
+    optimizer: {{lr: 3e-3, warmup_steps: 5, clip: 0.5, ema: 0.5}}
+  - name: own
+    kind: distill
+    drafter: {{layers: [0]}}
+    lora: {{r: 4}}
+    on_policy: {{fraction: 0.5, samples: 6, max_new_tokens: 6, temperature: 0.0, drafter: none}}
+    dev: {{text: data, samples: 3, every: 4, decode_prompts: 2, gamma: 2, max_new_tokens: 6}}
+    loop: {{max_steps: 8, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.5}}
 """
 # 50 steps of the first training and 24 of the second, whose newest checkpoint is then step 15.
 DIE_BEFORE = 75
@@ -193,23 +203,27 @@ def test_two_ranks_train_as_one_and_go_on_after_a_kill(base, engine):
         assert largest(probe["weights"], one["weights"]) < 1e-4
         assert largest(probe["averaged"], one["averaged"]) < 1e-4
     stages = base / "runs" / engine / "stages"
-    assert (stages / STAGES[0] / "checkpoints/step-50" / file).exists()
-    assert [p.name for p in (stages / STAGES[1] / "checkpoints").glob("step-*")] == ["step-15"]
+    assert (stages / "00-tied/checkpoints/step-50" / file).exists()
+    assert [p.name for p in (stages / "01-reduced/checkpoints").glob("step-*")] == ["step-15"]
 
-    resumed = launch(base, engine, "-m", "train", str(config), "threads=1")
+    resumed = launch(base, engine, "-m", "train", str(config), "threads=1", SHARDED)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "going on after step 15 of 50" in resumed.stdout
-    for stage in STAGES:
+    for stage, steps in STAGES.items():
         ours, theirs = stages / stage, base / "runs/one/stages" / stage
-        two, alone = (
-            json.loads((place / "done.json").read_text())["summary"]["training"]["history"]
+        training, reference = (
+            json.loads((place / "done.json").read_text())["summary"]["training"]
             for place in (ours, theirs)
         )
-        assert len(two) == len(alone) == (10 if stage == "02-frozen" else 50)
-        assert min(entry["gradient_norm"] for entry in alone) > CLIP
+        two, alone = training["history"], reference["history"]
+        assert len(two) == len(alone) == steps
+        assert min(entry["gradient_norm"] for entry in alone) > CLIP or stage == "03-own"
+        assert len(training["dev"]) == len(reference["dev"])
+        for looked, expected in zip(training["dev"], reference["dev"], strict=True):
+            assert looked == pytest.approx(expected, rel=1e-4)
         for figure in ("loss", "gradient_norm", "lr"):
-            expected = [entry[figure] for entry in alone]
-            assert [entry[figure] for entry in two] == pytest.approx(expected, rel=1e-4), figure
+            figures = [entry[figure] for entry in alone]
+            assert [entry[figure] for entry in two] == pytest.approx(figures, rel=1e-4), figure
         files = sorted(path.name for path in theirs.glob("drafter/*.safetensors"))
         assert files == sorted(path.name for path in ours.glob("drafter/*.safetensors"))
         for name in files:

@@ -27,7 +27,8 @@ class OptimizerConfig(Strict):
 
     groups: {pattern: settings}, patterns as `*embed_tokens*`; the first that matches counts.
     ema: the decay of an exponential moving average of the weights (such as 0.999), which is then
-    what is judged and saved; None: the last weights are.
+    what is judged and saved; None: the last weights are. Under DeepSpeed, whose forward has only
+    the last weights, figures on a dev slice are of those.
     """
 
     lr: float = Field(3e-4, gt=0)

@@ -58,18 +58,17 @@ class StudentConfig(Strict):
 
 
 def make_student(
-    start: StudentConfig, context: StageContext, seed: int
+    start: StudentConfig, context: StageContext
 ) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
     """The model to train, float32 on the CPU, and the reduced draft vocabulary it comes with.
 
-    seed: of random weights. Raises UserError for layers the target lacks, a model of another
+    Raises UserError for layers the target lacks, a model of another
     vocabulary, and a damaged drafter.
     """
     target = context.target
     if start.layers is not None:
         return student_from_layers(target.model, start.layers).cpu(), None
     if start.config is not None:
-        torch.manual_seed(seed)
         return student_from_config(target.model, start.config).cpu(), None
     spec = start.model or ""
     if start.stage is not None:

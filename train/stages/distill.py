@@ -157,7 +157,7 @@ class DistillStage(Stage):
                 tokens,
                 begun.memory_bytes,
             )
-        model, _ = make_student(settings.drafter, context, settings.loop.seed)
+        model, _ = make_student(settings.drafter, context)
         self._freeze(model)
         student = Trainable(model, lora=settings.lora).model
         trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
@@ -178,6 +178,8 @@ class DistillStage(Stage):
         settings: DistillConfig = self.config
         samples, counts = fitting_samples(context, settings)
         cache = self._cache(context, samples)
+        # Random weights and adapters are the stage's own, whatever ran before it.
+        torch.manual_seed(settings.loop.seed)
         model, vocabulary, coverage = self._student(context, samples, cache)
         self._freeze(model)
         student = Trainable(model, vocabulary, settings.lora)
@@ -258,7 +260,7 @@ class DistillStage(Stage):
         """The model to train on the CPU, its draft vocabulary, and what that covers of the text, if
         it was chosen here."""
         settings: DistillConfig = self.config
-        model, vocabulary = make_student(settings.drafter, context, settings.loop.seed)
+        model, vocabulary = make_student(settings.drafter, context)
         if settings.draft_vocabulary is not None:
             if vocabulary is not None:
                 self._refuse(draft_vocabulary="the model it starts from has one")
@@ -285,7 +287,7 @@ class DistillStage(Stage):
 
     def _cache(self, context: StageContext, samples: Sequence[Sample]) -> CachedTeacher | None:
         settings: DistillConfig = self.config
-        if not self._cached or not settings.terms.needs_teacher:
+        if not self._cached:
             return None
         directory = context.outcomes.get(settings.teacher, Path(settings.teacher))
         cache = CachedTeacher(directory, context.target)
@@ -296,7 +298,9 @@ class DistillStage(Stage):
         self, target: PreTrainedModel, cache: CachedTeacher | None, ids: Tensor | None, clock: Clock
     ) -> TeacherSource | None:
         settings: DistillConfig = self.config
-        if cache is not None or not settings.terms.needs_teacher:
+        if not settings.terms.needs_teacher:
+            return None
+        if cache is not None:
             return cache
         return LiveTeacher(
             split_model(target),
