@@ -55,7 +55,7 @@ from tests.training import (
     two_ranks,
 )
 from train.clock import Clock
-from train.data.batches import collate
+from train.data.batches import collate, inputs
 from train.optimizer import (
     Average,
     GroupConfig,
@@ -63,6 +63,7 @@ from train.optimizer import (
     learning_rate_factor,
     make_optimizer,
 )
+from train.stages.distill import checkpoint_layers
 from train.stopping import EXIT_STATUS, Stopped, StopRequest
 from train.trainer import LoopConfig, steps_in
 
@@ -751,14 +752,13 @@ def test_layers_that_are_computed_twice_give_the_same_loss_and_gradients():
         model = tiny_student(dropout=0.1).train()
         model.get_input_embeddings().requires_grad_(False)
         if checkpointed:  # as `train.stages.distill` does it
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.enable_input_require_grads()
+            checkpoint_layers(model)
         module = Distillation(model, Terms({"cross_entropy": 1.0}))
         passes: list[int] = []
-        model.transformer.h[0].mlp.register_forward_hook(lambda *args, p=passes: p.append(1))
-        batch = collate(tiny_samples(), 0)
+        model.transformer.h[0].attn.register_forward_pre_hook(lambda *args, p=passes: p.append(1))
+        batch = inputs(collate(tiny_samples(), 0), torch.device("cpu"))
         torch.manual_seed(4)  # dropout: the second pass must draw what the first did
-        loss, _ = module(batch["input_ids"], batch["attention_mask"], batch["loss_mask"])
+        loss, _ = module(**batch)
         loss.backward()
         gradients = {n: p.grad for n, p in module.named_parameters() if p.requires_grad}
         found.append({"loss": loss.detach(), **gradients})
@@ -790,11 +790,16 @@ def test_a_clock_counts_an_activity_inside_another_once(monkeypatch):
     pass_time(100)
     with clock("teacher"):
         pass_time(8)
-    clock.waits = False  # steps that are not measured
+    clock.weight = 0  # steps that are not measured
     with clock("text"):
         pass_time(50)
-    assert clock.seconds == {"drafter": 2, "teacher": 12, "text": 2}
-    assert clock.shares() == {"drafter": 2 / 16, "teacher": 12 / 16, "text": 2 / 16}
+    clock.weight = 5  # and the fifth, which counts for all of them
+    with clock("data"):
+        pass_time(0.25)
+    clock.weight = 1
+    assert clock.seconds == {"drafter": 2, "teacher": 12, "text": 2, "data": 1.25}
+    assert sum(clock.shares().values()) == pytest.approx(1)
+    assert clock.shares()["teacher"] == 12 / 17.25
 
 
 def test_a_trainings_clock_goes_on_after_a_stop_and_fits_into_its_seconds(tmp_path):
@@ -807,6 +812,3 @@ def test_a_trainings_clock_goes_on_after_a_stop_and_fits_into_its_seconds(tmp_pa
     assert progress.seconds > stored["seconds"]
     assert sum(progress.clock.values()) <= progress.seconds
     assert progress.tokens == sum(sum(s.mask[1:]) for s in tiny_samples()) * 2
-
-
-# --- changed settings (promise 12) ----------------------------------------------------------------

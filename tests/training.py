@@ -26,7 +26,7 @@ from distill.losses import Terms
 from distill.module import Distillation
 from tests.tiny import tiny_model
 from train.console import Reporter
-from train.data.batches import Batch
+from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.optimizer import GroupConfig, OptimizerConfig
 from train.stopping import EXIT_STATUS, Stopped
@@ -82,7 +82,7 @@ def tiny_trainer(
     *,
     dropout: float = 0.1,
     optimizer: dict[str, Any] = OPTIMIZER,
-    hook: Callable[[Batch], None] = lambda batch: None,
+    hook: Callable[[Inputs], None] = lambda given: None,
     trace: list[list[str]] | None = None,
     reporter: Reporter | None = None,
     allow_changes: bool = False,
@@ -92,11 +92,11 @@ def tiny_trainer(
 ) -> Trainer:
     """hook: called with each batch before its forward. trace: gets each batch's sample ids."""
 
-    def step(module: Any, batch: Batch) -> Any:
+    def step(module: Any, given: Inputs, names: Sequence[str]) -> Any:
         if trace is not None:
-            trace.append(batch["ids"])
-        hook(batch)
-        return module(batch["input_ids"], batch["attention_mask"], batch["loss_mask"])
+            trace.append(list(names))
+        hook(given)
+        return module(**given)
 
     terms = Terms({"cross_entropy": 1.0})
     return Trainer(
