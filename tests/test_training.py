@@ -23,8 +23,11 @@ import accelerate.checkpointing
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from click.testing import Result
+from safetensors.torch import load_file, save_file
 from torch import nn
+from typer.testing import CliRunner
 
 from decode import artifact
 from decode.artifact import verify_directory
@@ -32,6 +35,7 @@ from decode.errors import UserError
 from distill.losses import Rows, Terms
 from distill.losses.cross_entropy import CrossEntropy
 from distill.module import Distillation
+from tests.tiny import save_tiny
 from tests.training import (
     OPTIMIZER,
     RICH,
@@ -54,6 +58,7 @@ from tests.training import (
     tiny_trainer,
     two_ranks,
 )
+from train.cli import app
 from train.clock import Clock
 from train.data.batches import collate, inputs
 from train.optimizer import (
@@ -65,7 +70,7 @@ from train.optimizer import (
 )
 from train.stages.distill import checkpoint_layers
 from train.stopping import EXIT_STATUS, Stopped, StopRequest
-from train.trainer import LoopConfig, steps_in
+from train.trainer import LoopConfig, Trainer, steps_in
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parent.parent
@@ -812,3 +817,125 @@ def test_a_trainings_clock_goes_on_after_a_stop_and_fits_into_its_seconds(tmp_pa
     assert progress.seconds > stored["seconds"]
     assert sum(progress.clock.values()) <= progress.seconds
     assert progress.tokens == sum(sum(s.mask[1:]) for s in tiny_samples()) * 2
+
+
+# --- whole runs (promises 1, 7 and 12) ------------------------------------------------------------
+
+CONFIG = """
+name: tiny
+output_dir: {base}/runs
+seed: 5
+trackers: []
+target: {{model: {base}/target, dtype: float32, device: cpu}}
+data: {{train: train.jsonl, test: train.jsonl}}
+stages:
+  - &first
+    name: first
+    kind: distill
+    drafter: {{layers: [0]}}
+    lora: {{r: 2, dropout: 0.1}}
+    losses: {{cross_entropy: 1.0}}
+    loop: {{epochs: 2, tokens_per_batch: 150, save_every: 2}}
+  - {{<<: *first, name: second, drafter: {{stage: first}}}}
+"""
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch) -> Path:
+    """Two stages with dropout; what judges their drafters is left out."""
+    for name in ("evaluate_baselines", "evaluate_drafter"):
+        monkeypatch.setattr(f"train.run.{name}", lambda *arguments: None)
+    monkeypatch.setattr("train.run.make_report", lambda directory: {})
+    monkeypatch.setattr("train.cli.print_report", lambda run, report: None)
+    save_tiny(tmp_path / "target", "gpt2", layers=2, resid_pdrop=0.1)
+    rows = [
+        {"id": f"r{i}", "prompt": "a dog " * (i % 3 + 1), "response": "it " * 9} for i in range(9)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path))
+    return tmp_path
+
+
+def command(base: Path, *arguments: str) -> Result:
+    """The command line, as in a process that has just begun."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    scramble()
+    return CliRunner().invoke(app, ["train", str(base / "config.yaml"), *arguments])
+
+
+def drafter_of(base: Path, run: str, stage: str = "01-second") -> dict[str, Any]:
+    return load_file(base / "runs" / run / "stages" / stage / "drafter" / "model.safetensors")
+
+
+quiet = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing:FutureWarning"
+)  # peft's affair
+
+
+@quiet
+def test_killed_before_its_first_checkpoint_a_stage_draws_the_same_random_numbers(
+    base, monkeypatch
+):
+    """Adapters begin at random and dropout goes on so, whatever the process did before."""
+    assert command(base, "name=whole").exit_code == 0
+    original = Trainer._optimizer_step
+
+    def step(self: Any, at: Any, *arguments: Any) -> Any:
+        if self.task.label == "second" and at.step == 1:
+            raise Killed
+        return original(self, at, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_optimizer_step", step)
+        with pytest.raises(Killed):
+            command(base, "name=parts")
+    assert command(base, "name=parts").exit_code == 0
+    assert_equal(drafter_of(base, "parts"), drafter_of(base, "whole"))
+    first = drafter_of(base, "whole", "00-first")
+    assert any(not torch.equal(first[k], v) for k, v in drafter_of(base, "whole").items())
+
+
+@quiet
+@pytest.mark.parametrize("at_step", [2, -1], ids=["midway", "last"])
+def test_sigterm_ends_the_command_with_143_and_the_same_command_goes_on(base, monkeypatch, at_step):
+    assert command(base, "name=whole").exit_code == 0
+    original = Trainer._optimizer_step
+
+    def step(self: Any, at: Any, *arguments: Any) -> Any:
+        if at.step + 1 == (self.total_steps if at_step == -1 else at_step):
+            ask_to_stop()
+        return original(self, at, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_optimizer_step", step)
+        stopped = command(base, "name=parts")
+    assert stopped.exit_code == EXIT_STATUS == 143
+    assert "the same command goes on from there" in stopped.output
+    assert not (base / "runs/parts/stages/01-second").exists()
+    assert command(base, "name=parts").exit_code == 0
+    assert_equal(drafter_of(base, "parts"), drafter_of(base, "whole"))
+
+
+@quiet
+def test_changed_settings_are_printed_and_refused_unless_they_are_allowed(base, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "fit", lambda self: die())
+        with pytest.raises(Killed):
+            command(base)
+    changes = {
+        "stages.second.optimizer.lr=0.5": "stages.1.optimizer.lr: 0.0003 → 0.5",
+        "stages.second.loop.tokens_per_batch=99": "stages.1.loop.tokens_per_batch: 150 → 99",
+        "evaluation.gamma=7": "evaluation.gamma: 4 → 7",
+        "stages.first.lora.r=3": "stages.0.lora.r: 2 → 3",
+    }
+    refused = command(base, *changes)
+    assert refused.exit_code == 2
+    for line in changes.values():
+        assert line in refused.output
+    assert "--allow-changes" in refused.output
+    allowed = command(base, *changes, "--allow-changes")
+    assert allowed.exit_code == 0, allowed.output
+    for line in changes.values():
+        assert f"changed since the run began: {line}" in allowed.output
+    assert command(base).exit_code == 2  # what was allowed is what the run is now
