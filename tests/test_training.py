@@ -825,18 +825,17 @@ CONFIG = """
 name: tiny
 output_dir: {base}/runs
 seed: 5
+threads: 1
 trackers: []
 target: {{model: {base}/target, dtype: float32, device: cpu}}
 data: {{train: train.jsonl, test: train.jsonl}}
 stages:
-  - &first
-    name: first
-    kind: distill
-    drafter: {{layers: [0]}}
-    lora: {{r: 2, dropout: 0.1}}
-    losses: {{cross_entropy: 1.0}}
-    loop: {{epochs: 2, tokens_per_batch: 150, save_every: 2}}
-  - {{<<: *first, name: second, drafter: {{stage: first}}}}
+  - {{name: first, drafter: {{layers: [0]}}, {stage}}}
+  - {{name: second, drafter: {{stage: first}}, {stage}}}
+"""
+STAGE = """
+    kind: distill, lora: {r: 2, dropout: 0.1}, losses: {cross_entropy: 1.0},
+    loop: {epochs: 2, tokens_per_batch: 150, save_every: 2}
 """
 
 
@@ -847,12 +846,12 @@ def base(tmp_path, monkeypatch) -> Path:
         monkeypatch.setattr(f"train.run.{name}", lambda *arguments: None)
     monkeypatch.setattr("train.run.make_report", lambda directory: {})
     monkeypatch.setattr("train.cli.print_report", lambda run, report: None)
-    save_tiny(tmp_path / "target", "gpt2", layers=2, resid_pdrop=0.1)
+    save_tiny(tmp_path / "target", layers=2)
     rows = [
         {"id": f"r{i}", "prompt": "a dog " * (i % 3 + 1), "response": "it " * 9} for i in range(9)
     ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path))
+    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path, stage=STAGE))
     return tmp_path
 
 
@@ -878,7 +877,8 @@ def test_killed_before_its_first_checkpoint_a_stage_draws_the_same_random_number
     base, monkeypatch
 ):
     """Adapters begin at random and dropout goes on so, whatever the process did before."""
-    assert command(base, "name=whole").exit_code == 0
+    whole = command(base, "name=whole")
+    assert whole.exit_code == 0, whole.output
     original = Trainer._optimizer_step
 
     def step(self: Any, at: Any, *arguments: Any) -> Any:
@@ -899,7 +899,8 @@ def test_killed_before_its_first_checkpoint_a_stage_draws_the_same_random_number
 @quiet
 @pytest.mark.parametrize("at_step", [2, -1], ids=["midway", "last"])
 def test_sigterm_ends_the_command_with_143_and_the_same_command_goes_on(base, monkeypatch, at_step):
-    assert command(base, "name=whole").exit_code == 0
+    whole = command(base, "name=whole")
+    assert whole.exit_code == 0, whole.output
     original = Trainer._optimizer_step
 
     def step(self: Any, at: Any, *arguments: Any) -> Any:
