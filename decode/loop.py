@@ -115,7 +115,7 @@ class Decoder:
                 rows, ends = rows[going], ends[going]
             clock.mark("overhead")
 
-            noise.next_round()
+            noise.next_round(contexts.lengths)
             left = ends - contexts.lengths
             # The pass itself emits a token, so drafting the last one is never worth it. Each row is
             # held to its own limit, or its text would depend on the rows beside it.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -140,15 +141,19 @@ class Noise:
     """
 
     # Drafting, accepting and drawing the next token must be independent of each other.
-    DRAFT, ACCEPT, NEXT = 0, 1, 2
+    DRAFT, ACCEPT, NEXT, TEXT = 0, 1, 2, 3
 
     def __init__(self, seed: int, rows: Tensor) -> None:
         """rows: int64 [B], the identity of each row, such as its prompt's index in the set."""
         self._keys = _mix(_mix(torch.full_like(rows, seed)) ^ (rows + 1))
         self._round = 0
+        self._lengths = np.zeros(len(rows), dtype=np.int64)
 
-    def next_round(self) -> None:
+    def next_round(self, lengths: np.ndarray | None = None) -> None:
+        """lengths: int [B] on the host, of the rows' committed texts, for `of_text`."""
         self._round += 1
+        if lengths is not None:
+            self._lengths = lengths
 
     def keep_rows(self, rows: Tensor) -> None:
         self._keys = self._keys.index_select(0, rows)
@@ -156,6 +161,15 @@ class Noise:
     def uniforms(self, stream: int, first: int, count: int) -> Tensor:
         """float64 [B, count] in [0, 1): places first … first+count−1 of a stream in this round."""
         places = torch.arange(first, first + count, device=self._keys.device)
-        rounds_B1 = _mix(self._keys ^ (self._round * 4 + stream + 1))[:, None]
-        bits = _mix(_mix(rounds_B1 ^ (places + 1)))
+        return self._at(self._round * 4 + stream, places)
+
+    def of_text(self, depths: Tensor) -> Tensor:
+        """float64 [B, n] in [0, 1) for the tokens that stand so far behind the committed text,
+        int64 [B, n]. The same for a place in the text, whatever round comes to it."""
+        ends_B1 = torch.as_tensor(self._lengths, device=self._keys.device)[:, None]
+        return self._at(self.TEXT, ends_B1 + depths)
+
+    def _at(self, stream: int, places: Tensor) -> Tensor:
+        streams_B1 = _mix(self._keys ^ (stream + 1))[:, None]
+        bits = _mix(_mix(streams_B1 ^ (places + 1)))
         return ((bits >> 11) & _MASKS[11]).double() * 2.0**-53

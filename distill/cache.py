@@ -143,7 +143,13 @@ class CachedTeacher:
         for part in parts:
             teacher = verify_directory(part)["teacher"]
             self._require_same_teacher(teacher, target)
-            self.k, self.temperature = int(teacher["k"]), float(teacher["temperature"])
+            made_with = int(teacher["k"]), float(teacher["temperature"])
+            if part is not parts[0] and made_with != (self.k, self.temperature):
+                raise UserError(
+                    f"{part} was made with k and temperature {made_with}, and {parts[0]} with "
+                    f"{(self.k, self.temperature)}; delete {directory} and make the cache again"
+                )
+            self.k, self.temperature = made_with
             begin = 0
             for row in json.loads((part / "samples.json").read_text()):
                 end = begin + row["tokens"]
@@ -160,9 +166,10 @@ class CachedTeacher:
         made_for = Fingerprint.from_dict(found["fingerprint"])
         require_same_vocabulary(made_for, target.fingerprint, f"the teacher of {self.directory}")
         for key, what in (
-            ("weights", "a target with other weights"),
+            # Either of the first two changes the third, and says more.
             ("revision", "another revision of the target"),
             ("dtype", "the target in another dtype"),
+            ("weights", "a target with other weights"),
             ("vocabulary", "another draft vocabulary"),
         ):
             if found[key] != expected[key]:

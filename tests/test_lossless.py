@@ -48,6 +48,9 @@ class GridNoise(Noise):
     def uniforms(self, stream: int, first: int, count: int) -> Tensor:
         return torch.as_tensor(self.streams[stream][:, first : first + count])
 
+    def of_text(self, depths: Tensor) -> Tensor:
+        return torch.as_tensor(self.streams[Noise.NEXT]).gather(1, depths)
+
 
 class Contextual:
     """A random distribution over TOKENS for each context of up to two tokens, in quarters."""

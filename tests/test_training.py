@@ -6,6 +6,7 @@ proven in test_artifact; here it is about going on to the same weights.
 """
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -14,22 +15,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import accelerate.checkpointing
 import pytest
 import torch
-from safetensors.torch import save_file
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from click.testing import Result
+from safetensors.torch import load_file, save_file
+from torch import nn
+from typer.testing import CliRunner
 
 from decode import artifact
 from decode.artifact import verify_directory
 from decode.errors import UserError
+from distill.losses import Rows, Terms
+from distill.losses.cross_entropy import CrossEntropy
+from distill.module import Distillation
+from tests.tiny import save_tiny
 from tests.training import (
     OPTIMIZER,
     RICH,
+    Killed,
     Lines,
+    ask_to_stop,
     assert_equal,
+    at_batch,
+    die,
     figures,
     forked,
     ids_of,
@@ -39,36 +54,26 @@ from tests.training import (
     status_of,
     steps_kept,
     tiny_samples,
+    tiny_student,
     tiny_trainer,
+    two_ranks,
 )
-from train.stopping import Stopped
+from train.cli import app
+from train.clock import Clock
+from train.data.batches import collate, inputs
+from train.optimizer import (
+    Average,
+    GroupConfig,
+    OptimizerConfig,
+    learning_rate_factor,
+    make_optimizer,
+)
+from train.stages.distill import checkpoint_layers
+from train.stopping import EXIT_STATUS, Stopped, StopRequest
+from train.trainer import LoopConfig, Trainer, steps_in
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parent.parent
-
-
-class Killed(BaseException):
-    """Stands for a kill: no handler of ours may catch it."""
-
-
-def at_batch(number: int, action: Callable[[], object]) -> Callable[[Any], None]:
-    """A hook that acts before the forward of the batch of this number, from 1."""
-    seen: list[int] = []
-
-    def hook(batch: Any) -> None:
-        seen.append(1)
-        if len(seen) == number:
-            action()
-
-    return hook
-
-
-def die() -> None:
-    raise Killed
-
-
-def ask_to_stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def interrupted(directory: Path, batch: int, **settings: Any) -> None:
@@ -371,3 +376,567 @@ def test_a_full_disk_leaves_the_checkpoints_there_are(tmp_path, half_trained, mo
         freed.fit()
         assert_equal(state_of(freed), state_of(whole))
     assert n > 10  # six files each of the checkpoints 6 and 8
+
+
+# --- signals (promise 7) --------------------------------------------------------------------------
+
+
+def test_sigterm_within_a_step_finishes_it_and_saves(tmp_path):
+    torch.manual_seed(1)
+    whole = tiny_trainer(tmp_path / "whole", 8)
+    whole.fit()
+    for batch in (4, 5):  # both of the second epoch's first step
+        torch.manual_seed(1)
+        directory = tmp_path / str(batch)
+        hook = at_batch(batch, ask_to_stop)
+        with pytest.raises(Stopped, match="after step 3 of 8"):
+            tiny_trainer(directory, 8, hook=hook, save_every=100).fit()
+        assert steps_kept(directory) == [3]
+        scramble()
+        goes_on = tiny_trainer(directory, 8)
+        goes_on.fit()
+        assert_equal(state_of(goes_on), state_of(whole))
+
+
+def test_sigterm_during_a_save_lets_it_be_completed(tmp_path, monkeypatch):
+    torch.manual_seed(1)
+    whole = tiny_trainer(tmp_path / "whole", 8)
+    whole.fit()
+    torch.manual_seed(1)
+    sound, saves = Accelerator.save_state, []
+
+    def save_state(self: Any, directory: str) -> Any:
+        saves.append(directory)
+        if len(saves) == 2:
+            ask_to_stop()
+        return sound(self, directory)
+
+    monkeypatch.setattr(Accelerator, "save_state", save_state)
+    with pytest.raises(Stopped, match="after step 5 of 8"):
+        tiny_trainer(tmp_path / "parts", 8).fit()
+    assert steps_kept(tmp_path / "parts") == [4, 5]
+    for step in (4, 5):
+        verify_directory(tmp_path / "parts" / "checkpoints" / f"step-{step}")
+    scramble()
+    goes_on = tiny_trainer(tmp_path / "parts", 8)
+    goes_on.fit()
+    assert_equal(state_of(goes_on), state_of(whole))
+
+
+def test_signals_are_taken_only_while_training(tmp_path):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    request = StopRequest()
+    with request.listening():
+        assert not request.asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+# --- several ranks (promises 7 to 10) -------------------------------------------------------------
+
+
+def traced(directory: Path, rank: int, steps: int, **settings: Any) -> None:
+    """A training whose trace is left beside its checkpoints, one file a rank."""
+    trace: list[list[str]] = []
+    tiny_trainer(directory, steps, trace=trace, **settings).fit()
+    (directory / f"trace-{rank}.json").write_text(json.dumps(trace))
+
+
+def ids_by_batch(directory: Path) -> list[list[str]]:
+    """What all ranks together took into each batch."""
+    traces = [json.loads(path.read_text()) for path in directory.glob("trace-*.json")]
+    return [sorted(ids_of(parts)) for parts in zip(*traces, strict=True)]
+
+
+def check_ranks(directory: Path) -> None:
+    """Two ranks: whole, then with one of them stopped, killed, and with a loss that is NaN."""
+
+    def train(name: str, batch: int = 0, action: Callable[[], object] = die) -> list[int]:
+        def rank_part(rank: int) -> None:
+            hook = at_batch(batch if rank == 1 else 0, action)
+            tiny_trainer(directory / name, 6, optimizer=RICH, hook=hook).fit()
+
+        return two_ranks(rank_part)
+
+    assert train("whole") == [0, 0]
+    whole = left_behind(directory / "whole")
+    assert len(whole["history"]) == 6
+
+    assert train("stopped", 4, ask_to_stop) == [EXIT_STATUS] * 2
+    assert steps_kept(directory / "stopped") == [2, 3]
+    assert train("stopped") == [0, 0]
+    assert_equal(left_behind(directory / "stopped"), whole)
+
+    kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    left, killed = train("killed", 8, kill)
+    assert killed == -signal.SIGKILL
+    assert left != 0
+    assert steps_kept(directory / "killed") == [2, 4]
+    assert train("killed") == [0, 0]
+    assert_equal(left_behind(directory / "killed"), whole)
+
+    def poison() -> None:
+        sound = CrossEntropy.fused
+        CrossEntropy.fused = lambda self, rows: (
+            sound(self, rows)[0] * float("nan"),
+            sound(self, rows)[1],
+        )
+
+    assert train("poisoned", 4, poison) == [2, 2]
+    assert steps_kept(directory / "poisoned") == [2]
+
+
+def check_world_sizes(directory: Path) -> None:
+    """From one rank to two and back; without dropout, so that the figures can be compared."""
+
+    def one(name: str, steps: int, **settings: Any) -> int:
+        return status_of(forked(lambda: traced(directory / name, 0, steps, **plain, **settings)))
+
+    def two(name: str, steps: int, **settings: Any) -> list[int]:
+        return two_ranks(lambda r: traced(directory / name, r, steps, **plain, **settings))
+
+    plain = {"dropout": 0.0, "optimizer": RICH | {"schedule": "constant"}}
+    assert one("one", 6) == 0
+    expected = left_behind(directory / "one")["history"]
+    trace = ids_by_batch(directory / "one")
+    for name, first, second in (("up", one, two), ("down", two, one)):
+        assert first(name, 2) in (0, [0, 0])
+        assert second(name, 6) in (2, [2, 2])
+        assert steps_kept(directory / name) == [2]
+        for file in (directory / name).glob("trace-*.json"):
+            file.unlink()
+        assert second(name, 6, allow_changes=True) in (0, [0, 0])
+        history = left_behind(directory / name)["history"]
+        # The sums over a batch are taken in another order.
+        for found, wanted in zip(history, expected, strict=True):
+            assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert ids_by_batch(directory / name) == trace[3:]
+
+
+@pytest.mark.slow
+def test_two_ranks_stop_together_and_go_on_to_the_same_weights(tmp_path):
+    done = in_new_process(f"check_ranks(Path({str(tmp_path)!r}))")
+    # Of the loss that was NaN on one rank both say what and where it was.
+    assert len(re.findall(r"UserError: step 3: loss, cross_entropy is not.*s\d", done.stderr)) == 2
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_is_refused_and_when_allowed_takes_the_same_samples(tmp_path):
+    done = in_new_process(f"check_world_sizes(Path({str(tmp_path)!r}))")
+    assert done.stderr.count("was made by 1 ranks under NO, not 2 ranks under MULTI_") == 2
+    assert done.stderr.count("was made by 2 ranks under MULTI_") == 1
+    assert "--allow-changes" in done.stderr
+
+
+@pytest.mark.slow
+def test_under_accelerate_launch_a_stopped_and_a_killed_rank_cost_nothing(tmp_path):
+    launch = tmp_path / "ddp.yaml"
+    launch.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: false\n"
+        "num_machines: 1\nnum_processes: 2\nmachine_rank: 0\nmixed_precision: 'no'\n"
+    )
+
+    def train(name: str, number: int = 0, batch: int = 0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            f"{sys.executable} -m accelerate.commands.launch --config_file {launch} "
+            f"-m tests.training {tmp_path / name} {number} {batch}".split(),
+            cwd=ROOT,
+            env=os.environ
+            | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    whole = train("whole")
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    stopped = train("parts", signal.SIGTERM, 4)
+    assert stopped.returncode != 0
+    assert f"exitcode  : {EXIT_STATUS} " in stopped.stderr
+    assert steps_kept(tmp_path / "parts") == [2, 3]
+    killed = train("parts", signal.SIGKILL, 4)  # in step 5
+    assert killed.returncode != 0
+    assert steps_kept(tmp_path / "parts") == [3, 4]
+    done = train("parts")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert_equal(left_behind(tmp_path / "parts"), left_behind(tmp_path / "whole"))
+
+
+# --- figures that are not finite (promise 10) -----------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_stepped_with(tmp_path, monkeypatch, fault, value):
+    """Step 3 is of the first two batches of the second epoch; it names term and samples."""
+    trace: list[list[str]] = []
+    weights: list[Any] = []
+
+    def poison() -> None:
+        weights.append(state_of(trainer))
+        if fault == "loss":  # with a gradient that is sound
+            sound = CrossEntropy.fused
+
+            def fused(self: CrossEntropy, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+                values, gradient = sound(self, rows)
+                return values * value, gradient
+
+            monkeypatch.setattr(CrossEntropy, "fused", fused)
+        else:
+            parameter = trainer.task.module.student.transformer.h[0].mlp.c_fc.weight
+            parameter.register_hook(lambda gradient: gradient * value)
+
+    trainer = tiny_trainer(
+        tmp_path, 8, optimizer=RICH, dropout=0.0, hook=at_batch(4, poison), trace=trace
+    )
+    what = "loss, cross_entropy" if fault == "loss" else "gradient_norm"
+    with pytest.raises(UserError, match=f"^step 3: {what} is not finite") as caught:
+        trainer.fit()
+    named = re.findall(r"\bs\d+\b", str(caught.value))
+    assert sorted(named) == sorted(ids_of(trace[3:5]))
+    assert_equal(state_of(trainer), weights[0])
+    assert steps_kept(tmp_path) == [2]
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 2)
+        self.head = nn.Linear(2, 3)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+
+def test_groups_have_the_rate_and_the_decay_of_the_first_pattern_that_matches():
+    module = Two()
+    config = OptimizerConfig(
+        lr=1e-2,
+        weight_decay=0.5,
+        groups={
+            "embed*": GroupConfig(lr=1e-3),
+            "*.bias": GroupConfig(weight_decay=0.0),
+            "head.*": GroupConfig(lr=2e-2, weight_decay=0.1),
+        },
+    )
+    optimizer = make_optimizer(module, config)
+    found = {
+        id(p): (group["lr"], group["base_lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    assert found == {
+        id(module.embed.weight): (1e-3, 1e-3, 0.5),
+        id(module.head.bias): (1e-2, 1e-2, 0.0),
+        id(module.head.weight): (2e-2, 2e-2, 0.1),
+    }
+
+
+def test_groups_are_stepped_with_as_they_say(tmp_path):
+    """AdamW's first step is ±lr and −lr·decay·weight, whatever the gradient's size."""
+    groups = {"*wte*": GroupConfig(lr=1e-3, weight_decay=0.5), "*c_fc.weight": GroupConfig(lr=3e-3)}
+    optimizer = {"lr": 1e-2, "warmup_steps": 2, "groups": groups}
+    trainer = tiny_trainer(tmp_path, 1, dropout=0.0, optimizer=optimizer)
+    before = {k: v.clone() for k, v in trainer.module.state_dict().items()}
+    trainer.fit()
+    # Half of each: the first of two steps of warm-up.
+    for name, lr, decay in (
+        ("wte.weight", 0.5e-3, 0.5),
+        ("h.0.mlp.c_fc.weight", 1.5e-3, 0.0),
+        ("h.0.mlp.c_proj.weight", 5e-3, 0.0),
+    ):
+        name = f"student.transformer.{name}"
+        moved = trainer.module.state_dict()[name] - before[name] * (1 - lr * decay)
+        # Adam's ε of 1e-8 is felt where a gradient is tiny; float32 rounds weights of about 1.
+        typical = moved.abs().median().item()
+        assert typical == pytest.approx(lr, rel=1e-3), name
+        assert moved.abs().max().item() < lr * 1.001 + 1e-6
+
+
+def test_a_pattern_that_matches_nothing_and_a_module_without_weights_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"'\*embed_tokens\*' matches no trained parameter.*wte"):
+        tiny_trainer(tmp_path, 1, optimizer={"groups": {"*embed_tokens*": GroupConfig()}})
+    with pytest.raises(UserError, match=r"'frozen\.\*' matches no trained"):
+        make_optimizer(Two(), OptimizerConfig(groups={"frozen.*": GroupConfig(lr=1.0)}))
+    with pytest.raises(UserError, match=r"'head\.weight' matches no"):  # an earlier one took it
+        make_optimizer(
+            Two(), OptimizerConfig(groups={"head*": GroupConfig(), "head.weight": GroupConfig()})
+        )
+    with pytest.raises(UserError, match="no parameter is trained"):
+        make_optimizer(Two().requires_grad_(False), OptimizerConfig())
+
+
+def test_an_average_over_three_steps_is_the_sum_by_hand():
+    average = Average([torch.tensor([1.0, 0.0])], decay=0.15)
+    value = [1.0, 0.0]
+    for step, weights in enumerate(([2.0, 1.0], [4.0, 0.0], [8.0, -1.0]), start=1):
+        decay = (1 / 11, 0.15, 0.15)[step - 1]  # min(0.15, step / (step + 10)): 1/11, 2/12, 3/13
+        value = [decay * a + (1 - decay) * w for a, w in zip(value, weights, strict=True)]
+        average.update([torch.tensor(weights)], step)
+    assert average.shares[0].tolist() == pytest.approx(value, rel=1e-6)
+
+
+def test_the_average_is_measured_and_given_and_training_goes_on_without_it(tmp_path):
+    name = "student.transformer.wte.weight"
+    expected: list[torch.Tensor] = []
+    measured: list[torch.Tensor] = []
+
+    def measure(module: Any, weights: Any) -> dict[str, float]:
+        measured.append(weights("student.")[name.removeprefix("student.")])
+        assert torch.equal(module.state_dict()[name], measured[-1])
+        return {"norm": measured[-1].norm().item()}
+
+    def note(batch: Any) -> None:
+        expected.append(trainer.module.state_dict()[name].clone())
+
+    trainer = tiny_trainer(
+        tmp_path, 3, optimizer=RICH, accumulation=1, hook=note, measure=measure, dropout=0.0
+    )
+    progress = trainer.fit()
+    last = trainer.module.state_dict()[name]
+    average = expected[0]
+    for step, weights in enumerate([*expected[1:], last], start=1):
+        decay = min(RICH["ema"], step / (step + 10))
+        average = decay * average + (1 - decay) * weights
+        # The same sums in another order of operations.
+        torch.testing.assert_close(measured[step - 1], average, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(average, last, atol=1e-4)
+    with trainer.final_weights():
+        assert torch.equal(trainer.weights()[name], measured[-1])
+    assert torch.equal(trainer.weights()[name], last)
+    assert [row["norm"] for row in progress.dev] == [x.norm().item() for x in measured]
+
+    plain = tiny_trainer(
+        tmp_path / "plain", 3, optimizer=RICH | {"ema": None}, accumulation=1, dropout=0.0
+    )
+    plain.fit()
+    assert torch.equal(plain.weights()[name], last)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        ("constant", [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.25, 0.5, 0.75, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        # cos of 0, 45, 90 and 135 degrees
+        ("cosine", [0.25, 0.5, 0.75, 1, 1, 0.8828427, 0.6, 0.3171573, 0.2]),
+    ],
+)
+def test_the_learning_rate_has_its_shape(schedule, factors):
+    config = OptimizerConfig(warmup_steps=4, schedule=schedule, min_lr_ratio=0.2)
+    found = [learning_rate_factor(step, 8, config) for step in range(9)]
+    assert found == pytest.approx(factors)
+
+
+def test_the_learning_rate_is_logged_and_applied_as_the_schedule_has_it(tmp_path):
+    trainer = tiny_trainer(tmp_path, 5, optimizer=RICH)
+    progress = trainer.fit()
+    config = OptimizerConfig(**RICH)
+    expected = [config.lr * learning_rate_factor(step, 5, config) for step in range(5)]
+    assert [row["lr"] for row in progress.history] == pytest.approx(expected)
+    last = learning_rate_factor(4, 5, config)
+    rates = sorted({group["lr"] for group in trainer.optimizer.param_groups})
+    assert rates == pytest.approx([3e-3 * last, 1e-2 * last])
+
+
+def test_steps_are_counted_with_the_rest_of_an_epoch_and_cut_by_the_most():
+    assert steps_in(LoopConfig(epochs=3, accumulation=2), 5) == 9
+    assert steps_in(LoopConfig(epochs=3, accumulation=2, max_steps=4), 5) == 4
+    assert steps_in(LoopConfig(epochs=3, accumulation=2, max_steps=40), 5) == 9
+
+
+def test_layers_that_are_computed_twice_give_the_same_loss_and_gradients():
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(3)
+        model = tiny_student(dropout=0.1).train()
+        model.get_input_embeddings().requires_grad_(False)
+        if checkpointed:  # as `train.stages.distill` does it
+            checkpoint_layers(model)
+        module = Distillation(model, Terms({"cross_entropy": 1.0}))
+        passes: list[int] = []
+        model.transformer.h[0].attn.register_forward_pre_hook(lambda *args, p=passes: p.append(1))
+        batch = inputs(collate(tiny_samples(), 0), torch.device("cpu"))
+        torch.manual_seed(4)  # dropout: the second pass must draw what the first did
+        loss, _ = module(**batch)
+        loss.backward()
+        gradients = {n: p.grad for n, p in module.named_parameters() if p.requires_grad}
+        found.append({"loss": loss.detach(), **gradients})
+        assert len(passes) == 1 + checkpointed
+    assert_equal(found[1], found[0])
+
+
+# --- where time goes ------------------------------------------------------------------------------
+
+
+def test_a_clock_counts_an_activity_inside_another_once(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("train.clock.time.perf_counter", lambda: now[0])
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = Clock(torch.device("cpu"))
+    assert clock.shares() == {}
+    pass_time(100)  # outside of everything
+    with clock("drafter"):
+        pass_time(1)
+        with clock("teacher"):
+            pass_time(4)
+            with suppress(KeyError), clock("text"):
+                pass_time(2)
+                raise KeyError
+        pass_time(1)
+    pass_time(100)
+    with clock("teacher"):
+        pass_time(8)
+    clock.weight = 0  # steps that are not measured
+    with clock("text"):
+        pass_time(50)
+    clock.weight = 5  # and the fifth, which counts for all of them
+    with clock("data"):
+        pass_time(0.25)
+    clock.weight = 1
+    assert clock.seconds == {"drafter": 2, "teacher": 12, "text": 2, "data": 1.25}
+    assert sum(clock.shares().values()) == pytest.approx(1)
+    assert clock.shares()["teacher"] == 12 / 17.25
+
+
+def test_a_trainings_clock_goes_on_after_a_stop_and_fits_into_its_seconds(tmp_path):
+    interrupted(tmp_path, 4, steps=4, save_every=1)
+    stored = json.loads((tmp_path / "checkpoints/step-2/trainer.json").read_text())["progress"]
+    progress = tiny_trainer(tmp_path, 4, measure=lambda module, weights: {}).fit()
+    assert progress.clock.keys() == {"text", "data", "drafter", "dev"}
+    for name, seconds in stored["clock"].items():
+        assert progress.clock[name] > seconds or name == "text"
+    assert progress.seconds > stored["seconds"]
+    assert sum(progress.clock.values()) <= progress.seconds
+    assert progress.tokens == sum(sum(s.mask[1:]) for s in tiny_samples()) * 2
+
+
+# --- whole runs (promises 1, 7 and 12) ------------------------------------------------------------
+
+CONFIG = """
+name: tiny
+output_dir: {base}/runs
+seed: 5
+threads: 1
+trackers: []
+target: {{model: {base}/target, dtype: float32, device: cpu}}
+data: {{train: train.jsonl, test: train.jsonl}}
+stages:
+  - {{name: first, drafter: {{layers: [0]}}, {stage}}}
+  - {{name: second, drafter: {{stage: first}}, {stage}}}
+"""
+STAGE = """
+    kind: distill, lora: {r: 2, dropout: 0.1}, losses: {cross_entropy: 1.0},
+    loop: {epochs: 2, tokens_per_batch: 150, save_every: 2}
+"""
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch) -> Path:
+    """Two stages with dropout; what judges their drafters is left out."""
+    for name in ("evaluate_baselines", "evaluate_drafter"):
+        monkeypatch.setattr(f"train.run.{name}", lambda *arguments: None)
+    monkeypatch.setattr("train.run.make_report", lambda directory: {})
+    monkeypatch.setattr("train.cli.print_report", lambda run, report: None)
+    save_tiny(tmp_path / "target", layers=2)
+    rows = [
+        {"id": f"r{i}", "prompt": "a dog " * (i % 3 + 1), "response": "it " * 9} for i in range(9)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path, stage=STAGE))
+    return tmp_path
+
+
+def command(base: Path, *arguments: str) -> Result:
+    """The command line, as in a process that has just begun."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    scramble()
+    return CliRunner().invoke(app, ["train", str(base / "config.yaml"), *arguments])
+
+
+def drafter_of(base: Path, run: str, stage: str = "01-second") -> dict[str, Any]:
+    return load_file(base / "runs" / run / "stages" / stage / "drafter" / "model.safetensors")
+
+
+quiet = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing:FutureWarning"
+)  # peft's affair
+
+
+@quiet
+def test_killed_before_its_first_checkpoint_a_stage_draws_the_same_random_numbers(
+    base, monkeypatch
+):
+    """Adapters begin at random and dropout goes on so, whatever the process did before."""
+    whole = command(base, "name=whole")
+    assert whole.exit_code == 0, whole.output
+    original = Trainer._optimizer_step
+
+    def step(self: Any, at: Any, *arguments: Any) -> Any:
+        if self.task.label == "second" and at.step == 1:
+            raise Killed
+        return original(self, at, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_optimizer_step", step)
+        with pytest.raises(Killed):
+            command(base, "name=parts")
+    assert command(base, "name=parts").exit_code == 0
+    assert_equal(drafter_of(base, "parts"), drafter_of(base, "whole"))
+    first = drafter_of(base, "whole", "00-first")
+    assert any(not torch.equal(first[k], v) for k, v in drafter_of(base, "whole").items())
+
+
+@quiet
+@pytest.mark.parametrize("at_step", [2, -1], ids=["midway", "last"])
+def test_sigterm_ends_the_command_with_143_and_the_same_command_goes_on(base, monkeypatch, at_step):
+    whole = command(base, "name=whole")
+    assert whole.exit_code == 0, whole.output
+    original = Trainer._optimizer_step
+
+    def step(self: Any, at: Any, *arguments: Any) -> Any:
+        if at.step + 1 == (self.total_steps if at_step == -1 else at_step):
+            ask_to_stop()
+        return original(self, at, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_optimizer_step", step)
+        stopped = command(base, "name=parts")
+    assert stopped.exit_code == EXIT_STATUS == 143
+    assert "the same command goes on from there" in stopped.output
+    assert not (base / "runs/parts/stages/01-second").exists()
+    assert command(base, "name=parts").exit_code == 0
+    assert_equal(drafter_of(base, "parts"), drafter_of(base, "whole"))
+
+
+@quiet
+def test_changed_settings_are_printed_and_refused_unless_they_are_allowed(base, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "fit", lambda self: die())
+        with pytest.raises(Killed):
+            command(base)
+    changes = {
+        "stages.second.optimizer.lr=0.5": "stages.1.optimizer.lr: 0.0003 → 0.5",
+        "stages.second.loop.tokens_per_batch=99": "stages.1.loop.tokens_per_batch: 150 → 99",
+        "evaluation.gamma=7": "evaluation.gamma: 4 → 7",
+        "stages.first.lora.r=3": "stages.0.lora.r: 2 → 3",
+    }
+    refused = command(base, *changes)
+    assert refused.exit_code == 2
+    for line in changes.values():
+        assert line in refused.output
+    assert "--allow-changes" in refused.output
+    allowed = command(base, *changes, "--allow-changes")
+    assert allowed.exit_code == 0, allowed.output
+    for line in changes.values():
+        assert f"changed since the run began: {line}" in allowed.output
+    assert command(base).exit_code == 2  # what was allowed is what the run is now

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -166,9 +167,32 @@ def left_behind(directory: Path) -> dict[str, Any]:
     stored = torch.load(newest / "optimizer.bin", weights_only=True)
     for number, state in stored["state"].items():
         found |= {f"optimizer {number} {k}": v for k, v in state.items()}
-    return found | {
-        "history": json.loads((newest / "trainer.json").read_text())["progress"]["history"]
-    }
+    progress = json.loads((newest / "trainer.json").read_text())["progress"]
+    return found | {"history": progress["history"]}
+
+
+class Killed(BaseException):
+    """Stands for a kill: no handler of ours may catch it."""
+
+
+def at_batch(number: int, action: Callable[[], object]) -> Callable[[Any], None]:
+    """A hook that acts before the forward of the batch of this number, from 1."""
+    seen: list[int] = []
+
+    def hook(batch: Any) -> None:
+        seen.append(1)
+        if len(seen) == number:
+            action()
+
+    return hook
+
+
+def die() -> None:
+    raise Killed
+
+
+def ask_to_stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -237,3 +261,19 @@ def two_ranks(action: Callable[[int], object]) -> list[int]:
 
 def ids_of(trace: Sequence[Sequence[str]]) -> list[str]:
     return [name for batch in trace for name in batch]
+
+
+def launched(directory: Path, signal_number: int, batch: int) -> None:
+    """One rank's part of a training under `accelerate launch`; the last rank sends itself the
+    signal before its batch of this number (0: never)."""
+    if int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
+        hook = at_batch(batch, lambda: os.kill(os.getpid(), signal_number))
+    else:
+        hook = at_batch(0, die)
+    torch.manual_seed(1)  # a run sets it (`train.run`); a process begins with what it likes
+    tiny_trainer(directory, 6, optimizer=RICH, hook=hook).fit()
+
+
+if __name__ == "__main__":
+    where, number, place = sys.argv[1:]
+    _leave_after(lambda: launched(Path(where), int(number), int(place)))

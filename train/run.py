@@ -213,6 +213,9 @@ class Run:
             make_directory(directory)
             recover(directory)
         self.accelerator.wait_for_everyone()
+        # Not only at the start of the process: what earlier stages drew is not drawn when they are
+        # done already.
+        set_seed(self.config.seed)
         outcome = STAGES[settings.kind](settings).run(self._context(directory, outcomes, examples))
         outcome.summary["seconds"] = time.perf_counter() - begin
         outcome.summary["peak_memory_bytes"] = peak_memory()

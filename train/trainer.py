@@ -179,7 +179,7 @@ class Trainer:
                 if at.step % self.loop.save_every == 0 or last or stopping:
                     at.clock = dict(self.clock.seconds)
                     self.checkpoints.save(at.step, vars(at), self._save_average)
-                if stopping and not last:
+                if stopping:  # also after the last step: the run is to stop, not this stage alone
                     raise Stopped(f"stopped after step {at.step} of {self.total_steps}")
         self._text(at.round)  # what `padding_share` is about, also where no step was left
         return at

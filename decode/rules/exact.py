@@ -19,7 +19,7 @@ class ExactMatch(Rule):
 
     def verify(self, draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
         rows, nodes = draft.tokens.shape
-        uniforms = noise.uniforms(Noise.NEXT, 0, nodes + 1) if not sampling.greedy else logits
+        uniforms = logits if sampling.greedy else noise.of_text(_depths(draft))
         emitted = sampling.pick(logits, uniforms)  # [B, N+1]
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=logits.device)
@@ -46,3 +46,12 @@ class ExactMatch(Rule):
         return Verdict(
             path, accepted, accepted + went_on, emitted.gather(1, last_row[:, None])[:, 0]
         )
+
+
+def _depths(draft: Draft) -> Tensor:
+    """int64 [B, N+1]: how far behind the committed text the token stands that follows the context
+    of each row of p."""
+    rows, nodes = draft.tokens.shape
+    if draft.is_chain:
+        return torch.arange(nodes + 1, device=draft.tokens.device).expand(rows, -1)
+    return torch.nn.functional.pad(draft.ancestors().sum(2), (1, 0))

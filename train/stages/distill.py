@@ -187,9 +187,7 @@ class DistillStage(Stage):
             start = context.directory / "start"
             self._save(context, *student.plain({}), start, {"steps": 0})
         if settings.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            # The embeddings may be frozen; a checkpointed layer wants an input with a gradient.
-            model.enable_input_require_grads()
+            checkpoint_layers(model)
         device = context.accelerator.device
         model.to(device)
         ids = None if vocabulary is None else vocabulary.ids.to(device)
@@ -360,6 +358,15 @@ class DistillStage(Stage):
 
         provenance = {"stage": self.config.name} | provenance
         save_drafter(path, "small_lm", write, target=context.target, provenance=provenance)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Compute the layers' activations again in the backward pass instead of keeping them."""
+    # transformers 5.23 has another name for it.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    # The embeddings may be frozen; a checkpointed layer wants an input with a gradient.
+    model.enable_input_require_grads()
 
 
 class _Target:

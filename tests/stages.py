@@ -1,0 +1,86 @@
+"""Single stages on a tiny target, without the run around them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from decode.target import Target
+from tests.training import Killed, Lines
+from train.data.read import Example
+from train.stages import STAGES, Outcome, StageContext
+from train.trainer import Trainer
+
+WORDS = ("the", "a", "dog", "fox", "sea", "shell", "token", "sells", "jumps", "of", "it", "two")
+LOOP = {"epochs": 2, "tokens_per_batch": 150, "save_every": 2, "log_every": 1}
+DRAFTER = {"drafter": {"layers": [0]}, "optimizer": {"lr": 1e-2, "warmup_steps": 2}, "loop": LOOP}
+
+
+def examples(split: str, count: int) -> list[Example]:
+    """Prompts of a few words with answers of a few more."""
+    g = torch.Generator().manual_seed(len(split))
+    found = []
+    for i in range(count):
+        words = [WORDS[w] for w in torch.randint(len(WORDS), (9 + i % 4,), generator=g).tolist()]
+        prompt, answer = " ".join(words[:4]), " ".join(words[4:])
+        turns = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
+        found.append(Example(f"{split}-{i}", turns, prompt, None, None, f"{split}.jsonl:{i + 1}"))
+    return found
+
+
+def stage_context(directory: Path, target: Target) -> StageContext:
+    """As a run makes it; `run_stage` gives it the directory of each stage."""
+    return StageContext(
+        target,
+        Accelerator(cpu=True),
+        Lines(),
+        directory,
+        outcomes={},
+        examples={"train": examples("train", 10), "dev": examples("dev", 4)},
+        system=None,
+        run_name="tiny",
+    )
+
+
+def make_stage(kind: str, name: str, *earlier: Any, **settings: Any) -> Any:
+    """A stage whose settings were checked as those of a config are. Raises UserError."""
+    stage = STAGES[kind](
+        STAGES[kind].Config.model_validate({"name": name, "kind": kind} | settings)
+    )
+    stage.check([other.config for other in earlier])
+    return stage
+
+
+def run_stage(context: StageContext, stage: Any) -> Outcome:
+    """Run it in a directory of its own, where later stages find it."""
+    own = context.directory / stage.config.name
+    own.mkdir(parents=True, exist_ok=True)
+    fields = vars(context) | {"directory": own, "outcomes": dict(context.outcomes)}
+    outcome: Outcome = stage.run(StageContext(**fields))
+    context.outcomes[stage.config.name] = own
+    return outcome
+
+
+def drafter_weights(outcome: Outcome) -> dict[str, torch.Tensor]:
+    """All files of weights of a drafter, whole and reduced layers alike."""
+    assert outcome.drafter is not None
+    return {
+        f"{path.name} {name}": tensor
+        for path in sorted(outcome.drafter.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def kill_at_step(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Die before the optimizer step of this number."""
+    original = Trainer._optimizer_step
+
+    def step(self: Any, at: Any, *args: Any) -> Any:
+        if at.step + 1 == count:
+            raise Killed
+        return original(self, at, *args)
+
+    monkeypatch.setattr(Trainer, "_optimizer_step", step)

@@ -1,0 +1,362 @@
+"""The teacher's cache: what is kept, that it teaches what the live target does, and what is not
+mistaken for it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.artifact import CorruptArtifact
+from decode.errors import UserError
+from decode.target import Target
+from distill.cache import (
+    CachedTeacher,
+    bytes_per_token,
+    describe_teacher,
+    text_sha256,
+    top_k,
+    write_part,
+    write_vocabulary,
+)
+from distill.losses import Terms
+from distill.output import split_model
+from distill.signal import TopK, Whole
+from distill.teacher import LiveTeacher
+from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_context
+from tests.tiny import tiny_target
+from tests.training import Killed, assert_equal
+from train.data.batches import collate
+from train.samples import read_samples
+from train.stages import StageContext
+from train.stages.teacher_cache import TeacherCacheStage
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "total_variation")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture
+def context(tmp_path: Path, target: Target) -> StageContext:
+    return stage_context(tmp_path, target)
+
+
+def cache_stage(**settings: Any) -> Any:
+    return make_stage("teacher_cache", "cache", **({"k": 8, "part_samples": 4} | settings))
+
+
+def make_cache(context: StageContext, **settings: Any) -> CachedTeacher:
+    run_stage(context, cache_stage(**settings))
+    return CachedTeacher(context.outcomes["cache"], context.target)
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def test_top_k_is_the_likeliest_tokens_and_the_mass_of_all_others():
+    logits = torch.randn(7, 31, generator=torch.Generator().manual_seed(0)) * 3
+    for temperature in (1.0, 0.5):
+        p = (logits.double() / temperature).softmax(-1)
+        found = top_k(logits, 5, temperature)
+        for row in range(7):
+            order = p[row].argsort(descending=True)
+            assert found.ids[row].tolist() == order[:5].tolist()
+            # float32 against float64
+            torch.testing.assert_close(
+                found.log_p[row].double(), p[row, order[:5]].log(), rtol=1e-5, atol=1e-5
+            )
+            tail = p[row, order[5:]].sum().item()
+            assert found.log_tail[row].exp().item() == pytest.approx(tail, rel=1e-4)
+    whole = top_k(logits, 31)
+    assert whole.log_tail.isfinite().all()
+    assert whole.log_tail.exp().max() < 1e-30
+
+
+def test_what_was_written_comes_back_within_half_precision(tmp_path, target):
+    g = torch.Generator().manual_seed(0)
+    signals = [top_k(4 * torch.randn(n, 300, generator=g), 6) for n in (3, 1, 5)]
+    names = [(f"s{i}", text_sha256([i, 2], [False, True])) for i in range(3)]
+    about = describe_teacher(target, k=6, temperature=1.0, vocabulary=None)
+    write_part(tmp_path, 0, names[:2], signals[:2], 300, about)
+    write_part(tmp_path, 10, names[2:], signals[2:], 300, about)
+    cache = CachedTeacher(tmp_path, target)
+    assert (cache.k, cache.temperature, cache.vocabulary) == (6, 1.0, None)
+    cache.require(names)
+    nothing = torch.zeros(1, 2)
+    found = cache.signal(nothing, nothing, nothing, ["s2", "s0"])(slice(0, 8))
+    assert isinstance(found, TopK)
+    expected = [torch.cat([getattr(signals[i], key) for i in (2, 0)]) for key in vars(found)]
+    assert torch.equal(found.ids, expected[0])
+    # float16 has 11 bits.
+    torch.testing.assert_close(found.log_p, expected[1], rtol=2**-11, atol=0)
+    assert torch.equal(found.log_tail, expected[2])
+    none = cache.signal(nothing, nothing, nothing, [])(slice(0, 8))
+    assert none.log_p.shape == (0, 6)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "k", "expected"), [(300, 8, 36), (65536, 64, 260), (65537, 64, 388)]
+)
+def test_bytes_per_token_are_those_of_the_tensors(vocab: int, k: int, expected: int):
+    """2 + 2 bytes a kept token, 4 + 2 where its id does not fit into 16 bits; 4 for the tail."""
+    assert bytes_per_token(k, vocab) == expected
+
+
+def test_bytes_per_token_is_what_is_on_disk(context):
+    cache = make_cache(context, k=32, part_samples=100)
+    tokens = sum(sum(s.mask[1:]) for s in read_samples(context, "data"))
+    file = cache.directory / "part-0" / "cache.safetensors"
+    header = int.from_bytes(file.read_bytes()[:8], "little") + 8
+    assert file.stat().st_size - header == tokens * bytes_per_token(32, 300)
+    assert header < 400
+
+
+# --- the stage ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft_vocabulary": 60}, {"temperature": 1.5}])
+def test_the_cache_says_of_every_sample_what_the_target_does(context, settings):
+    cache = make_cache(context, tokens_per_batch=60, chunk_tokens=7, **settings)
+    vocabulary = cache.vocabulary
+    live = LiveTeacher(split_model(context.target.model), vocabulary=vocabulary)
+    for sample in read_samples(context, "data"):
+        batch = collate([sample], 0)
+        arguments = [batch[name] for name in ("input_ids", "attention_mask", "loss_mask", "ids")]
+        count = slice(0, sum(sample.mask[1:]))
+        found = cache.signal(*arguments)(count)
+        expected = top_k(live.signal(*arguments)(count).logits, 8, settings.get("temperature", 1.0))
+        assert len(found.ids) == sum(sample.mask[1:])
+        # float16, and rows in batches of another shape; of two tokens that tie within that either
+        # may come first, so it is the sorted values that are compared.
+        torch.testing.assert_close(found.log_p, expected.log_p, rtol=2**-10, atol=1e-4)
+        torch.testing.assert_close(found.log_tail, expected.log_tail, rtol=1e-3, atol=1e-4)
+        assert (found.ids == expected.ids).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("losses", DIVERGENCES)
+def test_it_teaches_what_its_outcomes_do_and_with_all_tokens_what_the_target_does(context, losses):
+    """The tolerance is float16's: 2⁻¹¹ of a log-probability of at most about 20."""
+    samples = read_samples(context, "data")[:3]
+    batch = collate(samples, 0)
+    arguments = [batch[name] for name in ("input_ids", "attention_mask", "loss_mask", "ids")]
+    n = sum(sum(s.mask[1:]) for s in samples)
+    whole = slice(0, n)
+    live = LiveTeacher(split_model(context.target.model)).signal(*arguments)(whole).logits
+    student = live + torch.randn(live.shape, generator=torch.Generator().manual_seed(0))
+    labels = torch.zeros(n, dtype=torch.int64)
+    terms = Terms({losses: 1.0})
+    for k, exact in ((8, top_k(live, 8)), (300, Whole(live))):
+        context.outcomes.clear()
+        cached = make_cache(replace(context, directory=context.directory / str(k)), k=k)
+        found, slope = terms.fused(student, cached.signal(*arguments)(whole), labels)
+        expected, expected_slope = terms.fused(student, exact, labels)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
+        if losses != "total_variation":  # whose gradient jumps where p = q
+            torch.testing.assert_close(slope, expected_slope, rtol=0, atol=0.01)
+        assert expected.mean() > 0.03
+
+
+def test_a_killed_stage_does_not_score_whole_parts_again(context, monkeypatch):
+    original, scored = TeacherCacheStage._score, []
+
+    def score(self: Any, context: Any, teacher: Any, part: Any) -> Any:
+        scored.append([sample.id for sample in part])
+        if len(scored) == 2:
+            raise Killed
+        return original(self, context, teacher, part)
+
+    monkeypatch.setattr(TeacherCacheStage, "_score", score)
+    with pytest.raises(Killed):
+        run_stage(context, cache_stage())
+    assert [path.name for path in (context.directory / "cache").glob("part-*")] == ["part-0"]
+    first = (context.directory / "cache" / "part-0" / "manifest.json").read_bytes()
+    outcome = run_stage(context, cache_stage())
+    assert scored[2:] == [[f"train-{i}" for i in range(4, 8)], ["train-8", "train-9"]]
+    assert (context.directory / "cache" / "part-0" / "manifest.json").read_bytes() == first
+    assert outcome.summary["tokens"] == sum(sum(s.mask[1:]) for s in read_samples(context, "data"))
+    assert len(list((context.directory / "cache").iterdir())) == 3
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def other_target(target: Target, what: str) -> Target:
+    if what == "weights":
+        return replace(tiny_target(seed=1), name=target.name, revision=target.revision)
+    if what == "dtype":
+        model = tiny_target().model.bfloat16()
+        return replace(target, model=model)
+    return replace(target, revision="another")
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("weights", "a target with other weights"),
+        ("dtype", "the target in another dtype: found 'float32'.*expected 'bfloat16'"),
+        ("revision", "another revision of the target: found None .*expected 'another'"),
+    ],
+)
+def test_a_cache_of_another_target_is_refused(context, target, what, said):
+    make_cache(context)
+    with pytest.raises(UserError, match=f"was made from {said}.*Make it again"):
+        CachedTeacher(context.outcomes["cache"], other_target(target, what))
+
+
+def test_a_cache_of_another_vocabulary_is_refused(context, target):
+    make_cache(context)
+    changed = replace(target.fingerprint, vocab_sha256="0" * 64)
+    with pytest.raises(UserError, match=r"the teacher of .*cache"):
+        CachedTeacher(context.outcomes["cache"], replace(target, fingerprint=changed))
+
+
+def test_another_draft_vocabulary_than_the_parts_are_over_is_refused(context, target):
+    cache = make_cache(context, draft_vocabulary=60)
+    write_vocabulary(cache.directory, torch.arange(60))
+    with pytest.raises(UserError, match="was made from another draft vocabulary"):
+        CachedTeacher(cache.directory, target)
+
+
+def test_text_that_it_was_not_made_of_is_refused(context):
+    cache = make_cache(context)
+    samples = read_samples(context, "data")
+    names = [(s.id, text_sha256(s.tokens, s.mask)) for s in samples]
+    cache.require(names)
+    for tokens, mask in (
+        (samples[3].tokens[:-1], samples[3].mask[:-1]),
+        (samples[3].tokens, [False] * len(samples[3].mask)),
+    ):
+        with pytest.raises(UserError, match="sample 'train-3' is another text than the one"):
+            cache.require([*names[:3], ("train-3", text_sha256(tokens, mask))])
+    with pytest.raises(UserError, match="has no sample 'train-99'"):
+        cache.require([*names, ("train-99", "")])
+
+
+@pytest.mark.parametrize("settings", [{"k": 16}, {"temperature": 2.0}])
+def test_parts_made_with_other_settings_are_not_mixed(context, monkeypatch, settings):
+    """A killed stage that goes on with --allow-changes would."""
+    original = TeacherCacheStage._score
+    calls: list[int] = []
+
+    def score(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise Killed
+        return original(*arguments)
+
+    monkeypatch.setattr(TeacherCacheStage, "_score", score)
+    with pytest.raises(Killed):
+        run_stage(context, cache_stage())
+    with pytest.raises(UserError, match=r"part-1 was made with k and temperature .*part-0 with"):
+        run_stage(context, cache_stage(**settings))
+
+
+@pytest.mark.parametrize("file", ["cache.safetensors", "samples.json"])
+def test_a_damaged_part_is_named(context, target, file):
+    cache = make_cache(context)
+    path = cache.directory / "part-1" / file
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    for use in (
+        lambda: CachedTeacher(cache.directory, target),
+        lambda: run_stage(context, cache_stage()),
+    ):
+        with pytest.raises(CorruptArtifact, match=rf"part-1.*{re.escape(file)}"):
+            use()
+
+
+def test_what_is_no_cache_is_refused(tmp_path, target):
+    with pytest.raises(UserError, match="holds no teacher cache; expected directories part-N"):
+        CachedTeacher(tmp_path, target)
+
+
+def test_more_tokens_than_there_are_are_refused(context):
+    with pytest.raises(UserError, match="k is 8, of a draft vocabulary of 7 tokens"):
+        cache_stage(draft_vocabulary=7)
+    with pytest.raises(UserError, match="k is 301, of a vocabulary of 300 tokens"):
+        run_stage(context, cache_stage(k=301))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"teacher_temperature": 2.0}, "which has the temperature that it was made at"),
+        ({"draft_vocabulary": 50}, "draft_vocabulary cannot be set here: the cache has its own"),
+        ({"remember_teacher": True}, "remember_teacher cannot be set here"),
+        ({"shard_teacher": True}, "shard_teacher cannot be set here"),
+        ({"teacher": "cash"}, "no earlier stage 'cash'.*Did you mean \"cache\""),
+    ],
+)
+def test_settings_that_do_not_go_with_a_cache_are_refused(settings, said):
+    with pytest.raises(UserError, match=said):
+        make_stage(
+            "distill", "distill", cache_stage(), **(DRAFTER | {"teacher": "cache"} | settings)
+        )
+
+
+# --- training from it -----------------------------------------------------------------------------
+
+
+def distill(context: StageContext, name: str = "distill", **settings: Any) -> Any:
+    return run_stage(
+        context,
+        make_stage(
+            "distill",
+            name,
+            *(s for s in [cache_stage()] if "teacher" in settings),
+            **(DRAFTER | settings),
+        ),
+    )
+
+
+@pytest.mark.parametrize("size", [None, 60])
+def test_a_drafter_learns_from_the_cache_what_it_does_from_the_target(context, monkeypatch, size):
+    """k is the whole (draft) vocabulary, so that nothing but float16 is between the two."""
+    make_cache(context, k=size or 300, draft_vocabulary=size)
+    live = distill(context, "live", draft_vocabulary=size)
+    forwards = []
+    monkeypatch.setattr(LiveTeacher, "signal", lambda *args, **kwargs: forwards.append(1))
+    cached = distill(context, "cached", teacher="cache")
+    assert not forwards
+    assert cached.summary["draft_vocabulary"] == size
+    curves = [
+        [row["loss"] for row in outcome.summary["training"]["history"]]
+        for outcome in (live, cached)
+    ]
+    assert curves[1] == pytest.approx(curves[0], rel=0.01)
+    assert curves[0][-1] < curves[0][0]
+    if size:
+        ids = drafter_weights(cached)["draft_vocabulary.safetensors ids"]
+        assert torch.equal(ids, drafter_weights(live)["draft_vocabulary.safetensors ids"])
+
+
+def test_a_directory_serves_as_well_and_in_a_later_run(context):
+    cache = make_cache(context)
+    by_name = distill(context, "name", teacher="cache")
+    by_path = distill(context, "path", teacher=str(cache.directory))
+    assert_equal(drafter_weights(by_path), drafter_weights(by_name))
+
+
+def test_a_drafter_of_another_vocabulary_than_the_caches_is_refused(context):
+    make_cache(context, draft_vocabulary=60)
+    first = make_stage("distill", "first", **(DRAFTER | {"draft_vocabulary": 50}))
+    run_stage(context, first)
+    more = DRAFTER | {"drafter": {"stage": "first"}, "teacher": "cache"}
+    second = make_stage("distill", "second", cache_stage(), first, **more)
+    with pytest.raises(UserError, match="vocabulary of 50 tokens is not that of the teacher cache"):
+        run_stage(context, second)
+
+
+def test_a_cache_of_other_text_is_refused_before_training(context):
+    make_cache(context)
+    changed = replace(context, examples=context.examples | {"train": context.examples["dev"]})
+    with pytest.raises(UserError, match="has no sample 'dev-0'"):
+        distill(changed, teacher="cache")
+    with pytest.raises(UserError, match=r"sample 'train-.*' is another text"):
+        distill(context, "short", teacher="cache", max_length=30)
