@@ -140,6 +140,7 @@ class CachedTeacher:
             verify_directory(directory / "vocabulary")
             self.vocabulary = load_file(directory / "vocabulary" / VOCABULARY)["ids"]
         self._places: dict[str, tuple[Path, int, int, str]] = {}
+        self.k, self.temperature = 0, 1.0
         for part in parts:
             teacher = verify_directory(part)["teacher"]
             self._require_same_teacher(teacher, target)
