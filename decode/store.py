@@ -79,7 +79,10 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     vocabulary is not the target's, or its directory is damaged.
     """
     path = Path(spec).expanduser()
-    name = next(name for name, value in DTYPES.items() if value == (dtype or target.dtype))
+    wanted = dtype or target.dtype
+    name = next((name for name, value in DTYPES.items() if value == wanted), None)
+    if name is None:
+        raise UserError(f"a drafter in {wanted}; expected one of {', '.join(DTYPES)}")
     place = str(target.device)
     if spec in DRAFTERS and not path.exists():
         if DRAFTERS[spec] is SmallLMDrafter:
