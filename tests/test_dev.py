@@ -23,7 +23,7 @@ from tests.training import assert_equal, tiny_trainer
 from train.data.chat import prompt_tokens
 from train.data.read import spread
 from train.samples import read_samples
-from train.stages import StageContext
+from train.stage import StageContext
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),

@@ -31,7 +31,7 @@ from tests.training import Killed, assert_equal, scramble
 from train.data.chat import Sample, prompt_tokens
 from train.on_policy import OnPolicyConfig, OnPolicyText
 from train.samples import read_samples
-from train.stages import StageContext
+from train.stage import StageContext
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 SETTINGS: dict[str, Any] = {"samples": 6, "max_new_tokens": 6, "batch_size": 4, "drafter": "none"}

@@ -57,6 +57,7 @@ CONFIG = """
 name: tiny
 output_dir: {base}/runs
 trackers: []
+threads: 1
 target: {{model: {base}/target, dtype: float32, device: cpu}}
 data: {{train: train.jsonl, dev: dev.jsonl, test: test.jsonl}}
 evaluation:

@@ -30,7 +30,7 @@ from tests.tiny import tiny_target
 from tests.training import Killed, assert_equal
 from train.data.batches import collate
 from train.samples import read_samples
-from train.stages import StageContext
+from train.stage import StageContext
 from train.stages.teacher_cache import TeacherCacheStage
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

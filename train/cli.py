@@ -1,6 +1,7 @@
 """The command line: `draftsmith train | evaluate | generate | inspect`."""
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -364,6 +365,8 @@ def quieten() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # At every checkpoint of a tied model it tells that the tied weight is kept once.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 

@@ -17,7 +17,7 @@ from train.data.batches import Batches, collate, inputs
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import spread
 from train.schema import Strict
-from train.stages import StageContext
+from train.stage import StageContext
 from train.text import Weights
 
 

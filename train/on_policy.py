@@ -26,7 +26,7 @@ from train.data.batches import permutation
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import Example
 from train.schema import Strict
-from train.stages import StageContext
+from train.stage import StageContext
 from train.text import Weights
 
 Item = TypeVar("Item")

@@ -34,7 +34,8 @@ from train.evaluate import evaluate_baselines, evaluate_drafter
 from train.memory import peak_memory
 from train.report import make_report
 from train.schema import StageConfig
-from train.stages import STAGES, Outcome, Plan, StageContext
+from train.stage import Outcome, Plan, StageContext
+from train.stages import STAGES
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 

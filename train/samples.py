@@ -7,7 +7,7 @@ from pydantic import Field
 from train.data.batches import fit
 from train.data.chat import Sample, to_sample
 from train.schema import StageConfig
-from train.stages import StageContext
+from train.stage import StageContext
 from train.stages.generate import read_answers
 
 

@@ -21,7 +21,7 @@ from train.data.batches import collate, inputs
 from train.data.chat import Sample
 from train.data.read import spread
 from train.schema import Strict
-from train.stages import StageContext
+from train.stage import StageContext
 
 # On which the mass is measured that a draft vocabulary loses.
 LOST_MASS_SAMPLES = 16

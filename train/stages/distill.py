@@ -28,7 +28,7 @@ from train.on_policy import OnPolicyConfig, OnPolicyText
 from train.optimizer import OptimizerConfig
 from train.samples import TextConfig, fitting_samples, planned_tokens, read_samples, stages_of
 from train.schema import StageConfig, closest_stage
-from train.stages import STAGES, Outcome, Plan, Stage, StageContext
+from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 from train.student import StudentConfig, frequent_tokens, make_student
 from train.text import FixedText, Text
 from train.trainer import LoopConfig, Task, Trainer, describe

@@ -20,7 +20,7 @@ from train.console import Bar
 from train.data.chat import prompt_tokens
 from train.data.read import Example, spread
 from train.schema import StageConfig
-from train.stages import STAGES, Outcome, Plan, Stage, StageContext
+from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 
 PART = "part-"
 

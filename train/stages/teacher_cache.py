@@ -27,7 +27,7 @@ from train.data.batches import bucket_batches, collate, inputs
 from train.data.chat import Sample
 from train.samples import TextConfig, fitting_samples, planned_tokens
 from train.schema import StageConfig, closest_stage
-from train.stages import STAGES, Outcome, Plan, Stage, StageContext
+from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 from train.student import frequent_tokens
 
 

@@ -1,0 +1,86 @@
+"""What a stage is: its config, what it checks and plans, and what it does.
+
+Each is one file in `train/stages` with one registration here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accelerate import Accelerator
+
+from decode.registry import Registry
+from decode.target import Target
+from train.console import Reporter
+from train.data.read import Example
+from train.schema import StageConfig
+
+
+@dataclass
+class Plan:
+    """What a stage is going to do, for `--dry-run`; sizes are estimates."""
+
+    what: str
+    trained_parameters: int = 0
+    tokens: int = 0
+    memory_bytes: int = 0
+
+
+@dataclass
+class StageContext:
+    """What a stage is given to work with.
+
+    directory: its own. outcomes: earlier stages' directories by name. examples: by split.
+    system: the system message put before every conversation. run_name: for provenance.
+    plans: while planning, those of earlier stages by name. allow_changes: go on from what other
+    settings or another number of ranks began.
+    """
+
+    target: Target
+    accelerator: Accelerator
+    reporter: Reporter
+    directory: Path
+    outcomes: dict[str, Path]
+    examples: dict[str, list[Example]]
+    system: str | None
+    run_name: str
+    plans: dict[str, Plan] = field(default_factory=dict)
+    allow_changes: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a stage made. drafter: the directory of the drafter it trained, which is then judged."""
+
+    drafter: Path | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+class Stage(ABC):
+    """One kind of stage with its settings.
+
+    `run` writes into `context.directory` only, each thing whole or not at all, and goes on where a
+    killed run of it stopped.
+    """
+
+    Config: ClassVar[type[StageConfig]]
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def check(self, earlier: Sequence[StageConfig]) -> None:
+        """Raise UserError for settings that do not fit together, before any model is loaded."""
+        return None
+
+    @abstractmethod
+    def plan(self, context: StageContext) -> Plan:
+        """What `run` will do. The target is loaded; nothing is written."""
+
+    @abstractmethod
+    def run(self, context: StageContext) -> Outcome:
+        """Do it."""
+
+
+STAGES: Registry[type[Stage]] = Registry("stage kind")
