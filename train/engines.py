@@ -9,11 +9,16 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, disable_fsdp_ram_efficient_loading
+from accelerate.utils import (
+    DistributedType,
+    InitProcessGroupKwargs,
+    disable_fsdp_ram_efficient_loading,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -30,6 +35,9 @@ ENGINES = {
     "ACCELERATE_USE_FSDP": DistributedType.FSDP,
     "ACCELERATE_USE_MEGATRON_LM": DistributedType.MEGATRON_LM,
 }
+
+# How long ranks wait for the main process, which alone evaluates drafters and writes reports.
+PATIENCE = timedelta(hours=6)
 
 
 def start(*, cpu: bool, **settings: Any) -> Accelerator:
@@ -55,13 +63,14 @@ def start(*, cpu: bool, **settings: Any) -> Accelerator:
         # On a CPU accelerate would quietly take DDP instead (told that it is one), or let every
         # rank believe that it is alone (not told).
         os.environ.pop("ACCELERATE_USE_CPU", None)
-        state = PartialState(backend="gloo")
+        state = PartialState(backend="gloo", timeout=PATIENCE)
         if asked[0] == DistributedType.FSDP:
             state.distributed_type = DistributedType.MULTI_GPU
         cpu = False
     else:
         cpu = cpu or not present
-    accelerator = Accelerator(cpu=cpu, **settings)
+    waiting = InitProcessGroupKwargs(timeout=PATIENCE)
+    accelerator = Accelerator(cpu=cpu, kwargs_handlers=[waiting], **settings)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world:
         raise UserError(f"{world} ranks were launched and accelerate sees another number of them")
