@@ -14,7 +14,7 @@ from distill.output import split_model
 from distill.signal import Whole
 from distill.student import student_from_config, student_from_layers
 from distill.teacher import LiveTeacher
-from distill.vocabulary import most_frequent, positions
+from distill.vocabulary import coverage, most_frequent, positions
 from tests.tiny import FAMILIES, tiny_llama, tiny_model
 
 ALL_TERMS = Terms({"forward_kl": 0.7, "cross_entropy": 0.3})
@@ -132,6 +132,21 @@ def test_draft_vocabulary_keeps_the_most_frequent_tokens():
     assert ids.tolist() == [5, 11]
     with pytest.raises(UserError, match="fewer than the target's 12"):
         most_frequent([[5]], 12, 12)
+
+
+def test_coverage_of_unseen_text_is_of_one_half_chosen_from_the_other():
+    texts = [[5, 5, 5, 7], [5, 7, 9, 9]]
+    (one, two) = coverage(texts, [1, 2], 12)
+    assert (one.size, two.size) == (1, 2)
+    assert (one.of_text, two.of_text) == (4 / 8, 6 / 8)
+    # Of one token: the first text's 5 is 1/4 of the second, the second's 9 is none of the first.
+    assert one.of_unseen == pytest.approx((1 / 4 + 0) / 2)
+    # Of two: 5 and 7 are 2/4 of the second; 9 and, as 5 and 7 are level, the lower 5: 3/4.
+    assert two.of_unseen == pytest.approx((2 / 4 + 3 / 4) / 2)
+    with pytest.raises(UserError, match="two texts or more"):
+        coverage(texts[:1], [1], 12)
+    with pytest.raises(UserError, match="fewer than the target's 12"):
+        coverage(texts, [12], 12)
 
 
 def test_reduced_distillation_is_over_the_renormalised_target():

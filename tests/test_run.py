@@ -415,6 +415,16 @@ def test_the_command_line_from_plan_to_text(base):
     assert {"120", "360"} <= set(planned.stdout.split())
     assert not (base / "runs").exists()
 
+    rows = [json.dumps({"prompt": "the dog", "response": text}) for text in ("a fox", "the fox")]
+    (base / "responses.jsonl").write_text("\n".join(rows))
+    covered = command(
+        "coverage",
+        *("--target", str(base / "target"), str(base / "responses.jsonl"), "--sizes", "9,200"),
+        *("--json", str(base / "coverage.json")),
+    )
+    assert covered.exit_code == 0, covered.stderr
+    assert [row["size"] for row in json.loads((base / "coverage.json").read_text())] == [9, 200]
+
     trained = command("train", config)
     assert trained.exit_code == 0, trained.stderr
     assert "report.html" in trained.stdout
