@@ -38,6 +38,7 @@ from distill.cache import bytes_per_token, top_k
 from distill.losses import Terms
 from distill.output import split_model
 from distill.teacher import LiveTeacher
+from train.answers import read_answers
 from train.cli import cores, quieten, shows_errors
 from train.config import validate_config
 from train.console import Reporter
@@ -45,7 +46,6 @@ from train.data.batches import collate, inputs
 from train.data.chat import to_sample
 from train.data.read import spread
 from train.run import Run
-from train.stages.generate import read_answers
 
 PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"
 TARGET = "embedded:smollm2-135m"

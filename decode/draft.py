@@ -1,25 +1,34 @@
 """What a drafter hands to the verification: a token tree per row.
 
-Shapes: B rows, N nodes (padded to the largest row), V vocabulary.
+Shapes: B rows, N nodes (padded to the largest row), K children of a node, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+# How the children of one node came about. chosen: picked by a rule that draws nothing, so that
+# q = 1 for each. independent: drawn from the same q again and again (a chain's only child is that
+# too). distinct: drawn from q without replacement.
+Siblings = Literal["chosen", "independent", "distinct"]
 
 
 @dataclass
 class Draft:
     """B token trees. A chain is a tree without branches: node i hangs on node i−1.
 
-    tokens: int64 [B, N], shallow nodes before deeper ones.
+    tokens: int64 [B, N], shallow nodes before deeper ones, siblings in the order they were drawn.
     sizes: int [B] on the host; row b has nodes 0 … sizes[b]−1, the rest is padding.
-    q: float32 [B, R, V] or None. Row r is the distribution the drafter drew from in the context
-        that ends at node r−1 (row 0: the committed context), so node i's token came from row
-        parent(i)+1. For a chain R = N. None: the tokens were chosen, not drawn (q = 1 for each).
+    q: float32 [B, R, V] or None: the distributions the drafter drew from. None: the tokens were
+        chosen, not drawn (q = 1 for each).
     parents: int64 [B, N] or None. −1 is the last committed token; None means a chain.
+    q_rows: int64 [B, N] or None: the row of q that node i was drawn from. None: row parent(i)+1,
+        as if q had a row for the context that ends at each node (row 0: the committed context).
+    distinct: siblings were drawn without replacement: each from q without its elder siblings,
+        renormalised; q itself is declared whole.
 
     >>> Draft.none(2, "cpu").tokens.shape
     torch.Size([2, 0])
@@ -29,6 +38,9 @@ class Draft:
     sizes: np.ndarray
     q: Tensor | None = None
     parents: Tensor | None = None
+    q_rows: Tensor | None = None
+    distinct: bool = False
+    _ancestors: Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def none(cls, rows: int, device: torch.device | str) -> "Draft":
@@ -39,18 +51,37 @@ class Draft:
 
     def to(self, device: torch.device) -> "Draft":
         """The same draft with its tensors on `device`."""
+        if self.tokens.device == device:
+            return self
 
         def move(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
 
-        return Draft(self.tokens.to(device), self.sizes, move(self.q), move(self.parents))
+        return Draft(
+            self.tokens.to(device),
+            self.sizes,
+            move(self.q),
+            move(self.parents),
+            move(self.q_rows),
+            self.distinct,
+            move(self._ancestors),
+        )
 
     @property
     def is_chain(self) -> bool:
         return self.parents is None
 
+    @property
+    def siblings(self) -> Siblings:
+        if self.q is None:
+            return "chosen"
+        return "distinct" if self.distinct else "independent"
+
     def limit_depth(self, depths: np.ndarray) -> None:
         """Take away row b's nodes that are deeper than depths[b], int [B]."""
+        if self.parents is None:
+            self.sizes = np.minimum(self.sizes, depths)
+            return
         by_depth = self.nodes_by_depth()
         self.sizes = (by_depth * (np.arange(by_depth.shape[1]) < depths[:, None])).sum(1)
 
@@ -60,24 +91,55 @@ class Draft:
         return nodes_N < torch.as_tensor(self.sizes, device=self.tokens.device)[:, None]
 
     def parent_rows(self) -> Tensor:
-        """int64 [B, N]: the row of p and q in which node i's token is judged, parent(i) + 1."""
+        """int64 [B, N]: the row of p in which node i's token is judged, parent(i) + 1."""
         rows, nodes = self.tokens.shape
         if self.parents is None:
             return torch.arange(nodes, device=self.tokens.device).expand(rows, -1)
         return self.parents + 1
 
+    def rows_of_q(self) -> Tensor:
+        """int64 [B, N]: the row of q that node i was drawn from."""
+        return self.parent_rows() if self.q_rows is None else self.q_rows
+
     def ancestors(self) -> Tensor:
         """bool [B, N, N]: [b, i, j] says that node j is node i or one of its ancestors."""
+        if self._ancestors is not None:
+            return self._ancestors
         rows, nodes = self.tokens.shape
-        seen = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device).repeat(rows, 1, 1)
+        device = self.tokens.device
         if self.parents is None:
-            return seen.cumsum(2).bool().transpose(1, 2)
-        index_B = torch.arange(rows, device=self.tokens.device)
-        for node in range(1, nodes):
-            parent_B = self.parents[:, node]
-            above = seen[index_B, parent_B.clamp(min=0)] & (parent_B >= 0)[:, None]
-            seen[:, node] |= above
-        return seen
+            chain = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
+            self._ancestors = chain.expand(rows, -1, -1)
+            return self._ancestors
+        # One step up from each node, or staying where it is; squared, twice as many steps.
+        order = torch.arange(nodes, device=device)
+        up = ((self.parents[..., None] == order) | (order[:, None] == order)).float()
+        for _ in range(max(nodes - 1, 1).bit_length()):
+            up = (up @ up).clamp(max=1.0)
+        self._ancestors = up > 0
+        return self._ancestors
+
+    def children(self) -> Tensor:
+        """int64 [B, N+1, K]: row r lists the valid children of node r−1 (row 0: of the last
+        committed token) in order; −1 where it has fewer than K ≥ 1."""
+        rows, nodes = self.tokens.shape
+        device = self.tokens.device
+        above = self.parent_rows()
+        if self.parents is None:
+            below = torch.arange(nodes + 1, device=device).expand(rows, -1)
+            return torch.where(
+                below < torch.as_tensor(self.sizes, device=device)[:, None], below, -1
+            )[..., None]
+        valid = self.valid()
+        same = (above[:, :, None] == above[:, None, :]) & valid[:, None, :]
+        rank = same.float().tril(-1).sum(2).long()  # how many elder siblings
+        most = int(rank.max()) + 1 if nodes else 1
+        table = torch.full((rows, (nodes + 1) * most), -1, dtype=torch.int64, device=device)
+        order = torch.arange(nodes, device=device).expand(rows, -1)
+        # Padding is written to a place where no child stands, as what stands there already.
+        place = torch.where(valid, above * most + rank, (nodes + 1) * most - 1)
+        table.scatter_(1, place, torch.where(valid, order, -1))
+        return table.view(rows, nodes + 1, most)
 
     def nodes_by_depth(self) -> np.ndarray:
         """int [B, D] on the host: how many nodes row b has at depth 1, 2, … D."""
@@ -86,6 +148,7 @@ class Draft:
             return (np.arange(nodes)[None, :] < self.sizes[:, None]).astype(np.int64)
         depth_BN = self.ancestors().sum(2).cpu().numpy()
         counts = np.zeros((rows, max(int(depth_BN.max(initial=0)), 0)), dtype=np.int64)
-        for row, size in enumerate(self.sizes):
-            np.add.at(counts[row], depth_BN[row, :size] - 1, 1)
+        inside = np.arange(nodes)[None, :] < self.sizes[:, None]
+        row, node = np.nonzero(inside)
+        np.add.at(counts, (row, depth_BN[row, node] - 1), 1)
         return counts

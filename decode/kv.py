@@ -115,10 +115,12 @@ class CachedLM:
         self._mask_dtype = model.dtype
         self._window = _Window()
         self._cache: Cache | None = None
+        self.capacity = 0  # slots of each row
 
     def reset(self, rows: int, capacity: int) -> None:
         """Start `rows` empty sequences of at most `capacity` slots; raises as `require_slots`."""
         require_slots(self.model, capacity)
+        self.capacity = capacity
         self._window = _Window()
         layers = self.model.config.get_text_config().num_hidden_layers
         self._cache = Cache(
@@ -132,19 +134,21 @@ class CachedLM:
         *,
         columns: np.ndarray | None = None,
         depth_BN: Tensor | None = None,
-        ancestors_BNN: Tensor | None = None,
+        ancestors_BNM: Tensor | None = None,
     ) -> Tensor:
         """Feed n tokens per row and return their logits, in the model's dtype.
 
         start: int [B], the slot of each row's first token; everything below it is its past.
         columns: int [B], return the logits of this one column per row, [B, 1, V]; None: all n.
-        depth_BN, ancestors_BNN: for a token tree, each token's distance from the first one and
-            which of the n tokens it may see (itself included); None: the tokens are a chain.
+        depth_BN, ancestors_BNM: for a token tree, whose last n of m ≥ n nodes are fed and whose
+            first m−n stand in the slots before `start`: each token's distance from the tree's
+            first slot, and which of the m nodes it may see (itself included). None: a chain.
         """
         assert self._cache is not None, "reset() comes before forward()"
         rows, n = ids_BN.shape
         self._place(start, n)
-        start_B1 = torch.as_tensor(start, device=self.device)[:, None]
+        base = start if ancestors_BNM is None else start + n - ancestors_BNM.shape[2]
+        base_B1 = torch.as_tensor(base, device=self.device)[:, None]
         if depth_BN is None:
             depth_BN = torch.arange(n, device=self.device)[None, :]
         extra: dict[str, object] = {}
@@ -157,8 +161,8 @@ class CachedLM:
         logits = self.model(
             input_ids=ids_BN,
             # Only padding can lie past the last position; it must not index out of a learned table.
-            position_ids=(start_B1 + depth_BN).clamp(max=self.max_positions - 1),
-            attention_mask=self._mask(start_B1, start, n, ancestors_BNN),
+            position_ids=(base_B1 + depth_BN).clamp(max=self.max_positions - 1),
+            attention_mask=self._mask(base_B1, start, n, ancestors_BNM),
             past_key_values=self._cache,
             use_cache=True,
             **extra,
@@ -180,19 +184,20 @@ class CachedLM:
             window.slots = first + torch.arange(n, device=self.device)
 
     def _mask(
-        self, start_B1: Tensor, start: np.ndarray, n: int, ancestors_BNN: Tensor | None
+        self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None
     ) -> Tensor | None:
         """What each fed token may see, [B, 1, n, S]; None where plain causal attention says it."""
-        if ancestors_BNN is None and (n == 1 or not start.any()) and self._window.begin is not None:
+        if ancestors_BNM is None and (n == 1 or not start.any()) and self._window.begin is not None:
             return None
         slots_S = torch.arange(self._window.end, device=self.device)
-        offset_BS = slots_S - start_B1  # a slot's column among the fed tokens; negative: the past
-        if ancestors_BNN is None:
+        offset_BS = slots_S - base_B1  # a slot's column in the tree; negative: the past
+        if ancestors_BNM is None:
             seen = offset_BS[:, None, :] <= torch.arange(n, device=self.device)[None, :, None]
         else:
-            inside_BS = (offset_BS >= 0) & (offset_BS < n)
-            column_B1S = offset_BS.clamp(0, n - 1)[:, None, :].expand(-1, n, -1)
-            own = ancestors_BNN.expand(len(start), -1, -1).gather(2, column_B1S)
+            nodes = ancestors_BNM.shape[2]
+            inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
+            column_B1S = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, n, -1)
+            own = ancestors_BNM.expand(len(start), -1, -1).gather(2, column_B1S)
             seen = (offset_BS < 0)[:, None, :] | (own & inside_BS[:, None, :])
         seen = seen[:, None]
         if self._boolean_masks:

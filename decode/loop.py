@@ -5,7 +5,7 @@ Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,12 +13,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.draft import Draft
-from decode.drafters import Contexts, Drafter
+from decode.drafters import Contexts, Drafter, Limits
 from decode.errors import UserError
 from decode.kv import CachedLM
+from decode.policies import Policy
+from decode.policies.fixed import Fixed
+from decode.processors import LogitsProcessor
 from decode.rules import RULES, Rule, Verdict
 from decode.sampling import Noise, Sampling
-from decode.stats import Counts, Tally, Timing
+from decode.scores import Scores
+from decode.stats import Counts, Step, Tally, Timing
 from decode.trace import TraceStep, trace_rows
 
 OnTokens = Callable[[int, list[int]], None]
@@ -31,6 +35,7 @@ class Decoded:
     outputs: list[list[int]]
     tally: Tally
     timing: Timing
+    steps: list[Step] = field(default_factory=list)
 
     @property
     def counts(self) -> Counts:
@@ -38,11 +43,14 @@ class Decoded:
 
 
 class Decoder:
-    """A target, a drafter and a rule, ready to decode.
+    """A target, a drafter, a rule and a draft-length policy, ready to decode.
 
-    gamma: how deep a draft may be, ≥ 1. rule: a name from `RULES`; for greedy sampling every
-    lossless rule is exact match. Raises UserError for γ < 1, an unknown rule, or a drafter whose
-    trees the rule cannot judge (when it drafts one).
+    gamma: how deep every draft is, ≥ 1; policy: what decides that instead. rule: one, or a name
+    from `RULES`; at temperature 0 exact match is used for those that come to it. sampling: how
+    text is drawn; draft_sampling: how the drafter draws, where that shall differ. processors: as
+    `transformers`' LogitsProcessorList, applied to the target's logits before temperature and
+    filters, after the repetition penalty. Raises UserError for γ < 1, an unknown rule, or a rule
+    that cannot judge what this drafter drafts.
     """
 
     def __init__(
@@ -52,17 +60,22 @@ class Decoder:
         *,
         eos_token_ids: Sequence[int] = (),
         gamma: int = 4,
-        rule: str = "speculative",
+        rule: str | Rule = "speculative",
         sampling: Sampling | None = None,
+        draft_sampling: Sampling | None = None,
+        policy: Policy | None = None,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        if gamma < 1:
-            raise UserError(f"gamma is {gamma}; a draft needs at least 1 token (use drafter none)")
+        self.policy = policy or Fixed(gamma)
         self.sampling = sampling or Sampling()
-        chosen = RULES[rule]
-        self.rule: Rule = RULES["exact"]() if self.sampling.greedy and chosen.lossless else chosen()
-        self.lm = CachedLM(model)
+        self.draft_sampling = draft_sampling or self.sampling
+        chosen = RULES[rule]() if isinstance(rule, str) else rule
+        exact = self.sampling.greedy and chosen.exact_when_greedy
+        self.rule: Rule = RULES["exact"]() if exact else chosen
         self.drafter = drafter
-        self.gamma = gamma
+        self._require_fitting_rule()
+        self.lm = CachedLM(model)
+        self.processors = list(processors)
         self.eos = np.array(sorted(eos_token_ids), dtype=np.int64)
 
     @torch.inference_mode()
@@ -91,13 +104,15 @@ class Decoder:
         contexts = self._contexts(prompts, ends)
         identities = np.asarray(rows if row_ids is None else row_ids)
         noise = Noise(seed, torch.as_tensor(identities, device=device))
-        tally = Tally(len(prompts), self.gamma)
+        tally = Tally(len(prompts), self.policy.most)
+        steps: list[Step] = []
         outputs: list[list[int]] = [[] for _ in prompts]
 
         first = self._prefill(contexts, noise)
         emitted = np.ones(len(rows), dtype=np.int64)
         self._append(contexts, first, emitted)
         self.drafter.start(contexts)
+        self.policy.start(len(rows))
         clock.mark("prefill")
 
         block, ended = first, np.isin(first[:, 0], self.eos) | (contexts.lengths == ends)
@@ -119,35 +134,49 @@ class Decoder:
             left = ends - contexts.lengths
             # The pass itself emits a token, so drafting the last one is never worth it. Each row is
             # held to its own limit, or its text would depend on the rows beside it.
-            gamma = min(self.gamma, int(left.max()) - 1)
-            draft = (
-                self.drafter.draft(contexts, gamma, self.sampling, noise).to(device)
-                if gamma
-                else Draft.none(len(rows), device)
-            )
-            draft.limit_depth(left - 1)
-            self._check(draft)
-            clock.mark("draft")
-            clock.timing.steps += 1
-            clock.timing.draft_depth += gamma if draft.sizes.any() else 0
-            clock.timing.width += 1 + draft.tokens.shape[1]
+            depths = np.minimum(self.policy.depths(), left - 1)
+            draft = Draft.none(len(rows), device)
+            if depths.any():
+                stops = self.policy.stops if self.policy.watches else None
+                limits = Limits(depths, stops)
+                draft = self.drafter.draft(contexts, limits, self.draft_sampling, noise).to(device)
+                draft.limit_depth(depths)
+            draft_s = clock.mark("draft")
             logits, start = self._forward(contexts, draft)
-            clock.mark("verify")
-            verdict = self.rule.verify(draft, logits, self.sampling, noise)
+            verify_s = clock.mark("verify")
+            scores = Scores(logits, self.sampling, draft, contexts, self.processors)
+            verdict = self.rule.verify(draft, scores, noise)
             accepted, reached, block = self._read(draft, verdict)
             if not draft.is_chain:
                 root = torch.zeros_like(verdict.path[:, :1])
                 self.lm.commit(start, torch.cat([root, verdict.path + 1], 1))
             if on_step:
-                on_step(trace_rows(rows, draft, logits, self.sampling, accepted, block))
+                on_step(trace_rows(rows, draft, scores, accepted, block))
 
             emitted, ended = self._cut(block, accepted, left)
-            tally.step(rows, draft.nodes_by_depth(), reached, accepted, emitted, ended)
+            by_depth = draft.nodes_by_depth()
+            tally.step(rows, by_depth, reached, accepted, emitted, ended)
             self._append(contexts, block, emitted)
             self.drafter.commit(contexts)
-            clock.mark("overhead")
+            steps.append(
+                Step(
+                    rows,
+                    depths,
+                    draft.sizes,
+                    reached,
+                    accepted,
+                    emitted,
+                    width=1 + draft.tokens.shape[1],
+                    depth=int(by_depth.any(0).sum()),
+                    draft_s=draft_s,
+                    verify_s=verify_s,
+                    overhead_s=clock.mark("overhead"),
+                )
+            )
+            self.policy.observe(steps[-1])
+            clock.timing.count(steps[-1])
         clock.mark("overhead")
-        return Decoded(outputs, tally, clock.timing)
+        return Decoded(outputs, tally, clock.timing, steps)
 
     def _ends(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> np.ndarray:
         """int [B]: the length at which each row ends, prompt included: `max_new_tokens` more, or
@@ -170,7 +199,7 @@ class Decoder:
     def _contexts(self, prompts: Sequence[Sequence[int]], ends: np.ndarray) -> Contexts:
         lengths = np.array([len(prompt) for prompt in prompts])
         # In a ragged batch a row at its end is still fed a draft as deep as the others'.
-        capacity = int(ends.max()) + self.drafter.most_nodes(self.gamma)
+        capacity = int(ends.max()) + self.drafter.most_nodes(self.policy.most)
         tokens = np.zeros((len(prompts), capacity), dtype=np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
@@ -183,8 +212,9 @@ class Decoder:
         width = int(contexts.lengths.max())
         ids = torch.as_tensor(contexts.tokens[:, :width], device=self.lm.device)
         logits = self.lm.forward(ids, np.zeros(rows, dtype=np.int64), columns=contexts.lengths - 1)
-        uniforms = noise.uniforms(Noise.NEXT, 0, 1)
-        return self.sampling.pick(logits, uniforms).cpu().numpy()
+        nothing = Draft.none(rows, self.lm.device)
+        scores = Scores(logits, self.sampling, nothing, contexts, self.processors)
+        return scores.pick(noise.uniforms(Noise.NEXT, 0, 1)).cpu().numpy()
 
     def _forward(self, contexts: Contexts, draft: Draft) -> tuple[Tensor, np.ndarray]:
         """One target pass over the last committed token and the draft: logits [B, N+1, V]."""
@@ -197,13 +227,21 @@ class Decoder:
         ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
         ancestors[:, :, 0] = True
         depth = ancestors.sum(2) - 1
-        return self.lm.forward(ids, start, depth_BN=depth, ancestors_BNN=ancestors), start
+        return self.lm.forward(ids, start, depth_BN=depth, ancestors_BNM=ancestors), start
 
-    def _check(self, draft: Draft) -> None:
-        if not draft.is_chain and not self.rule.trees:
+    def _require_fitting_rule(self) -> None:
+        drafter, rule = type(self.drafter).__name__, type(self.rule).__name__
+        if self.drafter.branches and not self.rule.trees:
+            fitting = ", ".join(name for name in RULES if RULES[name].trees)
             raise UserError(
-                f"{type(self.drafter).__name__} drafts trees and the rule "
-                f"{type(self.rule).__name__} judges chains only; choose a rule for trees"
+                f"{drafter} drafts trees and the rule {rule} judges chains only; rules for trees "
+                f"are {fitting}"
+            )
+        siblings = self.drafter.siblings(self.draft_sampling)
+        if siblings not in self.rule.siblings:
+            raise UserError(
+                f"{drafter} drafts {siblings} siblings and the rule {rule} judges "
+                f"{' or '.join(sorted(self.rule.siblings))} ones; choose another shape or rule"
             )
 
     def _read(self, draft: Draft, verdict: Verdict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -248,6 +286,7 @@ class Decoder:
         self.drafter.keep_rows(rows)
         noise.keep_rows(rows)
         contexts.keep_rows(going)
+        self.policy.keep_rows(going)
 
 
 class _Clock:
@@ -258,9 +297,11 @@ class _Clock:
         self._device = device
         self._last = time.perf_counter()
 
-    def mark(self, part: str) -> None:
+    def mark(self, part: str) -> float:
+        """The seconds since the last mark."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = time.perf_counter()
-        setattr(self.timing, part, getattr(self.timing, part) + now - self._last)
-        self._last = now
+        passed, self._last = now - self._last, now
+        setattr(self.timing, part, getattr(self.timing, part) + passed)
+        return passed

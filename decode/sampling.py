@@ -16,20 +16,33 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Sampling:
-    """How text is drawn: temperature, then top-k, then top-p, as `generate()` orders them.
+    """How text is drawn: repetition penalty, temperature, top-k, top-p, min-p, in the order of
+    `generate()`.
 
-    temperature 0 is greedy decoding. top_k 0 and top_p 1 switch those filters off.
+    temperature 0 is greedy decoding. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch
+    those off. min_p: tokens less likely than this share of the likeliest one's probability are
+    left out. The penalty depends on the text so far and is applied by who knows it
+    (`decode.scores`, `decode.growth`), before what this class does.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value, fits, expected in (
             ("temperature", self.temperature, self.temperature >= 0, "a number ≥ 0"),
             ("top_k", self.top_k, self.top_k >= 0, "a whole number ≥ 0 (0: off)"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "a number in [0, 1]"),
+            (
+                "repetition_penalty",
+                self.repetition_penalty,
+                self.repetition_penalty > 0,
+                "a number > 0 (1: off)",
+            ),
         ):
             if not fits:
                 raise UserError(f"{name} is {value}; expected {expected}")
@@ -71,6 +84,10 @@ class Sampling:
             outside = ordered.cumsum(-1) - ordered >= self.top_p
             outside[..., 0] = False
             probs = probs.masked_fill(outside.scatter(-1, index, outside), 0.0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        if self.min_p:
+            likeliest = probs.amax(-1, keepdim=True)
+            probs = probs.masked_fill(probs < self.min_p * likeliest, 0.0)
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
 

@@ -114,6 +114,12 @@ class Timing:
     draft_depth: int = 0  # how deep each pass's draft was, summed: the number of draft steps
     width: int = 0  # tokens each pass was fed per row, summed
 
+    def count(self, step: "Step") -> None:
+        """Count a pass whose seconds are already added."""
+        self.steps += 1
+        self.draft_depth += step.depth
+        self.width += step.width
+
     @property
     def total(self) -> float:
         return self.prefill + self.draft + self.verify + self.overhead
@@ -122,6 +128,29 @@ class Timing:
         return Timing(
             *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
         )
+
+
+@dataclass
+class Step:
+    """One verification pass over B rows, as it is handed to policies and reports.
+
+    rows: int [B], which prompts. depths: int [B], how deep each draft was allowed to be. drafted,
+    accepted, emitted: int [B], nodes drafted, drafted tokens kept and tokens emitted; reached:
+    int [B], drafted positions judged with all before them accepted. width: tokens fed per row.
+    depth: how many draft steps were taken. The times are seconds for the whole batch.
+    """
+
+    rows: np.ndarray
+    depths: np.ndarray
+    drafted: np.ndarray
+    reached: np.ndarray
+    accepted: np.ndarray
+    emitted: np.ndarray
+    width: int
+    depth: int
+    draft_s: float
+    verify_s: float
+    overhead_s: float
 
 
 @dataclass

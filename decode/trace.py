@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decode.draft import Draft
 from decode.sampling import Sampling
+from decode.scores import Scores
 
 
 @dataclass
@@ -37,19 +37,20 @@ TraceStep = list[RowTrace]
 def trace_rows(
     rows: np.ndarray,
     draft: Draft,
-    logits: Tensor,
-    sampling: Sampling,
+    scores: Scores,
     accepted: np.ndarray,
     block: np.ndarray,
 ) -> TraceStep:
     """Describe a step. Greedy decoding has no p of its own; p at temperature 1 is shown."""
-    shown = Sampling(temperature=1.0) if sampling.greedy else sampling
+    shown = Sampling(temperature=1.0) if scores.sampling.greedy else scores.sampling
     judged_in = draft.parent_rows()
-    p_all = shown.probs(logits).gather(1, judged_in[..., None].expand(-1, -1, logits.shape[2]))
+    p_all = shown.probs(scores.logits).gather(
+        1, judged_in[..., None].expand(-1, -1, scores.logits.shape[2])
+    )
     p = p_all.gather(2, draft.tokens[..., None])[..., 0].tolist()
     q = None
     if draft.q is not None:
-        q_all = draft.q.gather(1, judged_in[..., None].expand(-1, -1, draft.q.shape[2]))
+        q_all = draft.q.gather(1, draft.rows_of_q()[..., None].expand(-1, -1, draft.q.shape[2]))
         q = q_all.gather(2, draft.tokens[..., None])[..., 0].tolist()
     steps = []
     for place, row in enumerate(rows):

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from decode.target import Target
 from tests.training import Killed, Lines
 from train.data.read import Example
-from train.stage import STAGES, Outcome, StageContext
+from train.stage import Outcome, StageContext
+from train.stages import STAGES
 from train.trainer import Trainer
 
 WORDS = ("the", "a", "dog", "fox", "sea", "shell", "token", "sells", "jumps", "of", "it", "two")

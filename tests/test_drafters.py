@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode.draft import Draft
-from decode.drafters import DRAFTERS, Contexts, Drafter
+from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
@@ -39,6 +39,10 @@ def append(contexts: Contexts, new: list[list[int]]) -> None:
 
 def noise_for(rows: int, seed: int = 0) -> Noise:
     return Noise(seed, torch.arange(rows))
+
+
+def limits_of(contexts: Contexts, gamma: int) -> Limits:
+    return Limits(np.full(len(contexts.lengths), gamma))
 
 
 def drafted(draft: Draft) -> list[list[int]]:
@@ -94,7 +98,7 @@ def test_ngram_equals_a_search_of_the_whole_text(vocab: int, min_n: int, max_n: 
     drafter.start(contexts)
     found_any = False
     for step in range(30):
-        draft = drafter.draft(contexts, 4, GREEDY, noise_for(len(texts)))
+        draft = drafter.draft(contexts, limits_of(contexts, 4), GREEDY, noise_for(len(texts)))
         assert draft.q is None
         assert drafted(draft) == [search(text, min_n, max_n, 4) for text in texts]
         found_any |= bool(draft.sizes.any())
@@ -110,7 +114,7 @@ def test_ngram_equals_a_search_of_the_whole_text(vocab: int, min_n: int, max_n: 
     assert found_any
 
     drafter.start(contexts)  # and nothing of the last batch is remembered
-    assert drafted(drafter.draft(contexts, 4, GREEDY, noise_for(2))) == [
+    assert drafted(drafter.draft(contexts, limits_of(contexts, 4), GREEDY, noise_for(2))) == [
         search(text, min_n, max_n, 4) for text in texts
     ]
 
@@ -129,8 +133,8 @@ class Recording(SmallLMDrafter):
 
     drafts = 0
 
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
-        draft = super().draft(contexts, gamma, sampling, noise)
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        draft = super().draft(contexts, limits, sampling, noise)
         for row, tokens in enumerate(drafted(draft)):
             text = contexts.tokens[row, : contexts.lengths[row]].tolist()
             if not tokens:
@@ -176,13 +180,13 @@ def test_what_a_drafter_lacks_after_full_acceptance() -> None:
     drafter.start(contexts)
     # All kept and one more; none kept; one row all, the other none: each leaves another gap.
     for kept in ([3, 3], [0, 0], [3, 0], [1, 2]):
-        draft = drafter.draft(contexts, 3, GREEDY, noise_for(2))
+        draft = drafter.draft(contexts, limits_of(contexts, 3), GREEDY, noise_for(2))
         tokens = draft.tokens.tolist()
         append(contexts, [[*tokens[row][: kept[row]], 100 + row] for row in range(2)])
         drafter.commit(contexts)
     drafter.keep_rows(torch.tensor([1]))
     contexts.keep_rows(np.array([1]))
-    drafter.draft(contexts, 3, GREEDY, noise_for(1))
+    drafter.draft(contexts, limits_of(contexts, 3), GREEDY, noise_for(1))
     assert drafter.drafts == 9
 
 
@@ -195,7 +199,7 @@ def test_a_full_context_of_the_drafter_drafts_nothing(limit: str) -> None:
     drafter.start(contexts)
     sizes = []
     for _ in range(14):
-        draft = drafter.draft(contexts, 3, GREEDY, noise_for(2))
+        draft = drafter.draft(contexts, limits_of(contexts, 3), GREEDY, noise_for(2))
         sizes.append(draft.sizes.tolist())
         append(contexts, [[9], [9]])
         drafter.commit(contexts)
@@ -223,7 +227,7 @@ def mismatches(drafter: Drafter, sampling: Sampling, rows: int, gamma: int) -> t
     noise = noise_for(rows)
     for _ in range(2):
         noise.next_round()
-        draft = drafter.draft(contexts, gamma, sampling, noise)
+        draft = drafter.draft(contexts, limits_of(contexts, gamma), sampling, noise)
         if draft.q is not None:
             uniforms = noise.uniforms(Noise.DRAFT, 0, draft.tokens.shape[1])
             again = draw(draft.q, uniforms)
@@ -257,20 +261,20 @@ def test_q_over_a_reduced_vocabulary_is_honest() -> None:
 
     contexts = contexts_of([[5, 6, 7]])
     drafter.start(contexts)
-    draft = drafter.draft(contexts, 3, Sampling(1.0), noise_for(1))
+    draft = drafter.draft(contexts, limits_of(contexts, 3), Sampling(1.0), noise_for(1))
     assert draft.q is not None
     assert draft.q.shape == (1, 3, 300)
     assert draft.q.nonzero()[:, 2].unique().tolist() == ids.tolist()
     torch.testing.assert_close(draft.q.sum(-1), torch.ones(1, 3))
     drafter.start(contexts)
-    greedy = drafter.draft(contexts, 3, GREEDY, noise_for(1))
+    greedy = drafter.draft(contexts, limits_of(contexts, 3), GREEDY, noise_for(1))
     assert set(greedy.tokens.flatten().tolist()) <= set(ids.tolist())
 
 
 class Cold(SmallLMDrafter):
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         cold = replace(sampling, temperature=0.99 * sampling.temperature)
-        draft = super().draft(contexts, gamma, cold, noise)
+        draft = super().draft(contexts, limits, cold, noise)
         assert draft.q is not None
         draft.q = draft.q**0.99
         return draft
@@ -279,8 +283,8 @@ class Cold(SmallLMDrafter):
 class Chosen(SmallLMDrafter):
     """Trap 1: the likeliest token is chosen, and the whole distribution declared."""
 
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
-        draft = super().draft(contexts, gamma, sampling, noise)
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        draft = super().draft(contexts, limits, sampling, noise)
         assert draft.q is not None
         draft.tokens = draft.q.argmax(-1)
         return draft
@@ -297,6 +301,6 @@ def test_drafters_that_choose_declare_no_q(name: str) -> None:
     contexts = contexts_of([[1, 2, 3, 1, 2], [4]])
     drafter = DRAFTERS[name]()
     drafter.start(contexts)
-    draft = drafter.draft(contexts, 3, Sampling(1.0), noise_for(2))
+    draft = drafter.draft(contexts, limits_of(contexts, 3), Sampling(1.0), noise_for(2))
     assert draft.q is None
     assert drafted(draft) == ([[], []] if name == "none" else [[3, 1, 2], []])

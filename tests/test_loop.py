@@ -14,7 +14,7 @@ import transformers
 from transformers import GenerationConfig
 
 from decode.draft import Draft
-from decode.drafters import DRAFTERS, Contexts, Drafter
+from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
@@ -80,7 +80,8 @@ class ChainDrafter(Drafter):
         said = int(contexts.lengths[place]) - len(prompt)
         return (answer[said:] + [1] * count)[:count]
 
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        gamma = limits.deepest
         tokens = np.zeros((len(self.rows), gamma), dtype=np.int64)
         for place, row in enumerate(self.rows):
             said = int(contexts.lengths[place]) - len(self.prompts[row])
@@ -97,6 +98,7 @@ class RandomTrees(ChainDrafter):
     """
 
     WIDTH = 4
+    branches = True
 
     def __init__(self, family: str, seed: int = 0) -> None:
         super().__init__(family, lambda row, place: False)
@@ -129,7 +131,8 @@ class RandomTrees(ChainDrafter):
             follows, layer = after, list(range(begin, len(tokens)))
         return tokens, parents
 
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        gamma = limits.deepest
         trees = [
             self._tree(self.right(contexts, place, gamma), gamma)
             for place in range(len(contexts.lengths))
@@ -362,9 +365,8 @@ def test_bad_input_is_refused() -> None:
 
 def test_a_tree_needs_a_rule_for_trees() -> None:
     sampling = Sampling(temperature=1.0)
-    decoder = Decoder(model("llama"), RandomTrees("llama"), sampling=sampling, rule="speculative")
     with pytest.raises(UserError, match="RandomTrees drafts trees and the rule Speculative"):
-        decoder.decode(PROMPTS, NEW)
+        Decoder(model("llama"), RandomTrees("llama"), sampling=sampling, rule="speculative")
     Decoder(model("llama"), RandomTrees("llama"), sampling=sampling, rule="exact").decode(
         PROMPTS, NEW
     )

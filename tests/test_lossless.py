@@ -19,13 +19,14 @@ import transformers
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.drafters import Contexts, Drafter
+from decode.drafters import Contexts, Drafter, Limits
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import Noise, Sampling, draw
+from decode.scores import Scores
 from decode.stats import Counts
 from tests.tiny import tiny_model
 
@@ -117,7 +118,7 @@ def verified_joint(rule: Rule, p: Contextual, q: Contextual | None, size: int) -
             declared = torch.as_tensor(stacked).expand(rows, -1, -1)
         tokens = torch.tensor([[x, y]]).expand(rows, -1)
         draft = Draft(tokens, np.full(rows, size), declared)
-        verdict = rule.verify(draft, logits, PLAIN, GridNoise(grid[:, :2], following))
+        verdict = rule.verify(draft, Scores(logits, PLAIN), GridNoise(grid[:, :2], following))
         add_outcomes(joint, p, draft, verdict, chance / rows)
     return joint
 
@@ -154,7 +155,7 @@ def test_exact_match_by_enumeration_on_trees() -> None:
             parents=torch.tensor([TREE_PARENTS]).expand(len(grid), -1),
         )
         verdict = RULES["exact"]().verify(
-            draft, logits.expand(len(grid), -1, -1), PLAIN, GridNoise(grid, grid)
+            draft, Scores(logits.expand(len(grid), -1, -1), PLAIN), GridNoise(grid, grid)
         )
         joint = np.zeros((TOKENS,) * 3)
         add_outcomes(joint, p, draft, verdict, 1 / len(grid))
@@ -169,7 +170,9 @@ def test_a_residual_of_nothing_falls_back_to_p() -> None:
         torch.tensor([[2]]), np.array([1]), torch.tensor([[[0.5, 0.5, 0.0]]])
     )  # token 2 cannot be drawn from this q, so it is rejected and leaves a residual of zeros
     noise = GridNoise(np.array([[0.5]]), np.array([[0.75, 0.75]]))
-    verdict = SpeculativeSampling().verify(draft, logits_of(np.stack([p, p]))[None], PLAIN, noise)
+    verdict = SpeculativeSampling().verify(
+        draft, Scores(logits_of(np.stack([p, p]))[None], PLAIN), noise
+    )
     assert (verdict.accepted.item(), verdict.next_token.item()) == (0, 1)
 
 
@@ -272,11 +275,9 @@ def decode(drafter: Drafter, rule: str | Rule, *, rows: int, seed: int = 0) -> t
         model(0.0),
         drafter,
         gamma=3,
-        rule=rule if isinstance(rule, str) else "speculative",
+        rule=rule,
         sampling=SAMPLING,
     )
-    if isinstance(rule, Rule):
-        decoder.rule = rule
     texts: list[list[int]] = []
     counts = Counts.zero()
     for begin in range(0, rows, BATCH):
@@ -292,13 +293,15 @@ class FixedTree(Drafter):
 
     TOKENS, PARENTS = (5, 0, 9, 3, 1, 0), (-1, -1, 0, 0, 1, 1)
 
+    branches = True
+
     def most_nodes(self, gamma: int) -> int:
         return len(self.TOKENS)
 
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         rows = len(contexts.lengths)
         return Draft(
             torch.tensor([self.TOKENS]).expand(rows, -1),
@@ -334,9 +337,9 @@ def test_texts_have_the_targets_distribution(drafter: str, rule: str, rows: int)
 class ColdDrafter(SmallLMDrafter):
     """Draws at 0.95 times the temperature, and declares the q of the temperature asked for."""
 
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         cold = replace(sampling, temperature=0.95 * sampling.temperature)
-        draft = super().draft(contexts, gamma, cold, noise)
+        draft = super().draft(contexts, limits, cold, noise)
         assert draft.q is not None
         asked = draft.q**0.95
         draft.q = asked / asked.sum(-1, keepdim=True)
@@ -355,9 +358,9 @@ class PlainSpeculative(SpeculativeSampling):
     def bonus_row(self, accepted: Tensor) -> Tensor:
         return accepted
 
-    def verify(self, draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
         rows, nodes = draft.tokens.shape
-        p = sampling.probs(logits)
+        p = scores.probs()
         q = draft.q
         if q is None:
             q = torch.nn.functional.one_hot(draft.tokens, p.shape[2]).float()
@@ -414,8 +417,8 @@ def test_the_rule_to_break_is_the_rule(chosen: bool) -> None:
     sizes = torch.randint(0, nodes + 1, (rows,), generator=generator).numpy()
     draft = Draft(tokens, sizes, None if chosen else q)
     noise = Noise(0, torch.arange(rows))
-    ours = SpeculativeSampling().verify(draft, logits, SAMPLING, noise)
-    plain = PlainSpeculative().verify(draft, logits, SAMPLING, noise)
+    ours = SpeculativeSampling().verify(draft, Scores(logits, SAMPLING), noise)
+    plain = PlainSpeculative().verify(draft, Scores(logits, SAMPLING), noise)
     for name in ("accepted", "reached", "next_token"):
         assert torch.equal(getattr(ours, name), getattr(plain, name))
 

@@ -22,13 +22,14 @@ from distill.losses import Rows, Terms
 from distill.losses.cross_entropy import CrossEntropy
 from distill.module import Distillation
 from tests.tiny import save_tiny, tiny_llama
+from train.answers import read_answers
 from train.cli import app
 from train.config import load_config
 from train.console import Reporter
 from train.data.chat import Sample
 from train.optimizer import OptimizerConfig
 from train.run import Run
-from train.stages.generate import GenerateStage, read_answers
+from train.stages.generate import GenerateStage
 from train.text import FixedText
 from train.trainer import LoopConfig, Task, Trainer
 

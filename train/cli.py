@@ -303,10 +303,10 @@ def coverage(
     from decode.artifact import write_file
     from decode.target import load_target
     from distill.vocabulary import coverage as covered
+    from train.answers import read_answers
     from train.console import Reporter
     from train.data.chat import to_sample
     from train.data.read import read_examples
-    from train.stages.generate import read_answers
 
     quieten()
     try:

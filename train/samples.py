@@ -4,11 +4,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from train.answers import read_answers
 from train.data.batches import fit
 from train.data.chat import Sample, to_sample
 from train.schema import StageConfig
 from train.stage import StageContext
-from train.stages.generate import read_answers
 
 
 class TextConfig(StageConfig):

@@ -5,31 +5,15 @@ rules, nor of the target beyond its vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from decode.draft import Draft
+from decode.contexts import Contexts, Limits
+from decode.draft import Draft, Siblings
 from decode.errors import UserError
 from decode.registry import Registry
 from decode.sampling import Noise, Sampling
-
-
-@dataclass
-class Contexts:
-    """The committed tokens of the B rows that are being decoded, on the host.
-
-    tokens: int64 [B, C]; row b holds lengths[b] tokens, the rest is room, also for a draft past the
-        end of the longest text.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-
-    def keep_rows(self, rows: np.ndarray) -> None:
-        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
 
 
 class Drafter(ABC):
@@ -40,6 +24,15 @@ class Drafter(ABC):
         """The drafter in a directory that `decode.store.save_drafter` wrote."""
         raise UserError(f"{cls.__name__} is not trained, so it has no directory to be loaded from")
 
+    @property
+    def branches(self) -> bool:
+        """Whether its drafts may be trees, not only chains."""
+        return False
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        """How the children of one node come about, where this drafter draws with `sampling`."""
+        return "chosen"
+
     def most_nodes(self, gamma: int) -> int:
         """How many nodes one row's draft may have; more than `gamma` for trees."""
         return gamma
@@ -49,8 +42,8 @@ class Drafter(ABC):
         """A new batch begins; the contexts are the prompts. Forget everything about the last."""
 
     @abstractmethod
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
-        """At most `gamma` ≥ 1 tokens deep for each row; fewer, or none, is always allowed.
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        """At most `limits` deep for each row; fewer, or none, is always allowed.
 
         What `q` declares must be the distribution the tokens were really drawn from.
         """
@@ -63,6 +56,8 @@ class Drafter(ABC):
         """Only these rows (int64 [B']) go on, in this order."""
         return None
 
+
+__all__ = ["DRAFTERS", "Contexts", "Drafter", "Limits"]
 
 DRAFTERS: Registry[type[Drafter]] = Registry("drafter")
 

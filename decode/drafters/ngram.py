@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from decode.draft import Draft
-from decode.drafters import DRAFTERS, Contexts, Drafter
+from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.errors import UserError
 from decode.sampling import Noise, Sampling
 
@@ -56,13 +56,13 @@ class NgramDrafter(Drafter):
     def start(self, contexts: Contexts) -> None:
         self._rows = [_Index(self.min_n, self.max_n) for _ in contexts.lengths]
 
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         found = []
-        for index, tokens, length in zip(
-            self._rows, contexts.tokens, contexts.lengths, strict=True
+        for index, tokens, length, depth in zip(
+            self._rows, contexts.tokens, contexts.lengths, limits.depths, strict=True
         ):
             index.extend(tokens[len(index.text) : length].tolist())
-            found.append(index.continuation(gamma))
+            found.append(index.continuation(int(depth)))
         sizes = np.array([len(tokens) for tokens in found])
         padded = torch.zeros(len(found), int(sizes.max()), dtype=torch.int64)
         for row, tokens in enumerate(found):

@@ -1,7 +1,7 @@
 """No drafter: plain decoding in the same loop, the denominator of every speed-up."""
 
 from decode.draft import Draft
-from decode.drafters import DRAFTERS, Contexts, Drafter
+from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.sampling import Noise, Sampling
 
 
@@ -12,5 +12,5 @@ class NoDrafter(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         return Draft.none(len(contexts.lengths), "cpu")

@@ -1,4 +1,4 @@
-"""A smaller language model of the same vocabulary that drafts a chain, token by token."""
+"""A smaller language model of the same vocabulary that drafts a chain or a tree."""
 
 from pathlib import Path
 
@@ -7,31 +7,40 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.draft import Draft
-from decode.drafters import DRAFTERS, Contexts, Drafter
+from decode.draft import Draft, Siblings
+from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
+from decode.growth import Growth
 from decode.kv import CachedLM, sliding_window
-from decode.sampling import Noise, Sampling, draw
+from decode.sampling import Noise, Sampling
+from decode.shapes import Shape
+from decode.shapes.chain import Chain
 from decode.target import load_model_and_tokenizer
 from decode.vocabulary import load_vocabulary
 
 
 @DRAFTERS.register("small_lm")
 class SmallLMDrafter(Drafter):
-    """Draws γ tokens from `model`, with the sampling parameters of the target.
+    """Draws tokens from `model`, with the sampling parameters it is given, in any shape.
 
     Its cache always holds a prefix of the committed text; whatever it lacks (after full
     acceptance that is its own last token too) goes into the next forward. A row whose text fills
     the model's positions, or its attention window, drafts nothing more.
 
     vocabulary: int64 [n], ascending, the token ids of the rows of a reduced output layer; None:
-    the output layer has a row for every token.
+    the output layer has a row for every token. shape: default a chain.
     """
 
-    def __init__(self, model: PreTrainedModel, vocabulary: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocabulary: Tensor | None = None,
+        shape: Shape | None = None,
+    ) -> None:
         self.lm = CachedLM(model)
         self.vocabulary = vocabulary
+        self.shape = shape or Chain()
         self._vocab_size = model.config.get_text_config().vocab_size
-        self._capacity = 0  # slots of the cache
+        self._capacity = 0  # tokens of a row that the model can attend to
         self._cached = np.zeros(0, dtype=np.int64)  # [B]: committed tokens that are in the cache
 
     @classmethod
@@ -41,58 +50,41 @@ class SmallLMDrafter(Drafter):
         reduced = load_vocabulary(path, model)
         return cls(model, reduced.ids if reduced else None)
 
+    @property
+    def branches(self) -> bool:
+        return self.shape.branches
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return self.shape.siblings(sampling)
+
+    def most_nodes(self, gamma: int) -> int:
+        return self.shape.most_nodes(gamma)
+
     def start(self, contexts: Contexts) -> None:
         rows, capacity = contexts.tokens.shape
         window = sliding_window(self.lm.model) or capacity
-        self._capacity = min(capacity, self.lm.max_positions, window)
-        self.lm.reset(rows, self._capacity)
+        slots = min(capacity, window)
+        self._capacity = min(slots, self.lm.max_positions)
+        self.lm.reset(rows, slots)
         self._cached = np.zeros(rows, dtype=np.int64)
 
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         lengths = contexts.lengths
         # Each row has its own room, or its text would depend on the rows beside it. What a row
         # without room is fed is worthless, and so is what it drafts.
-        sizes = np.clip(self._capacity - lengths, 0, gamma)
-        gamma = int(sizes.max())
-        if gamma < 1:
+        depths = np.minimum(np.clip(self._capacity - lengths, 0, None), limits.depths)
+        if self.shape.branches:
+            # Nodes take slots of the window, whatever their depth.
+            nodes = self.shape.most_nodes(int(depths.max(initial=0)))
+            depths = np.where(lengths + nodes <= self.lm.capacity, depths, 0)
+        if not depths.any():
             return Draft.none(len(lengths), self.lm.device)
-        # Every row feeds as many tokens as the row that lacks most. For the others that feeds a few
-        # once more, which writes the same keys and values again and keeps the batch rectangular.
-        lacking = int((lengths - self._cached)[sizes > 0].max())
-        start = np.clip(lengths - lacking, 0, self._capacity - lacking)
-        columns = np.arange(lacking)[None, :] + start[:, None]
-        fed = np.take_along_axis(contexts.tokens, columns, axis=1)
-        ids = torch.as_tensor(fed, device=self.lm.device)
-        logits = self.lm.forward(ids, start, columns=np.minimum(lengths - start, lacking) - 1)
-
-        tokens: list[Tensor] = []
-        q: list[Tensor] = []
-        for place in range(gamma):
-            if place:
-                at = np.minimum(lengths + (place - 1), self._capacity - 1)
-                logits = self.lm.forward(tokens[-1][:, None], at, columns=np.zeros_like(at))
-            row_logits = logits[:, 0]
-            if sampling.greedy:
-                drawn = row_logits.argmax(-1)
-            else:
-                probs = sampling.probs(row_logits)
-                drawn = draw(probs, noise.uniforms(Noise.DRAFT, place, 1)[:, 0])
-                q.append(self._whole(probs))
-            tokens.append(drawn if self.vocabulary is None else self.vocabulary[drawn])
-        # The last drafted token was never fed.
-        self._cached = lengths + gamma - 1
-        return Draft(
-            torch.stack(tokens, 1),
-            sizes,
-            q=torch.stack(q, 1) if q else None,
-        )
-
-    def _whole(self, probs: Tensor) -> Tensor:
-        """Probabilities over the draft vocabulary [B, n] as q over the whole one [B, V]."""
-        if self.vocabulary is None:
-            return probs
-        whole = probs.new_zeros(len(probs), self._vocab_size)
-        return whole.index_copy_(1, self.vocabulary, probs)
+        growth = _LMGrowth(self, contexts, sampling, depths > 0)
+        draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, noise)
+        # The last token of a chain was never fed; of a tree, no node need stand in its slot.
+        fed = 0 if self.shape.branches else growth.fed.shape[1]
+        self._cached = lengths + fed
+        return draft
 
     def commit(self, contexts: Contexts) -> None:
         # Of the committed text, everything but the target's own last token was drafted or cached.
@@ -101,3 +93,40 @@ class SmallLMDrafter(Drafter):
     def keep_rows(self, rows: torch.Tensor) -> None:
         self.lm.keep_rows(rows.to(self.lm.device))
         self._cached = self._cached[rows.cpu().numpy()]
+
+
+class _LMGrowth(Growth):
+    def __init__(
+        self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, wanted: np.ndarray
+    ) -> None:
+        """wanted: bool [B], the rows that shall draft at all."""
+        super().__init__(
+            contexts, sampling, drafter.lm.device, drafter._vocab_size, drafter.vocabulary
+        )
+        self.drafter, self.wanted = drafter, wanted
+
+    def _first(self) -> Tensor:
+        lengths, drafter = self.contexts.lengths, self.drafter
+        # Every row feeds as many tokens as the row that lacks most. For the others that feeds a few
+        # once more, which writes the same keys and values again and keeps the batch rectangular.
+        lacking = int((lengths - drafter._cached)[self.wanted].max())
+        start = np.clip(lengths - lacking, 0, drafter._capacity - lacking)
+        columns = np.arange(lacking)[None, :] + start[:, None]
+        ids = np.take_along_axis(self.contexts.tokens, columns, axis=1)
+        logits = drafter.lm.forward(
+            torch.as_tensor(ids, device=self.device),
+            start,
+            columns=np.minimum(lengths - start, lacking) - 1,
+        )
+        return logits[:, 0]
+
+    def _extend(self, count: int) -> Tensor:
+        before = self.fed.shape[1] - count
+        new = self.fed[:, before:]
+        # A row without room writes over its own last slots, which nobody reads any more.
+        start = np.minimum(self.contexts.lengths + before, self.drafter.lm.capacity - count)
+        if self.ancestors is None:
+            return self.drafter.lm.forward(new, start)
+        start = np.maximum(start, before)
+        seen = self.ancestors[:, before:]
+        return self.drafter.lm.forward(new, start, depth_BN=seen.sum(2) - 1, ancestors_BNM=seen)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from decode.draft import Draft
+from decode.draft import Draft, Siblings
 from decode.registry import Registry
-from decode.sampling import Noise, Sampling
+from decode.sampling import Noise
+from decode.scores import Scores
 
 
 @dataclass
@@ -35,16 +36,18 @@ class Rule(ABC):
 
     lossless: the emitted text has exactly the target's distribution (greedy: its exact tokens).
     trees: branching drafts are judged too, not only chains.
-    needs_q: the rule reads the drafter's distributions.
+    siblings: how the children of a node may have come about.
+    exact_when_greedy: at temperature 0 the rule comes to exact match, which is then used.
     """
 
     lossless: bool
     trees: bool
-    needs_q: bool
+    siblings: frozenset[Siblings] = frozenset({"chosen", "independent", "distinct"})
+    exact_when_greedy: bool = True
 
     @abstractmethod
-    def verify(self, draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
-        """Judge a draft. logits [B, N+1, V]: row 0 follows the context, row i+1 follows node i."""
+    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+        """Judge a draft by what the target says of it."""
 
 
 RULES: Registry[type[Rule]] = Registry("verification rule")

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.rules import RULES, Rule, Verdict
-from decode.sampling import Noise, Sampling
+from decode.sampling import Noise
+from decode.scores import Scores
 
 
 @RULES.register("exact")
@@ -15,19 +16,22 @@ class ExactMatch(Rule):
     construction, on any tree; for greedy decoding it is what every lossless rule comes to.
     """
 
-    lossless, trees, needs_q = True, True, False
+    lossless, trees = True, True
 
-    def verify(self, draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
         rows, nodes = draft.tokens.shape
-        uniforms = logits if sampling.greedy else noise.of_text(_depths(draft))
-        emitted = sampling.pick(logits, uniforms)  # [B, N+1]
+        device = draft.tokens.device
+        greedy = scores.sampling.greedy
+        emitted = scores.pick(
+            scores.logits if greedy else noise.of_text(_depths(draft))
+        )  # [B, N+1]
         if nodes == 0:
-            zero = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+            zero = torch.zeros(rows, dtype=torch.int64, device=device)
             return Verdict(draft.tokens, zero, zero, emitted[:, 0])
         matches = (draft.tokens == emitted.gather(1, draft.parent_rows())) & draft.valid()
         if draft.is_chain:
             accepted = matches.long().cumprod(1).sum(1)
-            path = torch.arange(nodes, device=logits.device).expand(rows, -1)
+            path = torch.arange(nodes, device=device).expand(rows, -1)
             reached = torch.minimum(accepted + 1, draft.valid().sum(1))
             return Verdict(path, accepted, reached, emitted.gather(1, accepted[:, None])[:, 0])
 
@@ -39,7 +43,7 @@ class ExactMatch(Rule):
         on_path = ancestors.gather(1, deepest[:, None, None].expand(-1, 1, nodes))[:, 0]
         on_path &= (accepted > 0)[:, None]
         # Parents come before children, so the path's nodes in order of index are in order of depth.
-        order = torch.where(on_path, torch.arange(nodes, device=logits.device), nodes)
+        order = torch.where(on_path, torch.arange(nodes, device=device), nodes)
         path = order.sort(1).values.clamp(max=nodes - 1)
         last_row = torch.where(accepted > 0, deepest + 1, 0)
         went_on = ((draft.parent_rows() == last_row[:, None]) & draft.valid()).any(1)

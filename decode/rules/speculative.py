@@ -1,11 +1,11 @@
 """Speculative sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318)."""
 
 import torch
-from torch import Tensor
 
 from decode.draft import Draft
 from decode.rules import RULES, Rule, Verdict
-from decode.sampling import Noise, Sampling, draw
+from decode.sampling import Noise, draw
+from decode.scores import Scores
 
 
 @RULES.register("speculative")
@@ -15,14 +15,15 @@ class SpeculativeSampling(Rule):
     The expected acceptance rate at a position is Σ min(p, q) = 1 − TV(p, q).
     """
 
-    lossless, trees, needs_q = True, False, True
+    lossless, trees = True, False
+    siblings = frozenset({"chosen", "independent"})
 
-    def verify(self, draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
         rows, nodes = draft.tokens.shape
-        p = sampling.probs(logits)  # [B, N+1, V] float32
+        p = scores.probs()
         last_uniform = noise.uniforms(Noise.NEXT, 0, 1)[:, 0]
         if nodes == 0:
-            zero = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+            zero = torch.zeros(rows, dtype=torch.int64, device=p.device)
             return Verdict(draft.tokens, zero, zero, draw(p[:, 0], last_uniform))
         token = draft.tokens[..., None]
         p_x = p[:, :-1].gather(2, token)[..., 0].double()
@@ -45,7 +46,7 @@ class SpeculativeSampling(Rule):
         # p ≈ q can leave nothing in float32; then p itself is the limit of the residual.
         empty = residual.sum(1, keepdim=True) <= 0
         residual = torch.where(empty, p_next, residual)
-        path = torch.arange(nodes, device=logits.device).expand(rows, -1)
+        path = torch.arange(nodes, device=p.device).expand(rows, -1)
         return Verdict(
             path,
             accepted,

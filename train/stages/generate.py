@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -16,13 +16,12 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
 from decode.target import Target
+from train.answers import PART, read_answers
 from train.console import Bar
 from train.data.chat import prompt_tokens
 from train.data.read import Example, spread
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
-
-PART = "part-"
 
 
 class GenerateConfig(StageConfig):
@@ -176,20 +175,6 @@ def _is_whole(directory: Path) -> bool:
         return False
     verify_directory(directory)
     return True
-
-
-def read_answers(directory: Path) -> list[dict[str, Any]]:
-    """All answers of a generate stage: {"id", "sample", "tokens"}, in order.
-
-    Raises UserError (CorruptArtifact) naming a part that is damaged.
-    """
-    parts = sorted(directory.glob(f"{PART}*"), key=lambda path: int(path.name.removeprefix(PART)))
-    answers = []
-    for part in parts:
-        verify_directory(part)
-        lines = (part / "answers.jsonl").read_text().splitlines()
-        answers += [json.loads(line) for line in lines]
-    return answers
 
 
 @torch.inference_mode()

@@ -1,0 +1,63 @@
+"""What the target says of a draft: its logits after all processors, and what follows from them.
+
+Shapes: B rows, N drafted nodes, V vocabulary; row 0 of N+1 follows the context, row i+1 node i.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decode.contexts import Contexts
+from decode.draft import Draft
+from decode.processors import LogitsProcessor, penalise, process, tokens_before
+from decode.sampling import Sampling
+
+
+class Scores:
+    """Rules take what they need: all distributions, those of one row each, or drawn tokens.
+
+    logits: [B, N+1, V] in the model's dtype, processors applied, temperature and filters not yet.
+    raw: the same before the processors.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        sampling: Sampling,
+        draft: Draft | None = None,
+        contexts: Contexts | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        self.raw = logits
+        self.sampling = sampling
+        if sampling.repetition_penalty != 1 or processors:
+            assert draft is not None
+            assert contexts is not None
+            before = torch.nn.functional.pad(draft.ancestors(), (0, 0, 1, 0))  # [B, N+1, N]
+            text = (contexts.tokens, contexts.lengths, draft.tokens, before)
+            if sampling.repetition_penalty != 1:
+                logits = penalise(logits, tokens_before(*text), sampling.repetition_penalty)
+            if processors:
+                logits = process(processors, logits, *text)
+        self.logits = logits
+        self._probs: Tensor | None = None
+
+    def probs(self) -> Tensor:
+        """float32 [B, N+1, V]: the distributions that tokens are drawn from."""
+        if self._probs is None:
+            self._probs = self.sampling.probs(self.logits)
+        return self._probs
+
+    def probs_at(self, rows: Tensor) -> Tensor:
+        """float32 [B, V]: each row's distribution at one place, int64 [B]; a tree has many more
+        places than a walk through it visits."""
+        return self.sampling.probs(self.logits_at(rows))
+
+    def logits_at(self, rows: Tensor) -> Tensor:
+        """[B, V]: the processed logits at one place per row."""
+        return self.logits[torch.arange(len(rows), device=rows.device), rows]
+
+    def pick(self, uniforms: Tensor) -> Tensor:
+        """int64 [B, N+1]: the target's own token at every place (greedy: the argmax)."""
+        return self.sampling.pick(self.logits, uniforms)
