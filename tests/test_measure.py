@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decode.draft import Draft
-from decode.drafters import DRAFTERS, Contexts, Drafter
+from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
@@ -50,8 +50,9 @@ class Scripted(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(self, contexts: Contexts, gamma: int, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         said = int(contexts.lengths[0]) - len(PROMPT)
+        gamma = limits.deepest
         places = range(said, said + gamma)
         tokens = [(answer()[place] + (place in self.wrong)) % 300 for place in places]
         return Draft(torch.tensor([tokens]), np.array([gamma]))
