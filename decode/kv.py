@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.errors import UserError
+from decode.packed import PackedModel, can_pack
 
 
 class _Window:
@@ -102,10 +103,13 @@ class CachedLM:
     """A causal LM and the slots of the sequences it is decoding.
 
     Any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache will do.
+    pack: run on a packed copy of its weights (see `decode.packed`); None: where that is possible.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None) -> None:
         self.model = model
+        self._packed = PackedModel(model) if (can_pack(model) if pack is None else pack) else None
+        self._runs: PreTrainedModel = self._packed.model if self._packed else model
         self.device = model.device
         config = model.config.get_text_config()
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
@@ -121,6 +125,8 @@ class CachedLM:
         """Start `rows` empty sequences of at most `capacity` slots; raises as `require_slots`."""
         require_slots(self.model, capacity)
         self.capacity = capacity
+        if self._packed:
+            self._packed.refresh()
         self._window = _Window()
         layers = self.model.config.get_text_config().num_hidden_layers
         self._cache = Cache(
@@ -158,7 +164,7 @@ class CachedLM:
             extra["logits_to_keep"] = torch.as_tensor(kept, device=self.device)
         elif columns is not None:
             picked = columns
-        logits = self.model(
+        logits = self._runs(
             input_ids=ids_BN,
             # Only padding can lie past the last position; it must not index out of a learned table.
             position_ids=(base_B1 + depth_BN).clamp(max=self.max_positions - 1),
