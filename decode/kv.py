@@ -70,11 +70,12 @@ class _SlotLayer(CacheLayerMixin):
         return self.capacity
 
 
-def require_slots(model: PreTrainedModel, capacity: int) -> None:
+def require_slots(model: PreTrainedModel, longest: int) -> None:
     """Refuse a model whose past is not one key and value per token, before anything is computed.
 
-    Raises UserError for recurrent and hybrid models (their state cannot be rolled back) and for
-    sliding-window models when the window is smaller than `capacity` tokens.
+    Raises UserError for recurrent and hybrid models (their state cannot be rolled back), for
+    sliding-window models when the window is smaller than the `longest` text, and for attention
+    implementations that take no mask.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -85,10 +86,17 @@ def require_slots(model: PreTrainedModel, capacity: int) -> None:
             "cannot be rolled back after a rejected draft; use a model with attention layers only"
         )
     window = sliding_window(model)
-    if window is not None and capacity > window:
+    if window is not None and longest > window:
         raise UserError(
             f"{type(model).__name__} attends to a sliding window of {window} tokens, and this run "
-            f"needs {capacity}; shorten prompts or max_new_tokens so that they fit in the window"
+            f"needs {longest}; shorten prompts or max_new_tokens so that they fit in the window"
+        )
+    attention = str(model.config._attn_implementation)
+    if "flash" in attention:
+        raise UserError(
+            f"{type(model).__name__} computes attention with {attention}, which takes no mask for "
+            "rows of different lengths and for token trees; load it with "
+            "attn_implementation='sdpa' or 'eager'"
         )
 
 
@@ -103,6 +111,12 @@ class CachedLM:
     """A causal LM and the slots of the sequences it is decoding.
 
     Any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache will do.
+    Tested: llama, qwen2, qwen3, gemma, gemma2, gemma3, gpt2, mistral and phi3, with sdpa and eager
+    attention. Sliding-window layers will do for texts that fit into the window. Recurrent and
+    hybrid models (mamba, recurrent_gemma, …) and flash attention are refused by `require_slots`;
+    models that make positions or masks of their own (ALiBi: bloom, mpt) by a trial of the first
+    tree or ragged batch that is fed.
+
     pack: run on a packed copy of its weights (see `decode.packed`); None: where that is possible.
     """
 
@@ -119,11 +133,16 @@ class CachedLM:
         self._mask_dtype = model.dtype
         self._window = _Window()
         self._cache: Cache | None = None
+        self._tried = False
         self.capacity = 0  # slots of each row
 
-    def reset(self, rows: int, capacity: int) -> None:
-        """Start `rows` empty sequences of at most `capacity` slots; raises as `require_slots`."""
-        require_slots(self.model, capacity)
+    def reset(self, rows: int, capacity: int, *, longest: int | None = None) -> None:
+        """Start `rows` empty sequences of at most `capacity` slots; raises as `require_slots`.
+
+        longest: tokens of the longest text, where that is less: the nodes of a tree take a slot
+        each, and a path through it is no longer than the tree is deep.
+        """
+        require_slots(self.model, capacity if longest is None else longest)
         self.capacity = capacity
         if self._packed:
             self._packed.refresh()
@@ -149,9 +168,13 @@ class CachedLM:
         depth_BN, ancestors_BNM: for a token tree, whose last n of m ≥ n nodes are fed and whose
             first m−n stand in the slots before `start`: each token's distance from the tree's
             first slot, and which of the m nodes it may see (itself included). None: a chain.
+        Raises UserError where a tree, or rows with different pasts, are fed to a model that does
+        not honour masks and positions.
         """
         assert self._cache is not None, "reset() comes before forward()"
         rows, n = ids_BN.shape
+        if not self._tried and (ancestors_BNM is not None or (start != start[0]).any()):
+            self._try_masks()
         self._place(start, n)
         base = start if ancestors_BNM is None else start + n - ancestors_BNM.shape[2]
         base_B1 = torch.as_tensor(base, device=self.device)[:, None]
@@ -179,6 +202,44 @@ class CachedLM:
             return logits
         index_B = torch.as_tensor(picked, device=self.device)
         return logits[torch.arange(rows, device=self.device), index_B][:, None]
+
+    @torch.no_grad()
+    def _try_masks(self) -> None:
+        """Feed two siblings after a token, and once more in the other order; each one's logits must
+        be the same, whatever is beside it and wherever it stands. A third row, where the second
+        one does see the first, tells how large an error would be."""
+        size = self.model.config.get_text_config().vocab_size
+        above, x, y = (size * i // 4 for i in (1, 2, 3))
+        ids = torch.tensor([[above, x, y], [above, y, x], [above, x, y]], device=self.device)
+        depth = torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 2]], device=self.device)
+        seen = torch.ones(3, 3, 3, dtype=torch.bool, device=self.device).tril()
+        seen[:2, 2, 1] = False
+        trial = CachedLM(self.model)
+        trial._tried = True
+        trial.reset(3, 3, longest=1)
+        try:
+            logits = trial.forward(
+                ids, np.zeros(3, dtype=np.int64), depth_BN=depth, ancestors_BNM=seen
+            )
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            reason = f"fails on one ({error})"
+        else:
+            found = logits.float()
+            apart = max(
+                float((found[0, 1] - found[1, 2]).abs().max()),
+                float((found[0, 2] - found[1, 1]).abs().max()),
+            )
+            wrong = float((found[0, 2] - found[2, 2]).abs().max())
+            rounding = 4 * torch.finfo(self._mask_dtype).eps * float(found.abs().max())
+            if apart <= 0.1 * wrong + rounding:
+                self._tried = True
+                return
+            reason = "gives other logits for a token when a sibling stands before it"
+        raise UserError(
+            f"{type(self.model).__name__} does not honour 4-D attention masks and position_ids, "
+            f"which token trees and prompts of different lengths need: it {reason}. Draft chains "
+            "and decode one prompt at a time, or use another model"
+        )
 
     def _place(self, start: np.ndarray, n: int) -> None:
         window = self._window

@@ -49,8 +49,8 @@ class Decoder:
     from `RULES`; at temperature 0 exact match is used for those that come to it. sampling: how
     text is drawn; draft_sampling: how the drafter draws, where that shall differ. processors: as
     `transformers`' LogitsProcessorList, applied to the target's logits before temperature and
-    filters, after the repetition penalty. Raises UserError for γ < 1, an unknown rule, or a rule
-    that cannot judge what this drafter drafts.
+    filters, after the repetition penalty. Raises UserError for γ < 1 or as deep as the context, an
+    unknown rule, or a rule that cannot judge what this drafter drafts.
     """
 
     def __init__(
@@ -75,6 +75,11 @@ class Decoder:
         self.drafter = drafter
         self._require_fitting_rule()
         self.lm = CachedLM(model)
+        if self.policy.most >= self.lm.max_positions:
+            raise UserError(
+                f"drafts of depth {self.policy.most} do not fit into the target's context of "
+                f"{self.lm.max_positions} tokens, text included; choose a smaller gamma"
+            )
         self.processors = list(processors)
         self.eos = np.array(sorted(eos_token_ids), dtype=np.int64)
 
