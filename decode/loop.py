@@ -242,19 +242,16 @@ class Decoder:
         return self.lm.forward(ids, start, depth_BN=depth, ancestors_BNM=ancestors), start
 
     def _require_fitting_rule(self) -> None:
-        drafter, rule = type(self.drafter).__name__, type(self.rule).__name__
-        if self.drafter.branches and not self.rule.trees:
-            fitting = ", ".join(name for name in RULES if RULES[name].trees)
-            raise UserError(
-                f"{drafter} drafts trees and the rule {rule} judges chains only; rules for trees "
-                f"are {fitting}"
-            )
+        branches = self.drafter.branches
         siblings = self.drafter.siblings(self.draft_sampling)
-        if siblings not in self.rule.siblings:
-            raise UserError(
-                f"{drafter} drafts {siblings} siblings and the rule {rule} judges "
-                f"{' or '.join(sorted(self.rule.siblings))} ones; choose another shape or rule"
-            )
+        if self.rule.judges(branches, siblings):
+            return
+        judged = " or ".join(sorted(self.rule.siblings)) + " siblings" if self.rule.trees else None
+        raise UserError(
+            f"{type(self.drafter).__name__} drafts trees of {siblings} siblings and the rule "
+            f"{type(self.rule).__name__} judges {judged or 'chains only'}; rules for such trees: "
+            f"{', '.join(name for name in RULES if RULES[name].judges(branches, siblings))}"
+        )
 
     def _read(self, draft: Draft, verdict: Verdict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """accepted [B], reached [B] and the block [B, D+1] of accepted tokens, each followed by

@@ -36,7 +36,8 @@ class Rule(ABC):
 
     lossless: the emitted text has exactly the target's distribution (greedy: its exact tokens).
     trees: branching drafts are judged too, not only chains.
-    siblings: how the children of a node may have come about.
+    siblings: how the children of a node may have come about in the trees that are judged. A node
+        of a chain has one child: drawn once or chosen, every rule judges it.
     exact_when_greedy: at temperature 0 the rule comes to exact match, which is then used.
     """
 
@@ -45,6 +46,11 @@ class Rule(ABC):
     siblings: frozenset[Siblings] = frozenset({"chosen", "independent", "distinct"})
     exact_when_greedy: bool = True
 
+    @classmethod
+    def judges(cls, branches: bool, siblings: Siblings) -> bool:
+        """Whether it fits drafts that branch, or do not, with siblings that came about so."""
+        return not branches or (cls.trees and siblings in cls.siblings)
+
     @abstractmethod
     def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
         """Judge a draft by what the target says of it."""
@@ -52,4 +58,15 @@ class Rule(ABC):
 
 RULES: Registry[type[Rule]] = Registry("verification rule")
 
-from decode.rules import exact, speculative  # noqa: E402, F401  (each registers itself)
+from decode.rules import (  # noqa: E402, F401  (each registers itself)
+    block,
+    exact,
+    lenience,
+    multi_round,
+    skip_residual,
+    spectr,
+    speculative,
+    threshold,
+    traversal,
+    typical,
+)
