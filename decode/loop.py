@@ -6,6 +6,7 @@ Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,16 @@ class Decoded:
     @property
     def counts(self) -> Counts:
         return self.tally.pooled()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the prompts as JSON values: token ids, pooled counts and figures (also by
+        position), milliseconds by part, and every step."""
+        return {
+            "outputs": self.outputs,
+            **self.counts.to_dict(),
+            "timing": self.timing.to_dict(),
+            "per_step": [step.to_dict() for step in self.steps],
+        }
 
 
 class Decoder:
@@ -172,7 +183,8 @@ class Decoder:
                     accepted,
                     emitted,
                     width=1 + draft.tokens.shape[1],
-                    depth=int(by_depth.any(0).sum()),
+                    # A policy that stopped a draft has seen logits of one token more.
+                    depth=max(int(by_depth.any(0).sum()), self.policy.asked),
                     draft_s=draft_s,
                     verify_s=verify_s,
                     overhead_s=clock.mark("overhead"),
