@@ -51,6 +51,10 @@ class SmallLMDrafter(Drafter):
         return cls(model, reduced.ids if reduced else None)
 
     @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
     def branches(self) -> bool:
         return self.shape.branches
 
@@ -83,7 +87,9 @@ class SmallLMDrafter(Drafter):
         draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, noise)
         # The last token of a chain was never fed; of a tree, no node need stand in its slot.
         fed = 0 if self.shape.branches else growth.fed.shape[1]
-        self._cached = lengths + fed
+        # A row that shall not draft may lack more than was fed: it goes on lacking it.
+        whole = self._cached >= lengths - growth.lacking
+        self._cached = np.where(whole, lengths + fed, self._cached)
         return draft
 
     def commit(self, contexts: Contexts) -> None:
@@ -103,13 +109,13 @@ class _LMGrowth(Growth):
         super().__init__(
             contexts, sampling, drafter.lm.device, drafter._vocab_size, drafter.vocabulary
         )
-        self.drafter, self.wanted = drafter, wanted
-
-    def _first(self) -> Tensor:
-        lengths, drafter = self.contexts.lengths, self.drafter
+        self.drafter = drafter
         # Every row feeds as many tokens as the row that lacks most. For the others that feeds a few
         # once more, which writes the same keys and values again and keeps the batch rectangular.
-        lacking = int((lengths - drafter._cached)[self.wanted].max())
+        self.lacking = int((contexts.lengths - drafter._cached)[wanted].max())
+
+    def _first(self) -> Tensor:
+        lengths, drafter, lacking = self.contexts.lengths, self.drafter, self.lacking
         start = np.clip(lengths - lacking, 0, drafter._capacity - lacking)
         columns = np.arange(lacking)[None, :] + start[:, None]
         ids = np.take_along_axis(self.contexts.tokens, columns, axis=1)

@@ -43,8 +43,9 @@ class SpeculativeSampling(Rule):
             q_next = draft.q.gather(1, index.clamp(max=nodes - 1))[:, 0]
         rejected = (accepted < drafted)[:, None]
         residual = torch.where(rejected, (p_next - q_next).clamp(min=0), p_next)
-        # p ≈ q can leave nothing in float32; then p itself is the limit of the residual.
-        empty = residual.sum(1, keepdim=True) <= 0
+        # p ≈ q can leave nothing in float32; then p itself is the limit of the residual. So it is
+        # where a broken drafter's q is not a number: what it drafted was rejected for sure.
+        empty = ~(residual.sum(1, keepdim=True) > 0)
         residual = torch.where(empty, p_next, residual)
         path = torch.arange(nodes, device=p.device).expand(rows, -1)
         return Verdict(

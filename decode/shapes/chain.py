@@ -6,7 +6,7 @@ from torch import Tensor
 from decode.contexts import Limits
 from decode.draft import Draft, Siblings
 from decode.growth import Growth
-from decode.sampling import Noise, Sampling, draw
+from decode.sampling import Noise, Sampling, argmax, draw
 from decode.shapes import SHAPES, Shape
 
 
@@ -36,7 +36,7 @@ class Chain(Shape):
                 if not (sizes > place).any():
                     break
             if sampling.greedy:
-                drawn = logits.argmax(-1)
+                drawn = argmax(logits)
             else:
                 probs = sampling.probs(logits)
                 drawn = draw(probs, noise.uniforms(Noise.DRAFT, place, 1)[:, 0])
