@@ -3,6 +3,7 @@
 Shapes: B rows, N nodes (padded to the largest row), K children of a node, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,6 +49,15 @@ class Draft:
         return cls(
             torch.zeros(rows, 0, dtype=torch.int64, device=device), np.zeros(rows, dtype=np.int64)
         )
+
+    @classmethod
+    def chosen(cls, chains: Sequence[Sequence[int]]) -> "Draft":
+        """A chain per row, on the host, of tokens that were looked up, not drawn; or none."""
+        sizes = np.array([len(tokens) for tokens in chains])
+        padded = np.zeros((len(chains), int(sizes.max())), dtype=np.int64)
+        for row, tokens in enumerate(chains):
+            padded[row, : len(tokens)] = tokens
+        return cls(torch.as_tensor(padded), sizes)
 
     def to(self, device: torch.device) -> "Draft":
         """The same draft with its tensors on `device`."""

@@ -17,6 +17,7 @@ from decode.draft import Draft
 from decode.drafters import Contexts, Drafter, Limits
 from decode.errors import UserError
 from decode.kv import CachedLM
+from decode.observe import Observer, Verified
 from decode.policies import Policy
 from decode.policies.fixed import Fixed
 from decode.processors import LogitsProcessor
@@ -24,6 +25,7 @@ from decode.rules import RULES, Rule, Verdict
 from decode.sampling import Noise, Sampling
 from decode.scores import Scores
 from decode.stats import Counts, Step, Tally, Timing
+from decode.stops import Stop
 from decode.trace import TraceStep, trace_rows
 
 OnTokens = Callable[[int, list[int]], None]
@@ -60,8 +62,15 @@ class Decoder:
     from `RULES`; at temperature 0 exact match is used for those that come to it. sampling: how
     text is drawn; draft_sampling: how the drafter draws, where that shall differ. processors: as
     `transformers`' LogitsProcessorList, applied to the target's logits before temperature and
-    filters, after the repetition penalty. Raises UserError for γ < 1 or as deep as the context, an
-    unknown rule, or a rule that cannot judge what this drafter drafts.
+    filters, after the repetition penalty; they must keep nothing between calls, as they are shown
+    rejected drafts too. stop: what ends a text beside an EOS id and the length limit. observers:
+    shown every verification pass. first_target: the prefill pass yields the first token, so that
+    every draft follows a token of the target's. Off, the first token is drafted and verified like
+    all others; the text is the same (sampled: its distribution), at one more pass per prompt, and
+    the counts include that token. For debugging a drafter on what follows a prompt.
+
+    Raises UserError for γ < 1 or as deep as the context, an unknown rule, a rule that cannot judge
+    what this drafter drafts, or a drafter of another vocabulary.
     """
 
     def __init__(
@@ -76,6 +85,9 @@ class Decoder:
         draft_sampling: Sampling | None = None,
         policy: Policy | None = None,
         processors: Sequence[LogitsProcessor] = (),
+        stop: Stop | None = None,
+        observers: Sequence[Observer] = (),
+        first_target: bool = True,
     ) -> None:
         self.policy = policy or Fixed(gamma)
         self.sampling = sampling or Sampling()
@@ -92,6 +104,11 @@ class Decoder:
                 f"{self.lm.max_positions} tokens, text included; choose a smaller gamma"
             )
         self.processors = list(processors)
+        self.stop = stop
+        self.observers = [*observers, *([drafter.verified] if drafter.observes else [])]
+        self.first_target = first_target
+        self._vocab_size: int = model.config.get_text_config().vocab_size
+        self._require_same_vocabulary()
         self.eos = np.array(sorted(eos_token_ids), dtype=np.int64)
 
     @torch.inference_mode()
@@ -111,7 +128,8 @@ class Decoder:
         row_ids: what each row's random numbers are derived from beside the seed; its place in a
             larger set makes its text the same in any batch (default: its place in `prompts`).
         on_tokens: called with (row, new tokens) as soon as they are certain. on_step: see trace.
-        Raises UserError for no prompts, an empty prompt, or one that leaves no room to answer.
+        Raises UserError for no prompts, an empty prompt, one that leaves no room to answer or has
+        ids that are no tokens, and for logits that are NaN or that processors mask throughout.
         """
         ends = self._ends(prompts, max_new_tokens)
         clock = _Clock(self.lm.device)
@@ -124,19 +142,21 @@ class Decoder:
         steps: list[Step] = []
         outputs: list[list[int]] = [[] for _ in prompts]
 
-        first = self._prefill(contexts, noise)
-        emitted = np.ones(len(rows), dtype=np.int64)
-        self._append(contexts, first, emitted)
+        if self.stop:
+            self.stop.start(len(rows))
+        block = self._prefill(contexts, noise)
+        first = np.full(len(rows), block.shape[1])
+        emitted, ended = self._cut(rows, block, first, ends - contexts.lengths)
+        self._append(contexts, block, emitted)
         self.drafter.start(contexts)
         self.policy.start(len(rows))
         clock.mark("prefill")
 
-        block, ended = first, np.isin(first[:, 0], self.eos) | (contexts.lengths == ends)
         while True:
             for place, row in enumerate(rows):
                 new = block[place, : emitted[place]].tolist()
                 outputs[row] += new
-                if on_tokens:
+                if on_tokens and new:
                     on_tokens(int(row), new)
             if ended.any():
                 going = np.flatnonzero(~ended)
@@ -162,14 +182,18 @@ class Decoder:
             verify_s = clock.mark("verify")
             scores = Scores(logits, self.sampling, draft, contexts, self.processors)
             verdict = self.rule.verify(draft, scores, noise)
-            accepted, reached, block = self._read(draft, verdict)
+            accepted, reached, block, broken = self._read(draft, scores, verdict)
+            if broken.any():
+                raise self._unusable(scores, verdict, broken, rows, contexts, len(steps) + 1)
             if not draft.is_chain:
-                root = torch.zeros_like(verdict.path[:, :1])
-                self.lm.commit(start, torch.cat([root, verdict.path + 1], 1))
+                self.lm.commit(start, verdict.places())
             if on_step:
                 on_step(trace_rows(rows, draft, scores, accepted, block))
 
-            emitted, ended = self._cut(block, accepted, left)
+            for observer in self.observers:
+                observer(Verified(rows, contexts, draft, scores, verdict, accepted, block))
+
+            emitted, ended = self._cut(rows, block, accepted + 1, left)
             by_depth = draft.nodes_by_depth()
             tally.step(rows, by_depth, reached, accepted, emitted, ended)
             self._append(contexts, block, emitted)
@@ -210,6 +234,11 @@ class Decoder:
                     f"prompt {row} has {len(prompt)} tokens and the target's context holds "
                     f"{self.lm.max_positions}, which leaves no room for an answer; shorten it"
                 )
+            if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+                raise UserError(
+                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; the target "
+                    f"knows 0 to {self._vocab_size - 1}. Use its own tokenizer"
+                )
         lengths = np.array([len(prompt) for prompt in prompts])
         return np.minimum(lengths + max_new_tokens, self.lm.max_positions)
 
@@ -223,15 +252,26 @@ class Decoder:
         return Contexts(tokens, lengths)
 
     def _prefill(self, contexts: Contexts, noise: Noise) -> np.ndarray:
-        """Feed the prompts; the token that follows each, int64 [B, 1]."""
+        """Feed the prompts; the token that follows each, int64 [B, 1], or with `first_target` off
+        none, [B, 0], and the prompts' last tokens are left to the first verification."""
         rows, capacity = contexts.tokens.shape
         self.lm.reset(rows, capacity)
-        width = int(contexts.lengths.max())
-        ids = torch.as_tensor(contexts.tokens[:, :width], device=self.lm.device)
-        logits = self.lm.forward(ids, np.zeros(rows, dtype=np.int64), columns=contexts.lengths - 1)
+        lengths = contexts.lengths - (not self.first_target)
+        ids = torch.as_tensor(contexts.tokens[:, : int(lengths.max())], device=self.lm.device)
+        columns = np.maximum(lengths - 1, 0)
+        if ids.shape[1]:
+            logits = self.lm.forward(ids, np.zeros(rows, dtype=np.int64), columns=columns)
+        if not self.first_target:
+            return np.zeros((rows, 0), dtype=np.int64)
         nothing = Draft.none(rows, self.lm.device)
         scores = Scores(logits, self.sampling, nothing, contexts, self.processors)
-        return scores.pick(noise.uniforms(Noise.NEXT, 0, 1)).cpu().numpy()
+        picked = scores.pick(noise.uniforms(Noise.NEXT, 0, 1))
+        none = torch.zeros_like(picked[:, 0])
+        verdict = Verdict(nothing.tokens, none, none, picked[:, 0])
+        _, _, block, broken = self._read(nothing, scores, verdict)
+        if broken.any():
+            raise self._unusable(scores, verdict, broken, np.arange(rows), contexts, 0)
+        return block
 
     def _forward(self, contexts: Contexts, draft: Draft) -> tuple[Tensor, np.ndarray]:
         """One target pass over the last committed token and the draft: logits [B, N+1, V]."""
@@ -258,34 +298,81 @@ class Decoder:
             f"{', '.join(name for name in RULES if RULES[name].judges(branches, siblings))}"
         )
 
-    def _read(self, draft: Draft, verdict: Verdict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """accepted [B], reached [B] and the block [B, D+1] of accepted tokens, each followed by
-        the target's own, with one transfer to the host."""
+    def _require_same_vocabulary(self) -> None:
+        known = self.drafter.vocab_size
+        if known is not None and known != self._vocab_size:
+            raise UserError(
+                f"{type(self.drafter).__name__} has a vocabulary of {known} tokens and the target "
+                f"one of {self._vocab_size}; use a drafter made for this target"
+            )
+
+    def _read(
+        self, draft: Draft, scores: Scores, verdict: Verdict
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """accepted [B], reached [B], the block [B, D+1] of accepted tokens, each followed by the
+        target's own, and broken [B], whether any logits on the way were unusable; with one
+        transfer to the host."""
         path_tokens = draft.tokens.gather(1, verdict.path)
+        peaks = scores.peaks_at(verdict.places())
+        visited = torch.arange(peaks.shape[1], device=peaks.device) <= verdict.accepted[:, None]
         packed = torch.cat(
             [
                 verdict.accepted[:, None],
                 verdict.reached[:, None],
                 verdict.next_token[:, None],
+                (visited & ~peaks.isfinite()).any(1, keepdim=True),
                 path_tokens,
             ],
             dim=1,
         )
         host = packed.cpu().numpy()
-        accepted, reached, following = host[:, 0], host[:, 1], host[:, 2]
-        block = np.concatenate([host[:, 3:], np.zeros_like(host[:, :1])], axis=1)
+        accepted, reached, following, broken = host[:, 0], host[:, 1], host[:, 2], host[:, 3]
+        block = np.concatenate([host[:, 4:], np.zeros_like(host[:, :1])], axis=1)
         np.put_along_axis(block, accepted[:, None], following[:, None], axis=1)
-        return accepted, reached, block
+        return accepted, reached, block, broken
+
+    def _unusable(
+        self,
+        scores: Scores,
+        verdict: Verdict,
+        broken: np.ndarray,
+        rows: np.ndarray,
+        contexts: Contexts,
+        step: int,
+    ) -> UserError:
+        """Says of the first row that broke what is wrong with its logits, and whose fault it is."""
+        place = int(broken.argmax())
+        where = (
+            f"in step {step} ({'prefill' if step == 0 else 'verification'}) for prompt "
+            f"{rows[place]}, after {contexts.lengths[place]} tokens of text"
+        )
+        on_path = verdict.places()[place, : int(verdict.accepted[place]) + 1]
+        if not scores.raw[place, on_path].amax(-1).isfinite().all():
+            return UserError(
+                f"the target's logits are NaN or infinite {where}; check its weights, or use a "
+                f"dtype with more range than {str(scores.raw.dtype).removeprefix('torch.')}"
+            )
+        return UserError(
+            f"the logits processors leave no token to choose {where}; at least one logit must be "
+            "finite: take the processor away that masks all, or let it spare a token"
+        )
 
     def _cut(
-        self, block: np.ndarray, accepted: np.ndarray, left: np.ndarray
+        self, rows: np.ndarray, block: np.ndarray, new: np.ndarray, left: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """How many tokens of each block are emitted, and whether the text ends with them."""
-        emitted = np.minimum(accepted + 1, left)
+        """How many of the `new` [B] tokens of each block are emitted, and whether the text ends
+        with them."""
+        emitted = np.minimum(new, left)
         is_eos = np.isin(block, self.eos) & (np.arange(block.shape[1])[None, :] < emitted[:, None])
         has_eos = is_eos.any(1)
-        emitted = np.where(has_eos, is_eos.argmax(1) + 1, emitted)
-        return emitted, has_eos | (emitted == left)
+        emitted = np.where(has_eos, is_eos.argmax(1) + 1 if is_eos.size else 0, emitted)
+        ended = has_eos | (emitted == left)
+        if self.stop:
+            for place, row in enumerate(rows):
+                kept = self.stop.cut(int(row), block[place, : emitted[place]].tolist())
+                if kept is not None:
+                    emitted[place], ended[place] = kept, True
+        return emitted, ended
 
     @staticmethod
     def _append(contexts: Contexts, block: np.ndarray, emitted: np.ndarray) -> None:

@@ -1,5 +1,6 @@
 """From logits to probabilities to tokens, and the random numbers behind the draws."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,10 @@ from decode.errors import UserError
 
 # Beyond the first top-k, how many tokens that tie with the last of them are looked for.
 SPARE = 64
-# Tokens that a draw takes together at first.
+# How many of the likeliest tokens are looked at first, and then, before a whole vocabulary is
+# sorted for top-p.
+LOOKED_AT = (256, 4096)
+# Tokens that a draw, or a search for the largest logit, takes together at first.
 BLOCK = 256
 
 
@@ -53,31 +57,71 @@ class Sampling:
 
     def probs(self, logits: Tensor) -> Tensor:
         """float32 [..., V]: the distribution that is drawn from. Undefined for greedy decoding."""
-        candidates = self._candidates(logits)
-        if candidates is None:
-            return self._filtered(logits)
-        ids, probs = candidates
-        return probs.new_zeros(logits.shape).scatter_(-1, ids, probs)
+        flat = logits.reshape(-1, logits.shape[-1])
+        whole = None
+        for rows, ids, probs in self._groups(flat):
+            if ids is not None:
+                probs = probs.new_zeros(len(probs), flat.shape[1]).scatter_(-1, ids, probs)
+            if len(probs) == len(flat):
+                whole = probs
+                break
+            if whole is None:
+                whole = probs.new_zeros(flat.shape)
+            whole[rows] = probs
+        assert whole is not None
+        return whole.view(logits.shape)
 
     def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """int64 [...]: the argmax when greedy, else one draw per distribution."""
+        """int64 [...]: the argmax when greedy, else one draw per distribution, with a uniform of
+        float64 [...] each (greedy: not looked at)."""
         if self.greedy:
             return argmax(logits)
-        candidates = self._candidates(logits)
-        if candidates is None:
-            return draw(self._filtered(logits), uniform)
-        ids, probs = candidates
-        return ids.gather(-1, draw(probs, uniform)[..., None]).squeeze(-1)
+        flat, uniforms = logits.reshape(-1, logits.shape[-1]), uniform.reshape(-1)
+        picked = torch.zeros(len(flat), dtype=torch.int64, device=logits.device)
+        for rows, ids, probs in self._groups(flat):
+            drawn = draw(probs, uniforms[rows])
+            picked[rows] = drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]
+        return picked.view(logits.shape[:-1])
+
+    def _groups(self, logits: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+        """Each distribution of logits [n, V] once: (its rows, ids [m, k] ascending of the tokens
+        that hold all the mass or None for all tokens, their probabilities).
+
+        On a CPU passes over a large vocabulary, let alone sorting one, cost more than a small
+        model, and filters leave few tokens. How a row is computed does not depend on the others.
+        """
+        rows = torch.arange(len(logits), device=logits.device)
+        for count in self._counts(logits):
+            ids, probs, covered = self._candidates(logits, count)
+            if covered.all():
+                yield rows, ids, probs
+                return
+            yield rows[covered], ids[covered], probs[covered]
+            rows, logits = rows[~covered], logits[~covered]
+        yield rows, None, self._filtered(logits)
+
+    def _counts(self, logits: Tensor) -> tuple[int, ...]:
+        """How many of the likeliest tokens it is worth to look at, one after the other."""
+        if logits.device.type != "cpu":
+            return ()
+        if self.top_k:
+            counts: tuple[int, ...] = (self.top_k + SPARE,)
+        else:
+            counts = LOOKED_AT if self.top_p < 1 or self.min_p else ()
+        return tuple(count for count in counts if 4 * count <= logits.shape[-1])
 
     def _filtered(self, logits: Tensor) -> Tensor:
-        """The distribution over the tokens whose logits these are; they may be some only, if those
-        that are left out come after the first top-k."""
+        """float32 [..., V]: the distribution, by passes over all tokens."""
         # float32 before anything else: bfloat16 probabilities make p/q wrong by several per cent.
         scores = logits.float() / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
             least = scores.topk(self.top_k, dim=-1).values[..., -1:]
             scores = scores.masked_fill(scores < least, -torch.inf)
-        probs = scores.softmax(-1)
+        return self._kept(scores.softmax(-1))
+
+    def _kept(self, probs: Tensor) -> Tensor:
+        """What top-p and min-p leave of probabilities, sum 1. Some tokens may be missing, if they
+        are none that would be left."""
         if self.top_p < 1:
             ordered, index = probs.sort(dim=-1, descending=True, stable=True)
             # A token stays while the mass before it is short of top_p; the first always does.
@@ -91,48 +135,45 @@ class Sampling:
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
 
-    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(ids ascending, their probabilities), each [..., m], of tokens that hold all the mass;
-        None where that is not known to be so, or not worth it.
-
-        On a CPU passes over a large vocabulary cost more than the model; after top-k few tokens
-        matter. As many tokens may tie with the k-th as fit into SPARE.
-        """
-        count = self.top_k + SPARE
-        if logits.device.type != "cpu" or not self.top_k or 4 * count > logits.shape[-1]:
-            return None
-        values, ids = logits.topk(count, dim=-1)
-        if (values[..., -1] == values[..., self.top_k - 1]).any():
-            return None
-        # In the order of ids, so that a draw is the one that the whole vocabulary would give.
-        ids, order = ids.sort(-1)
-        return ids, self._filtered(values.gather(-1, order))
+    def _candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(ids ascending [n, count], their probabilities, bool [n]: no other token has any)."""
+        if self.top_k:
+            values, ids = logits.topk(count, dim=-1)
+            # As many tokens may tie with the k-th as were looked for beyond it.
+            covered = values[:, -1] != values[:, self.top_k - 1]
+            # In the order of ids, so that a draw is the one that the whole vocabulary would give.
+            ids, order = ids.sort(-1)
+            return ids, self._filtered(values.gather(-1, order)), covered
+        whole = (logits.float() / self.temperature).softmax(-1)
+        ids = whole.topk(count, dim=-1, sorted=False).indices.sort(-1).values
+        probs = whole.gather(-1, ids)
+        kept = self._kept(probs)
+        # Whatever is less likely than a token that was left out is left out too.
+        least = probs.amin(-1, keepdim=True)
+        return ids, kept, ~((probs == least) & (kept > 0)).any(-1)
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """int64 [...]: `logits.argmax(-1)` of [..., V], the first of equal ones; NaN counts as largest.
-
-    PyTorch's own is slow on a CPU, most of all in bfloat16: ten times slower than the maximum of
-    blocks, of which one is then searched.
-    """
+    """int64 [...]: the first largest of [..., V]; where there is a NaN, its place."""
     size = logits.shape[-1]
     whole = size - size % BLOCK
-    if logits.device.type != "cpu" or whole <= BLOCK:
+    if logits.device.type != "cpu" or not whole:
         return logits.argmax(-1)
+    # The largest value is found many times faster than its place: first which block, then where.
     parts = [logits[..., :whole].unflatten(-1, (-1, BLOCK)).amax(-1)]
     if whole < size:
         parts.append(logits[..., whole:].amax(-1, keepdim=True))
-    block = torch.cat(parts, -1).argmax(-1, keepdim=True)
-    ids = block * BLOCK + torch.arange(BLOCK, device=logits.device)
-    # Past the end the last token stands again, which is never before itself.
-    inside = logits.gather(-1, ids.clamp(max=size - 1))
-    return (block * BLOCK).squeeze(-1) + inside.argmax(-1)
+    block = torch.cat(parts, -1).argmax(-1)
+    ids = block[..., None] * BLOCK + torch.arange(BLOCK)
+    inside = logits.gather(-1, ids.clamp(max=size - 1)).masked_fill_(ids >= size, -torch.inf)
+    return block * BLOCK + inside.argmax(-1)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF draw: int64 [...] from weights [..., V] ≥ 0 and uniforms float64 [...] in [0, 1).
 
-    The weights need not sum to 1. A token of weight 0 is never drawn.
+    The weights need not sum to 1. A token of weight 0 is never drawn. Weights that are not numbers
+    give some token, not an error: who draws from a model's output looks at it (`Scores.peaks_at`).
     """
     size = probs.shape[-1]
     whole = size - size % BLOCK
@@ -145,7 +186,8 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     block, rest = _draw(torch.cat(parts, -1), uniform)
     ids = block[..., None] * BLOCK + torch.arange(BLOCK, device=probs.device)
     inside = probs.gather(-1, ids.clamp(max=size - 1)).masked_fill_(ids >= size, 0.0)
-    return block * BLOCK + _draw(inside, rest)[0]
+    # The clamp is for weights that are not numbers.
+    return (block * BLOCK + _draw(inside, rest)[0]).clamp(max=size - 1)
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,10 +196,11 @@ def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     cdf = weights.double().cumsum(-1)
     total = cdf[..., -1:]
     point = torch.minimum(uniform[..., None] * total, torch.nextafter(total, -total))
-    index = torch.searchsorted(cdf, point, right=True)
+    # A NaN is beyond all.
+    index = torch.searchsorted(cdf, point, right=True).clamp(max=weights.shape[-1] - 1)
     weight = weights.gather(-1, index).double()
     rest = (point - (cdf.gather(-1, index) - weight)) / weight
-    return index.squeeze(-1), rest.clamp(0.0, 1.0).squeeze(-1)
+    return index.squeeze(-1), rest.nan_to_num(0.0).clamp(0.0, 1.0).squeeze(-1)
 
 
 _MASKS = {shift: (1 << (64 - shift)) - 1 for shift in (30, 27, 31, 11)}

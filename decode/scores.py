@@ -58,6 +58,14 @@ class Scores:
         """[B, V]: the processed logits at one place per row."""
         return self.logits[torch.arange(len(rows), device=rows.device), rows]
 
+    def peaks_at(self, places: Tensor) -> Tensor:
+        """[B, P]: the largest processed logit at some places of each row, int64 [B, P]; not finite
+        where the model's logits are NaN, or the processors left no token."""
+        if places.shape[1] >= self.logits.shape[1]:
+            return self.logits.amax(-1).gather(1, places)
+        rows_B1 = torch.arange(len(places), device=places.device)[:, None]
+        return self.logits[rows_B1, places].amax(-1)
+
     def pick(self, uniforms: Tensor) -> Tensor:
         """int64 [B, N+1]: the target's own token at every place (greedy: the argmax)."""
         return self.sampling.pick(self.logits, uniforms)

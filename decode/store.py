@@ -13,6 +13,7 @@ import torch
 
 from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.composite import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError, nearest
 from decode.fingerprint import Fingerprint, fingerprint, require_same_vocabulary
@@ -72,13 +73,18 @@ def describe_drafter(path: Path) -> dict[str, Any]:
 
 
 def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
-    """A drafter from what a user names: `none`, `ngram`, a drafter directory, or any smaller
-    causal LM of the same vocabulary (directory, GGUF file or hub id).
+    """A drafter from what a user names: `none`, `ngram`, `store`, a drafter directory, any smaller
+    causal LM of the same vocabulary (directory, GGUF file or hub id), or several of these with `+`
+    between them, such as `ngram+runs/x/drafter`, which are asked in that order.
 
     dtype: of the drafter's weights; default the target's. Raises UserError when the drafter's
     vocabulary is not the target's, or its directory is damaged.
     """
     path = Path(spec).expanduser()
+    first, plus, others = spec.partition("+")
+    if plus and first in DRAFTERS and not path.exists():
+        parts = [open_drafter(part, target, dtype=dtype) for part in (first, others)]
+        return CompositeDrafter(parts)
     wanted = dtype or target.dtype
     name = next((name for name, value in DTYPES.items() if value == wanted), None)
     if name is None:

@@ -30,9 +30,10 @@ def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 1000])
 @pytest.mark.parametrize("top_p", [0.05, 0.9, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.02, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_equal_transformers_warpers(
-    temperature: float, top_k: int, top_p: float, dtype: torch.dtype
+    temperature: float, top_k: int, top_p: float, min_p: float, dtype: torch.dtype
 ) -> None:
     logits = random_logits(500, 50, dtype)
     warpers: list[Any] = [transformers.TemperatureLogitsWarper(temperature)]
@@ -40,8 +41,10 @@ def test_probabilities_equal_transformers_warpers(
         warpers.append(transformers.TopKLogitsWarper(top_k))
     if top_p < 1:
         warpers.append(transformers.TopPLogitsWarper(top_p))
+    if min_p:
+        warpers.append(transformers.MinPLogitsWarper(min_p))
     scores = transformers.LogitsProcessorList(warpers)(None, logits.float())
-    found = Sampling(temperature, top_k, top_p).probs(logits)
+    found = Sampling(temperature, top_k, top_p, min_p).probs(logits)
     assert found.dtype == torch.float32
     wanted = scores.softmax(-1)
     if dtype != torch.float32:
@@ -79,6 +82,9 @@ def test_greedy_is_the_argmax() -> None:
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0.0}, r"top_p is 0.0; expected a number in \(0, 1\]"),
         ({"top_p": 1.1}, r"top_p is 1.1"),
+        ({"min_p": -0.1}, r"min_p is -0.1; expected a number in \[0, 1\]"),
+        ({"min_p": 1.1}, r"min_p is 1.1"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty is 0.0; expected a number > 0"),
     ],
 )
 def test_bad_parameters_are_refused(fields: dict[str, Any], said: str) -> None:
@@ -140,22 +146,75 @@ def test_a_draw_in_two_steps_is_the_draw_from_one_running_sum(size: int) -> None
     assert torch.equal(draw(weights.expand(20_000, -1), uniforms), expected)
 
 
+def check_groups(sampling: Sampling, logits: torch.Tensor) -> list[int | None]:
+    """The ways by which rows are computed give the distributions and draws of the way over all
+    tokens; returns how many candidates each row had, None: all."""
+    wanted = sampling._filtered(logits)
+    torch.testing.assert_close(sampling.probs(logits), wanted, rtol=1e-5, atol=0)
+    rows = len(logits)
+    for uniforms in torch.rand(
+        5, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ):
+        picked = sampling.pick(logits, uniforms)
+        assert torch.equal(picked, draw(wanted, uniforms))
+        # What a row draws does not depend on the rows beside it.
+        assert torch.equal(sampling.pick(logits[3:5], uniforms[3:5]), picked[3:5])
+    counts: list[int | None] = [-1] * rows
+    for which, ids, _ in sampling._groups(logits):
+        for row in which.tolist():
+            assert counts[row] == -1
+            counts[row] = None if ids is None else ids.shape[1]
+    assert -1 not in counts
+    return counts
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top_p", [1.0, 0.7])
-def test_few_candidates_of_a_large_vocabulary_give_its_distribution_and_draws(
-    dtype: torch.dtype, top_p: float
-) -> None:
-    """The way over top-k alone is taken, and is the way over all tokens, ties included."""
+def test_few_candidates_of_a_large_vocabulary_after_top_k(dtype: torch.dtype, top_p: float) -> None:
     sampling = Sampling(0.8, top_k=5, top_p=top_p)
     logits = random_logits(40, 2000, dtype)
     best = logits.topk(5).values[:, -1:]
     logits[:, 7:40:4] = best  # ties with the fifth
-    assert sampling._candidates(logits) is not None
-    torch.testing.assert_close(sampling.probs(logits), sampling._filtered(logits))
-    uniforms = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(sampling.pick(logits, uniforms), draw(sampling._filtered(logits), uniforms))
-    logits[:, :200] = best  # more than can be looked at
-    assert sampling._candidates(logits) is None
+    assert check_groups(sampling, logits) == [69] * 40
+    logits[::2, :200] = best[::2]  # more than can be looked at
+    assert check_groups(sampling, logits) == [None, 69] * 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("top_p", "min_p"), [(0.9, 0.0), (0.9, 0.01), (1.0, 0.01)])
+def test_top_p_and_min_p_look_at_few_tokens_first(
+    dtype: torch.dtype, top_p: float, min_p: float
+) -> None:
+    """A sharp row, a flat one and one between, each computed in its own way, ties included."""
+    sampling = Sampling(1.0, top_p=top_p, min_p=min_p)
+    logits = random_logits(16, 20_000, dtype)
+    logits[0::4] *= 4
+    logits[1::4] *= 0.05
+    logits[2::4] *= 0.8
+    logits[3::4, :1000] = logits[3::4].amax(-1, keepdim=True) - 1  # ties across all boundaries
+    counts = check_groups(sampling, logits)
+    assert set(counts[0::4]) == {256}
+    assert set(counts[1::4]) == {None}
+    assert set(counts[2::4]) | set(counts[3::4]) >= {4096}
+
+
+@pytest.mark.parametrize("size", [50, 256, 1000, 1024])
+def test_the_argmax_by_blocks_is_the_argmax(size: int) -> None:
+    logits = random_logits(4000, size).round()  # many ties: the first wins
+    logits[::5, -1] = 100
+    logits[::7] = -torch.inf
+    assert torch.equal(argmax(logits), logits.argmax(-1))
+    assert torch.equal(argmax(logits.view(40, 100, size)), logits.argmax(-1).view(40, 100))
+    logits[:, size // 2] = torch.nan
+    assert (argmax(logits) == size // 2).all()
+
+
+def test_what_is_not_a_number_is_drawn_without_an_error() -> None:
+    for size in (5, 1000):
+        weights = torch.full((3, size), torch.nan)
+        weights[1, : size - 1] = 1.0
+        drawn = draw(weights, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))
+        assert ((drawn >= 0) & (drawn < size)).all()
 
 
 # --- random numbers -------------------------------------------------------------------------------

@@ -12,17 +12,29 @@ import torch
 from decode.contexts import Contexts, Limits
 from decode.draft import Draft, Siblings
 from decode.errors import UserError
+from decode.observe import Verified
 from decode.registry import Registry
 from decode.sampling import Noise, Sampling
 
 
 class Drafter(ABC):
-    """Life of a drafter within one decode: start → (draft → commit)* with keep_rows between."""
+    """Life of a drafter within one decode: start → (draft → verified → commit)* with keep_rows
+    between.
+
+    observes: it learns from the target's scores; `verified` is called for such drafters only.
+    """
+
+    observes: bool = False
 
     @classmethod
     def load(cls, path: Path, *, dtype: str, device: str) -> "Drafter":
         """The drafter in a directory that `decode.store.save_drafter` wrote."""
         raise UserError(f"{cls.__name__} is not trained, so it has no directory to be loaded from")
+
+    @property
+    def vocab_size(self) -> int | None:
+        """How many tokens it knows, as the target; None where it drafts any token it meets."""
+        return None
 
     @property
     def branches(self) -> bool:
@@ -48,6 +60,10 @@ class Drafter(ABC):
         What `q` declares must be the distribution the tokens were really drawn from.
         """
 
+    def verified(self, seen: Verified) -> None:
+        """How its draft was judged, with all that the target said. Comes before `commit`."""
+        return None
+
     def commit(self, contexts: Contexts) -> None:
         """The verdict is in: `contexts` now ends with the tokens that stayed and one more."""
         return None
@@ -57,8 +73,8 @@ class Drafter(ABC):
         return None
 
 
-__all__ = ["DRAFTERS", "Contexts", "Drafter", "Limits"]
+__all__ = ["DRAFTERS", "Contexts", "Drafter", "Limits", "Verified"]
 
 DRAFTERS: Registry[type[Drafter]] = Registry("drafter")
 
-from decode.drafters import ngram, none, small_lm  # noqa: E402, F401  (each registers itself)
+from decode.drafters import ngram, none, small_lm, store  # noqa: E402, F401  (each registers itself)

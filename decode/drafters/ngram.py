@@ -1,6 +1,5 @@
 """Prompt lookup: what followed the last few tokens when they stood earlier in the same text."""
 
-import numpy as np
 import torch
 
 from decode.draft import Draft
@@ -63,11 +62,7 @@ class NgramDrafter(Drafter):
         ):
             index.extend(tokens[len(index.text) : length].tolist())
             found.append(index.continuation(int(depth)))
-        sizes = np.array([len(tokens) for tokens in found])
-        padded = torch.zeros(len(found), int(sizes.max()), dtype=torch.int64)
-        for row, tokens in enumerate(found):
-            padded[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        return Draft(padded, sizes)
+        return Draft.chosen(found)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self._rows = [self._rows[row] for row in rows.tolist()]

@@ -59,6 +59,10 @@ class SmallLMDrafter(Drafter):
         return cls(model, reduced.ids if reduced else None)
 
     @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
     def branches(self) -> bool:
         return self.shape.branches
 

@@ -7,6 +7,7 @@ parameters, and knows nothing of drafters or of the loop.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from decode.draft import Draft, Siblings
@@ -29,6 +30,11 @@ class Verdict:
     accepted: Tensor
     reached: Tensor
     next_token: Tensor
+
+    def places(self) -> Tensor:
+        """int64 [B, D+1]: the rows of p along the path, that of the committed text first; past
+        accepted[b] they are padding."""
+        return torch.nn.functional.pad(self.path + 1, (1, 0))
 
 
 class Rule(ABC):

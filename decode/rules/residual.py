@@ -11,10 +11,11 @@ def residual(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """((p − q)₊, float32 [..., V], and its sum, float64 [...]) for weights p, q ≥ 0 [..., V].
 
     Where p ≈ q leaves nothing in float32 the sum is 0 and the weights are p, the residual's limit.
+    So they are where a broken drafter's q is not a number: what it drafted was rejected for sure.
     """
     left = (p - q).clamp_(min=0)
     mass = left.sum(-1, dtype=torch.float64)
-    empty = mass <= 0
+    empty = ~(mass > 0)
     if settled(empty):
         return left, mass
     return torch.where(empty[..., None], p, left), mass

@@ -1,0 +1,132 @@
+"""Several drafters asked in turn, row by row."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from decode.draft import Draft, Siblings
+from decode.drafters import Contexts, Drafter, Limits, Verified
+from decode.errors import UserError
+from decode.sampling import Noise, Sampling
+
+
+class CompositeDrafter(Drafter):
+    """Each row takes the draft of the first drafter that has one for it: prompt lookup first, say,
+    and the trained one where nothing is found. A drafter is asked only if a row is left for it.
+
+    Which drafter a row gets depends on its text alone, so drafts stay lossless. Tokens that one
+    drafter chose, beside rows that another drew, declare q = 1 for themselves. Raises UserError
+    without drafters, and where one chooses trees and another draws, or two draw in different ways:
+    no q says that of one draft.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if not drafters:
+            raise UserError("a composite of no drafters; name at least one")
+        self.drafters = list(drafters)
+        sizes = {size for drafter in drafters if (size := drafter.vocab_size) is not None}
+        if len(sizes) > 1:
+            raise UserError(
+                f"the drafters of a composite have vocabularies of {sorted(sizes)} tokens; "
+                "expected one and the same, the target's"
+            )
+        self._vocab_size = next(iter(sizes), None)
+        self.observes = any(drafter.observes for drafter in drafters)
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self._vocab_size
+
+    @property
+    def branches(self) -> bool:
+        return any(drafter.branches for drafter in self.drafters)
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        kinds = [(drafter.siblings(sampling), drafter.branches) for drafter in self.drafters]
+        drawn = {kind for kind, _ in kinds if kind != "chosen"}
+        if len(drawn) > 1 or (drawn and ("chosen", True) in kinds):
+            said = ", ".join(
+                f"{type(drafter).__name__}: {kind}{' trees' * branches}"
+                for drafter, (kind, branches) in zip(self.drafters, kinds, strict=True)
+            )
+            raise UserError(
+                f"the drafters of a composite do not go together ({said}); expected trees of one "
+                "kind, beside chains that are chosen"
+            )
+        return drawn.pop() if drawn else "chosen"
+
+    def most_nodes(self, gamma: int) -> int:
+        return max(drafter.most_nodes(gamma) for drafter in self.drafters)
+
+    def start(self, contexts: Contexts) -> None:
+        for drafter in self.drafters:
+            drafter.start(contexts)
+
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        depths = limits.depths.copy()
+        drafts: list[Draft] = []
+        for drafter in self.drafters:
+            if not depths.any():
+                break
+            draft = drafter.draft(contexts, Limits(depths.copy(), limits.stops), sampling, noise)
+            # What a drafter drafts where it was not asked is dropped.
+            draft.sizes = np.where(depths > 0, draft.sizes, 0)
+            depths[draft.sizes > 0] = 0
+            if draft.sizes.any():
+                drafts.append(draft)
+        if not drafts:
+            return Draft.none(len(depths), "cpu")
+        return _merged(drafts)
+
+    def verified(self, seen: Verified) -> None:
+        for drafter in self.drafters:
+            if drafter.observes:
+                drafter.verified(seen)
+
+    def commit(self, contexts: Contexts) -> None:
+        for drafter in self.drafters:
+            drafter.commit(contexts)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        for drafter in self.drafters:
+            drafter.keep_rows(rows)
+
+
+def _merged(drafts: list[Draft]) -> Draft:
+    """One draft of drafts that have nodes in different rows."""
+    if len(drafts) == 1:
+        return drafts[0]
+    # Where the drafts with q are; a chosen one's tokens are few.
+    device = next((x.q.device for x in drafts if x.q is not None), drafts[0].tokens.device)
+    drafts = [draft.to(device) for draft in drafts]
+    rows = len(drafts[0].sizes)
+    nodes = max(draft.tokens.shape[1] for draft in drafts)
+    sizes = np.zeros(rows, dtype=np.int64)
+    tokens = torch.zeros(rows, nodes, dtype=torch.int64, device=device)
+    order = torch.arange(nodes, device=device)
+    trees = any(not draft.is_chain for draft in drafts)
+    parents = torch.full_like(tokens, -1) if trees else None
+    drawn = [draft.q for draft in drafts if draft.q is not None]
+    q = q_rows = None
+    if drawn:
+        depth = max(nodes, *(x.shape[1] for x in drawn))
+        q = drawn[0].new_zeros(rows, depth, drawn[0].shape[2])
+        q_rows = order.repeat(rows, 1)
+    for draft in drafts:
+        own = torch.as_tensor(np.flatnonzero(draft.sizes), device=device)
+        count = draft.tokens.shape[1]
+        sizes = np.maximum(sizes, draft.sizes)
+        tokens[own, :count] = draft.tokens[own]
+        if parents is not None:
+            parents[own, :count] = (draft.parent_rows() - 1)[own]
+        if q is None or q_rows is None:
+            continue
+        if draft.q is None:
+            q[own, :count] = torch.nn.functional.one_hot(draft.tokens[own], q.shape[2]).to(q.dtype)
+        else:
+            q[own, : draft.q.shape[1]] = draft.q[own]
+            q_rows[own, :count] = draft.rows_of_q()[own]
+    if not trees:
+        q_rows = None  # row i for node i, as in any chain
+    return Draft(tokens, sizes, q, parents, q_rows, any(draft.distinct for draft in drafts))

@@ -1,0 +1,135 @@
+"""An n-gram store kept across requests and fed with the target's own likeliest tokens."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from decode.draft import Draft
+from decode.drafters import DRAFTERS, Contexts, Drafter, Limits, Verified
+from decode.errors import UserError
+from decode.sampling import Noise, Sampling
+
+
+class NgramStore:
+    """What followed the n-grams met so far, for n in min_n … max_n, each token with a weight.
+
+    At most `capacity` n-grams; beyond that the one goes that was used least recently, to file or
+    to look up. An n-gram keeps at most `width` tokens: the heaviest.
+    """
+
+    def __init__(self, min_n: int, max_n: int, capacity: int, width: int) -> None:
+        self.sizes = range(max_n, min_n - 1, -1)
+        self.capacity, self.width = capacity, width
+        self._followers: OrderedDict[tuple[int, ...], dict[int, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._followers)
+
+    def file(self, text: Sequence[int], tokens: Sequence[int]) -> None:
+        """Tokens that may follow the end of a text, likeliest first: token i weighs 1/(i+1)."""
+        for n in self.sizes:
+            if n > len(text):
+                continue
+            ending = tuple(text[-n:])
+            known = self._followers.setdefault(ending, {})
+            self._followers.move_to_end(ending)
+            for rank, token in enumerate(tokens, 1):
+                known[token] = known.get(token, 0.0) + 1 / rank
+            while len(known) > self.width:
+                # A newcomer leaves before what is as light, or nothing could take its place.
+                del known[min(known, key=known.__getitem__)]
+        while len(self._followers) > self.capacity:
+            self._followers.popitem(last=False)
+
+    def next(self, text: Sequence[int]) -> int | None:
+        """The heaviest token after the longest known ending of a text."""
+        for n in self.sizes:
+            ending = tuple(text[-n:])
+            known = self._followers.get(ending) if n <= len(text) else None
+            if known:
+                self._followers.move_to_end(ending)
+                return max(known, key=known.__getitem__)
+        return None
+
+
+@DRAFTERS.register("store")
+class StoreDrafter(Drafter):
+    """Drafts a chain of the tokens that most often followed the last few, in any request so far.
+
+    The store learns from the texts themselves and, after Adaptive N-gram Parallel Decoding
+    (2404.08698) and NASD, from the target: after each accepted token its `top_k` likeliest next
+    tokens are filed, weighing 1, 1/2, 1/3 …; what it nearly said here it may say elsewhere. The
+    store outlives requests, in memory bounded by `capacity` n-grams of at most `width` tokens
+    (`NgramStore` states what is thrown away), about 0.3 kB each.
+
+    As drafts depend on what other rows and earlier requests said, so does which of the equally
+    distributed texts a seed gives under rules that judge drafts by chance; under `exact`, and when
+    greedy, text does not depend on drafts. Raises UserError unless 1 ≤ min_n ≤ max_n and the other
+    sizes are at least 1.
+    """
+
+    observes = True
+
+    def __init__(
+        self,
+        min_n: int = 2,
+        max_n: int = 4,
+        top_k: int = 3,
+        capacity: int = 200_000,
+        width: int = 8,
+    ) -> None:
+        if not 1 <= min_n <= max_n:
+            raise UserError(
+                f"n-gram sizes min_n={min_n}, max_n={max_n}; expected 1 ≤ min_n ≤ max_n"
+            )
+        if min(top_k, capacity, width) < 1:
+            raise UserError(
+                f"top_k={top_k}, capacity={capacity}, width={width}; expected at least 1 each"
+            )
+        self.store = NgramStore(min_n, max_n, capacity, width)
+        self.max_n, self.top_k = max_n, top_k
+        self._filed = np.zeros(0, dtype=np.int64)  # [B]: tokens of each text that are in the store
+
+    def start(self, contexts: Contexts) -> None:
+        self._filed = np.ones(len(contexts.lengths), dtype=np.int64)
+        self.commit(contexts)
+
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        drafts = []
+        for tokens, length, depth in zip(
+            contexts.tokens, contexts.lengths, limits.depths, strict=True
+        ):
+            text = tokens[max(length - self.max_n, 0) : length].tolist()
+            known = len(text)
+            while len(text) < known + depth and (token := self.store.next(text)) is not None:
+                text.append(token)
+            drafts.append(text[known:])
+        return Draft.chosen(drafts)
+
+    def verified(self, seen: Verified) -> None:
+        places = seen.verdict.places()
+        rows_B1 = torch.arange(len(places), device=places.device)[:, None]
+        logits = seen.scores.logits[rows_B1, places]
+        likeliest = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).indices.tolist()
+        contexts = seen.contexts
+        for row, length in enumerate(contexts.lengths):
+            text = contexts.tokens[row, max(length - self.max_n, 0) : length].tolist()
+            known, count = len(text), int(seen.accepted[row])
+            text += seen.block[row, :count].tolist()
+            for place in range(count + 1):
+                end = known + place
+                self.store.file(text[max(end - self.max_n, 0) : end], likeliest[row][place])
+
+    def commit(self, contexts: Contexts) -> None:
+        ends = zip(self._filed.tolist(), contexts.lengths.tolist(), strict=True)
+        for tokens, (filed, length) in zip(contexts.tokens, ends, strict=True):
+            begin = max(filed - self.max_n, 0)
+            text = tokens[begin:length].tolist()
+            for end in range(filed - begin, length - begin):
+                self.store.file(text[max(end - self.max_n, 0) : end], text[end : end + 1])
+        self._filed = contexts.lengths.copy()
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        self._filed = self._filed[rows.cpu().numpy()]
