@@ -50,7 +50,7 @@ class Acceptance:
         }
 
 
-def _share(hits: np.ndarray, reached: np.ndarray) -> list:
+def _share(hits: np.ndarray, reached: np.ndarray) -> Any:
     return (hits / np.maximum(reached, 1)).tolist()
 
 
@@ -83,6 +83,7 @@ def measure_acceptance(
     ones alone. Tokens past the end of a text are not counted. Raises UserError for a drafter
     without a shape, and as `Decoder` does.
     """
+    shaped: Any = drafter
     shape = getattr(drafter, "shape", None)
     if not isinstance(shape, Shape):
         raise UserError(
@@ -91,7 +92,7 @@ def measure_acceptance(
     if not prompts:
         raise UserError("there are no prompts to measure acceptance on")
     counts = np.zeros((2, tree.depth, int(tree.ranks.max()) + 1), dtype=np.int64)
-    vars(drafter)["shape"] = FixedTree(tree)
+    shaped.shape = FixedTree(tree)
     try:
         rule = _Watching()
         decoder = Decoder(
@@ -109,7 +110,7 @@ def measure_acceptance(
             run = decoder.decode(batch, max_new_tokens, seed=seed, row_ids=places)
             _count(counts, tree, rule.seen, run)
     finally:
-        vars(drafter)["shape"] = shape
+        shaped.shape = shape
     return Acceptance(*counts)
 
 
@@ -141,6 +142,6 @@ def _count(
             # The last emitted token ends the text where the block was cut: nothing follows it.
             for depth in range(min(kept + 1, int(emitted))):
                 judged = np.flatnonzero(tree.parents[:size] == nodes[depth])
-                reached[depth, tree.ranks[judged]] += 1 if len(judged) else 0
+                reached[depth, tree.ranks[judged]] += 1
                 if depth < kept:
                     hits[depth, tree.ranks[nodes[depth + 1]]] += 1
