@@ -66,6 +66,9 @@ class SmallLMDrafter(Drafter):
     def branches(self) -> bool:
         return self.shape.branches
 
+    def with_shape(self, shape: Shape) -> "SmallLMDrafter":
+        return SmallLMDrafter(self.lm.model, self.vocabulary, shape)
+
     def siblings(self, sampling: Sampling) -> Siblings:
         return self.shape.siblings(sampling)
 

@@ -38,8 +38,8 @@ class CostModel(Policy):
         self,
         most: int = 8,
         memory: float = 0.97,
-        probe_share: float = 0.025,
-        patience: int = 28,
+        probe_share: float = 0.03,
+        patience: int = 24,
     ) -> None:
         super().__init__(most)
         for name, value in (("memory", memory), ("probe_share", probe_share)):
