@@ -26,12 +26,18 @@ TargetOption = Annotated[
     str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
 ]
 DrafterOption = Annotated[
-    str, typer.Option(help="none, ngram, a drafter directory, or a smaller model's id or path")
+    str,
+    typer.Option(
+        help="none, ngram, store, a drafter directory, a smaller model's id or path, or several "
+        "with + between them"
+    ),
 ]
 GammaOption = Annotated[int, typer.Option(help="how many tokens a draft is deep")]
 TemperatureOption = Annotated[float, typer.Option(help="0: greedy")]
 TopKOption = Annotated[int, typer.Option(help="0: off")]
 TopPOption = Annotated[float, typer.Option(help="1: off")]
+MinPOption = Annotated[float, typer.Option(help="0: off")]
+PenaltyOption = Annotated[float, typer.Option(help="1: off")]
 RuleOption = Annotated[str, typer.Option(help="verification rule")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")]
@@ -219,6 +225,11 @@ def generate(
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: PenaltyOption = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="a string that ends the answer; may be given again")
+    ] = None,
     max_new_tokens: TokensOption = 256,
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
     trace: Annotated[
@@ -229,10 +240,9 @@ def generate(
     seed: int = 0,
 ) -> None:
     """Answer one prompt, streaming the text as it becomes certain."""
-    from decode.loop import Decoder
-    from decode.sampling import Sampling
     from decode.store import open_drafter
     from decode.target import load_target
+    from decode.text import SpeculativeGenerator, TextPieces
     from decode.trace import TraceStep, format_trace
     from train.data.chat import prompt_tokens
     from train.data.read import Example
@@ -242,41 +252,40 @@ def generate(
     if not asked.strip():
         raise UserError("the prompt is empty; say what to answer")
     loaded = load_target(target, dtype=dtype, device=device)
-    decoder = Decoder(
+    generator = SpeculativeGenerator(
         loaded.model,
+        loaded.tokenizer,
         open_drafter(drafter, loaded),
-        eos_token_ids=loaded.eos_token_ids,
         gamma=gamma,
         rule=rule,
-        sampling=Sampling(temperature, top_k, top_p),
+        eos_token_ids=loaded.eos_token_ids,
     )
     message = {"role": "user", "content": asked}
     example = Example("prompt", (message,), asked, None, None, "the command line")
-    ids = prompt_tokens(example, loaded.tokenizer, system)
-    received: list[int] = []
-    printed = 0
 
-    def stream(_: int, tokens: list[int]) -> None:
-        nonlocal printed
-        received.extend(tokens)
-        text = loaded.tokenizer.decode(received, skip_special_tokens=True)
-        # A character may be cut in two by the end of a block; its second half is yet to come.
-        if not text.endswith("�"):
-            typer.echo(text[printed:], nl=False)
-            printed = len(text)
+    def write(piece: str) -> None:
+        typer.echo(piece, nl=False)
 
     def show(step: TraceStep) -> None:
         typer.echo(format_trace(step, loaded.tokenizer))
 
-    done = decoder.decode(
-        [ids],
-        max_new_tokens,
+    text = generator.generate(
+        prompt_tokens(example, loaded.tokenizer, system),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop or (),
         seed=seed,
-        on_tokens=None if trace else stream,
+        streamer=None if trace else TextPieces(loaded.tokenizer, write),
         on_step=show if trace else None,
     )
     if trace:
-        typer.echo(loaded.tokenizer.decode(done.outputs[0], skip_special_tokens=True), nl=False)
+        typer.echo(text, nl=False)
+    done = generator.decoded
+    assert done is not None
     counts, seconds = done.counts, done.timing.total
     typer.echo(
         f"\n[{len(done.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} tokens "
