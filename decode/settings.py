@@ -14,6 +14,7 @@ from decode.registry import Choice, options_of
 from decode.rules import RULES, Rule, require_fitting, used_rule
 from decode.sampling import Sampling
 from decode.shapes import SHAPES, Shape
+from decode.stops import Stop
 from decode.target import Target
 
 Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it
@@ -92,7 +93,12 @@ class DecodeSettings:
         return "verify_costs" in {*options_of(SHAPES[choice.name])} - {*choice.options}
 
     def decoder(
-        self, target: Target, drafter: Drafter, prompt: Sequence[int] | None = None
+        self,
+        target: Target,
+        drafter: Drafter,
+        prompt: Sequence[int] | None = None,
+        *,
+        stop: Stop | None = None,
     ) -> tuple[Decoder, Costs | None]:
         """A decoder, and the costs that were measured for its parts, if any need them.
 
@@ -100,16 +106,18 @@ class DecodeSettings:
         None: nothing is measured. Raises UserError as `Decoder` does, and for a shape where the
         drafter has no choice of one.
         """
-        made = self._decoder(target, drafter, None)
+        made = self._decoder(target, drafter, None, stop)
         if prompt is None or not self.needs_costs:
             return made, None
         # A level of a tree is one pass of the drafter, as a token of a chain is.
         plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
         most = made.drafter.most_nodes(made.policy.most)
         costs = measure_costs(plain, [prompt], most=made.policy.most, widest=most + 1)
-        return self._decoder(target, drafter, costs), costs
+        return self._decoder(target, drafter, costs, stop), costs
 
-    def _decoder(self, target: Target, drafter: Drafter, costs: Costs | None) -> Decoder:
+    def _decoder(
+        self, target: Target, drafter: Drafter, costs: Costs | None, stop: Stop | None = None
+    ) -> Decoder:
         policy = self.make_policy()
         if costs is not None:
             policy.use_costs(costs)
@@ -123,6 +131,7 @@ class DecodeSettings:
             sampling=self.sampling,
             draft_sampling=self.draft_sampling,
             policy=policy,
+            stop=stop,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,7 +26,11 @@ TargetOption = Annotated[
     str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
 ]
 DrafterOption = Annotated[
-    str, typer.Option(help="none, ngram, a drafter directory, or a smaller model's id or path")
+    str,
+    typer.Option(
+        help="none, ngram, store, a drafter directory, a smaller model's id or path, or several "
+        "with + between them"
+    ),
 ]
 GammaOption = Annotated[int, typer.Option(help="how many tokens a draft is deep")]
 TemperatureOption = Annotated[float, typer.Option(help="0: greedy")]
@@ -249,6 +253,9 @@ def generate(
     min_p: MinPOption = 0.0,
     repetition_penalty: PenaltyOption = 1.0,
     draft_temperature: DraftTemperatureOption = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="a string that ends the answer; may be given again")
+    ] = None,
     max_new_tokens: TokensOption = 256,
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
     trace: Annotated[
@@ -259,10 +266,14 @@ def generate(
     seed: int = 0,
 ) -> None:
     """Answer one prompt, streaming the text as it becomes certain."""
+    import torch
+
     from decode.sampling import Sampling
     from decode.settings import DecodeSettings
+    from decode.stops import StopStrings
     from decode.store import open_drafter
     from decode.target import load_target
+    from decode.text import TextPieces
     from decode.trace import TraceStep, format_trace
     from train.data.chat import prompt_tokens
     from train.data.read import Example
@@ -283,18 +294,13 @@ def generate(
     message = {"role": "user", "content": asked}
     example = Example("prompt", (message,), asked, None, None, "the command line")
     ids = prompt_tokens(example, loaded.tokenizer, system)
-    decoder, _ = settings.decoder(loaded, open_drafter(drafter, loaded), ids)
-    received: list[int] = []
-    printed = 0
+    stops = StopStrings(loaded.tokenizer, stop) if stop else None
+    decoder, _ = settings.decoder(loaded, open_drafter(drafter, loaded), ids, stop=stops)
+
+    pieces = TextPieces(loaded.tokenizer, lambda piece: typer.echo(piece, nl=False))
 
     def stream(_: int, tokens: list[int]) -> None:
-        nonlocal printed
-        received.extend(tokens)
-        text = loaded.tokenizer.decode(received, skip_special_tokens=True)
-        # A character may be cut in two by the end of a block; its second half is yet to come.
-        if not text.endswith("�"):
-            typer.echo(text[printed:], nl=False)
-            printed = len(text)
+        pieces.put(torch.tensor(tokens))
 
     def show(step: TraceStep) -> None:
         typer.echo(format_trace(step, loaded.tokenizer))
@@ -307,7 +313,8 @@ def generate(
         on_step=show if trace else None,
     )
     if trace:
-        typer.echo(loaded.tokenizer.decode(done.outputs[0], skip_special_tokens=True), nl=False)
+        pieces.put(torch.tensor(done.outputs[0]))
+    pieces.end()
     counts, seconds = done.counts, done.timing.total
     typer.echo(
         f"\n[{len(done.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} tokens "
