@@ -1,7 +1,8 @@
 """One setting of `benchmarks.decode`: who takes part, in which order, and what came of it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -60,11 +61,25 @@ class Contest:
         how = "temperature 1" if self.setting.sampled else "greedy"
         return f"{how}, batch {self.setting.batch}, {self.dtype}"
 
+    @contextmanager
+    def excusing(self, name: str) -> Iterator[None]:
+        """Whoever raises in here takes no part, unless nobody may be missing."""
+        try:
+            yield
+        except Exception as error:
+            if name in (*OURS, "generate"):
+                raise
+            self.unable[name] = _reason(error)
+            for known in (self.seconds, self.outputs, self.passes):
+                known.pop(name, None)
+
     def ratio(self, theirs: str, ours: str) -> dict[str, float] | None:
-        """Time of `theirs` over time of `ours`; None if one of them has none."""
+        """Time of `theirs` over time of `ours`, with an interval where there is more than one job;
+        None if one of them has none."""
         if theirs not in self.seconds or ours not in self.seconds:
             return None
-        return ratio_of_totals(*(np.array(self.seconds[name]) for name in (theirs, ours)))
+        found = ratio_of_totals(*(np.array(self.seconds[name]) for name in (theirs, ours)))
+        return {"value": found["value"]} if found and self.setting.jobs == 1 else found
 
     def figures(self, name: str) -> dict[str, Any]:
         """What is known of a contestant, for JSON and the table; None where something is not."""
@@ -102,9 +117,9 @@ def long_answers(
     and more. Raises UserError when there is none."""
     decoder = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
     long: list[list[int]] = []
-    # Every second of the spread prompts, then the others: seldom are all of them needed.
-    order = spread(range(len(prompts)), 2 * count)
-    order += [place for place in range(len(prompts)) if place not in set(order)]
+    # About half of the answers are too short; the other prompts are asked if more are.
+    first = spread(range(len(prompts)), 2 * count)
+    order = first + sorted(set(range(len(prompts))) - set(first))
     for begin in range(0, len(order), 16):
         if len(long) >= count:
             break
@@ -121,7 +136,7 @@ def long_answers(
             f"no greedy answer to these {len(prompts)} prompts has {tokens} tokens; give prompts "
             "that ask for longer ones"
         )
-    return long[:count]
+    return spread(long, count)
 
 
 def hold(
@@ -131,7 +146,11 @@ def hold(
     gamma: int,
     reporter: Reporter,
 ) -> Contest:
-    """Let all contestants answer the setting's prompts, in turns."""
+    """Let all contestants answer the setting's prompts, in turns.
+
+    What other packages refuse is theirs to say and noted; our own loop and plain `generate()` take
+    every setting, and what they raise is raised.
+    """
     wanted = spread(texts, setting.jobs * setting.batch)
     whole = max(setting.batch, len(wanted) - len(wanted) % setting.batch)
     jobs = [wanted[i : i + setting.batch] for i in range(0, whole, setting.batch)]
@@ -139,30 +158,26 @@ def hold(
     contest = Contest(replace(setting, jobs=len(jobs)), dtype)
     ready: dict[str, Contestant] = {}
     for name, make in makers(models, gamma=gamma, sampled=setting.sampled).items():
-        try:
+        with contest.excusing(name):
             run = make()
             run(jobs[0], min(8, setting.tokens), 0)  # the warm-up
-        except Exception as error:
-            # What other packages refuse is theirs to say; our own loop takes every setting.
-            if name in OURS:
-                raise
-            contest.unable[name] = _reason(error)
-        else:
             ready[name] = run
             contest.seconds[name], contest.outputs[name] = [], []
             contest.passes[name] = Passes()
     names = list(ready)
     for number, job in enumerate(jobs):
         reporter.say(f"{contest.title}: {number + 1} of {len(jobs)}")
-        turn = number % len(names)
+        turn = len(names) * number // len(jobs)
         for name in names[turn:] + names[:turn]:
-            finish(models.target)
-            begin = time.perf_counter()
-            ran = ready[name](job, setting.tokens, number)
-            finish(models.target)
-            contest.seconds[name].append(time.perf_counter() - begin)
-            contest.outputs[name].append(ran.outputs)
-            if ran.passes is not None:
+            if name in contest.unable:
+                continue
+            with contest.excusing(name):
+                finish(models.target)
+                begin = time.perf_counter()
+                ran = ready[name](job, setting.tokens, number)
+                finish(models.target)
+                contest.seconds[name].append(time.perf_counter() - begin)
+                contest.outputs[name].append(ran.outputs)
                 contest.passes[name] += ran.passes
     if not setting.sampled:
         prompts = [prompt for job in jobs for prompt in job]

@@ -44,10 +44,10 @@ NAMES = {
 
 @dataclass
 class Ran:
-    """What a contestant made of one job: new tokens by row, and its passes where it tells."""
+    """What a contestant made of one job: new tokens by row, and its passes."""
 
     outputs: list[list[int]]
-    passes: Passes | None = None
+    passes: Passes
 
 
 Prompts = Sequence[Sequence[int]]
@@ -59,11 +59,12 @@ Maker = Callable[[], Contestant]
 class Models:
     """What all contestants decode; `load` makes it.
 
-    drafter_path: where packages that insist on loading a drafter themselves find it.
+    assistant: the drafter's model. drafter_path: where packages that insist on loading a drafter
+    themselves find it.
     """
 
     target: Target
-    drafter: SmallLMDrafter
+    assistant: PreTrainedModel
     drafter_path: str
 
     @classmethod
@@ -76,15 +77,11 @@ class Models:
                 "vocabulary, and other decoding loops take no other; leave --drafter out to have "
                 "one made"
             )
-        models = cls(target, opened, drafter)
+        models = cls(target, opened.lm.model, drafter)
         pad = target.tokenizer.pad_token_id
         for model in (target.model, models.assistant):
             model.generation_config = GenerationConfig(pad_token_id=0 if pad is None else pad)
         return models
-
-    @property
-    def assistant(self) -> PreTrainedModel:
-        return self.drafter.lm.model
 
 
 def makers(models: Models, *, gamma: int, sampled: bool) -> dict[str, Maker]:
@@ -114,7 +111,7 @@ def makers(models: Models, *, gamma: int, sampled: bool) -> dict[str, Maker]:
     model = models.target.model
     return {
         "plain": ours(DRAFTERS["none"]),
-        "speculative": ours(lambda: models.drafter),
+        "speculative": ours(lambda: SmallLMDrafter(models.assistant)),
         "lookup": ours(lambda: NgramDrafter(max_n=MAX_N)),
         "generate": lambda: _transformers(model, sampled),
         "generate_packed": lambda: _transformers(_pack(model), sampled),

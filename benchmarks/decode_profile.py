@@ -9,6 +9,7 @@ from rich.table import Table
 
 from benchmarks.decode_contestants import Models
 from decode.drafters import DRAFTERS
+from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 
 OPS = 8
@@ -24,7 +25,10 @@ def profile_loop(
     step of the profiled run takes beyond all operations; the profiler itself is part of that.
     """
     found: dict[str, dict[str, Any]] = {}
-    for name, drafter in (("plain", DRAFTERS["none"]()), ("speculative", models.drafter)):
+    for name, drafter in (
+        ("plain", DRAFTERS["none"]()),
+        ("speculative", SmallLMDrafter(models.assistant)),
+    ):
         decoder = Decoder(models.target.model, drafter, gamma=gamma)
         decoder.decode([prompt], 8)
         spent = [0.0]
