@@ -177,7 +177,10 @@ def evaluate(
         if protocol.generate:
             generate_seconds.append(time_generate(target, prompts[index], protocol))
     report("timing", len(timed), len(timed))
-    same, close = _compare(target, [prompts[i] for i in timed], runs, protocol)
+    same, close = None, None
+    if protocol.sampling.greedy and len(timed):
+        texts = ([run.outputs[0] for run in runs[name]] for name in ("plain", "drafted"))
+        same, close = identical(target, [prompts[i] for i in timed], *texts)
     return Evaluation(
         protocol,
         str(target.dtype).removeprefix("torch."),
@@ -243,29 +246,27 @@ def time_generate(target: Target, prompt: Sequence[int], protocol: Protocol) -> 
     return time.perf_counter() - begin
 
 
-def _compare(
+def identical(
     target: Target,
-    prompts: list[Sequence[int]],
-    runs: dict[str, list[Decoded]],
-    protocol: Protocol,
-) -> tuple[float | None, float | None]:
-    """Greedy only: the share of timed prompts whose text equals plain decoding's, and the share
-    that does so up to a choice between two logits closer than the dtype can tell apart."""
-    if not protocol.sampling.greedy or not prompts:
-        return None, None
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    others: Sequence[Sequence[int]],
+) -> tuple[float, float]:
+    """The share of prompts whose two greedy texts are equal, and the share where they are so up to
+    a choice between two logits closer than the dtype can tell apart."""
     same, close = 0, 0
-    for prompt, a, b in zip(prompts, runs["plain"], runs["drafted"], strict=True):
-        plain, drafted = a.outputs[0], b.outputs[0]
-        if plain == drafted:
+    for prompt, text, other in zip(prompts, texts, others, strict=True):
+        if text == other:
             same += 1
             continue
-        at = next(
-            i for i, pair in enumerate(zip(plain, drafted, strict=False)) if len(set(pair)) > 1
-        )
-        ids = torch.tensor([[*prompt, *plain[:at]]], device=target.device)
+        pairs = zip(text, other, strict=False)
+        at = next((i for i, pair in enumerate(pairs) if len(set(pair)) > 1), None)
+        if at is None:
+            continue  # one goes on where the other ended
+        ids = torch.tensor([[*prompt, *text[:at]]], device=target.device)
         with torch.inference_mode():
             logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
-        gap = (logits[plain[at]] - logits[drafted[at]]).abs()
+        gap = (logits[text[at]] - logits[other[at]]).abs()
         # Both logits are rounded, after sums that were rounded in another order.
         close += bool(gap <= 4 * torch.finfo(target.dtype).eps * logits.abs().max())
     return same / len(prompts), (same + close) / len(prompts)
