@@ -283,6 +283,21 @@ def test_other_settings_for_a_run_that_exists_are_refused(base, monkeypatch):
         start(base, "stages.distill.loop.epochs=4")
 
 
+def test_a_setting_that_did_not_exist_when_the_run_began_is_no_change(base, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_at(patch, 1)
+        with pytest.raises(Killed):
+            start(base)
+    stored = base / "runs/tiny/config.json"
+    values = json.loads(stored.read_text())
+    del values["evaluation"]["policy"]
+    stored.write_text(json.dumps(values))
+    with monkeypatch.context() as patch:
+        kill_at(patch, 1)
+        with pytest.raises(Killed):
+            start(base)
+
+
 def test_changed_data_are_refused(base, monkeypatch):
     with monkeypatch.context() as patch:
         kill_at(patch, 2)
