@@ -140,7 +140,8 @@ class _Probe:
     ) -> None:
         self.rule, self.p, self.q, self.siblings = rule, p, q, siblings
         self.parents, self.nodes = list(parents), len(parents)
-        self.is_chain = self.parents == list(range(-1, self.nodes - 1))
+        # Rules for trees are shown a chain as a tree, or they might take another way.
+        self.is_chain = not rule.trees
 
     def run(self, drafts: np.ndarray, chances: np.ndarray) -> Enumerated:
         nodes = self.nodes

@@ -265,7 +265,10 @@ def test_rules_that_are_one_on_chains(rule: str, same: str, chosen: bool) -> Non
     for seed in range(20):
         draft = random_draft("chosen" if chosen else "independent", chain=True, seed=seed)
         scores = Scores(random_logits(seed), FILTERED)
+        if RULES[rule].trees and seed % 2:
+            draft.parents = torch.arange(-1, NODES - 1).expand(ROWS, -1)
         one = RULES[rule](**options).verify(draft, scores, Noise(seed, torch.arange(ROWS)))
+        draft.parents = None
         other = RULES[same]().verify(draft, scores, Noise(seed, torch.arange(ROWS)))
         assert [outcome(one, row) for row in range(ROWS)] == [
             outcome(other, row) for row in range(ROWS)
