@@ -35,7 +35,8 @@ PAIRS = 6
 
 
 class GridNoise(Noise):
-    """Uniforms of drafting, [B, n], set by hand; parts of a drafter have some each."""
+    """Uniforms of drafting, [B, n], set by hand; parts of a drafter have some each (0: they are
+    all for the one part that draws)."""
 
     def __init__(self, grid: np.ndarray, each: int = 0) -> None:
         self.grid, self.each = grid, each
@@ -46,7 +47,8 @@ class GridNoise(Noise):
         return torch.as_tensor(self.grid[:, first : first + count])
 
     def fork(self, part: int) -> Noise:
-        return GridNoise(self.grid[:, part * self.each : (part + 1) * self.each])
+        places = slice(part * self.each, (part + 1) * self.each) if self.each else slice(None)
+        return GridNoise(self.grid[:, places])
 
 
 def grid(parts: int, uniforms: int) -> np.ndarray:
@@ -197,15 +199,15 @@ def test_trees_of_several_drafters_are_lossless(other: str) -> None:
     for seed in range(PAIRS):
         p, q, second = pair(seed)
         drafters: list[Drafter] = [TableDrafter(q, chain)]
-        each = 2
         if other == "chain":
             drafters.append(TableDrafter(second, chain))
+            noise = GridNoise(grid(4, 4), each=2)
         elif other == "chains":
-            each = 3
-            drafters.append(TableDrafter(second, SHAPES["chains"](chains=2, budget=3)))
+            drafters.insert(0, TableDrafter(second, SHAPES["chains"](chains=2, budget=3)))
+            noise = GridNoise(grid(4, 5), each=3)
         else:
             drafters = [Says(1, 2), *drafters, Says(1, 0)]
-        noise = GridNoise(grid(4, each * len(drafters)), each)
+            noise = GridNoise(grid(4, 2))
         several = SeveralDrafters(drafters)
         assert several.siblings(PLAIN) == "independent"
         draft = drafts_of(several, noise)
