@@ -197,7 +197,6 @@ def test_a_measured_tree_is_better_than_a_chain() -> None:
             sampling=sampling,
         ).decode(PROMPTS, 100)
         figures[name] = run.counts.tokens_per_step
-    print(figures)
     assert figures["calibrated"] > 1.1 * figures["static"]
     assert figures["sequoia"] > 1.1 * figures["static"]
 
