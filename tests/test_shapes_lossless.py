@@ -282,6 +282,20 @@ def test_several_that_choose_are_merged() -> None:
         assert paths_of(draft, row) == [(1,), (2,), (1, 2), (1, 0), (1, 2, 0), (1, 2, 1)]
 
 
+def test_parts_of_a_drafter_draw_independently() -> None:
+    """Of each other, of the whole one's drafting and of the rule's; a row the same when alone."""
+    rows = torch.arange(200_000)
+    noise = Noise(0, rows)
+    noise.next_round()
+    numbers = [noise.fork(part).uniforms(Noise.DRAFT, 0, 2) for part in range(3)]
+    numbers += [noise.uniforms(stream, 0, 2) for stream in (Noise.DRAFT, Noise.ACCEPT, Noise.NEXT)]
+    apart = np.corrcoef(torch.cat(numbers, 1).numpy().T) - np.eye(12)
+    assert np.abs(apart).max() < 6 / len(rows) ** 0.5  # six standard deviations
+    alone = Noise(0, rows[7:8])
+    alone.next_round()
+    assert torch.equal(alone.fork(1).uniforms(Noise.DRAFT, 0, 2), numbers[1][7:8])
+
+
 def test_several_keep_their_own_q_and_noise() -> None:
     """Each node of a small LM's chain is drawn as it would be alone, with numbers of its own."""
     models = [model("llama", layers=1, seed=seed) for seed in (7, 8, 7)]
