@@ -585,6 +585,7 @@ def again(draft: Draft, noise: Noise, rows: Tensor) -> Tensor:
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [PLAIN, Sampling(0.7, top_k=20, top_p=0.9)])
 @pytest.mark.parametrize("name", ["static", "static without replacement", "chains"])
 def test_q_of_a_tree_is_honest(name: str, sampling: Sampling) -> None:

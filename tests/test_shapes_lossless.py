@@ -5,8 +5,7 @@ likely. Each is judged by SpecInfer's multi-round rule (2305.09781, algorithm 2)
 as a distribution, not as draws: nothing is left to chance.
 """
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,13 @@ from decode.drafters.ngram import NgramDrafter
 from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
+from decode.growth import Growth
 from decode.sampling import Noise, Sampling
 from decode.shapes import SHAPES, Shape
 from decode.trees import first_equal, pack
 from tests.test_drafters import contexts_of, limits_of, model, noise_for
 from tests.test_lossless import TOKENS, Contextual
-from tests.test_shapes import Path, TableGrowth, paths_of
+from tests.test_shapes import Path, paths_of
 
 PLAIN = Sampling(1.0)
 # A node: its parent, its token and the q it was drawn from.
@@ -35,7 +35,8 @@ PAIRS = 6
 
 
 class GridNoise(Noise):
-    """Uniforms of drafting, [B, n], set by hand; parts of a drafter have some each."""
+    """Uniforms of drafting, [B, n], set by hand; parts of a drafter have some each (0: they are
+    all for the one part that draws)."""
 
     def __init__(self, grid: np.ndarray, each: int = 0) -> None:
         self.grid, self.each = grid, each
@@ -46,7 +47,8 @@ class GridNoise(Noise):
         return torch.as_tensor(self.grid[:, first : first + count])
 
     def fork(self, part: int) -> Noise:
-        return GridNoise(self.grid[:, part * self.each : (part + 1) * self.each])
+        places = slice(part * self.each, (part + 1) * self.each) if self.each else slice(None)
+        return GridNoise(self.grid[:, places])
 
 
 def grid(parts: int, uniforms: int) -> np.ndarray:
@@ -56,12 +58,28 @@ def grid(parts: int, uniforms: int) -> np.ndarray:
     return np.stack(axes, -1).reshape(-1, uniforms)
 
 
-def logits_of(q: Contextual) -> Callable[[int, Path], np.ndarray]:
-    def table(row: int, path: Path) -> np.ndarray:
-        with np.errstate(divide="ignore"):
-            return np.asarray(np.log(q(*path)))
+class TableGrowth(Growth):
+    """A drafter that says q of each path, the same in all of many rows."""
 
-    return table
+    def __init__(self, contexts: Contexts, q: Contextual, sampling: Sampling) -> None:
+        super().__init__(contexts, sampling, torch.device("cpu"), TOKENS)
+        self.q = q
+
+    def _first(self) -> Tensor:
+        return self._logits([()]).expand(self.rows, -1)
+
+    def _extend(self, count: int) -> Tensor:
+        fed = self.fed[:, None].expand(-1, count, -1)
+        if self.ancestors is not None:
+            fed = torch.where(self.ancestors[:, -count:], fed, -1)
+        paths, which = np.unique(fed.flatten(0, 1).numpy(), axis=0, return_inverse=True)
+        logits = self._logits([tuple(path[path >= 0].tolist()) for path in paths])
+        return logits[torch.as_tensor(which)].unflatten(0, (self.rows, count))
+
+    def _logits(self, paths: list[Path]) -> Tensor:
+        with np.errstate(divide="ignore"):
+            table = np.log([self.q(*path) for path in paths])
+        return torch.as_tensor(table, dtype=torch.float32)
 
 
 class TableDrafter(Drafter):
@@ -77,8 +95,7 @@ class TableDrafter(Drafter):
         return None
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
-        growth = TableGrowth(len(contexts.lengths), TOKENS, logits_of(self.q), sampling)
-        return self.shape.grow(growth, limits, sampling, noise)
+        return self.shape.grow(TableGrowth(contexts, self.q, sampling), limits, sampling, noise)
 
 
 class Says(Drafter):
@@ -95,22 +112,22 @@ class Says(Drafter):
         return Draft(self.tokens.expand(rows, -1), np.full(rows, self.tokens.shape[1]))
 
 
-def trees_of(draft: Draft) -> Counter[Tree]:
+def trees_of(draft: Draft) -> Iterator[tuple[Tree, int]]:
     """The different trees of a draft, and how many rows have each."""
-    parents, rows_of_q = draft.parent_rows() - 1, draft.rows_of_q()
-    q = torch.zeros(0) if draft.q is None else draft.q.double()
-    found: Counter[Tree] = Counter()
-    for row, size in enumerate(draft.sizes):
-        nodes = []
-        for node in range(int(size)):
-            token = int(draft.tokens[row, node])
-            if draft.q is None:
-                own = np.eye(TOKENS)[token]
-            else:
-                own = q[row, rows_of_q[row, node]].numpy().round(6)
-            nodes.append((int(parents[row, node]), token, tuple(own.tolist())))
-        found[tuple(nodes)] += 1
-    return found
+    assert draft.q is not None
+    q = draft.q.gather(1, draft.rows_of_q()[..., None].expand(-1, -1, TOKENS))
+    nodes = torch.cat([(draft.parent_rows() - 1)[..., None], draft.tokens[..., None], q], 2)
+    nodes[~draft.valid()] = -2
+    different, rows = np.unique(nodes.double().numpy(), axis=0, return_counts=True)
+    for tree, count in zip(different, rows.tolist(), strict=True):
+        yield (
+            tuple(
+                (int(parent), int(token), tuple(own))
+                for parent, token, *own in tree.tolist()
+                if parent > -2
+            ),
+            count,
+        )
 
 
 def judge(p: Contextual, tree: Tree, distinct: bool) -> np.ndarray:
@@ -151,7 +168,7 @@ def judge(p: Contextual, tree: Tree, distinct: bool) -> np.ndarray:
 
 def joint_of(p: Contextual, draft: Draft) -> np.ndarray:
     total = np.zeros((TOKENS,) * 3)
-    for tree, rows in trees_of(draft).items():
+    for tree, rows in trees_of(draft):
         total += rows / len(draft.sizes) * judge(p, tree, draft.distinct)
     return total
 
@@ -175,8 +192,14 @@ DRAWN = [
 
 
 def pair(seed: int) -> tuple[Contextual, Contextual, Contextual]:
+    """A target and two drafters. Every other time a second rejection of the same token changes
+    what is left of p, which few random pairs of so few tokens have."""
     random = np.random.default_rng(seed)
-    return Contextual(random), Contextual(random), Contextual(random)
+    p, q, second = Contextual(random), Contextual(random), Contextual(random)
+    if seed % 2:
+        p.table[()] = np.array([0, 2, 2]) / 4
+        q.table[()] = second.table[()] = np.array([3, 1, 0]) / 4
+    return p, q, second
 
 
 @pytest.mark.parametrize(("name", "options", "parts", "draws"), DRAWN)
@@ -197,15 +220,15 @@ def test_trees_of_several_drafters_are_lossless(other: str) -> None:
     for seed in range(PAIRS):
         p, q, second = pair(seed)
         drafters: list[Drafter] = [TableDrafter(q, chain)]
-        each = 2
         if other == "chain":
             drafters.append(TableDrafter(second, chain))
+            noise = GridNoise(grid(4, 4), each=2)
         elif other == "chains":
-            each = 3
-            drafters.append(TableDrafter(second, SHAPES["chains"](chains=2, budget=3)))
+            drafters.insert(0, TableDrafter(second, SHAPES["chains"](chains=2, budget=3)))
+            noise = GridNoise(grid(4, 5), each=3)
         else:
             drafters = [Says(1, 2), *drafters, Says(1, 0)]
-        noise = GridNoise(grid(4, each * len(drafters)), each)
+            noise = GridNoise(grid(4, 2))
         several = SeveralDrafters(drafters)
         assert several.siblings(PLAIN) == "independent"
         draft = drafts_of(several, noise)
@@ -257,6 +280,20 @@ def test_several_that_choose_are_merged() -> None:
     assert draft.q is None
     for row in range(2):
         assert paths_of(draft, row) == [(1,), (2,), (1, 2), (1, 0), (1, 2, 0), (1, 2, 1)]
+
+
+def test_parts_of_a_drafter_draw_independently() -> None:
+    """Of each other, of the whole one's drafting and of the rule's; a row the same when alone."""
+    rows = torch.arange(200_000)
+    noise = Noise(0, rows)
+    noise.next_round()
+    numbers = [noise.fork(part).uniforms(Noise.DRAFT, 0, 2) for part in range(3)]
+    numbers += [noise.uniforms(stream, 0, 2) for stream in (Noise.DRAFT, Noise.ACCEPT, Noise.NEXT)]
+    apart = np.corrcoef(torch.cat(numbers, 1).numpy().T) - np.eye(12)
+    assert np.abs(apart).max() < 6 / len(rows) ** 0.5  # six standard deviations
+    alone = Noise(0, rows[7:8])
+    alone.next_round()
+    assert torch.equal(alone.fork(1).uniforms(Noise.DRAFT, 0, 2), numbers[1][7:8])
 
 
 def test_several_keep_their_own_q_and_noise() -> None:
