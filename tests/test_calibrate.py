@@ -60,4 +60,4 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
     with pytest.raises(UserError, match="expected low ≤ high"):
         calibrate_threshold(target, ngram, PROMPTS, DecodeSettings(), within=(0.8, 0.6))
     with pytest.raises(UserError, match="nothing was drafted"):
-        calibrate_threshold(target, DRAFTERS["none"](), PROMPTS, DecodeSettings())
+        calibrate_threshold(target, DRAFTERS["none"](), PROMPTS, DecodeSettings(), max_new_tokens=4)

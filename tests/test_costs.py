@@ -88,7 +88,13 @@ def test_a_drafter_with_nothing_to_say_costs_nothing(monkeypatch: pytest.MonkeyP
     clock = Clock(monkeypatch)
     decoder = Decoder(model("llama"), DRAFTERS["ngram"](2, 3))
     clock.charge(decoder.lm, 1.0, 0.0)
-    assert measure_costs(decoder, [PROMPT], most=2, widest=4).c == 0
+    costs = measure_costs(decoder, [PROMPT], most=2, widest=4)
+    assert costs.c == 0
+    # And where drafting takes no time at all, it is judged by what verifying costs.
+    decoder.policy = CostModel(4)
+    decoder.policy.use_costs(costs)
+    run = decoder.decode([[11, 12, 13, 14] * 4], 40)
+    assert run.counts.drafted.sum() > 0
 
 
 def test_what_does_not_fit_into_the_context_is_not_measured(
@@ -98,7 +104,7 @@ def test_what_does_not_fit_into_the_context_is_not_measured(
     small = Decoder(tiny_model("llama", max_positions=32), DRAFTERS["ngram"]())
     clock.charge(small.lm, 1.0, 0.5)
     costs = measure_costs(small, [PROMPT], most=16, widest=64)
-    # With a token of the target's own each they take 21 of 26 places; a pass of 8 would be too much.
+    # With a token of the target's own each they take 21 of 26 places; 8 more are too many.
     assert costs.widths == (1, 2, 3, 4, 6)
     assert costs.v == pytest.approx([1, 1.5, 2, 2.5, 3.5])
     with pytest.raises(UserError, match="give a shorter prompt"):
