@@ -25,8 +25,8 @@ class CostModel(Policy):
     then: so seldom that a useless drafter costs about `probe_share` of plain decoding, but at
     least every `patience` tokens (unless a single try costs more than 1.3 · patience · probe_share
     plain steps: then cost comes first). What a probe costs includes that a model feeds all it
-    missed since its last draft, but not that it reads the prompt before its first. After a success the next follows at once, so few tokens pass until
-    a drafter that has become good is used again.
+    missed since its last draft, but not that it reads the prompt before its first. After a success
+    the next follows at once, so few tokens pass until a drafter that has become good is used again.
 
     On a tree's shape it decides how deep the tree may grow; which nodes it has is the shape's
     matter (`sequoia` chooses a tree from measured costs).
