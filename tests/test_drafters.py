@@ -19,6 +19,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Noise, Sampling, draw
 from tests import test_lossless as lossless
+from tests.test_loop import RandomTrees
 from tests.tiny import FAMILIES, tiny_model
 
 GREEDY = Sampling()
@@ -228,7 +229,8 @@ def test_a_row_that_did_not_draft_is_fed_later_what_it_lacks() -> None:
         limits = Limits(random.integers(0, 4, 3) * random.integers(0, 2, 3))
         draft = drafter.draft(contexts, limits, GREEDY, noise_for(3))
         draft.limit_depth(limits.depths)
-        append(contexts, [[*tokens[:1], 100] for tokens in drafted(draft)])
+        # In the rows left out, what another drafter drafted.
+        append(contexts, [[*(tokens[:1] or [50, 60, 70]), 100] for tokens in drafted(draft)])
         drafter.commit(contexts)
     assert drafter.drafts > 10
 
@@ -456,6 +458,20 @@ def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     for drafter in (other, CompositeDrafter([NgramDrafter(), other])):
         with pytest.raises(UserError, match="vocabulary of 280 tokens and the target one of 300"):
             Decoder(model("llama"), drafter)
+
+
+@pytest.mark.parametrize("name", ["trees", "same"])
+def test_drafts_deeper_than_the_context(name: str) -> None:
+    """Cut to the room that each row has left, in the target's positions and in the drafter's."""
+    small = tiny_model("gpt2", max_positions=20)
+    prompts = [[5] * 17, [7]]
+    plain = Decoder(small, DRAFTERS["none"]()).decode(prompts, 64)
+    assert [len(output) for output in plain.outputs] == [3, 19]
+    which = RandomTrees("gpt2") if name == "trees" else SmallLMDrafter(small)
+    run = Decoder(small, which, gamma=64, rule="exact").decode(prompts, 64)
+    assert run.outputs == plain.outputs
+    if name == "same":
+        assert run.counts.by_accepted.nonzero()[0].max() == 17  # all but two of the 19
 
 
 @pytest.mark.parametrize("prompt", [[5, 300], [-1, 5]])

@@ -451,8 +451,9 @@ def test_the_command_line_from_plan_to_text(base):
     )
     assert judged.exit_code == 0, judged.stderr
     assert json.loads(figures.read_text())["rows"][0]["evaluation"]["steps"] > 0
-    plain = command("generate", *target, "--drafter", "none", "a dog", "--max-new-tokens", "9")
-    fast = command("generate", *target, "--drafter", drafter, "a dog", "--max-new-tokens", "9")
+    options = ("a dog", "--max-new-tokens", "9", "--repetition-penalty", "1.1", "--stop", "zz")
+    plain = command("generate", *target, "--drafter", "none", *options)
+    fast = command("generate", *target, "--drafter", f"ngram+{drafter}", *options)
     assert plain.stdout == fast.stdout != ""
     traced = command("generate", *target, "--drafter", drafter, "a dog", "--trace")
     assert "target adds" in traced.stdout

@@ -87,9 +87,10 @@ class SmallLMDrafter(Drafter):
         draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, noise)
         # The last token of a chain was never fed; of a tree, no node need stand in its slot.
         fed = 0 if self.shape.branches else growth.fed.shape[1]
-        # A row that shall not draft may lack more than was fed: it goes on lacking it.
+        # What is committed next in a row that shall not draft need not be what was fed there; and
+        # if it lacked more than the others, it goes on lacking it.
         whole = self._cached >= lengths - growth.lacking
-        self._cached = np.where(whole, lengths + fed, self._cached)
+        self._cached = np.where(whole, lengths + fed * (depths > 0), self._cached)
         return draft
 
     def commit(self, contexts: Contexts) -> None:
