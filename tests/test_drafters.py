@@ -222,17 +222,17 @@ def test_a_full_context_of_the_drafter_drafts_nothing(limit: str) -> None:
 def test_a_row_that_did_not_draft_is_fed_later_what_it_lacks() -> None:
     """Policies and composites leave rows out for some steps; the others go on beside them."""
     drafter = Recording(model("llama"))
-    contexts = contexts_of([[5, 6, 7], [8, 9], [10, 11, 12, 13]])
+    contexts = contexts_of([[5, 6, 7], [8, 9], [10, 11, 12, 13]], room=160)
     drafter.start(contexts)
     random = np.random.default_rng(0)
-    for _ in range(12):
-        limits = Limits(random.integers(0, 4, 3) * random.integers(0, 2, 3))
+    for _ in range(40):
+        limits = Limits(random.integers(1, 4, 3) * random.integers(0, 2, 3))
         draft = drafter.draft(contexts, limits, GREEDY, noise_for(3))
         draft.limit_depth(limits.depths)
         # In the rows left out, what another drafter drafted.
         append(contexts, [[*(tokens[:1] or [50, 60, 70]), 100] for tokens in drafted(draft)])
         drafter.commit(contexts)
-    assert drafter.drafts > 10
+    assert drafter.drafts > 40
 
 
 # --- the store ------------------------------------------------------------------------------------
