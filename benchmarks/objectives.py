@@ -197,8 +197,15 @@ def run_config(arms: list[tuple[str, str, int]], *, quick: bool, runs: Path) -> 
 def measure(
     run: Run, arm: tuple[str, str, int], reporter: Reporter, *, quick: bool
 ) -> dict[str, Any]:
-    """Accepted and reached positions by prompt, greedy and at T = 1, and what training said."""
+    """Accepted and reached positions by prompt, greedy and at T = 1, and what training said.
+
+    Kept beside the run's stages, since decoding for all arms takes as long as training them.
+    """
     name = _name(*arm)
+    kept = run.directory / "measured" / f"{name}.json"
+    if kept.exists():
+        result: dict[str, Any] = json.loads(kept.read_text())
+        return result
     index = next(i for i, stage in enumerate(run.config.stages) if stage.name == name)
     directory = run.directory / "stages" / f"{index:02d}-{name}"
     target: Target = run.target
@@ -221,7 +228,7 @@ def measure(
         reporter.say(f"{name}, {metric}: {tally.pooled().acceptance_rate:.3f}")
     done = (directory / "done.json").read_text()
     training = json.loads(done)["summary"]["training"]
-    return found | {
+    result = found | {
         "expected_acceptance": training["dev"][-1]["expected_acceptance"]
         if training["dev"]
         else None,
@@ -229,6 +236,8 @@ def measure(
         "seconds": training["training_seconds"],
         "writing_seconds": training["clock"].get("text", 0.0),
     }
+    write_json(kept, result)
+    return result
 
 
 @torch.no_grad()

@@ -111,6 +111,41 @@ class Draft:
         """int64 [B, N]: the row of q that node i was drawn from."""
         return self.parent_rows() if self.q_rows is None else self.q_rows
 
+    def q_of(self, nodes: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+        """(weights float32 [B, vocab], their sum float64 [B]) that one node of each row, int64 [B],
+        was drawn from: q, without elder siblings where siblings are distinct; one-hot where tokens
+        were chosen."""
+        row = torch.arange(len(nodes), device=nodes.device)
+        whole = torch.ones(len(nodes), dtype=torch.float64, device=nodes.device)
+        if self.q is None:
+            token = self.tokens[row, nodes][:, None]
+            return torch.zeros(len(nodes), vocab, device=row.device).scatter_(1, token, 1.0), whole
+        q = self.q[row, self.rows_of_q()[row, nodes]]
+        if not self.distinct or self.parents is None:
+            return q, whole
+        order = torch.arange(self.tokens.shape[1], device=row.device)
+        elder = (self.parents == self.parents[row, nodes][:, None]) & (order < nodes[:, None])
+        gone = torch.zeros_like(q).scatter_reduce_(1, self.tokens, elder.to(q.dtype), "amax")
+        q = q.masked_fill(gone > 0, 0.0)
+        return q, q.sum(1, dtype=torch.float64)
+
+    def q_of_tokens(self) -> Tensor:
+        """float64 [B, N]: what each node's token had in the distribution it was drawn from."""
+        if self.q is None:
+            return torch.ones_like(self.tokens, dtype=torch.float64)
+        rows = torch.arange(len(self.tokens), device=self.tokens.device)[:, None]
+        return self.q[rows, self.rows_of_q(), self.tokens].double()
+
+    def path_to(self, nodes: Tensor) -> Tensor:
+        """int64 [B, N]: node nodes[b], int64 [B], and its ancestors from the root down; past its
+        depth it is padding. −1 stands for the root, whose path is empty."""
+        count = self.tokens.shape[1]
+        at = nodes.clamp(min=0)[:, None, None].expand(-1, 1, count)
+        on_path = self.ancestors().gather(1, at)[:, 0] & (nodes >= 0)[:, None]
+        # Parents come before children, so the path's nodes in order of index are in order of depth.
+        order = torch.where(on_path, torch.arange(count, device=nodes.device), count)
+        return order.sort(1).values.clamp(max=max(count - 1, 0))
+
     def ancestors(self) -> Tensor:
         """bool [B, N, N]: [b, i, j] says that node j is node i or one of its ancestors."""
         if self._ancestors is not None:

@@ -6,6 +6,7 @@ Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from decode.observe import Observer, Verified
 from decode.policies import Policy
 from decode.policies.fixed import Fixed
 from decode.processors import LogitsProcessor
-from decode.rules import RULES, Rule, Verdict
+from decode.rules import RULES, Rule, Verdict, require_fitting, used_rule
 from decode.sampling import Noise, Sampling
 from decode.scores import Scores
 from decode.stats import Counts, Step, Tally, Timing
@@ -43,6 +44,16 @@ class Decoded:
     def counts(self) -> Counts:
         return self.tally.pooled()
 
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the prompts as JSON values: token ids, pooled counts and figures (also by
+        position), milliseconds by part, and every step."""
+        return {
+            "outputs": self.outputs,
+            **self.counts.to_dict(),
+            "timing": self.timing.to_dict(),
+            "per_step": [step.to_dict() for step in self.steps],
+        }
+
 
 class Decoder:
     """A target, a drafter, a rule and a draft-length policy, ready to decode.
@@ -58,8 +69,8 @@ class Decoder:
     all others; the text is the same (sampled: its distribution), at one more pass per prompt, and
     the counts include that token. For debugging a drafter on what follows a prompt.
 
-    Raises UserError for γ < 1, an unknown rule, a rule that cannot judge what this drafter drafts,
-    or a drafter of another vocabulary.
+    Raises UserError for γ < 1 or as deep as the context, an unknown rule, a rule that cannot judge
+    what this drafter drafts, or a drafter of another vocabulary.
     """
 
     def __init__(
@@ -82,11 +93,16 @@ class Decoder:
         self.sampling = sampling or Sampling()
         self.draft_sampling = draft_sampling or self.sampling
         chosen = RULES[rule]() if isinstance(rule, str) else rule
-        exact = self.sampling.greedy and chosen.exact_when_greedy
-        self.rule: Rule = RULES["exact"]() if exact else chosen
+        self.rule: Rule = used_rule(chosen, self.sampling)
         self.drafter = drafter
-        self._require_fitting_rule()
+        siblings = drafter.siblings(self.draft_sampling)
+        require_fitting(self.rule, type(drafter).__name__, drafter.branches, siblings)
         self.lm = CachedLM(model)
+        if self.policy.most >= self.lm.max_positions:
+            raise UserError(
+                f"drafts of depth {self.policy.most} do not fit into the target's context of "
+                f"{self.lm.max_positions} tokens, text included; choose a smaller gamma"
+            )
         self.processors = list(processors)
         self.stop = stop
         self.observers = [*observers, *([drafter.verified] if drafter.observes else [])]
@@ -191,7 +207,8 @@ class Decoder:
                     accepted,
                     emitted,
                     width=1 + draft.tokens.shape[1],
-                    depth=int(by_depth.any(0).sum()),
+                    # A policy that stopped a draft has seen logits of one token more.
+                    depth=max(int(by_depth.any(0).sum()), self.policy.asked),
                     draft_s=draft_s,
                     verify_s=verify_s,
                     overhead_s=clock.mark("overhead"),
@@ -268,21 +285,6 @@ class Decoder:
         ancestors[:, :, 0] = True
         depth = ancestors.sum(2) - 1
         return self.lm.forward(ids, start, depth_BN=depth, ancestors_BNM=ancestors), start
-
-    def _require_fitting_rule(self) -> None:
-        drafter, rule = type(self.drafter).__name__, type(self.rule).__name__
-        if self.drafter.branches and not self.rule.trees:
-            fitting = ", ".join(name for name in RULES if RULES[name].trees)
-            raise UserError(
-                f"{drafter} drafts trees and the rule {rule} judges chains only; rules for trees "
-                f"are {fitting}"
-            )
-        siblings = self.drafter.siblings(self.draft_sampling)
-        if siblings not in self.rule.siblings:
-            raise UserError(
-                f"{drafter} drafts {siblings} siblings and the rule {rule} judges "
-                f"{' or '.join(sorted(self.rule.siblings))} ones; choose another shape or rule"
-            )
 
     def _require_same_vocabulary(self) -> None:
         known = self.drafter.vocab_size

@@ -1,11 +1,99 @@
-"""Parts by name: drafters, verification rules, losses, stages."""
+"""Parts by name: drafters, verification rules, losses, stages; and parts by name with options."""
 
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+import ast
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from decode.errors import UserError, nearest
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A part by name, with the options it is made with.
+
+    >>> Choice.of("lenience:lenience=0.7")
+    Choice(name='lenience', options={'lenience': 0.7})
+    >>> str(Choice.of({"name": "by_batch", "table": {1: 8, 4: 2}}))
+    'by_batch:table={1:8,4:2}'
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: "str | Mapping[str, Any] | Choice") -> "Choice":
+        """From `name` or `name:option=value,…` (values as Python writes numbers, lists and
+        dictionaries, true, false and none; else text), or a mapping with `name` and the options.
+
+        Raises UserError for anything else.
+        """
+        if isinstance(given, Choice):
+            return given
+        if isinstance(given, str):
+            name, _, rest = given.partition(":")
+            options: dict[str, Any] = {}
+            for item in _split(rest):
+                key, equals, value = item.partition("=")
+                if not equals or not key.strip():
+                    raise UserError(
+                        f"{item!r} in {given!r}; expected name or name:option=value,option=value"
+                    )
+                if key.strip() in options:
+                    raise UserError(f"option {key.strip()!r} stands twice in {given!r}")
+                options[key.strip()] = _value(value.strip())
+            return cls(name.strip(), options)
+        if isinstance(given, Mapping) and isinstance(given.get("name"), str):
+            return cls(given["name"], {k: v for k, v in given.items() if k != "name"})
+        raise UserError(
+            f"{given!r} names no part; expected a name, or a mapping with name and options"
+        )
+
+    def __str__(self) -> str:
+        """As `of` reads it."""
+        options = ",".join(f"{key}={_text(value)}" for key, value in self.options.items())
+        return f"{self.name}:{options}" if options else self.name
+
+
+def _split(text: str) -> list[str]:
+    """The items between commas that stand in no bracket and no quotes."""
+    items, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "\"'":
+            quote = sign
+        elif sign == "," and not depth:
+            items.append("")
+            continue
+        else:
+            depth += (sign in "([{") - (sign in ")]}")
+        items[-1] += sign
+    return items if text else []
+
+
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def _value(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value if _value(value) == value and not set(value) & set(",([{\"'") else repr(value)
+    return repr(value).replace(" ", "")
 
 
 class Registry(Generic[T]):
@@ -42,8 +130,52 @@ class Registry(Generic[T]):
             )
         return self._parts[name]
 
+    def make(self, choice: str | Mapping[str, Any] | Choice, **defaults: Any) -> Any:
+        """The part (a class) made with the choice's options.
+
+        defaults: options that are used where the part has them and the choice does not name them.
+        Raises UserError for an unknown name or option, naming the nearest, and for a value of the
+        wrong type, one that the part refuses, or one that is missing.
+        """
+        chosen = Choice.of(choice)
+        part: Any = self[chosen.name]
+        known = options_of(part)
+        what = f"{self.what} {chosen.name}"
+        for key in chosen.options:
+            if key not in known:
+                has = f"its options are {', '.join(known)}" if known else "it has none"
+                raise UserError(f"{what} has no option {key!r}; {has}.{nearest(key, known)}")
+        given = {k: v for k, v in defaults.items() if k in known} | chosen.options
+        for key, parameter in known.items():
+            if key in chosen.options:
+                given[key] = _checked(f"{what}: option {key}", given[key], parameter.annotation)
+            elif key not in given and parameter.default is parameter.empty:
+                raise UserError(f"{what} needs the option {key}; give it as {chosen.name}:{key}=…")
+        return part(**given)
+
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._parts))
 
     def __contains__(self, name: object) -> bool:
         return name in self._parts
+
+
+def options_of(part: Any) -> dict[str, inspect.Parameter]:
+    """The parameters that a part's class is made with, by name, annotations resolved."""
+    if part.__init__ is object.__init__:
+        return {}
+    hints = get_type_hints(part.__init__)
+    return {
+        name: parameter.replace(annotation=hints.get(name, Any))
+        for name, parameter in inspect.signature(part).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+
+
+def _checked(what: str, value: Any, annotation: Any) -> Any:
+    try:
+        # As JSON, where a list may stand for a tuple and a text for a key that is a number.
+        return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+    except (ValidationError, TypeError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise UserError(f"{what} is {value!r}: {reason}") from None

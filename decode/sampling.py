@@ -251,6 +251,14 @@ class Noise:
         self._round = 0
         self._lengths = np.zeros(len(rows), dtype=np.int64)
 
+    def fork(self, part: int) -> "Noise":
+        """The numbers of this round for part 0, 1, … of a drafter made of several: independent of
+        each other's and of these."""
+        forked = object.__new__(Noise)
+        forked._keys = _mix(_mix(self._keys) ^ (part + 1))
+        forked._round, forked._lengths = self._round, self._lengths
+        return forked
+
     def next_round(self, lengths: np.ndarray | None = None) -> None:
         """lengths: int [B] on the host, of the rows' committed texts, for `of_text`."""
         self._round += 1

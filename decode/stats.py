@@ -4,7 +4,9 @@ A position is a depth in the draft: 1 is the first drafted token. Tokens drafted
 text (EOS or the length limit) count as neither drafted nor reached.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -124,6 +126,16 @@ class Timing:
     def total(self) -> float:
         return self.prefill + self.draft + self.verify + self.overhead
 
+    def to_dict(self) -> dict[str, float]:
+        """Milliseconds by part, and the counts, as JSON values."""
+        parts = ("prefill", "draft", "verify", "overhead")
+        return {
+            **{f"{part}_ms": 1000 * getattr(self, part) for part in parts},
+            "steps": self.steps,
+            "draft_steps": self.draft_depth,
+            "tokens_fed": self.width,
+        }
+
     def __add__(self, other: "Timing") -> "Timing":
         return Timing(
             *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
@@ -137,7 +149,8 @@ class Step:
     rows: int [B], which prompts. depths: int [B], how deep each draft was allowed to be. drafted,
     accepted, emitted: int [B], nodes drafted, drafted tokens kept and tokens emitted; reached:
     int [B], drafted positions judged with all before them accepted. width: tokens fed per row.
-    depth: how many draft steps were taken. The times are seconds for the whole batch.
+    depth: how many draft steps were taken. The times are seconds for the whole batch. signals:
+    what a policy looked at, float64 [B, D] by name, NaN where it did not.
     """
 
     rows: np.ndarray
@@ -151,6 +164,72 @@ class Step:
     draft_s: float
     verify_s: float
     overhead_s: float
+    signals: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def longest(self) -> np.ndarray:
+        """int [B]: how many drafted tokens of a row could stay; in a tree that is a path's."""
+        return np.minimum(self.drafted, np.minimum(self.depths, self.depth))
+
+    def kept_share(self) -> np.ndarray:
+        """float64 [B]: la/k, accepted over drafted tokens (in a tree: over the draft's depth);
+        0 for a row that drafted nothing."""
+        share: np.ndarray = self.accepted / np.maximum(self.longest(), 1)
+        return share
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values, milliseconds. gamma: how deep each row's draft was allowed to be; la_k:
+        None where nothing was drafted; signals by row, each as long as it was looked at."""
+        shares = np.where(self.drafted > 0, self.kept_share(), np.nan)
+        return {
+            "rows": self.rows.tolist(),
+            "gamma": self.depths.tolist(),
+            "drafted": self.drafted.tolist(),
+            "reached": self.reached.tolist(),
+            "accepted": self.accepted.tolist(),
+            "emitted": self.emitted.tolist(),
+            "la_k": [finite(share) for share in shares],
+            "width": self.width,
+            "draft_steps": self.depth,
+            "draft_ms": 1000 * self.draft_s,
+            "verify_ms": 1000 * self.verify_s,
+            "overhead_ms": 1000 * self.overhead_s,
+            **{
+                name: [row[~np.isnan(row)].round(4).tolist() for row in values]
+                for name, values in self.signals.items()
+            },
+        }
+
+
+def summary(steps: Iterable[Step]) -> dict[str, Any]:
+    """Many steps in a few JSON values; a figure without a denominator is None.
+
+    gamma_histogram: row-steps by how deep a draft was allowed to be. la_k: mean of accepted over
+    drafted tokens, over row-steps that drafted. plain_share: row-steps that were given no draft.
+    signals: mean of what the policy looked at. ms_per_step: mean milliseconds of a pass, by part.
+    """
+    steps = list(steps)
+    gammas = np.concatenate([step.depths for step in steps] or [np.zeros(0, dtype=np.int64)])
+    shares = [step.kept_share()[step.drafted > 0] for step in steps]
+    signals: dict[str, list[np.ndarray]] = {}
+    for step in steps:
+        for name, values in step.signals.items():
+            signals.setdefault(name, []).append(values[~np.isnan(values)])
+    depths, times = np.unique(gammas, return_counts=True)
+    return {
+        "gamma_histogram": {str(d): int(n) for d, n in zip(depths, times, strict=True)},
+        "mean_gamma": _mean(gammas),
+        "plain_share": _mean(gammas == 0),
+        "la_k": _mean(np.concatenate(shares or [np.zeros(0)])),
+        "signals": {name: _mean(np.concatenate(found)) for name, found in signals.items()},
+        "ms_per_step": {
+            part: _mean(1000 * np.array([getattr(step, f"{part}_s") for step in steps]))
+            for part in ("draft", "verify", "overhead")
+        },
+    }
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
 
 
 @dataclass

@@ -18,7 +18,8 @@ from decode.drafters.store import NgramStore, StoreDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Noise, Sampling, draw
-from tests import test_lossless as lossless
+from decode.shapes import SHAPES
+from tests import lossless
 from tests.test_loop import RandomTrees
 from tests.tiny import FAMILIES, tiny_model
 
@@ -413,6 +414,19 @@ def test_what_a_composite_cannot_mix() -> None:
         CompositeDrafter([small, SmallLMDrafter(model("llama", layers=1, vocab=280))])
 
 
+def test_a_composite_gives_its_shape_to_those_that_have_one() -> None:
+    both = CompositeDrafter([NgramDrafter(1, 3), SmallLMDrafter(model("llama", layers=1))])
+    assert not both.branches
+    trees = both.with_shape(SHAPES.make("static:widths=[2,2,1]"))
+    assert trees.branches
+    prompts = [[5, 17, 250, 9, 42], [7], [11, 12, 13, 14] * 3]
+    run = Decoder(model("llama"), trees, gamma=3).decode(prompts, 24)
+    assert run.outputs == Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24).outputs
+    assert run.counts.nodes_per_step > 3
+    with pytest.raises(UserError, match="does not draft in shapes"):
+        CompositeDrafter([NgramDrafter()]).with_shape(SHAPES["chain"]())
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_row_of_a_composite_says_the_same_alone(temperature: float) -> None:
     both = CompositeDrafter(
@@ -461,14 +475,14 @@ def test_a_drafter_of_another_vocabulary_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["trees", "same"])
-def test_drafts_deeper_than_the_context(name: str) -> None:
-    """Cut to the room that each row has left, in the target's positions and in the drafter's."""
+def test_drafts_deeper_than_the_room_that_is_left(name: str) -> None:
+    """Cut to what each row has, in the target's positions and in the drafter's."""
     small = tiny_model("gpt2", max_positions=20)
     prompts = [[5] * 17, [7]]
     plain = Decoder(small, DRAFTERS["none"]()).decode(prompts, 64)
     assert [len(output) for output in plain.outputs] == [3, 19]
     which = RandomTrees("gpt2") if name == "trees" else SmallLMDrafter(small)
-    run = Decoder(small, which, gamma=64, rule="exact").decode(prompts, 64)
+    run = Decoder(small, which, gamma=19, rule="exact").decode(prompts, 64)
     assert run.outputs == plain.outputs
     if name == "same":
         assert run.counts.by_accepted.nonzero()[0].max() == 17  # all but two of the 19

@@ -365,7 +365,7 @@ def test_bad_input_is_refused() -> None:
 
 def test_a_tree_needs_a_rule_for_trees() -> None:
     sampling = Sampling(temperature=1.0)
-    with pytest.raises(UserError, match="RandomTrees drafts trees and the rule Speculative"):
+    with pytest.raises(UserError, match="the rule SpeculativeSampling judges chains only"):
         Decoder(model("llama"), RandomTrees("llama"), sampling=sampling, rule="speculative")
     Decoder(model("llama"), RandomTrees("llama"), sampling=sampling, rule="exact").decode(
         PROMPTS, NEW

@@ -375,7 +375,7 @@ def test_fastest_gamma(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def timed(decoder: Decoder, *args: Any, **kwargs: Any) -> Decoded:
         run = decode(decoder, *args, **kwargs)
-        run.timing = Timing(verify=seconds[decoder.gamma])
+        run.timing = Timing(verify=seconds[decoder.policy.most])
         return run
 
     monkeypatch.setattr(Decoder, "decode", timed)

@@ -339,3 +339,15 @@ def test_a_small_context_of_the_drafter_does_not_tie_rows_together(positions: in
     together = decoder.decode(PROMPTS, 16)
     for row, prompt in enumerate(PROMPTS):
         assert decoder.decode([prompt], 16, row_ids=[row]).outputs == [together.outputs[row]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [5, 256, 257, 1000, 1024])
+def test_argmax_is_the_first_of_the_largest(size: int, dtype: torch.dtype) -> None:
+    # Few values, so that most rows have ties.
+    logits = torch.randint(-3, 3, (2, 500, size), generator=torch.Generator().manual_seed(size))
+    logits = logits.to(dtype)
+    largest = logits == logits.amax(-1, keepdim=True)
+    assert torch.equal(argmax(logits), largest.float().argmax(-1))
+    logits[0, 0, size - 1] = torch.nan
+    assert argmax(logits)[0, 0] == size - 1

@@ -15,6 +15,7 @@ from decode.errors import UserError
 from decode.observe import Verified
 from decode.registry import Registry
 from decode.sampling import Noise, Sampling
+from decode.shapes import Shape
 
 
 class Drafter(ABC):
@@ -48,6 +49,10 @@ class Drafter(ABC):
     def most_nodes(self, gamma: int) -> int:
         """How many nodes one row's draft may have; more than `gamma` for trees."""
         return gamma
+
+    def with_shape(self, shape: Shape) -> "Drafter":
+        """The same drafter, drafting in another shape; UserError where it has no choice of one."""
+        raise UserError(f"{type(self).__name__} does not draft in shapes; leave the shape out")
 
     @abstractmethod
     def start(self, contexts: Contexts) -> None:

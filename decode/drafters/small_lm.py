@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft, Siblings
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
+from decode.errors import UserError
 from decode.growth import Growth
 from decode.kv import CachedLM, sliding_window
 from decode.sampling import Noise, Sampling
@@ -27,7 +28,8 @@ class SmallLMDrafter(Drafter):
     the model's positions, or its attention window, drafts nothing more.
 
     vocabulary: int64 [n], ascending, the token ids of the rows of a reduced output layer; None:
-    the output layer has a row for every token. shape: default a chain.
+    the output layer has a row for every token. shape: default a chain. Raises UserError for a
+    shape that is deeper than the model's context.
     """
 
     def __init__(
@@ -39,6 +41,12 @@ class SmallLMDrafter(Drafter):
         self.lm = CachedLM(model)
         self.vocabulary = vocabulary
         self.shape = shape or Chain()
+        if (self.shape.depth or 0) >= self.lm.max_positions:
+            raise UserError(
+                f"a tree {self.shape.depth} deep does not fit into the context of the drafter "
+                f"{type(model).__name__}, which holds {self.lm.max_positions} tokens, text "
+                "included; make the tree shallower"
+            )
         self._vocab_size = model.config.get_text_config().vocab_size
         self._capacity = 0  # tokens of a row that the model can attend to
         self._cached = np.zeros(0, dtype=np.int64)  # [B]: committed tokens that are in the cache
@@ -58,6 +66,9 @@ class SmallLMDrafter(Drafter):
     def branches(self) -> bool:
         return self.shape.branches
 
+    def with_shape(self, shape: Shape) -> "SmallLMDrafter":
+        return SmallLMDrafter(self.lm.model, self.vocabulary, shape)
+
     def siblings(self, sampling: Sampling) -> Siblings:
         return self.shape.siblings(sampling)
 
@@ -65,11 +76,10 @@ class SmallLMDrafter(Drafter):
         return self.shape.most_nodes(gamma)
 
     def start(self, contexts: Contexts) -> None:
-        rows, capacity = contexts.tokens.shape
-        window = sliding_window(self.lm.model) or capacity
-        slots = min(capacity, window)
-        self._capacity = min(slots, self.lm.max_positions)
-        self.lm.reset(rows, slots)
+        rows, slots = contexts.tokens.shape
+        window = sliding_window(self.lm.model) or slots
+        self._capacity = min(slots, window, self.lm.max_positions)
+        self.lm.reset(rows, slots, longest=self._capacity)
         self._cached = np.zeros(rows, dtype=np.int64)
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
@@ -77,20 +87,15 @@ class SmallLMDrafter(Drafter):
         # Each row has its own room, or its text would depend on the rows beside it. What a row
         # without room is fed is worthless, and so is what it drafts.
         depths = np.minimum(np.clip(self._capacity - lengths, 0, None), limits.depths)
-        if self.shape.branches:
-            # Nodes take slots of the window, whatever their depth.
-            nodes = self.shape.most_nodes(int(depths.max(initial=0)))
-            depths = np.where(lengths + nodes <= self.lm.capacity, depths, 0)
         if not depths.any():
             return Draft.none(len(lengths), self.lm.device)
         growth = _LMGrowth(self, contexts, sampling, depths > 0)
         draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, noise)
         # The last token of a chain was never fed; of a tree, no node need stand in its slot.
         fed = 0 if self.shape.branches else growth.fed.shape[1]
-        # What is committed next in a row that shall not draft need not be what was fed there; and
-        # if it lacked more than the others, it goes on lacking it.
-        whole = self._cached >= lengths - growth.lacking
-        self._cached = np.where(whole, lengths + fed * (depths > 0), self._cached)
+        # What is committed next in a row that shall not draft need not be what was fed there.
+        fed_B = fed * (depths > 0)
+        self._cached = np.where(growth.whole_text, lengths + fed_B, self._cached)
         return draft
 
     def commit(self, contexts: Contexts) -> None:
@@ -106,18 +111,25 @@ class _LMGrowth(Growth):
     def __init__(
         self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, wanted: np.ndarray
     ) -> None:
-        """wanted: bool [B], the rows that shall draft at all."""
+        """wanted: bool [B], the rows that shall draft at all.
+
+        whole_text: bool [B], the rows whose whole text is in the cache once `first` was asked for:
+        those that are wanted, and others that lacked no more.
+        """
         super().__init__(
             contexts, sampling, drafter.lm.device, drafter._vocab_size, drafter.vocabulary
         )
-        self.drafter = drafter
-        # Every row feeds as many tokens as the row that lacks most. For the others that feeds a few
-        # once more, which writes the same keys and values again and keeps the batch rectangular.
-        self.lacking = int((contexts.lengths - drafter._cached)[wanted].max())
+        self.drafter, self.wanted = drafter, wanted
+        self.whole_text = np.zeros(self.rows, dtype=bool)
 
     def _first(self) -> Tensor:
-        lengths, drafter, lacking = self.contexts.lengths, self.drafter, self.lacking
-        start = np.clip(lengths - lacking, 0, drafter._capacity - lacking)
+        lengths, drafter = self.contexts.lengths, self.drafter
+        # Every row feeds as many tokens as the row that lacks most. For the others that feeds a few
+        # once more, which writes the same keys and values again and keeps the batch rectangular.
+        missing = lengths - drafter._cached
+        lacking = int(missing[self.wanted].max())
+        self.whole_text = missing <= lacking
+        start = np.maximum(lengths - lacking, 0)
         columns = np.arange(lacking)[None, :] + start[:, None]
         ids = np.take_along_axis(self.contexts.tokens, columns, axis=1)
         logits = drafter.lm.forward(
@@ -130,10 +142,8 @@ class _LMGrowth(Growth):
     def _extend(self, count: int) -> Tensor:
         before = self.fed.shape[1] - count
         new = self.fed[:, before:]
-        # A row without room writes over its own last slots, which nobody reads any more.
-        start = np.minimum(self.contexts.lengths + before, self.drafter.lm.capacity - count)
+        start = self.contexts.lengths + before
         if self.ancestors is None:
             return self.drafter.lm.forward(new, start)
-        start = np.maximum(start, before)
         seen = self.ancestors[:, before:]
         return self.drafter.lm.forward(new, start, depth_BN=seen.sum(2) - 1, ancestors_BNM=seen)

@@ -3,13 +3,19 @@
 A policy is one file with one registration. It sees what became of earlier drafts and, if it asks,
 the drafter's logits; it knows nothing of drafters, rules or the loop. None of them can change what
 is sampled: a length is settled before the tokens that it would leave out are drawn.
+
+A row's draft depends on that row alone, so that its text is the same in any batch. Policies that
+decide for a batch together (`by_batch`, `cost_model`) say so: under rules that draw, other than
+`exact`, their texts may differ with the batch; the distribution they are drawn from never does.
 """
 
 from abc import ABC, abstractmethod
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from decode.costs import Costs
 from decode.errors import UserError
 from decode.registry import Registry
 from decode.stats import Step
@@ -19,9 +25,15 @@ class Policy(ABC):
     """Life within one decode: start → (depths → stops* → observe)* with keep_rows between.
 
     most: no draft is deeper. watches: `stops` is to be asked before each token of a chain.
+    constant: every draft is as deep as any other, so that figures per draft length have a meaning.
+    asked: before how many tokens of the last draft `stops` was asked; the drafter computed logits
+    for each of them. needs_costs: `use_costs` is worth the seconds that measuring takes.
     """
 
     watches: bool = False
+    constant: bool = False
+    needs_costs: bool = False
+    asked: int = 0
 
     def __init__(self, most: int) -> None:
         if most < 1:
@@ -50,7 +62,78 @@ class Policy(ABC):
         """Only these rows go on, in this order."""
         self.rows = len(rows)
 
+    def use_costs(self, costs: Costs) -> None:
+        """Costs that were measured before decoding begins."""
+        return None
+
+
+class Watcher(Policy):
+    """A policy that looks at one number per drafted token, made of the drafter's logits.
+
+    signal: what the number is called in `Step.signals`. least: a draft is never stopped before it
+    has so many tokens. Raises UserError unless 1 ≤ least ≤ most.
+    """
+
+    watches = True
+    signal: str
+
+    def __init__(self, most: int, least: int) -> None:
+        super().__init__(most)
+        if not 1 <= least <= most:
+            raise UserError(f"least is {least} and most is {most}; expected 1 ≤ least ≤ most")
+        self.least = least
+        self._seen: list[Tensor] = []
+
+    def depths(self) -> np.ndarray:
+        return np.full(self.rows, self.most)
+
+    @abstractmethod
+    def measure(self, logits: Tensor) -> Tensor:
+        """float32 [B]: the number, from the drafter's logits [B, V']."""
+
+    @abstractmethod
+    def ends(self, place: int, value: Tensor) -> Tensor:
+        """bool [B]: whose draft ends before this place, given the number there, [B]."""
+
+    def learn(self, step: Step, values: np.ndarray, asked: np.ndarray) -> None:
+        """values: float64 [B, D], the number at each place; asked: int [B], how many of a row's
+        places it was asked for while the row was still drafting."""
+        return None
+
+    def start(self, rows: int) -> None:
+        super().start(rows)
+        self._seen = []
+
+    def stops(self, place: int, logits: Tensor) -> Tensor:
+        if place == 0:
+            self._seen = []
+        value = self.measure(logits)
+        self._seen.append(value)
+        self.asked = len(self._seen)
+        ended = self.ends(place, value)
+        return ended if place >= self.least else torch.zeros_like(ended)
+
+    def observe(self, step: Step) -> None:
+        if not self._seen:
+            return
+        values = torch.stack(self._seen, 1).double().cpu().numpy()
+        # A row is fed along with longer ones after its own draft has ended; that says nothing.
+        asked = np.minimum(np.minimum(step.drafted + 1, step.depths), values.shape[1])
+        inside = np.arange(values.shape[1]) < asked[:, None]
+        step.signals[self.signal] = np.where(inside, values, np.nan)
+        self.learn(step, values, asked)
+        self._seen, self.asked = [], 0
+
 
 POLICIES: Registry[type[Policy]] = Registry("draft-length policy")
 
-from decode.policies import fixed  # noqa: E402, F401  (registers itself)
+from decode.policies import (  # noqa: E402, F401  (each registers itself)
+    adaptive_confidence,
+    by_batch,
+    confidence,
+    cost_model,
+    entropy,
+    feedback,
+    fixed,
+    heuristic,
+)

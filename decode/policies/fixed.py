@@ -9,5 +9,7 @@ from decode.policies import POLICIES, Policy
 class Fixed(Policy):
     """Every draft is `most` deep: what acceptance rates are compared at."""
 
+    constant = True
+
     def depths(self) -> np.ndarray:
         return np.full(self.rows, self.most)

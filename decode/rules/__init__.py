@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Siblings
+from decode.errors import UserError
 from decode.registry import Registry
-from decode.sampling import Noise
+from decode.sampling import Noise, Sampling
 from decode.scores import Scores
 
 
@@ -42,7 +43,8 @@ class Rule(ABC):
 
     lossless: the emitted text has exactly the target's distribution (greedy: its exact tokens).
     trees: branching drafts are judged too, not only chains.
-    siblings: how the children of a node may have come about.
+    siblings: how the children of a node may have come about in the trees that are judged. A node
+        of a chain has one child: drawn once or chosen, every rule judges it.
     exact_when_greedy: at temperature 0 the rule comes to exact match, which is then used.
     """
 
@@ -51,6 +53,11 @@ class Rule(ABC):
     siblings: frozenset[Siblings] = frozenset({"chosen", "independent", "distinct"})
     exact_when_greedy: bool = True
 
+    @classmethod
+    def judges(cls, branches: bool, siblings: Siblings) -> bool:
+        """Whether it fits drafts that branch, or do not, with siblings that came about so."""
+        return not branches or (cls.trees and siblings in cls.siblings)
+
     @abstractmethod
     def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
         """Judge a draft by what the target says of it."""
@@ -58,4 +65,33 @@ class Rule(ABC):
 
 RULES: Registry[type[Rule]] = Registry("verification rule")
 
-from decode.rules import exact, speculative  # noqa: E402, F401  (each registers itself)
+
+def used_rule(rule: Rule, sampling: Sampling) -> Rule:
+    """The rule itself, or exact match where at temperature 0 it comes to that."""
+    return RULES["exact"]() if sampling.greedy and rule.exact_when_greedy else rule
+
+
+def require_fitting(rule: Rule, drafter: str, branches: bool, siblings: Siblings) -> None:
+    """Refuse a rule that cannot judge what a drafter or shape, called so, drafts (UserError)."""
+    if rule.judges(branches, siblings):
+        return
+    judged = " or ".join(sorted(rule.siblings)) + " siblings" if rule.trees else "chains only"
+    raise UserError(
+        f"{drafter} drafts trees of {siblings} siblings and the rule {type(rule).__name__} judges "
+        f"{judged}; rules for such trees: "
+        f"{', '.join(name for name in RULES if RULES[name].judges(branches, siblings))}"
+    )
+
+
+from decode.rules import (  # noqa: E402, F401  (each registers itself)
+    block,
+    exact,
+    lenience,
+    multi_round,
+    skip_residual,
+    spectr,
+    speculative,
+    threshold,
+    traversal,
+    typical,
+)

@@ -38,13 +38,8 @@ class ExactMatch(Rule):
         # A node stays if it and all its ancestors match; the deepest such node ends the path.
         ancestors = draft.ancestors()
         stays = ((ancestors & ~matches[:, None, :]).sum(2) == 0) & matches
-        depth = ancestors.sum(2) * stays
-        accepted, deepest = depth.max(1)
-        on_path = ancestors.gather(1, deepest[:, None, None].expand(-1, 1, nodes))[:, 0]
-        on_path &= (accepted > 0)[:, None]
-        # Parents come before children, so the path's nodes in order of index are in order of depth.
-        order = torch.where(on_path, torch.arange(nodes, device=device), nodes)
-        path = order.sort(1).values.clamp(max=nodes - 1)
+        accepted, deepest = (ancestors.sum(2) * stays).max(1)
+        path = draft.path_to(torch.where(accepted > 0, deepest, -1))
         last_row = torch.where(accepted > 0, deepest + 1, 0)
         went_on = ((draft.parent_rows() == last_row[:, None]) & draft.valid()).any(1)
         return Verdict(

@@ -1,0 +1,128 @@
+"""The drafts of several drafters as one tree (SpecInfer, 2305.09781).
+
+Shapes: B rows, N nodes of all drafts together, R rows of q, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from decode.draft import Draft, Siblings
+from decode.drafters import Contexts, Drafter, Limits
+from decode.errors import UserError
+from decode.sampling import Noise, Sampling
+from decode.trees import first_equal, merged, pack
+
+
+class SeveralDrafters(Drafter):
+    """Each drafter drafts for itself; paths that begin alike share their nodes.
+
+    Where any of them draws its tokens, each node's q is that of its own drafter (for a chosen
+    token: 1), and siblings from different drafters are independent draws from different q's. So a
+    token that an elder sibling has already stays as a leaf, and what follows it moves to the elder
+    one (`decode.shapes.chains` says why). Where all choose their tokens, equal nodes are one.
+
+    Elder siblings are those of the drafter named first. Raises UserError for no drafters, and when
+    one of them draws without replacement: among the draws of others that is not one kind of
+    siblings.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if not drafters:
+            raise UserError("several drafters, but none is named; give at least one")
+        self.drafters = list(drafters)
+
+    @property
+    def branches(self) -> bool:
+        return True
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        kinds = [drafter.siblings(sampling) for drafter in self.drafters]
+        if "distinct" in kinds:
+            name = type(self.drafters[kinds.index("distinct")]).__name__
+            raise UserError(
+                f"{name} draws siblings without replacement, which cannot be merged with the "
+                "drafts of others; give its shape another draw (independent or top)"
+            )
+        return "independent" if "independent" in kinds else "chosen"
+
+    def most_nodes(self, gamma: int) -> int:
+        return sum(drafter.most_nodes(gamma) for drafter in self.drafters)
+
+    def start(self, contexts: Contexts) -> None:
+        for drafter in self.drafters:
+            drafter.start(contexts)
+
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        # Drafters that used the same random numbers would not draw independently.
+        drafts = [
+            drafter.draft(contexts, Limits(limits.depths), sampling, noise.fork(part))
+            for part, drafter in enumerate(self.drafters)
+        ]
+        devices = [draft.tokens.device for draft in drafts if draft.tokens.shape[1]]
+        if not devices:
+            return drafts[0]
+        drafts = [draft.to(devices[0]) for draft in drafts if draft.sizes.any()]
+        depth = max(draft.nodes_by_depth().shape[1] for draft in drafts)
+        tokens, parents = _joined(drafts)
+        keep = torch.cat([draft.valid() for draft in drafts], 1)
+        depths = torch.cat([draft.ancestors().sum(2) for draft in drafts], 1)
+        q, q_rows = _joined_q(drafts)
+
+        # Shallow nodes first, and among them those of the drafter named first.
+        by_depth = torch.where(keep, depths, depth + 1).sort(dim=1, stable=True).indices
+        tokens, keep = tokens.gather(1, by_depth), keep.gather(1, by_depth)
+        place = by_depth.argsort(1)
+        above = parents.gather(1, by_depth)
+        above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
+        first = first_equal(tokens, torch.where(keep, above, -1), depth)
+        above = merged(above, first)
+        if q is None:
+            keep &= first == torch.arange(tokens.shape[1], device=tokens.device)
+        order, above, sizes = pack(keep, above)
+        if q_rows is not None:
+            q_rows = q_rows.gather(1, by_depth).gather(1, order)
+        return Draft(tokens.gather(1, order), sizes, q, above, q_rows)
+
+    def commit(self, contexts: Contexts) -> None:
+        for drafter in self.drafters:
+            drafter.commit(contexts)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        for drafter in self.drafters:
+            drafter.keep_rows(rows)
+
+
+def _joined(drafts: list[Draft]) -> tuple[Tensor, Tensor]:
+    """Tokens and parents, int64 [B, N]: the drafts side by side."""
+    parents = []
+    before = 0
+    for draft in drafts:
+        above = draft.parent_rows() - 1
+        parents.append(torch.where(above < 0, -1, above + before))
+        before += above.shape[1]
+    return torch.cat([draft.tokens for draft in drafts], 1), torch.cat(parents, 1)
+
+
+def _joined_q(drafts: list[Draft]) -> tuple[Tensor | None, Tensor | None]:
+    """(q [B, R, V], q_rows int64 [B, N]); None where no token was drawn."""
+    drawn = next((draft.q for draft in drafts if draft.q is not None), None)
+    if drawn is None:
+        return None, None
+    q = []
+    q_rows = []
+    before = 0
+    for draft in drafts:
+        if draft.q is not None:
+            q.append(draft.q)
+            rows = draft.rows_of_q()
+        else:
+            # A token that was chosen is a draw from a distribution that has no other.
+            q.append(one_hot(draft.tokens, drawn.shape[2]).to(drawn.dtype))
+            rows = torch.arange(draft.tokens.shape[1], device=drawn.device)
+            rows = rows.expand_as(draft.tokens)
+        q_rows.append(rows + before)
+        before += q[-1].shape[1]
+    return torch.cat(q, 1), torch.cat(q_rows, 1)

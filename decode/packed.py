@@ -1,0 +1,91 @@
+"""Weights in the layout that a CPU's matrix kernels want, for models that only decode.
+
+A decode step multiplies a few rows by every weight of the model. PyTorch's CPU kernels bring each
+weight into their own layout first, again at every call, which for so few rows costs more than the
+product. Done once, it makes the step of a small model a third to a half shorter, and the results
+are those of the same kernels.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+_SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
+    torch.float32: lambda: True,
+    torch.bfloat16: lambda: bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    torch.float16: lambda: bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),
+}
+
+
+class PackedLinear(nn.Module):
+    """x ↦ x·Wᵀ + b, as the layer it is made from, whose parameters it shares."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: nn.Linear | Conv1D) -> None:
+        super().__init__()
+        self.transposed = isinstance(layer, Conv1D)
+        self.weight, self.bias = layer.weight, layer.bias
+        self._made_of: tuple[int, int] | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Pack again if the weight has changed since."""
+        state = (self.weight.data_ptr(), self.weight._version)
+        if state != self._made_of:
+            weight = self.weight.detach()
+            weight = weight.t().contiguous() if self.transposed else weight
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+            self._made_of = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self.bias, "none", [], ""
+        )
+        return packed
+
+
+class PackedModel:
+    """A model whose linear layers are packed; the model it is made from stays as it is.
+
+    It shares every parameter and buffer with that model and takes about as much memory again.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        shared: dict[int, Any] = {
+            id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]
+        }
+        self.model = copy.deepcopy(model, shared)
+        self._layers: list[PackedLinear] = []
+        for module in list(self.model.modules()):
+            for name, child in module.named_children():
+                if type(child) in (nn.Linear, Conv1D):
+                    layer = PackedLinear(child)
+                    setattr(module, name, layer)
+                    self._layers.append(layer)
+
+    def refresh(self) -> None:
+        """Follow weights that were changed in place, as by an optimizer."""
+        for layer in self._layers:
+            layer.refresh()
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether packing is possible, and worth its memory: it shall not take more than half of what
+    is free. Models that other libraries have wrapped or sharded stay as they are."""
+    if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    parameters = list(model.parameters())
+    plain = all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)
+    if not plain or not all(p.dtype in _SUPPORTED and _SUPPORTED[p.dtype]() for p in parameters):
+        return False
+    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return False
+    return 2 * sum(p.nbytes for p in parameters) < psutil.virtual_memory().available

@@ -1,0 +1,101 @@
+"""A confidence threshold that is learnt while decoding."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.policies import POLICIES, Watcher
+from decode.policies.confidence import largest_probability
+from decode.stats import Step
+
+
+@POLICIES.register("adaptive_confidence")
+class AdaptiveConfidence(Watcher):
+    """As `confidence`, with a threshold θ for each row, learnt from its last `window` pairs
+    (confidence, accepted) of tokens that were judged.
+
+    Criterion: drafting one more token costs `price` plain steps and spares one if it is accepted,
+    so θ maximises Σ (accepted − price) over the pairs whose confidence is at least θ. Of θ's that
+    are equally good the lowest is taken, and the middle between two neighbouring confidences.
+    `transformers` weighs a missed token three times a wasted one, which is price 0.25.
+
+    The first token of a draft is never held back, and it is what keeps θ honest: without it
+    nothing would be known of confidences below θ. threshold: θ before there are 8 pairs.
+    """
+
+    signal = "confidence"
+    WARM = 8  # pairs below which nothing is concluded
+
+    def __init__(
+        self,
+        most: int = 8,
+        threshold: float = 0.4,
+        window: int = 128,
+        price: float = 0.25,
+        least: int = 1,
+    ) -> None:
+        super().__init__(most, least)
+        if not 0 <= threshold <= 1:
+            raise UserError(f"threshold is {threshold}; expected a probability, 0 to 1")
+        if window < self.WARM:
+            raise UserError(f"window is {window}; expected at least {self.WARM} pairs")
+        if not 0 < price < 1:
+            raise UserError(f"price is {price}; expected plain steps, above 0 and below 1")
+        self.threshold, self.window, self.price = threshold, window, price
+        self._start(0)
+
+    def _start(self, rows: int) -> None:
+        self.thresholds = np.full(rows, self.threshold)
+        # The latest pairs of each row, oldest first; empty places have confidence NaN.
+        self._confidence = np.full((rows, self.window), np.nan)
+        self._gain = np.zeros((rows, self.window))
+
+    def start(self, rows: int) -> None:
+        super().start(rows)
+        self._start(rows)
+
+    def measure(self, logits: Tensor) -> Tensor:
+        return largest_probability(logits)
+
+    def ends(self, place: int, value: Tensor) -> Tensor:
+        return value < torch.as_tensor(self.thresholds, dtype=value.dtype, device=value.device)
+
+    def learn(self, step: Step, values: np.ndarray, asked: np.ndarray) -> None:
+        judged = np.minimum(np.minimum(step.reached, asked), step.drafted)
+        for place in range(int(judged.max(initial=0))):
+            row = np.flatnonzero(judged > place)
+            for past, new in (
+                (self._confidence, values[row, place]),
+                (self._gain, (step.accepted[row] > place) - self.price),
+            ):
+                past[row, :-1] = past[row, 1:]
+                past[row, -1] = new
+        changed = np.flatnonzero(judged > 0)
+        if len(changed):
+            self.thresholds[changed] = self._best(changed)
+
+    def _best(self, rows: np.ndarray) -> np.ndarray:
+        """float64 [rows]: the θ that the criterion chooses, or `threshold` with too few pairs."""
+        order = np.argsort(-self._confidence[rows], axis=1, kind="stable")  # NaN comes last
+        confidence = np.take_along_axis(self._confidence[rows], order, 1)
+        known = ~np.isnan(confidence)
+        gain = np.where(known, np.take_along_axis(self._gain[rows], order, 1), 0.0).cumsum(1)
+        following = np.pad(confidence[:, 1:], ((0, 0), (0, 1)), constant_values=np.nan)
+        # θ may lie between two different confidences only, or below the lowest.
+        cut = known & ~(following == confidence)
+        worth = np.where(cut, gain, -np.inf)
+        # Scanned from low θ to high, so that of equals the lowest is found first.
+        at = worth.shape[1] - 1 - worth[:, ::-1].argmax(1)
+        row = np.arange(len(rows))
+        low = following[row, at]
+        middle = (confidence[row, at] + np.where(np.isnan(low), 0.0, low)) / 2
+        # Nothing pays: above the highest (as float32 tells), so that only first tokens are drafted.
+        above = np.nextafter(confidence[:, 0].astype(np.float32), np.float32(2))
+        middle = np.where(worth[row, at] > 0, middle, above)
+        return np.where(known.sum(1) < self.WARM, self.threshold, middle)
+
+    def keep_rows(self, rows: np.ndarray) -> None:
+        super().keep_rows(rows)
+        self.thresholds = self.thresholds[rows]
+        self._confidence, self._gain = self._confidence[rows], self._gain[rows]

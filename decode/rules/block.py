@@ -1,0 +1,71 @@
+"""Block verification (Sun et al., 2403.10444)."""
+
+import torch
+from torch import Tensor
+
+from decode.draft import Draft
+from decode.rules import RULES, Rule, Verdict
+from decode.rules.residual import TINY, residual
+from decode.sampling import Noise, draw
+from decode.scores import Scores
+
+
+@RULES.register("block")
+class BlockVerification(Rule):
+    """Judges the γ drafted tokens together: never fewer tokens than speculative sampling, and the
+    most that any lossless rule can expect of a chain. Chains only.
+
+    P₀ = 1, Pᵢ = min(1, Pᵢ₋₁·p(xᵢ)/q(xᵢ)); Sᵢ = Σₓ (Pᵢ·p(x|x≤ᵢ) − q(x|x≤ᵢ))₊; hᵢ = Sᵢ/(Sᵢ+1−Pᵢ)
+    for i < γ, h_γ = P_γ. Each i has a uniform of its own, and the last i with uᵢ < hᵢ is how many
+    tokens stay, whatever came before it; the next is drawn from norm((Pᵢ·p − q)₊), or p if i = γ.
+    """
+
+    lossless, trees = True, False
+
+    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+        rows, nodes = draft.tokens.shape
+        p = scores.probs()
+        uniform = noise.uniforms(Noise.NEXT, 0, 1)[:, 0]
+        drafted = draft.valid().sum(1)
+        if nodes == 0:
+            return Verdict(draft.tokens, drafted, drafted, draw(p[:, 0], uniform))
+        p_x = p[:, :-1].gather(2, draft.tokens[..., None])[..., 0].double()
+        q_x = draft.q_of_tokens()
+        # Products of quotients, in float64. What the target excludes has 0, also where q does.
+        ratio = torch.where(p_x > 0, p_x / q_x, 0.0)
+        products = [torch.ones_like(ratio[:, 0])]
+        for i in range(nodes):
+            products.append((products[-1] * ratio[:, i]).clamp(max=1.0))
+        P = torch.stack(products, 1)  # [B, N+1]
+
+        inner = P[:, 1:-1]  # i = 1 … N−1: positions that another drafted token may follow
+        if draft.q is None:
+            S = inner * (1.0 - p_x[:, 1:])  # q is one-hot: all but the token that was chosen
+        else:
+            row = torch.arange(rows, device=p.device)[:, None]
+            q = draft.q[row, draft.rows_of_q()[:, 1:]]
+            # P·p − q as P·(p − q/P). A product of 0 stays one: nothing is left of such a p.
+            S = inner * residual(p[:, 1:-1], q / inner.clamp(min=TINY)[..., None].float())[1]
+        spare = S + 1.0 - inner
+        u = noise.uniforms(Noise.ACCEPT, 0, nodes)
+        ends = torch.arange(1, nodes + 1, device=p.device) == drafted[:, None]
+        stays = u < P[:, 1:]
+        # h = 0/0 is 1: all up to here was certain, and so is what follows.
+        stays[:, :-1] = torch.where(
+            ends[:, :-1], stays[:, :-1], (u[:, :-1] * spare < S) | (spare <= 0)
+        )
+        accepted = self.last(stays & draft.valid())
+
+        at = torch.arange(rows, device=p.device)
+        p_next = p[at, accepted]
+        q_next = draft.q_of(accepted.clamp(max=nodes - 1), p.shape[2])[0]
+        scale = P[at, accepted].clamp(min=TINY)[:, None].float()
+        left = residual(p_next, q_next / scale)[0]
+        weights = torch.where((accepted < drafted)[:, None], left, p_next)
+        path = torch.arange(nodes, device=p.device).expand(rows, -1)
+        return Verdict(path, accepted, torch.minimum(accepted + 1, drafted), draw(weights, uniform))
+
+    @staticmethod
+    def last(stays: Tensor) -> Tensor:
+        """int64 [B] of bool [B, N]: the last place that stays, 1 … N, or 0 for none."""
+        return (stays * torch.arange(1, stays.shape[1] + 1, device=stays.device)).amax(1)

@@ -1,0 +1,66 @@
+"""The walk that rules share which judge a tree from its root down, siblings before their children.
+
+Shapes: B rows, N nodes, K children of a node at most, V vocabulary.
+"""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from decode.draft import Draft
+from decode.rules import Rule, Verdict
+from decode.rules.residual import settled
+from decode.sampling import Noise, draw
+from decode.scores import Scores
+
+
+class Descent(Rule):
+    """From where a row stands it steps to the child that `judge` accepts, and where none is, its
+    walk ends with a draw from what the judgement left of p. Only the distributions of nodes that
+    are visited are computed, at most one per depth and row.
+    """
+
+    trees = True
+
+    @abstractmethod
+    def judge(
+        self, p: Tensor, children: Tensor, draft: Draft, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(child, weights): which of its children each row steps to, int64 [B], −1 for none, and
+        the weights [B, V] that the next token has there if none.
+
+        p: float32 [B, V], the target's distribution where each row stands. children: int64 [B, K],
+        its children there, −1 past the last; a row may have none, and then p are its weights.
+        uniforms: float64 [B, N], one for each node.
+        """
+
+    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+        rows, nodes = draft.tokens.shape
+        device = draft.tokens.device
+        table = draft.children()
+        uniforms = noise.uniforms(Noise.ACCEPT, 0, nodes)
+        row = torch.arange(rows, device=device)
+        at = torch.zeros(rows, dtype=torch.int64, device=device)  # the row of p
+        accepted = torch.zeros_like(at)
+        going = torch.ones(rows, dtype=torch.bool, device=device)
+        path: list[Tensor] = []
+        weights = torch.zeros(0, device=device)
+        deepest = draft.nodes_by_depth().shape[1]
+        for depth in range(deepest + 1):
+            p = scores.probs_at(at)
+            child, left = self.judge(p, table[row, at], draft, uniforms)
+            weights = left if depth == 0 else torch.where(going[:, None], left, weights)
+            going = going & (child >= 0)
+            if depth == deepest or settled(going):
+                break
+            path.append(child.clamp(min=0))
+            accepted = accepted + going
+            at = torch.where(going, child + 1, at)
+        went_on = (table[row, at] >= 0).any(1)
+        return Verdict(
+            torch.stack(path, 1) if path else draft.tokens[:, :0],
+            accepted,
+            accepted + went_on,
+            draw(weights, noise.uniforms(Noise.NEXT, 0, 1)[:, 0]),
+        )

@@ -1,0 +1,63 @@
+"""Multi-round speculative sampling (SpecInfer, 2305.09781; Sequoia, 2402.12374)."""
+
+import torch
+from torch import Tensor
+
+from decode.draft import Draft
+from decode.rules import RULES
+from decode.rules.descent import Descent
+from decode.rules.residual import TINY, residual, settled
+
+
+@RULES.register("multi_round")
+class MultiRound(Descent):
+    """At each node the children in order: accept x with probability min(1, p(x)/q(x)), else go on
+    to its sibling with p ← norm((p − q)₊). If none is accepted the next token is drawn from what
+    is left of p. Trees of any kind; on a chain it is speculative sampling.
+
+    Siblings drawn without replacement: x leaves q too, which is renormalised (Sequoia, algorithm
+    2). Chosen ones have q = 1 each: accepted with p(x), else x is taken out of p.
+    """
+
+    lossless = True
+
+    def judge(
+        self, p: Tensor, children: Tensor, draft: Draft, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if not draft.tokens.shape[1]:
+            return children[:, 0], p
+        nodes = children.clamp(min=0)
+        tokens, u = draft.tokens.gather(1, nodes), uniforms.gather(1, nodes)
+        if draft.q is None:
+            return self._chosen(p, children, tokens, u)
+        child = torch.full_like(children[:, 0], -1)
+        mass = torch.ones_like(u[:, 0])  # what p sums to: it is left unnormalised
+        for k in range(children.shape[1]):
+            open_ = (child < 0) & (children[:, k] >= 0)
+            if settled(open_):
+                break
+            q, whole = draft.q_of(nodes[:, k], p.shape[1])
+            token = tokens[:, k : k + 1]
+            p_x, q_x = (weights.gather(1, token)[:, 0].double() for weights in (p, q))
+            stays = open_ & (u[:, k] * q_x * mass < p_x * whole)
+            child = torch.where(stays, children[:, k], child)
+            rejected = open_ & ~stays
+            if settled(rejected):
+                break
+            left, left_mass = residual(p, q * (mass / whole.clamp(min=TINY))[:, None].float())
+            p = torch.where(rejected[:, None], left, p)
+            mass = torch.where(rejected & (left_mass > 0), left_mass, mass)
+        return child, p
+
+    @staticmethod
+    def _chosen(p: Tensor, children: Tensor, tokens: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """All siblings at once: before each, p has lost its elders' tokens and no more."""
+        there = children >= 0
+        # A token that is chosen twice has nothing left the second time.
+        again = (tokens[:, :, None] == tokens[:, None, :]) & there[:, None, :]
+        p_x = p.gather(1, tokens).double() * (there & ~again.tril(-1).any(2))
+        stays = u * (1.0 - (p_x.cumsum(1) - p_x)) < p_x
+        first = stays.long().argmax(1)[:, None]
+        child = torch.where(stays.any(1), children.gather(1, first)[:, 0], -1)
+        out = torch.zeros_like(p).scatter_reduce_(1, tokens, there.to(p.dtype), "amax")
+        return child, residual(p, out)[0]

@@ -1,0 +1,18 @@
+"""Speculative sampling without its residual, for debugging. LOSSY."""
+
+from torch import Tensor
+
+from decode.rules import RULES
+from decode.rules.speculative import SpeculativeSampling
+
+
+@RULES.register("speculative_skip_residual")
+class SkipResidual(SpeculativeSampling):
+    """Lossy: after a rejection draws from p, not from norm((p − q)₊). Acceptance is that of
+    speculative sampling, so what differs between the two comes from the residual.
+    """
+
+    lossless = False
+
+    def after_rejection(self, p: Tensor, q: Tensor) -> Tensor:
+        return p

@@ -1,0 +1,38 @@
+"""Probability threshold, as drafting on the edge and verifying in the cloud does it. LOSSY."""
+
+import torch
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.rules import RULES, Rule, Verdict
+from decode.sampling import Noise, Sampling
+from decode.scores import Scores
+
+
+@RULES.register("threshold")
+class Threshold(Rule):
+    """Lossy: a token stays while the target gives it p(x) ≥ θ. The first that fails is replaced by
+    a draw from p there; after full acceptance one more comes from p. Chains only.
+
+    Greedy decoding keeps the rule: p is then taken at temperature 1, and draws are the argmax.
+    threshold: θ in [0, 1], calibrated to the drafter on dev text. Raises UserError outside.
+    """
+
+    lossless, trees, exact_when_greedy = False, False, False
+
+    def __init__(self, threshold: float = 0.25) -> None:
+        if not 0 <= threshold <= 1:
+            raise UserError(f"threshold is {threshold}; expected a probability, from 0 to 1")
+        self.threshold = threshold
+
+    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+        rows, nodes = draft.tokens.shape
+        sampling = Sampling(temperature=1.0) if scores.sampling.greedy else scores.sampling
+        judged = sampling.probs(scores.logits[:, :-1])
+        p_x = judged.gather(2, draft.tokens[..., None])[..., 0]
+        drafted = draft.valid().sum(1)
+        accepted = ((p_x >= self.threshold) & draft.valid()).long().cumprod(1).sum(1)
+        uniform = noise.uniforms(Noise.NEXT, 0, 1)[:, 0]
+        next_token = scores.sampling.pick(scores.logits_at(accepted), uniform)
+        path = torch.arange(nodes, device=p_x.device).expand(rows, -1)
+        return Verdict(path, accepted, torch.minimum(accepted + 1, drafted), next_token)

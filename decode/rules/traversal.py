@@ -1,0 +1,127 @@
+"""Traversal verification (Weng et al., 2505.12398)."""
+
+import torch
+from torch import Tensor
+
+from decode.draft import Draft
+from decode.rules import RULES, Rule, Verdict
+from decode.rules.residual import TINY, residual, settled
+from decode.sampling import Noise, draw
+from decode.scores import Scores
+
+
+@RULES.register("traversal")
+class Traversal(Rule):
+    """Judges whole paths, from the leaves up; a rejected leaf's parent may still stay. On a chain
+    it is block verification. Trees of any kind.
+
+    a(root) = 1, a(child) = min(1, a(parent)·p(x)/q(x)). The first leaf is accepted with its path
+    if u < a. Else it is cut off, and at its parent S = Σ (a·p − q)₊, p ← norm((a·p − q)₊) and
+    a ← S/(S+1−a); then the first leaf of what is left of the tree. The next token is drawn from
+    what p is by then at the accepted node. Siblings drawn without replacement leave q too.
+
+    Leaves are visited in post-order, so only the path to the node that is visited is kept: [B,
+    D+1, V] for drafts D deep. The number of passes depends on how much is rejected; each looks at
+    the rows once, also on an accelerator.
+    """
+
+    lossless, trees = True, True
+
+    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+        walk = _Walk(draft, scores, noise.uniforms(Noise.ACCEPT, 0, draft.tokens.shape[1]))
+        while not walk.done.all():
+            walk.descend()
+            walk.judge()
+        depth = walk.depth
+        path = walk.at[:, 1:] - 1
+        weights = walk.p[walk.row, depth]
+        went_on = walk.table[walk.row, walk.at[walk.row, depth], 0] >= 0
+        next_token = draw(weights, noise.uniforms(Noise.NEXT, 0, 1)[:, 0])
+        return Verdict(path.clamp(min=0), depth, depth + went_on, next_token)
+
+
+class _Walk:
+    """Where each row is in its tree, and what it knows of the path to there.
+
+    depth: int64 [B]. done: bool [B], the node where it is was accepted. By depth on its path, each
+    [B, D+1]: at, int64, the row of p; turn, int64, which child is next; a, float64; p, float32
+    [B, D+1, V], unnormalised; mass, float64, what p sums to.
+    """
+
+    def __init__(self, draft: Draft, scores: Scores, uniforms: Tensor) -> None:
+        self.draft, self.scores, self.uniforms = draft, scores, uniforms
+        self.table = draft.children()
+        rows, levels = len(draft.tokens), draft.nodes_by_depth().shape[1] + 1
+        device = draft.tokens.device
+        self.row = torch.arange(rows, device=device)
+        self.depth = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.done = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.at = torch.zeros(rows, levels, dtype=torch.int64, device=device)
+        self.turn = torch.zeros_like(self.at)
+        self.a = torch.ones(rows, levels, dtype=torch.float64, device=device)
+        self.mass = torch.ones_like(self.a)
+        root = scores.probs_at(self.at[:, 0])
+        self.p = root.new_zeros(rows, levels, root.shape[1])
+        self.p[:, 0] = root
+
+    def next_child(self) -> Tensor:
+        """int64 [B]: the child that is visited next from where each row is, −1 for none."""
+        turn = self.turn[self.row, self.depth]
+        children = self.table[self.row, self.at[self.row, self.depth]]
+        last = children.shape[1] - 1
+        child = children.gather(1, turn.clamp(max=last)[:, None])[:, 0]
+        return torch.where(self.done | (turn > last), -1, child)
+
+    def descend(self) -> None:
+        """One step down, for rows that have a child left to visit."""
+        child = self.next_child()
+        down = child >= 0
+        if settled(down):
+            return
+        row, depth, node = self.row, self.depth, child.clamp(min=0)
+        p, mass, a = self.p[row, depth], self.mass[row, depth], self.a[row, depth]
+        q, whole = self.draft.q_of(node, p.shape[1])
+        token = self.draft.tokens[row, node][:, None]
+        p_x, q_x = (weights.gather(1, token)[:, 0].double() for weights in (p, q))
+        a_child = torch.where(p_x > 0, a * (p_x / mass) * (whole / q_x), 0.0).clamp(max=1.0)
+
+        self.turn[row, depth] += down.long()
+        self.depth = below = depth + down.long()
+        for values, new in (
+            (self.at, node + 1),
+            (self.turn, torch.zeros_like(node)),
+            (self.a, a_child),
+            (self.mass, torch.ones_like(mass)),
+        ):
+            values[row, below] = torch.where(down, new, values[row, below])
+        new_p = self.scores.probs_at(node + 1)
+        self.p[row, below] = torch.where(down[:, None], new_p, self.p[row, below])
+
+    def judge(self) -> None:
+        """Accept the leaves that rows are at, or cut them off and go back to their parents."""
+        row, depth = self.row, self.depth
+        leaf = ~self.done & (self.next_child() < 0)
+        node = (self.at[row, depth] - 1).clamp(min=0)
+        root = depth == 0
+        if self.uniforms.shape[1]:
+            stays = leaf & (root | (self.uniforms[row, node] < self.a[row, depth]))
+        else:
+            stays = leaf
+        self.done = self.done | stays
+        back = leaf & ~stays
+        if settled(back):
+            return
+        self.depth = above = depth - back.long()
+        p, mass, a = self.p[row, above], self.mass[row, above], self.a[row, above]
+        q, whole = self.draft.q_of(node, p.shape[1])
+        # a·p/mass − q/whole but for a factor, so that p stays what it is where nothing is left.
+        scale = mass / (whole * a).clamp(min=TINY)
+        left, left_mass = residual(p, q * scale[:, None].float())
+        S = a * left_mass / mass
+        spare = S + 1.0 - a
+        # 0/0 is 1: all up to the parent was certain, and so is what follows it.
+        a_left = torch.where(spare > 0, S / spare, 1.0)
+        self.p[row, above] = torch.where(back[:, None], left, p)
+        left_mass = torch.where(left_mass > 0, left_mass, mass)
+        self.mass[row, above] = torch.where(back, left_mass, mass)
+        self.a[row, above] = torch.where(back, a_left, a)

@@ -1,0 +1,93 @@
+"""Packed weights: the same results, nothing changed in the model, and they follow its weights."""
+
+import copy
+
+import pytest
+import torch
+
+from decode.drafters import DRAFTERS
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.kv import CachedLM
+from decode.loop import Decoder
+from decode.packed import PackedLinear, PackedModel, can_pack
+from tests.tiny import FAMILIES, real_target, tiny_model
+
+IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(input_ids=IDS).logits
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_are_those_of_the_model(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family).to(dtype)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert can_pack(model)
+    packed = PackedModel(model).model
+    linear = [m for m in packed.modules() if isinstance(m, PackedLinear)]
+    # Four of attention (gpt-2: two) and two or three of the MLP in each layer, and the output.
+    assert len(linear) >= 2 * 4 + 1
+    # Sums of 32 to 64 terms in another order.
+    torch.testing.assert_close(
+        logits(packed), logits(model), rtol=0, atol=2e-4 if dtype == torch.float32 else 0.25
+    )
+    assert not any(isinstance(m, PackedLinear) for m in model.modules())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    shared = {id(p) for p in model.parameters()}
+    assert all(id(p) in shared for p in packed.parameters())
+
+
+def test_changed_weights_are_packed_again() -> None:
+    model = tiny_model("llama")
+    lm = CachedLM(model, pack=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    stale = logits(lm._runs)
+    optimizer.step()
+    lm.reset(2, 16)
+    torch.testing.assert_close(logits(lm._runs), logits(model), rtol=0, atol=2e-4)
+    assert (stale - logits(model)).abs().max() > 0.1
+
+
+def test_a_drafter_that_was_trained_drafts_with_its_new_weights() -> None:
+    target, small = tiny_model("llama"), tiny_model("llama", layers=1, seed=3)
+    decoder = Decoder(target, SmallLMDrafter(small), gamma=3)
+    before = decoder.decode([[5, 6, 7]], 24).counts.accepted.sum()
+    with torch.no_grad():
+        # It becomes the target's first layer; what it learnt must show in the very next decode.
+        taught = copy.deepcopy(target)
+        taught.model.layers = taught.model.layers[:1]
+        small.load_state_dict(taught.state_dict())
+    again = decoder.decode([[5, 6, 7]], 24)
+    fresh = Decoder(target, SmallLMDrafter(small), gamma=3).decode([[5, 6, 7]], 24)
+    assert again.outputs == Decoder(target, DRAFTERS["none"]()).decode([[5, 6, 7]], 24).outputs
+    assert again.counts.accepted.tolist() == fresh.counts.accepted.tolist()
+    assert again.counts.accepted.sum() != before
+
+
+def test_models_that_others_have_wrapped_stay_as_they_are() -> None:
+    hooked = tiny_model("llama")
+    hooked.model.layers[0].register_forward_hook(lambda *args: None)
+    assert not can_pack(hooked)
+    assert not can_pack(tiny_model("llama").to(torch.float64))
+    assert CachedLM(hooked)._packed is None
+
+
+@pytest.mark.real
+def test_a_real_model_in_float32_decodes_the_same_tokens() -> None:
+    target = real_target()
+    prompts = [
+        target.tokenizer(text).input_ids
+        for text in ("The capital of France is", "def add(a, b):", "Once upon a time")
+    ]
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            found = Decoder(target.model, DRAFTERS["ngram"](), gamma=4).decode([prompt], 32)
+            said = target.model.generate(ids, max_new_tokens=32, do_sample=False, eos_token_id=None)
+            assert found.outputs[0] == said[0, len(prompt) :].tolist()
