@@ -16,10 +16,11 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.fingerprint import eos_token_ids, fingerprint
 from decode.loop import Decoded, Decoder
-from decode.policies import Policy
+from decode.policies import POLICIES, Policy
 from decode.processors import LogitsProcessor
 from decode.rules import Rule
 from decode.sampling import Sampling
+from decode.shapes import SHAPES, Shape
 from decode.stops import StopStrings
 from decode.store import open_drafter
 from decode.target import Target
@@ -55,8 +56,10 @@ class SpeculativeGenerator:
     """A target, its tokenizer and a drafter: prompt → text.
 
     drafter: a `Drafter`, a smaller model of the target's vocabulary, or a name as `open_drafter`
-    takes it. gamma, rule, policy: as for `Decoder`. eos_token_ids: what ends a text; default what
-    the tokenizer and the model's configs name. decoded: tokens, counts and times of the last call.
+    takes it. gamma, rule: as for `Decoder`; policy, shape: parts, or names of parts with options as
+    `Choice` reads them; a shape is for drafters that draft in shapes. eos_token_ids: what ends a
+    text; default what the tokenizer and the model's configs name. decoded: tokens, counts and times
+    of the last call.
 
     >>> generator = SpeculativeGenerator(model, tokenizer, "ngram")        # doctest: +SKIP
     >>> generator.generate("Once upon a time", max_new_tokens=40)          # doctest: +SKIP
@@ -70,7 +73,8 @@ class SpeculativeGenerator:
         *,
         gamma: int = 4,
         rule: str | Rule = "speculative",
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
+        shape: Shape | str | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -79,6 +83,11 @@ class SpeculativeGenerator:
             drafter = open_drafter(drafter, _target(model, tokenizer))
         elif not isinstance(drafter, Drafter):
             drafter = SmallLMDrafter(drafter)
+        if isinstance(policy, str):
+            policy = POLICIES.make(policy, most=gamma)
+        if shape is not None:
+            made = SHAPES.make(shape, depth=gamma) if isinstance(shape, str) else shape
+            drafter = drafter.with_shape(made)
         self.drafter = drafter
         self._options: dict[str, Any] = {"gamma": gamma, "rule": rule, "policy": policy}
         self.decoded: Decoded | None = None

@@ -18,7 +18,9 @@ from decode.drafters.store import NgramStore, StoreDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Noise, Sampling, draw
-from tests import test_lossless as lossless
+from decode.shapes import SHAPES
+from tests import lossless
+from tests.test_loop import RandomTrees
 from tests.tiny import FAMILIES, tiny_model
 
 GREEDY = Sampling()
@@ -221,16 +223,17 @@ def test_a_full_context_of_the_drafter_drafts_nothing(limit: str) -> None:
 def test_a_row_that_did_not_draft_is_fed_later_what_it_lacks() -> None:
     """Policies and composites leave rows out for some steps; the others go on beside them."""
     drafter = Recording(model("llama"))
-    contexts = contexts_of([[5, 6, 7], [8, 9], [10, 11, 12, 13]])
+    contexts = contexts_of([[5, 6, 7], [8, 9], [10, 11, 12, 13]], room=160)
     drafter.start(contexts)
     random = np.random.default_rng(0)
-    for _ in range(12):
-        limits = Limits(random.integers(0, 4, 3) * random.integers(0, 2, 3))
+    for _ in range(40):
+        limits = Limits(random.integers(1, 4, 3) * random.integers(0, 2, 3))
         draft = drafter.draft(contexts, limits, GREEDY, noise_for(3))
         draft.limit_depth(limits.depths)
-        append(contexts, [[*tokens[:1], 100] for tokens in drafted(draft)])
+        # In the rows left out, what another drafter drafted.
+        append(contexts, [[*(tokens[:1] or [50, 60, 70]), 100] for tokens in drafted(draft)])
         drafter.commit(contexts)
-    assert drafter.drafts > 10
+    assert drafter.drafts > 40
 
 
 # --- the store ------------------------------------------------------------------------------------
@@ -411,6 +414,19 @@ def test_what_a_composite_cannot_mix() -> None:
         CompositeDrafter([small, SmallLMDrafter(model("llama", layers=1, vocab=280))])
 
 
+def test_a_composite_gives_its_shape_to_those_that_have_one() -> None:
+    both = CompositeDrafter([NgramDrafter(1, 3), SmallLMDrafter(model("llama", layers=1))])
+    assert not both.branches
+    trees = both.with_shape(SHAPES.make("static:widths=[2,2,1]"))
+    assert trees.branches
+    prompts = [[5, 17, 250, 9, 42], [7], [11, 12, 13, 14] * 3]
+    run = Decoder(model("llama"), trees, gamma=3).decode(prompts, 24)
+    assert run.outputs == Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24).outputs
+    assert run.counts.nodes_per_step > 3
+    with pytest.raises(UserError, match="does not draft in shapes"):
+        CompositeDrafter([NgramDrafter()]).with_shape(SHAPES["chain"]())
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_row_of_a_composite_says_the_same_alone(temperature: float) -> None:
     both = CompositeDrafter(
@@ -456,6 +472,20 @@ def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     for drafter in (other, CompositeDrafter([NgramDrafter(), other])):
         with pytest.raises(UserError, match="vocabulary of 280 tokens and the target one of 300"):
             Decoder(model("llama"), drafter)
+
+
+@pytest.mark.parametrize("name", ["trees", "same"])
+def test_drafts_deeper_than_the_room_that_is_left(name: str) -> None:
+    """Cut to what each row has, in the target's positions and in the drafter's."""
+    small = tiny_model("gpt2", max_positions=20)
+    prompts = [[5] * 17, [7]]
+    plain = Decoder(small, DRAFTERS["none"]()).decode(prompts, 64)
+    assert [len(output) for output in plain.outputs] == [3, 19]
+    which = RandomTrees("gpt2") if name == "trees" else SmallLMDrafter(small)
+    run = Decoder(small, which, gamma=19, rule="exact").decode(prompts, 64)
+    assert run.outputs == plain.outputs
+    if name == "same":
+        assert run.counts.by_accepted.nonzero()[0].max() == 17  # all but two of the 19
 
 
 @pytest.mark.parametrize("prompt", [[5, 300], [-1, 5]])

@@ -18,10 +18,11 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.growth import Growth
 from decode.loop import Decoder
+from decode.observe import Verified
 from decode.rules.exact import ExactMatch
 from decode.sampling import Sampling
 from decode.scores import Scores
-from tests.test_loop import RandomTrees
+from tests.test_loop import ChainDrafter, RandomTrees
 from tests.tiny import PAD_ID, VOCAB, tiny_model
 
 model = functools.cache(tiny_model)
@@ -337,6 +338,26 @@ def test_logits_that_are_nan_stop_with_step_and_row(place: int, temperature: flo
         with pytest.raises(UserError, match=said):
             decoder.decode(PROMPTS, NEW)
         assert decoder.decode(PROMPTS[:3], NEW).outputs == wanted[:3]
+
+
+def test_nan_after_a_rejected_draft_is_none_of_the_texts_business() -> None:
+    """Only the places on the accepted path are looked at."""
+    prompt = PROMPTS[1]
+    wanted = generated(prompt, [], 1.0)
+    broken = tiny_model("llama")
+    with torch.inference_mode():
+        text = [*prompt, wanted[0], (wanted[1] + 1) % VOCAB]
+        hidden = broken.model(torch.tensor([text])).last_hidden_state[0, -1]
+    broken.set_output_embeddings(Broken(broken.get_output_embeddings(), hidden.clone()))
+    wrong = ChainDrafter("llama", lambda row, place: True)
+    shown = []
+
+    def observe(seen: Verified) -> None:
+        shown.append(bool(seen.scores.raw.isnan().any()))
+
+    decoder = Decoder(broken, wrong, gamma=3, observers=[observe])
+    assert decoder.decode([prompt], NEW).outputs == [wanted]
+    assert shown[0]
 
 
 def test_a_drafter_of_nans_drafts_for_nothing() -> None:

@@ -500,12 +500,12 @@ def test_the_command_line_from_plan_to_text(base):
     assert loose > strict
     assert f"θ = {found['threshold']:g}" in calibrated.stdout
     assert "LOSSY" in calibrated.stdout
-    plain = command("generate", *target, "--drafter", "none", "a dog", "--max-new-tokens", "9")
-    fast = command("generate", *target, "--drafter", drafter, "a dog", "--max-new-tokens", "9")
+    options = ("a dog", "--max-new-tokens", "9", "--repetition-penalty", "1.1", "--stop", "zz")
+    plain = command("generate", *target, "--drafter", "none", *options)
+    fast = command("generate", *target, "--drafter", f"ngram+{drafter}", *options)
     assert plain.stdout == fast.stdout != ""
     costed = command(
-        *("generate", *target, "--drafter", drafter, "a dog", "--max-new-tokens", "9"),
-        *("--policy", "cost_model:most=3"),
+        *("generate", *target, "--drafter", drafter, *options, "--policy", "cost_model:most=3")
     )
     assert costed.stdout == plain.stdout
     traced = command("generate", *target, "--drafter", drafter, "a dog", "--trace")

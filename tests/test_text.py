@@ -98,6 +98,17 @@ def test_options_reach_the_decoder() -> None:
     assert len(cut) < len(whole)
 
 
+def test_parts_by_name() -> None:
+    small = model("llama", seed=7, layers=1)
+    ours = generator(small, rule="exact", policy="heuristic:most=6", shape="static:widths=[2,1]")
+    wanted = [decode(tokenizer(), generated(tokenizer()(text).input_ids)) for text in TEXTS]
+    assert ours.generate(TEXTS, max_new_tokens=NEW) == wanted
+    assert ours.decoded is not None
+    assert ours.decoded.counts.nodes_per_step > 2
+    with pytest.raises(UserError, match="does not draft in shapes"):
+        generator("ngram", shape="chain")
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_streamed_pieces_add_up_to_the_text(temperature: float) -> None:
     ours = generator(model("llama"))
