@@ -20,8 +20,9 @@ from decode.drafters import Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.growth import Growth
 from decode.loop import Decoder
-from decode.rules import Rule
+from decode.rules import Rule, Verdict
 from decode.sampling import Noise, Sampling, draw
+from decode.scores import Scores
 from decode.shapes import Shape
 from decode.stats import Counts
 from tests.tiny import tiny_model
@@ -112,7 +113,26 @@ def fit(texts: np.ndarray) -> Fit:
     return Fit(chi2, len(wanted) - 1, int(counts[expected == 0].sum()))
 
 
-def decode(drafter: Drafter, rule: str | Rule, *, rows: int, seed: int = 0) -> tuple[Fit, Counts]:
+class Watched(Rule):
+    """A rule, counting the rounds in which it rejected a token and so came to a residual."""
+
+    lossless, trees = True, True
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.rounds, self.rejecting = rule, 0, 0
+
+    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+        verdict = self.rule.verify(draft, scores, noise)
+        above = draft.parent_rows()
+        elders = (above[:, :, None] == above[:, None, :]).tril(-1).any(2).gather(1, verdict.path)
+        inside = torch.arange(elders.shape[1]) < verdict.accepted[:, None]
+        rejected = (elders & inside).any(1) | (verdict.reached > verdict.accepted)
+        self.rounds += len(rejected)
+        self.rejecting += int(rejected.sum())
+        return verdict
+
+
+def decode(drafter: Drafter, rule: Rule, *, rows: int, seed: int = 0) -> tuple[Fit, Counts]:
     decoder = Decoder(
         model(0.0),
         drafter,
@@ -156,7 +176,8 @@ class FixedDraft(Drafter):
 
 
 class Pairs(Shape):
-    """Two children of every node: the likeliest two, or drawn with or without replacement."""
+    """Two children of every node: drawn with or without replacement, or chosen: the likeliest token
+    and the third, which leaves the second to be drawn after a rejection."""
 
     def __init__(self, siblings: Siblings) -> None:
         self._siblings = siblings
@@ -198,7 +219,7 @@ class Pairs(Shape):
     def _pair(self, probs: Tensor, noise: Noise, place: int) -> Tensor:
         """int64 [B, 2n]"""
         if self._siblings == "chosen":
-            return probs.topk(2, dim=-1).indices.flatten(1)
+            return probs.topk(3, dim=-1).indices[..., ::2].flatten(1)
         count = probs.shape[1]
         first = draw(probs, noise.uniforms(Noise.DRAFT, place, count))
         if self._siblings == "distinct":

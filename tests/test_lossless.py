@@ -19,7 +19,7 @@ from decode.rules import Rule
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import Noise, Sampling, draw
 from decode.scores import Scores
-from tests.lossless import SAMPLING, VOCAB, FixedDraft, decode, model, small_lm
+from tests.lossless import SAMPLING, VOCAB, FixedDraft, Watched, decode, model, small_lm
 from tests.mutants import (
     BonusOffByOne,
     ClampedRatio,
@@ -69,11 +69,12 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     ],
 )
 def test_texts_have_the_targets_distribution(rule: str, drafter: str, rows: int) -> None:
-    found, counts = decode(DRAFTERS[drafter](), rule, rows=rows)
+    watched = Watched(RULES[rule]())
+    found, counts = decode(DRAFTERS[drafter](), watched, rows=rows)
     assert found.passes, found
     # Bins enough, and all branches: text after a rejection, and the bonus after a whole draft.
     assert found.df > 100
-    assert (counts.reached.sum() - counts.accepted.sum()) / counts.steps >= 0.2
+    assert watched.rejecting / watched.rounds >= 0.2
     assert counts.by_accepted[2] / counts.steps >= 0.05
 
 
