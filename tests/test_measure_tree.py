@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from decode.measure_tree import Acceptance, measure_acceptance, probe
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.measure_tree import Acceptance, measure_acceptance, probe
 from decode.sampling import Sampling
 from decode.shapes import SHAPES
 from decode.shapes.calibrated import grow_greedily

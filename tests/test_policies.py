@@ -21,7 +21,7 @@ from decode.policies.fixed import Fixed
 from decode.policies.heuristic import Heuristic
 from decode.sampling import Noise, Sampling
 from decode.stats import Step
-from tests import test_lossless as lossless
+from tests import lossless
 from tests.tiny import tiny_model
 
 model = functools.cache(tiny_model)

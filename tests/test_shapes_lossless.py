@@ -24,8 +24,8 @@ from decode.growth import Growth
 from decode.sampling import Noise, Sampling
 from decode.shapes import SHAPES, Shape
 from decode.trees import first_equal, pack
+from tests.enumeration import TOKENS, Contextual
 from tests.test_drafters import contexts_of, limits_of, model, noise_for
-from tests.test_lossless import TOKENS, Contextual
 from tests.test_shapes import Path, paths_of
 
 PLAIN = Sampling(1.0)
@@ -195,7 +195,7 @@ def pair(seed: int) -> tuple[Contextual, Contextual, Contextual]:
     """A target and two drafters. Every other time a second rejection of the same token changes
     what is left of p, which few random pairs of so few tokens have."""
     random = np.random.default_rng(seed)
-    p, q, second = Contextual(random), Contextual(random), Contextual(random)
+    p, q, second = (Contextual(random, parts=4) for _ in range(3))
     if seed % 2:
         p.table[()] = np.array([0, 2, 2]) / 4
         q.table[()] = second.table[()] = np.array([3, 1, 0]) / 4
