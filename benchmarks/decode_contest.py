@@ -178,7 +178,7 @@ def hold(
                 finish(models.target)
                 contest.seconds[name].append(time.perf_counter() - begin)
                 contest.outputs[name].append(ran.outputs)
-                contest.passes[name] += ran.passes
+                contest.passes[name] += ran.passes()
     if not setting.sampled:
         prompts = [prompt for job in jobs for prompt in job]
         rows = {

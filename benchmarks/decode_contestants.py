@@ -44,10 +44,11 @@ NAMES = {
 
 @dataclass
 class Ran:
-    """What a contestant made of one job: new tokens by row, and its passes."""
+    """What a contestant made of one job: new tokens by row; its passes are counted when asked for,
+    which is after the clock has stopped."""
 
     outputs: list[list[int]]
-    passes: Passes
+    passes: Callable[[], Passes]
 
 
 Prompts = Sequence[Sequence[int]]
@@ -128,17 +129,20 @@ def makers(models: Models, *, gamma: int, sampled: bool) -> dict[str, Maker]:
 def _ours(decoder: Decoder) -> Contestant:
     def run(prompts: Prompts, tokens: int, seed: int) -> Ran:
         done = decoder.decode(prompts, tokens, seed=seed)
-        counts = done.counts
-        passes = Passes(
-            counts.steps,
-            counts.emitted,
-            int(counts.drafted.sum()),
-            int(counts.reached.sum()),
-            int(counts.accepted.sum()),
-            [step.draft_s for step in done.steps],
-            [step.verify_s for step in done.steps],
-            [step.overhead_s for step in done.steps],
-        )
+
+        def passes() -> Passes:
+            counts = done.counts
+            return Passes(
+                counts.steps,
+                counts.emitted,
+                int(counts.drafted.sum()),
+                int(counts.reached.sum()),
+                int(counts.accepted.sum()),
+                [step.draft_s for step in done.steps],
+                [step.verify_s for step in done.steps],
+                [step.overhead_s for step in done.steps],
+            )
+
         return Ran(done.outputs, passes)
 
     return run
@@ -184,8 +188,8 @@ def _transformers(
                 generation_config=settings,
             )
         outputs = found[:, width:].tolist()
-        drafts = drafting is not None
-        return Ran(outputs, watch.passes(width, len(outputs[0]), rows=len(outputs), drafts=drafts))
+        drafts, rows = drafting is not None, len(outputs)
+        return Ran(outputs, lambda: watch.passes(width, tokens, rows=rows, drafts=drafts))
 
     return run
 
@@ -224,15 +228,18 @@ def _flashspec(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
         assistant = None if lookup else models.assistant
         with watched(target.model, assistant) as watch:
             result = engine.generate(ids, tokens)
-        passes = watch.times()
-        for step in result.arm_steps:
-            passes += Passes(
-                1,
-                step.emitted,
-                step.proposed,
-                min(step.proposed, step.accepted + 1),
-                step.accepted,
+
+        def passes() -> Passes:
+            steps = result.arm_steps
+            counts = Passes(
+                len(steps),
+                sum(step.emitted for step in steps),
+                sum(step.proposed for step in steps),
+                sum(min(step.proposed, step.accepted + 1) for step in steps),
+                sum(step.accepted for step in steps),
             )
+            return watch.times() + counts
+
         return Ran(result.output_ids.tolist(), passes)
 
     return run
@@ -257,16 +264,18 @@ def _economize(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
         ids = [torch.tensor(list(prompt), device=models.target.device) for prompt in prompts]
         selector = economize.TopPSampler(seed=seed) if sampled else None
         results = model.decode_batch(ids, tokens, selector=selector)
-        passes = Passes()
-        for result in results:
-            cycles = result.acceptance
-            passes += Passes(
-                sum(event.kind == "exact" for event in result.cost.events) - 1,
-                len(result.tokens) - 1,
+
+        def passes() -> Passes:
+            cycles = [cycle for result in results for cycle in result.acceptance]
+            exact = [e for result in results for e in result.cost.events if e.kind == "exact"]
+            return Passes(
+                len(exact) - len(results),
+                sum(len(result.tokens) - 1 for result in results),
                 sum(drafted for drafted, _ in cycles),
                 sum(min(drafted, accepted + 1) for drafted, accepted in cycles),
                 sum(accepted for _, accepted in cycles),
             )
+
         return Ran([result.tokens.tolist() for result in results], passes)
 
     return run
