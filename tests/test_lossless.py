@@ -15,7 +15,7 @@ from decode.draft import Draft
 from decode.drafters import Drafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.rules import Rule
+from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import Noise, Sampling, draw
 from decode.scores import Scores
