@@ -111,20 +111,26 @@ def main(
         count=max(setting.jobs * setting.batch for setting in settings),
         tokens=max(setting.tokens for setting in settings),
     )
-    contests = [hold(models, setting, texts, gamma, reporter) for setting in settings]
+    contests: list[Contest] = []
+
+    def show(contest: Contest) -> None:
+        # At once: a run that is cut off has shown what it measured.
+        contests.append(contest)
+        reporter.table(contest_table(contest, gamma))
+        for name, reason in contest.unable.items():
+            reporter.say(f"  not there: {NAMES[name]}: {reason}")
+
+    for setting in settings:
+        show(hold(models, setting, texts, gamma, reporter))
     if loaded.dtype != torch.float32:
         exact = Models.load(load_target(target, dtype="float32", device=device), drafter)
-        contests.append(hold(exact, EXACT[quick], texts, gamma, reporter))
+        show(hold(exact, EXACT[quick], texts, gamma, reporter))
         del exact
     where = {"target": target, "drafter": drafter, "dtype": dtype, "device": device}
     cold = cold_starts(COLD[:3] if quick else COLD, where, texts[0], gamma, reporter)
     profiled = profile_loop(models, texts[0], 64, gamma) if profile else None
 
     found = ratios(contests)
-    for contest in contests:
-        reporter.table(contest_table(contest, gamma))
-        for name, reason in contest.unable.items():
-            reporter.say(f"  not there: {NAMES[name]}: {reason}")
     reporter.table(ratio_table(found))
     reporter.table(cold_table(cold))
     if profiled:

@@ -250,6 +250,7 @@ def _economize(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
     from economize.techniques.draft_model import DraftModelConfig
     from economize.techniques.lookup import LookupConfig
 
+    logging.getLogger("economize").setLevel(logging.ERROR)
     technique = (
         LookupConfig(max_ngram=MAX_N) if lookup else DraftModelConfig(model=models.drafter_path)
     )
