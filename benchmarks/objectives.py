@@ -388,7 +388,8 @@ def plot(
         places = np.arange(len(names))[::-1]
         side.errorbar(values, places, xerr=errors, fmt="o", color="#0067a5", capsize=2)
         side.axvline(_acceptance([start], metric)["value"], color="#5a6674", linestyle=":")
-        side.set_title(f"acceptance rate, {title} (dotted: the start)", fontsize=9)
+        side.set_title(title, fontsize=9)
+        side.set_xlabel("acceptance rate (dotted: the start)", fontsize=9)
         side.set_yticks(places, names, fontsize=9)
         side.grid(axis="x", alpha=0.3)
     file.parent.mkdir(parents=True, exist_ok=True)
