@@ -139,7 +139,7 @@ def _count(
         for size, kept, path, emitted in zip(sizes, accepted, paths, step.emitted, strict=True):
             nodes = [-1, *path[:kept].tolist()]
             # The last emitted token ends the text where the block was cut: nothing follows it.
-            for depth in range(min(kept + 1, int(emitted))):
+            for depth in range(min(kept + 1, int(emitted), tree.depth)):
                 judged = np.flatnonzero(tree.parents[:size] == nodes[depth])
                 reached[depth, tree.ranks[judged]] += 1 if len(judged) else 0
                 if depth < kept:

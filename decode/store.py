@@ -91,14 +91,19 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         raise UserError(f"a drafter in {wanted}; expected one of {', '.join(DTYPES)}")
     place = str(target.device)
     if spec in DRAFTERS and not path.exists():
-        if DRAFTERS[spec] is SmallLMDrafter:
+        if DRAFTERS[spec].trained:
             raise UserError(f"drafter {spec!r} is a kind; name the directory of a trained one")
         return DRAFTERS[spec]()
     if (path / DRAFTER_FILE).exists():
         description = describe_drafter(path)
         made_for = Fingerprint.from_dict(description["target"]["fingerprint"])
         require_same_vocabulary(made_for, target.fingerprint, f"the target of drafter {spec}")
-        return DRAFTERS[description["kind"]].load(path, dtype=name, device=place)
+        if description["kind"] not in DRAFTERS:
+            raise UserError(
+                f"{path} holds a drafter of kind {description['kind']!r}; known by now: "
+                f"{', '.join(DRAFTERS)}. Those of the package `heads` are known once it is imported"
+            )
+        return DRAFTERS[description["kind"]].load(path, target, dtype=name)
     if (path / MANIFEST).exists():
         verify_directory(path)  # a drafter that lost its description is no plain model
     if path.is_dir() and not (path / "config.json").exists():

@@ -160,6 +160,7 @@ def evaluate(
     json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
 ) -> None:
     """Measure a drafter: acceptance on all prompts, time on a few, beside plain decoding."""
+    import heads  # noqa: F401  (makes its drafters known)
     from decode.artifact import write_file
     from decode.measure import Protocol
     from decode.measure import evaluate as measure
@@ -229,6 +230,7 @@ def generate(
     seed: int = 0,
 ) -> None:
     """Answer one prompt, streaming the text as it becomes certain."""
+    import heads  # noqa: F401  (makes its drafters known)
     from decode.loop import Decoder
     from decode.sampling import Sampling
     from decode.store import open_drafter
