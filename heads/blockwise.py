@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from decode.drafters import DRAFTERS
 from heads.base import HEADS, HeadOptions
-from heads.output import Outputs
 from heads.parallel import ParallelHeads, ParallelHeadsDrafter
 
 
@@ -20,7 +19,7 @@ class BlockwiseOptions(HeadOptions):
     minibatch trains one head, drawn uniformly, as in the paper, or the mean over all."""
 
     type: Literal["blockwise"] = "blockwise"
-    output: Outputs = "target"
+    output: Literal["shared", "target"] = "target"
     k: int = Field(8, ge=2)
     hidden: int | None = Field(None, ge=1)
     sub_loss: Literal["random", "mean"] = "random"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from decode.artifact import CorruptArtifact
 from decode.errors import UserError
+from decode.packed import can_pack, pack_layers
 from decode.same_weights import require_same_weights, sample_weights
 from decode.shapes import Shape
 from decode.shapes.static import Static
@@ -28,21 +29,43 @@ CONFIG, WEIGHTS, TREE = "config.json", "heads.safetensors", "tree.json"
 IDS, SAMPLE = "draft_vocabulary", "target_sample"
 
 
-def new_heads(options: HeadOptions, target: Target, vocabulary: Tensor | None) -> Heads:
-    """Heads on the CPU as training starts from them, with what they borrow of the target missing.
+def build_heads(
+    options: HeadOptions, target: Target, vocabulary: Tensor | None, device: str = "cpu"
+) -> Heads:
+    """Heads of the right shapes with weights of no meaning; on `meta` they take no memory.
 
     vocabulary: int64 [V'], ascending, of a reduced draft vocabulary. Raises UserError for more
     heads than the target's context has room for.
     """
     kind: Any = HEADS[options.type]
-    heads: Heads = kind(options, target.model, vocabulary)
+    with torch.device(device):
+        heads: Heads = kind(options, target.model, vocabulary)
     if heads.depth + 1 >= target.max_positions:
         raise UserError(
             f"{heads.depth} heads draft beyond the target's context of {target.max_positions} "
             "tokens; expected fewer"
         )
+    return heads
+
+
+def new_heads(options: HeadOptions, target: Target, vocabulary: Tensor | None) -> Heads:
+    """Heads on the CPU as training starts from them, with what they borrow of the target missing.
+    Raises UserError as `build_heads` does."""
+    heads = build_heads(options, target, vocabulary)
     heads.start_from(target.model)
     return heads
+
+
+def make_ready(heads: Heads, target: Target, dtype: torch.dtype) -> None:
+    """Make heads fit to draft with, in place: on the target's device, with what they borrow,
+    packed where that is possible."""
+    heads.to(target.device, dtype)
+    if heads.vocabulary is not None:
+        heads.vocabulary = heads.vocabulary.to(target.device)
+    heads.borrow(target.model, dtype)
+    if can_pack(heads):
+        pack_layers(heads)
+        heads.output.pack()
 
 
 def save_heads(
@@ -98,16 +121,11 @@ def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, S
     weights = load_file(path / WEIGHTS)
     sample, ids = weights.pop(SAMPLE), weights.pop(IDS, None)
     require_same_weights(sample, made_in, target.model, f"the target of the heads {path}")
-    kind: Any = HEADS[options.type]
-    with torch.device("meta"):
-        heads: Heads = kind(options, target.model, ids)
+    heads = build_heads(options, target, ids, "meta")
     try:
         heads.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise CorruptArtifact(path, WEIGHTS, f"does not hold these heads ({error})") from error
-    heads.to(target.device, dtype)
-    if ids is not None:
-        heads.vocabulary = ids.to(target.device)
-    heads.borrow(target.model, dtype)
+    make_ready(heads, target, dtype)
     shape = Static(file=str(path / TREE)) if (path / TREE).exists() else None
     return heads, shape

@@ -17,11 +17,12 @@ from decode.errors import UserError
 from decode.store import save_drafter
 from decode.vocabulary import ReducedVocabulary, reduce_output, save_with_vocabulary
 from distill.agreement import Agreement
-from distill.cache import CachedTeacher, text_sha256
+from distill.cache import CachedTeacher
 from distill.lora import LoraConfig, Trainable
 from distill.losses import Terms
 from distill.module import Distillation
 from distill.output import split_model
+from distill.parts import text_sha256
 from distill.sharding import shard_layers
 from distill.teacher import LiveTeacher, TeacherSource
 from train.clock import Clock

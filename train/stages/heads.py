@@ -6,6 +6,7 @@ compute, which is theirs (`heads.base`), and in nothing that a training does aro
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,10 +20,12 @@ from decode.shapes.calibrated import grow_greedily
 from decode.shapes.structure import Structure
 from distill.losses import Terms
 from distill.output import split_model
+from distill.parts import text_sha256
 from heads.base import HeadOptions, Heads
 from heads.bigrams import Bigrams
+from heads.cache import CachedFeatures
 from heads.features import FeatureSource, LiveFeatures
-from heads.store import new_heads, save_heads
+from heads.store import build_heads, make_ready, new_heads, save_heads
 from heads.training import HeadTraining
 from train.clock import Clock
 from train.data.batches import Inputs
@@ -54,10 +57,11 @@ class HeadsConfig(TextConfig):
 
     losses: {name: weight}, between each head and the token it predicts; one that reads the teacher
     distils the target's distribution at the head's own position. draft_vocabulary: the so many most
-    frequent tokens of the text only. remember_features: keep the target's hidden states of the text
-    in memory after their first use. dev: figures on a dev slice; `gamma` there is at most the
-    number of heads. tree: calibrate a tree and store it with the drafter; None: it drafts chains.
-    chunk_tokens: how many tokens' logits exist at a time.
+    frequent tokens of the text only. features: live, or a feature_cache stage's name, or the
+    directory of one. remember_features: keep live ones in memory after their first use. dev:
+    figures on a dev slice; `gamma` there is at most the number of heads. tree: calibrate a tree and
+    store it with the drafter; None: it drafts chains. chunk_tokens: how many tokens' logits exist
+    at a time.
     """
 
     kind: Literal["heads"] = "heads"
@@ -66,6 +70,7 @@ class HeadsConfig(TextConfig):
     teacher_temperature: float = 1.0
     drafter_temperature: float = 1.0
     draft_vocabulary: int | None = Field(None, ge=1)
+    features: str = "live"
     remember_features: bool = False
     dev: DevConfig | None = None
     tree: TreeConfig | None = None
@@ -106,12 +111,20 @@ class HeadsStage(Stage):
             *(stages_of(settings.dev.text) if settings.dev else []),
         ]:
             closest_stage(name, earlier, "generate")
+        if settings.features != "live":
+            if not Path(settings.features).is_dir():
+                closest_stage(settings.features, earlier, "feature_cache")
+            if settings.remember_features:
+                raise UserError(
+                    f"stage {settings.name}: remember_features cannot be set here: there is no "
+                    "live target to remember; leave it out"
+                )
 
     def plan(self, context: StageContext) -> Plan:
         settings: HeadsConfig = self.config
         target = context.target
         self._require_dev(context)
-        heads = new_heads(settings.heads, target, self._planned_vocabulary(context))
+        heads = build_heads(settings.heads, target, self._planned_vocabulary(context), "meta")
         trained = sum(p.numel() for p in heads.parameters())
         # float32 weights, gradients and AdamW's two moments; the target; a chunk's logits of heads
         # and target.
@@ -149,12 +162,7 @@ class HeadsStage(Stage):
         heads.borrow(target.model, torch.float32 if accelerator.mixed_precision == "no" else None)
         clock = Clock(device)
         module = HeadTraining(heads, settings.terms, target.model, chunk=settings.chunk_tokens)
-        source = LiveFeatures(
-            target.model,
-            module.taps,
-            remember=settings.remember_features,
-            timed=lambda: clock("teacher"),
-        )
+        source = self._source(context, module.taps, samples, clock)
 
         def step(module: nn.Module, given: Inputs, names: Sequence[str]) -> tuple[Tensor, Tensor]:
             # Of torch's random state, which is the same on all ranks and part of a checkpoint.
@@ -213,6 +221,22 @@ class HeadsStage(Stage):
         accelerator.free_memory()
         return Outcome(context.directory / "drafter", summary)
 
+    def _source(
+        self, context: StageContext, taps: Sequence[int], samples: Sequence[Sample], clock: Clock
+    ) -> FeatureSource:
+        settings: HeadsConfig = self.config
+        if settings.features == "live":
+            return LiveFeatures(
+                context.target.model,
+                taps,
+                remember=settings.remember_features,
+                timed=lambda: clock("teacher"),
+            )
+        directory = context.outcomes.get(settings.features, Path(settings.features))
+        cache = CachedFeatures(directory, context.target, taps)
+        cache.require([(s.id, text_sha256(s.tokens, s.mask)) for s in samples])
+        return cache
+
     @staticmethod
     def _forward(
         module: nn.Module,
@@ -246,10 +270,8 @@ class HeadsStage(Stage):
     def _drafter(self, context: StageContext, whole: Heads) -> Drafter:
         """Of heads on the CPU, as it would be loaded."""
         target = context.target
-        heads = copy.deepcopy(whole).to(target.device, target.dtype)
-        if heads.vocabulary is not None:
-            heads.vocabulary = heads.vocabulary.to(target.device)
-        heads.borrow(target.model, target.dtype)
+        heads = copy.deepcopy(whole)
+        make_ready(heads, target, target.dtype)
         kind: Any = DRAFTERS[self.config.heads.type]
         drafter: Drafter = kind(heads, target.vocab_size)
         return drafter
