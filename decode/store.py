@@ -98,12 +98,13 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         description = describe_drafter(path)
         made_for = Fingerprint.from_dict(description["target"]["fingerprint"])
         require_same_vocabulary(made_for, target.fingerprint, f"the target of drafter {spec}")
-        if description["kind"] not in DRAFTERS:
+        try:
+            kind = DRAFTERS[description["kind"]]
+        except UserError as error:
             raise UserError(
-                f"{path} holds a drafter of kind {description['kind']!r}; known by now: "
-                f"{', '.join(DRAFTERS)}. Those of the package `heads` are known once it is imported"
-            )
-        return DRAFTERS[description["kind"]].load(path, target, dtype=name)
+                f"{path}: {error} Drafters of the package heads are known once it is imported"
+            ) from error
+        return kind.load(path, target, dtype=name)
     if (path / MANIFEST).exists():
         verify_directory(path)  # a drafter that lost its description is no plain model
     if path.is_dir() and not (path / "config.json").exists():
