@@ -26,8 +26,9 @@ quickstart: install
 	$(VENV)/bin/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no \
 		--dynamo_backend no -m train $(CONFIG)
 
+# One worker a core, up to eight, each with one thread; idle ones take tests from busy ones.
 test: install
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -1,146 +1,137 @@
-"""Measures which of a drafter's candidates the target accepts: what trees are calibrated with.
+"""Chooses θ of the lossy rule `threshold` on dev prompts, as the edge–cloud recipe does."""
 
-The loop decodes dev prompts with a probe tree, whose nodes are the drafter's likeliest tokens, and
-exact match; so what is counted is the share of the target's own tokens (greedy or drawn).
-Shapes: D depths, K ranks, N nodes of the probe.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedModel
 
-from decode.draft import Draft
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.loop import Decoded, Decoder
-from decode.rules import Verdict
-from decode.rules.exact import ExactMatch
-from decode.sampling import Noise, Sampling
-from decode.scores import Scores
-from decode.shapes import Shape, require_whole
-from decode.shapes.static import FixedTree
-from decode.shapes.structure import Structure
+from decode.loop import Decoded
+from decode.settings import DecodeSettings
+from decode.stats import Counts, finite
+from decode.target import Target
+
+GRID = (0.15, 0.20, 0.25, 0.30, 0.35)
+WITHIN = (0.6, 0.8)
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """hits, reached: int [D, K]: how often the candidate of rank r at depth d + 1 was the token
-    that followed, and how often one was judged with all before it accepted."""
+class Trial:
+    """One θ and what it led to: figures as `decode.measure` defines them, times at batch 1,
+    prefill included. A figure that does not exist is NaN."""
 
-    hits: np.ndarray
-    reached: np.ndarray
+    threshold: float
+    acceptance_rate: float
+    draft_efficiency: float
+    tokens_per_step: float
+    ms_per_token: float
 
-    def table(self) -> list[list[float]]:
-        """[D, K]: the share that was right, 0 where none was judged. For `calibrated`."""
-        return _share(self.hits, self.reached)
 
-    def by_rank(self) -> list[float]:
-        """[K]: the share at all depths together. For `sequoia`."""
-        return _share(self.hits.sum(0), self.reached.sum(0))
+@dataclass(frozen=True)
+class Calibration:
+    """All θ that were tried, ascending, and the one that was chosen.
+
+    within: the acceptance rates that were asked for; kept: whether any θ was within them.
+    """
+
+    trials: list[Trial]
+    chosen: Trial
+    within: tuple[float, float]
+    kept: bool
+
+    @property
+    def verdict(self) -> str:
+        low, high = self.within
+        found = f"θ = {self.chosen.threshold:g}: use --rule threshold:threshold="
+        found += f"{self.chosen.threshold:g}"
+        if self.kept:
+            return f"{found} (lowest latency with an acceptance rate of {low:g} to {high:g})"
+        return (
+            f"{found} (no θ has an acceptance rate of {low:g} to {high:g}; this one, with "
+            f"{self.chosen.acceptance_rate:.2f}, is nearest)"
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the counts and the table."""
+        """As JSON values."""
         return {
-            "hits": self.hits.tolist(),
-            "reached": self.reached.tolist(),
-            "table": self.table(),
+            "rule": "threshold",
+            "lossless": False,
+            "threshold": self.chosen.threshold,
+            "within": list(self.within),
+            "kept": self.kept,
+            "trials": [
+                {name: finite(value) for name, value in asdict(trial).items()}
+                for trial in self.trials
+            ],
         }
 
 
-def _share(hits: np.ndarray, reached: np.ndarray) -> list:
-    return (hits / np.maximum(reached, 1)).tolist()
+def choose(trials: Sequence[Trial], within: tuple[float, float] = WITHIN) -> Calibration:
+    """Of the trials whose acceptance rate is within the bounds the one with the lowest latency;
+    if there is none, the one that is nearest to them (of equals, the quicker).
 
-
-def probe(width: int, depth: int) -> Structure:
-    """`width` candidates at each depth, those below the first hanging on the likeliest path.
-
-    >>> probe(2, 2).paths
-    [(0,), (1,), (0, 0), (0, 1)]
+    Raises UserError where no trial drafted anything.
     """
-    require_whole(width=width, depth=depth)
-    return Structure([(*[0] * above, rank) for above in range(depth) for rank in range(width)])
+    low, high = within
+    found = [trial for trial in trials if np.isfinite(trial.acceptance_rate)]
+    if not found:
+        raise UserError("nothing was drafted, so there is no acceptance to calibrate by")
+    distance = [max(low - t.acceptance_rate, t.acceptance_rate - high, 0.0) for t in found]
+    nearest = [t for t, d in zip(found, distance, strict=True) if d == min(distance)]
+    chosen = min(nearest, key=lambda trial: trial.ms_per_token)
+    return Calibration(list(trials), chosen, within, min(distance) == 0)
 
 
-def measure_acceptance(
-    model: PreTrainedModel,
+def calibrate_threshold(
+    target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
+    settings: DecodeSettings,
     *,
-    tree: Structure,
+    thresholds: Sequence[float] = GRID,
+    within: tuple[float, float] = WITHIN,
     max_new_tokens: int = 64,
-    eos_token_ids: Sequence[int] = (),
-    sampling: Sampling | None = None,
-    batch_size: int = 16,
     seed: int = 0,
-) -> Acceptance:
-    """What the target accepts of `tree` (see `probe`) on these prompts; give it dev prompts.
+    progress: Callable[[int], None] | None = None,
+) -> Calibration:
+    """Decode each prompt (token ids, of the dev split) once with every θ, one prompt at a time, and
+    `choose`. settings: everything but the rule.
 
-    drafter: one that drafts in a shape; its own shape is put back afterwards. A path that the
-    probe does not hold is not measured: with `probe` deeper candidates count after the likeliest
-    ones alone. Tokens past the end of a text are not counted. Raises UserError for a drafter
-    without a shape, and as `Decoder` does.
+    Raises UserError for no prompts, no thresholds, bounds that hold nothing, or as `Decoder` does.
     """
-    shape = getattr(drafter, "shape", None)
-    if not isinstance(shape, Shape):
-        raise UserError(
-            f"{type(drafter).__name__} drafts in no shape, so there is no tree to calibrate"
-        )
-    if not prompts:
-        raise UserError("there are no prompts to measure acceptance on")
-    counts = np.zeros((2, tree.depth, int(tree.ranks.max()) + 1), dtype=np.int64)
-    vars(drafter)["shape"] = FixedTree(tree)
-    try:
-        rule = _Watching()
-        decoder = Decoder(
-            model,
-            drafter,
-            eos_token_ids=eos_token_ids,
-            gamma=tree.depth,
-            rule=rule,
-            sampling=sampling,
-        )
-        for begin in range(0, len(prompts), batch_size):
-            rule.seen.clear()
-            batch = prompts[begin : begin + batch_size]
-            places = range(begin, begin + len(batch))
-            run = decoder.decode(batch, max_new_tokens, seed=seed, row_ids=places)
-            _count(counts, tree, rule.seen, run)
-    finally:
-        vars(drafter)["shape"] = shape
-    return Acceptance(*counts)
+    if not prompts or not thresholds:
+        raise UserError("calibrating needs at least one prompt and one threshold")
+    if not 0 <= within[0] <= within[1] <= 1:
+        raise UserError(f"acceptance is to be within {within}; expected low ≤ high, from 0 to 1")
+    tried = sorted(set(thresholds))
+    shortest = min(prompts, key=len)
+    decoders = []
+    for theta in tried:
+        rule = {"name": "threshold", "threshold": float(theta)}
+        decoder, _ = replace(settings, rule=rule).decoder(target, drafter, shortest)
+        decoder.decode([prompts[0]], min(8, max_new_tokens))  # warm-up, left out of every figure
+        decoders.append(decoder)
+    runs: list[list[Decoded]] = [[] for _ in tried]
+    for done, prompt in enumerate(prompts):
+        # Taking turns at going first keeps a drift of the machine out of the comparison.
+        for turn in range(len(tried)):
+            which = (turn + done) % len(tried)
+            run = decoders[which].decode([prompt], max_new_tokens, seed=seed, row_ids=[done])
+            runs[which].append(run)
+        if progress:
+            progress(done + 1)
+    return choose([_trial(theta, found) for theta, found in zip(tried, runs, strict=True)], within)
 
 
-class _Watching(ExactMatch):
-    """Exact match that remembers its verdicts: sizes and accepted [B], paths [B, D]."""
-
-    exact_when_greedy = False  # it is that already, and is not to be replaced
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
-        verdict = super().verify(draft, scores, noise)
-        self.seen.append((draft.sizes, verdict.accepted.cpu().numpy(), verdict.path.cpu().numpy()))
-        return verdict
-
-
-def _count(
-    counts: np.ndarray,
-    tree: Structure,
-    seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
-    run: Decoded,
-) -> None:
-    """Add one decode's verdicts to counts, int [2, D, K]: hits and reached."""
-    hits, reached = counts
-    for (sizes, accepted, paths), step in zip(seen, run.steps, strict=True):
-        for size, kept, path, emitted in zip(sizes, accepted, paths, step.emitted, strict=True):
-            nodes = [-1, *path[:kept].tolist()]
-            # The last emitted token ends the text where the block was cut: nothing follows it.
-            for depth in range(min(kept + 1, int(emitted), tree.depth)):
-                judged = np.flatnonzero(tree.parents[:size] == nodes[depth])
-                reached[depth, tree.ranks[judged]] += 1 if len(judged) else 0
-                if depth < kept:
-                    hits[depth, tree.ranks[nodes[depth + 1]]] += 1
+def _trial(theta: float, runs: Sequence[Decoded]) -> Trial:
+    counts = sum((run.counts for run in runs), Counts.zero())
+    emitted = sum(len(run.outputs[0]) for run in runs)
+    return Trial(
+        theta,
+        counts.acceptance_rate,
+        counts.draft_efficiency,
+        counts.tokens_per_step,
+        1000 * sum(run.timing.total for run in runs) / emitted,
+    )

@@ -28,7 +28,7 @@ class Costs:
     v: tuple[float, ...]
 
     def verify(self, width: Sequence[int] | np.ndarray | int) -> np.ndarray:
-        """float64, as `width`: v there; between measured widths and beyond the last, straight on."""
+        """float64, as `width`: v there; between measured widths, and beyond, on a line."""
         return straight_on(np.asarray(width), np.array(self.widths), np.array(self.v))
 
     def to_dict(self) -> dict[str, object]:

@@ -125,9 +125,12 @@ class Draft:
             return q, whole
         order = torch.arange(self.tokens.shape[1], device=row.device)
         elder = (self.parents == self.parents[row, nodes][:, None]) & (order < nodes[:, None])
+        if elder.device.type == "cpu" and not elder.any():
+            return q, whole
         gone = torch.zeros_like(q).scatter_reduce_(1, self.tokens, elder.to(q.dtype), "amax")
         q = q.masked_fill(gone > 0, 0.0)
-        return q, q.sum(1, dtype=torch.float64)
+        # Without elders it is 1 by definition, or rows would differ by the rows beside them.
+        return q, torch.where(elder.any(1), q.sum(1, dtype=torch.float64), whole)
 
     def q_of_tokens(self) -> Tensor:
         """float64 [B, N]: what each node's token had in the distribution it was drawn from."""

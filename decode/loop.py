@@ -22,7 +22,7 @@ from decode.observe import Observer, Verified
 from decode.policies import Policy
 from decode.policies.fixed import Fixed
 from decode.processors import LogitsProcessor
-from decode.rules import RULES, Rule, Verdict
+from decode.rules import RULES, Rule, Verdict, require_fitting, used_rule
 from decode.sampling import Noise, Sampling
 from decode.scores import Scores
 from decode.stats import Counts, Step, Tally, Timing
@@ -94,10 +94,10 @@ class Decoder:
         self.sampling = sampling or Sampling()
         self.draft_sampling = draft_sampling or self.sampling
         chosen = RULES[rule]() if isinstance(rule, str) else rule
-        exact = self.sampling.greedy and chosen.exact_when_greedy
-        self.rule: Rule = RULES["exact"]() if exact else chosen
+        self.rule: Rule = used_rule(chosen, self.sampling)
         self.drafter = drafter
-        self._require_fitting_rule()
+        siblings = drafter.siblings(self.draft_sampling)
+        require_fitting(self.rule, type(drafter).__name__, drafter.branches, siblings)
         self.lm = CachedLM(model, taps=drafter.taps)
         if self.policy.most >= self.lm.max_positions:
             raise UserError(
@@ -292,18 +292,6 @@ class Decoder:
         ancestors[:, :, 0] = True
         depth = ancestors.sum(2) - 1
         return self.lm.forward(ids, start, depth_BN=depth, ancestors_BNM=ancestors), start
-
-    def _require_fitting_rule(self) -> None:
-        branches = self.drafter.branches
-        siblings = self.drafter.siblings(self.draft_sampling)
-        if self.rule.judges(branches, siblings):
-            return
-        judged = " or ".join(sorted(self.rule.siblings)) + " siblings" if self.rule.trees else None
-        raise UserError(
-            f"{type(self.drafter).__name__} drafts trees of {siblings} siblings and the rule "
-            f"{type(self.rule).__name__} judges {judged or 'chains only'}; rules for such trees: "
-            f"{', '.join(name for name in RULES if RULES[name].judges(branches, siblings))}"
-        )
 
     def _require_same_vocabulary(self) -> None:
         known = self.drafter.vocab_size

@@ -7,42 +7,43 @@ The meaning of each figure:
   process; same prompts, interleaved, prefill included; ratio of totals with a 95% interval from a
   bootstrap over prompts.
 - c, v: the time of one draft step, and of one verification pass of the mean width, in plain steps.
-- break-even acceptance: the α at which (1 − α^(γ+1)) / ((1 − α)(γc + v)) is 1.
+- break-even acceptance: the α at which (1 − α^(γ+1)) / ((1 − α)(γc + v)) is 1; it exists for a
+  fixed γ only.
+- γ, la/k and milliseconds by part of a step: `decode.stats.summary`, of the acceptance run (in
+  batches) and of the timed one (at batch 1) apart.
 - repetition: share of a text's tokens inside an 8-gram that the text repeats.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from decode.costs import Costs
 from decode.drafters import DRAFTERS, Drafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
-from decode.sampling import Sampling
-from decode.stats import Counts, Timing, finite
+from decode.settings import DecodeSettings
+from decode.stats import Counts, Step, Timing, finite, summary
 from decode.target import Target
 
 Progress = Callable[[str, int, int], None]  # what is being measured, done, of how many
 REPEATED = 8
 
 
-@dataclass(frozen=True)
-class Protocol:
+@dataclass(frozen=True, kw_only=True)
+class Protocol(DecodeSettings):
     """What is measured, and on how much.
 
-    gamma, sampling, rule: of the decoding. max_new_tokens and batch_size: of the acceptance run
-    over all prompts. timed_prompts of them, spread evenly, are decoded again one by one for
-    timed_tokens tokens to measure time. generate: whether `transformers` is timed beside us.
+    max_new_tokens and batch_size: of the acceptance run over all prompts. timed_prompts of them,
+    spread evenly, are decoded again one by one for timed_tokens tokens to measure time. generate:
+    whether `transformers` is timed beside us.
     """
 
-    gamma: int = 4
-    sampling: Sampling = field(default_factory=Sampling)
-    rule: str = "speculative"
     max_new_tokens: int = 64
     batch_size: int = 16
     timed_prompts: int = 8
@@ -66,6 +67,16 @@ class Evaluation:
     generate_seconds: list[float] | None
     identical: float | None
     identical_within_rounding: float | None
+    steps: list[Step] = field(default_factory=list)
+    measured_costs: Costs | None = None
+
+    def steps_to_dict(self) -> dict[str, Any]:
+        """Every step as JSON values: `acceptance` of the run over all prompts, `timed` of each
+        timed prompt, with prompts by their place in the set."""
+        return {
+            "acceptance": [step.to_dict() for step in self.steps],
+            "timed": [[step.to_dict() for step in run.steps] for run in self.drafted],
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values; a figure that does not exist is None."""
@@ -76,15 +87,16 @@ class Evaluation:
         fluent = np.array([repetition(run.outputs[0]) == 0 for run in self.plain], dtype=bool)
         result: dict[str, Any] = {
             **self.counts.to_dict(),
-            "gamma": self.protocol.gamma,
-            "rule": self.protocol.rule,
+            **self.protocol.to_dict(),
             "lossless": self.lossless,
             "dtype": self.dtype,
-            "sampling": vars(self.protocol.sampling),
             "prompts": len(self.outputs),
             "timed_prompts": len(self.plain),
             **costs,
-            "break_even_acceptance": break_even(self.protocol.gamma, costs["c"], costs["v"]),
+            "break_even_acceptance": self._break_even(costs),
+            "measured_costs": self.measured_costs and self.measured_costs.to_dict(),
+            "draft_lengths": summary(self.steps),
+            "draft_lengths_timed": summary(step for run in self.drafted for step in run.steps),
             "speedup": ratio_of_totals(plain_s, drafted_s),
             "speedup_without_prefill": ratio_of_totals(
                 plain_s - [run.timing.prefill for run in self.plain],
@@ -115,6 +127,10 @@ class Evaluation:
             "overhead_ms": 1000 * drafted.overhead / drafted.steps,
         }
 
+    def _break_even(self, costs: dict[str, float | None]) -> float | None:
+        policy = self.protocol.make_policy()
+        return break_even(policy.most, costs["c"], costs["v"]) if policy.constant else None
+
     def _fluent_counts(self) -> Counts:
         rows = [run.tally.row(0) for run in self.drafted if repetition(run.outputs[0]) == 0]
         return sum(rows, Counts.zero())
@@ -136,19 +152,10 @@ def evaluate(
         raise UserError("there are no prompts to evaluate on")
     report = progress or (lambda what, done, of: None)
 
-    def decoder(which: Drafter) -> Decoder:
-        return Decoder(
-            target.model,
-            which,
-            eos_token_ids=target.eos_token_ids,
-            gamma=protocol.gamma,
-            rule=protocol.rule,
-            sampling=protocol.sampling,
-        )
-
-    speculative, plain = decoder(drafter), decoder(DRAFTERS["none"]())
-    outputs, counts = _decode_all(speculative, prompts, protocol, report)
     timed = np.linspace(0, len(prompts) - 1, min(protocol.timed_prompts, len(prompts))).astype(int)
+    speculative, costs = protocol.decoder(target, drafter, min(prompts, key=len))
+    plain, _ = replace(protocol, policy=None, shape=None).decoder(target, DRAFTERS["none"]())
+    outputs, counts, steps = _decode_all(speculative, prompts, protocol, report)
     if len(timed):
         for which in (plain, speculative):  # warm-up, left out of every figure
             which.decode([prompts[timed[0]]], min(8, protocol.timed_tokens))
@@ -165,11 +172,15 @@ def evaluate(
                 seed=protocol.seed,
                 row_ids=[int(index)],
             )
+            run.steps = [replace(step, rows=np.array([index])) for step in run.steps]
             runs[name].append(run)
         if protocol.generate:
             generate_seconds.append(time_generate(target, prompts[index], protocol))
     report("timing", len(timed), len(timed))
-    same, close = _compare(target, [prompts[i] for i in timed], runs, protocol)
+    same, close = None, None
+    if protocol.sampling.greedy and len(timed):
+        texts = ([run.outputs[0] for run in runs[name]] for name in ("plain", "drafted"))
+        same, close = identical(target, [prompts[i] for i in timed], *texts)
     return Evaluation(
         protocol,
         str(target.dtype).removeprefix("torch."),
@@ -182,16 +193,18 @@ def evaluate(
         generate_seconds if protocol.generate else None,
         same,
         close,
+        steps,
+        costs,
     )
 
 
 def _decode_all(
     decoder: Decoder, prompts: Sequence[Sequence[int]], protocol: Protocol, report: Progress
-) -> tuple[list[list[int]], Counts]:
+) -> tuple[list[list[int]], Counts, list[Step]]:
     # Prompts of like length together: less padding in the prefill.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     outputs: list[list[int]] = [[] for _ in prompts]
-    counts = Counts.zero()
+    counts, steps = Counts.zero(), []
     for begin in range(0, len(order), protocol.batch_size):
         report("acceptance", begin, len(order))
         batch = order[begin : begin + protocol.batch_size]
@@ -202,23 +215,22 @@ def _decode_all(
             row_ids=batch,
         )
         counts = counts + run.counts
+        steps += [replace(step, rows=np.array(batch)[step.rows]) for step in run.steps]
         for index, output in zip(batch, run.outputs, strict=True):
             outputs[index] = output
     report("acceptance", len(order), len(order))
-    return outputs, counts
+    return outputs, counts, steps
 
 
 def time_generate(target: Target, prompt: Sequence[int], protocol: Protocol) -> float:
     """Seconds that `transformers` `generate()` takes for the same prompt, sampling and length."""
     sampling = protocol.sampling
-    drawn: dict[str, Any] = {"do_sample": False}
+    drawn: dict[str, Any] = {"do_sample": not sampling.greedy}
     if not sampling.greedy:
-        drawn = {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-        }
+        drawn |= {key: getattr(sampling, key) for key in ("temperature", "top_k", "top_p")}
+        drawn["min_p"] = sampling.min_p or None
+    if sampling.repetition_penalty != 1:
+        drawn["repetition_penalty"] = sampling.repetition_penalty
     eos = list(target.eos_token_ids)
     settings = GenerationConfig(
         max_new_tokens=protocol.timed_tokens,
@@ -234,29 +246,27 @@ def time_generate(target: Target, prompt: Sequence[int], protocol: Protocol) -> 
     return time.perf_counter() - begin
 
 
-def _compare(
+def identical(
     target: Target,
-    prompts: list[Sequence[int]],
-    runs: dict[str, list[Decoded]],
-    protocol: Protocol,
-) -> tuple[float | None, float | None]:
-    """Greedy only: the share of timed prompts whose text equals plain decoding's, and the share
-    that does so up to a choice between two logits closer than the dtype can tell apart."""
-    if not protocol.sampling.greedy or not prompts:
-        return None, None
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    others: Sequence[Sequence[int]],
+) -> tuple[float, float]:
+    """The share of prompts whose two greedy texts are equal, and the share where they are so up to
+    a choice between two logits closer than the dtype can tell apart."""
     same, close = 0, 0
-    for prompt, a, b in zip(prompts, runs["plain"], runs["drafted"], strict=True):
-        plain, drafted = a.outputs[0], b.outputs[0]
-        if plain == drafted:
+    for prompt, text, other in zip(prompts, texts, others, strict=True):
+        if text == other:
             same += 1
             continue
-        at = next(
-            i for i, pair in enumerate(zip(plain, drafted, strict=False)) if len(set(pair)) > 1
-        )
-        ids = torch.tensor([[*prompt, *plain[:at]]], device=target.device)
+        pairs = zip(text, other, strict=False)
+        at = next((i for i, pair in enumerate(pairs) if len(set(pair)) > 1), None)
+        if at is None:
+            continue  # one goes on where the other ended
+        ids = torch.tensor([[*prompt, *text[:at]]], device=target.device)
         with torch.inference_mode():
             logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
-        gap = (logits[plain[at]] - logits[drafted[at]]).abs()
+        gap = (logits[text[at]] - logits[other[at]]).abs()
         # Both logits are rounded, after sums that were rounded in another order.
         close += bool(gap <= 4 * torch.finfo(target.dtype).eps * logits.abs().max())
     return same / len(prompts), (same + close) / len(prompts)
@@ -319,14 +329,7 @@ def fastest_gamma(
     """The γ with the most tokens per second on these prompts, at batch 1. Give it dev prompts."""
     speeds = []
     for gamma in gammas:
-        decoder = Decoder(
-            target.model,
-            drafter,
-            eos_token_ids=target.eos_token_ids,
-            gamma=gamma,
-            rule=protocol.rule,
-            sampling=protocol.sampling,
-        )
+        decoder, _ = replace(protocol, gamma=gamma).decoder(target, drafter)
         runs = [decoder.decode([prompt], protocol.timed_tokens) for prompt in prompts]
         emitted = sum(len(run.outputs[0]) for run in runs)
         speeds.append(emitted / _sum(runs).total)

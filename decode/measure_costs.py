@@ -3,6 +3,7 @@
 Shapes: n tokens fed to the target per row in one pass; the last committed one is one of them.
 """
 
+import contextlib
 import copy
 from collections.abc import Sequence
 
@@ -29,43 +30,52 @@ def measure_costs(
     prompts: Sequence[Sequence[int]],
     *,
     most: int = 8,
-    widths: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16),
+    widest: int = 16,
 ) -> Costs:
     """Costs for the rows of `prompts` (token ids) decoded together, by running the decoder's own
-    loop: v from passes of the given widths, c from drafts of up to `most` steps.
+    loop: v from passes of up to `widest` tokens, c from drafts of up to `most` steps.
 
-    A few seconds at most: `REPEATS` passes per width and per depth. Raises UserError where the
-    target's context has no room for that beside the prompts.
+    Takes `REPEATS` + 1 decodes, each with one pass per width. Where the target's context is too
+    short for the widest passes beside the prompts they are left out; raises UserError where not
+    even a pass of 2 tokens fits.
     """
-    widths = sorted({1, *widths})
-    depths = sorted({1, max(1, most // 2), most})
-    longest = max(map(len, prompts))
-    # Each pass may emit all it drafted.
-    need = longest + REPEATS * (sum(widths) + sum(depths) + len(depths)) + max(widths)
-    if need > decoder.lm.max_positions:
+    room = decoder.lm.max_positions - max(map(len, prompts)) - 1
+    widths = _fitting(sorted({min(n, widest) for n in _WIDTHS}), room)
+    depths = _fitting(sorted({1, max(1, most // 2), most}), room)
+    if len(widths) < 2 or not depths:
         raise UserError(
-            f"measuring costs needs {need} tokens of context and the target's holds "
-            f"{decoder.lm.max_positions}; give shorter prompts or smaller widths"
+            f"measuring costs needs a few tokens of context beside the prompt, and the target's "
+            f"{decoder.lm.max_positions} leave {room}; give a shorter prompt"
         )
     passes = _run(decoder, prompts, _Filler(), RULES["exact"](), [n - 1 for n in widths])
-    seconds = {
-        n: _quick([s.verify_s + s.overhead_s for s in passes if s.width == n]) for n in widths
-    }
-    step_s = seconds[1]
-    drafts = _run(decoder, prompts, decoder.drafter, decoder.rule, depths)
+    seconds = [
+        _quick([step.verify_s + step.overhead_s for step in passes if step.width == n])
+        for n in widths
+    ]
     # The first draft of a text feeds the drafter the prompt as well.
-    taken = [step.draft_s / step.depth for step in drafts[1:] if step.depth]
+    drafts = _run(decoder, prompts, decoder.drafter, decoder.rule, [1, *depths], skip=1)
+    taken = [step.draft_s / step.depth for step in drafts if step.depth]
     return Costs(
-        step_s,
+        seconds[0],
         len(prompts),
-        _quick(taken) / step_s if taken else 0.0,
+        _quick(taken) / seconds[0] if taken else 0.0,
         tuple(widths),
-        tuple(float(x) for x in np.maximum.accumulate([seconds[n] / step_s for n in widths])),
+        tuple(float(x) for x in np.maximum.accumulate(np.array(seconds) / seconds[0])),
     )
 
 
-def _quick(seconds: list[float]) -> float:
-    return float(np.mean(sorted(seconds)[:2]))
+# Wider passes cost by the token, and a line goes on from here.
+_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+
+def _fitting(sizes: Sequence[int], room: int) -> list[int]:
+    """As many of the sizes as fit together, each with a token of the target's own."""
+    total = np.cumsum(np.array(sizes) + 1)
+    return [size for size, end in zip(sizes, total, strict=True) if end < room]
+
+
+def _quick(seconds: Sequence[float]) -> float:
+    return float(np.mean(sorted(seconds)[:2])) if len(seconds) else float("nan")
 
 
 def _run(
@@ -74,29 +84,47 @@ def _run(
     drafter: Drafter,
     rule: Rule,
     depths: Sequence[int],
+    *,
+    skip: int = 0,
 ) -> list[Step]:
-    """Steps of a decode whose drafts take turns in depth, `REPEATS` times round, after one round
-    that warms up."""
+    """Steps of decodes whose drafts are as deep as `depths` says, one after the other, without the
+    first `skip` of each; `REPEATS` decodes, after one that warms up."""
+    turns = _Turns(depths)
     other = copy.copy(decoder)
-    other.drafter, other.rule = drafter, rule
-    turns = [*depths] * (REPEATS + 1)
-    other.policy = _Turns(turns)
+    other.drafter, other.rule, other.policy = drafter, rule, turns
     other.eos = np.zeros(0, dtype=np.int64)
-    longest = sum(turns) + len(turns)
-    steps = other.decode(prompts, longest + max(depths) + 1).steps
-    return steps[len(depths) : len(turns)]
+    steps: list[Step] = []
+    for warm in (False, *[True] * REPEATS):
+        with contextlib.suppress(_Enough):
+            # Each pass may emit all that was drafted, and then a token more.
+            other.decode(prompts, sum(depths) + len(depths) + 2)
+        steps += turns.steps[skip:] if warm else []
+    return steps
+
+
+class _Enough(Exception):
+    """All turns were taken: what is left of the text need not be decoded."""
 
 
 class _Turns(Policy):
-    """Depths as in a list, one after the other."""
+    """Depths as in a list, one after the other; keeps the steps."""
 
-    def __init__(self, depths: Sequence[int]) -> None:
-        super().__init__(max(1, *depths))
-        self.turns = list(depths)
+    def __init__(self, turns: Sequence[int]) -> None:
+        super().__init__(max(1, *turns))
+        self.turns = list(turns)
+        self.steps: list[Step] = []
+
+    def start(self, rows: int) -> None:
+        super().start(rows)
+        self.steps = []
 
     def depths(self) -> np.ndarray:
-        depth = self.turns.pop(0) if self.turns else self.most
-        return np.full(self.rows, depth)
+        if len(self.steps) == len(self.turns):
+            raise _Enough
+        return np.full(self.rows, self.turns[len(self.steps)])
+
+    def observe(self, step: Step) -> None:
+        self.steps.append(step)
 
 
 class _Filler(Drafter):

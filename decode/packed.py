@@ -38,7 +38,9 @@ class PackedLinear(nn.Module):
 
     def refresh(self) -> None:
         """Pack again if the weight has changed since."""
-        state = (self.weight.data_ptr(), self.weight._version)
+        # What was made in inference mode is not counted, and is not trained either.
+        version = 0 if self.weight.is_inference() else self.weight._version
+        state = (self.weight.data_ptr(), version)
         if state != self._made_of:
             weight = self.weight.detach()
             weight = weight.t().contiguous() if self.transposed else weight

@@ -14,6 +14,8 @@ SPARE = 64
 # How many of the likeliest tokens are looked at first, and then, before a whole vocabulary is
 # sorted for top-p.
 LOOKED_AT = (256, 4096)
+# How many tokens are sifted together in the search for the largest few.
+SIEVE = 16
 # Tokens that a draw, or a search for the largest logit, takes together at first.
 BLOCK = 256
 
@@ -107,7 +109,7 @@ class Sampling:
         if self.top_k:
             counts: tuple[int, ...] = (self.top_k + SPARE,)
         else:
-            counts = LOOKED_AT if self.top_p < 1 or self.min_p else ()
+            counts = LOOKED_AT if self.top_p < 1 else ()
         return tuple(count for count in counts if 4 * count <= logits.shape[-1])
 
     def _filtered(self, logits: Tensor) -> Tensor:
@@ -138,14 +140,14 @@ class Sampling:
     def _candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """(ids ascending [n, count], their probabilities, bool [n]: no other token has any)."""
         if self.top_k:
-            values, ids = logits.topk(count, dim=-1)
+            values, ids = top(logits, count)
             # As many tokens may tie with the k-th as were looked for beyond it.
             covered = values[:, -1] != values[:, self.top_k - 1]
             # In the order of ids, so that a draw is the one that the whole vocabulary would give.
             ids, order = ids.sort(-1)
             return ids, self._filtered(values.gather(-1, order)), covered
         whole = (logits.float() / self.temperature).softmax(-1)
-        ids = whole.topk(count, dim=-1, sorted=False).indices.sort(-1).values
+        ids = top(whole, count)[1].sort(-1).values
         probs = whole.gather(-1, ids)
         kept = self._kept(probs)
         # Whatever is less likely than a token that was left out is left out too.
@@ -167,6 +169,26 @@ def argmax(logits: Tensor) -> Tensor:
     ids = block[..., None] * BLOCK + torch.arange(BLOCK)
     inside = logits.gather(-1, ids.clamp(max=size - 1)).masked_fill_(ids >= size, -torch.inf)
     return block * BLOCK + inside.argmax(-1)
+
+
+def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(the `count` largest of [..., V], largest first, and their places int64), as `topk` has it;
+    which of equal ones come last is open."""
+    size = values.shape[-1]
+    stride = size // SIEVE
+    if values.device.type != "cpu" or 4 * count > stride:
+        found = values.topk(count, dim=-1)
+        return found.values, found.indices
+    # The largest stand in the `count` groups whose own largest are largest. Groups interleave, so
+    # that all of their maxima are found in a few vector passes.
+    whole = stride * SIEVE
+    groups = values[..., :whole].unflatten(-1, (SIEVE, stride)).amax(-2).topk(count, -1).indices
+    within = stride * torch.arange(SIEVE)
+    ids = (groups[..., None] + within).flatten(-2)
+    rest = torch.arange(whole, size).expand(*ids.shape[:-1], -1)
+    ids = torch.cat([ids, rest], -1)
+    found = values.gather(-1, ids).topk(count, dim=-1)
+    return found.values, ids.gather(-1, found.indices)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:

@@ -75,14 +75,15 @@ def describe_drafter(path: Path) -> dict[str, Any]:
 def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
     """A drafter from what a user names: `none`, `ngram`, `store`, a drafter directory, any smaller
     causal LM of the same vocabulary (directory, GGUF file or hub id), or several of these with `+`
-    between them, such as `ngram+runs/x/drafter`, which are asked in that order.
+    between them, such as `ngram+runs/x/drafter`, which are asked in that order. The untrained have
+    options: `ngram:max_n=4`.
 
     dtype: of the drafter's weights; default the target's. Raises UserError when the drafter's
-    vocabulary is not the target's, or its directory is damaged.
+    vocabulary is not the target's, its directory is damaged, or it has no such option.
     """
     path = Path(spec).expanduser()
     first, plus, others = spec.partition("+")
-    if plus and first in DRAFTERS and not path.exists():
+    if plus and _kind(first) in DRAFTERS and not path.exists():
         parts = [open_drafter(part, target, dtype=dtype) for part in (first, others)]
         return CompositeDrafter(parts)
     wanted = dtype or target.dtype
@@ -90,21 +91,23 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if name is None:
         raise UserError(f"a drafter in {wanted}; expected one of {', '.join(DTYPES)}")
     place = str(target.device)
-    if spec in DRAFTERS and not path.exists():
-        if DRAFTERS[spec].trained:
-            raise UserError(f"drafter {spec!r} is a kind; name the directory of a trained one")
-        return DRAFTERS[spec]()
+    kind = _kind(spec)
+    if kind in DRAFTERS and not path.exists():
+        if DRAFTERS[kind].trained:
+            raise UserError(f"drafter {kind!r} is a kind; name the directory of a trained one")
+        drafter: Drafter = DRAFTERS.make(spec)
+        return drafter
     if (path / DRAFTER_FILE).exists():
         description = describe_drafter(path)
         made_for = Fingerprint.from_dict(description["target"]["fingerprint"])
         require_same_vocabulary(made_for, target.fingerprint, f"the target of drafter {spec}")
         try:
-            kind = DRAFTERS[description["kind"]]
+            loader = DRAFTERS[description["kind"]]
         except UserError as error:
             raise UserError(
                 f"{path}: {error} Drafters of the package heads are known once it is imported"
             ) from error
-        return kind.load(path, target, dtype=name)
+        return loader.load(path, target, dtype=name)
     if (path / MANIFEST).exists():
         verify_directory(path)  # a drafter that lost its description is no plain model
     if path.is_dir() and not (path / "config.json").exists():
@@ -116,3 +119,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
     require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
     return SmallLMDrafter(loaded.model)
+
+
+def _kind(spec: str) -> str:
+    return spec.partition(":")[0]

@@ -1,7 +1,14 @@
-"""Fixtures that several test files share."""
+"""What all test files share."""
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Several workers with several threads each hold each other up, tenfold on two cores.
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture

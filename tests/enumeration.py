@@ -9,7 +9,7 @@ Shapes: M drafts, N valid nodes, V = TOKENS, P = 2ᴺ patterns of nodes that pas
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ from decode.scores import Scores
 
 TOKENS = 3
 PLAIN = Sampling(temperature=1.0)
+# (accept [R, N], next [R]) → the rule's verdict on R drafts with these uniforms.
+Judge = Callable[[np.ndarray, np.ndarray], Verdict]
 HALVINGS = 22  # thresholds to 2⁻²²
 LOW, HIGH = 0.0, 1 - 2.0**-53
 
@@ -41,19 +43,19 @@ class SetNoise(Noise):
 
 
 class Contextual:
-    """A random distribution over TOKENS for each context of up to two tokens, in quarters.
+    """A random distribution over TOKENS for each context of up to two tokens.
 
-    least: how many tokens have a chance at least.
+    parts: probabilities are multiples of 1/parts. least: how many tokens have a chance at least.
     """
 
-    def __init__(self, random: np.random.Generator, least: int = 1) -> None:
-        parts = [
+    def __init__(self, random: np.random.Generator, least: int = 1, parts: int = 8) -> None:
+        splits = [
             p
-            for p in itertools.product(range(5), repeat=TOKENS)
-            if sum(p) == 4 and np.count_nonzero(p) >= least
+            for p in itertools.product(range(parts + 1), repeat=TOKENS)
+            if sum(p) == parts and np.count_nonzero(p) >= least
         ]
         self.table = {
-            context: np.array(parts[random.integers(len(parts))]) / 4
+            context: np.array(splits[random.integers(len(splits))]) / parts
             for depth in range(3)
             for context in itertools.product(range(TOKENS), repeat=depth)
         }
@@ -138,7 +140,8 @@ class _Probe:
     ) -> None:
         self.rule, self.p, self.q, self.siblings = rule, p, q, siblings
         self.parents, self.nodes = list(parents), len(parents)
-        self.is_chain = self.parents == list(range(-1, self.nodes - 1))
+        # Rules for trees are shown a chain as a tree, or they might take another way.
+        self.is_chain = not rule.trees
 
     def run(self, drafts: np.ndarray, chances: np.ndarray) -> Enumerated:
         nodes = self.nodes
@@ -157,19 +160,18 @@ class _Probe:
         drafts, weight = drafts[draft_of], weight[draft_of, pattern_of]
         accept = np.where(patterns[pattern_of], LOW, HIGH)
         below = self._next_cdf(drafts, accept)
-        verdict = self._verify(drafts, accept, np.zeros((len(drafts), 1)))
+        verdict = self._judge(drafts)(accept, np.zeros(len(drafts)))
         return self._pool(drafts, weight, verdict, np.diff(below, axis=1))
 
     def _threshold(self, drafts: np.ndarray, patterns: np.ndarray, i: int) -> np.ndarray:
         """[M, P']: up to where node i passes. 0 where it makes no difference."""
         shape = (len(drafts), len(patterns))
-        repeated = np.repeat(drafts, len(patterns), axis=0)
         accept = np.tile(np.where(patterns, LOW, HIGH), (len(drafts), 1))
-        following = np.zeros((len(accept), 1))
+        judge = self._judge(np.repeat(drafts, len(patterns), axis=0))
 
         def ends(at: np.ndarray | float) -> np.ndarray:
             accept[:, i] = at
-            verdict = self._verify(repeated, accept, following)
+            verdict = judge(accept, np.zeros(len(accept)))
             path = verdict.path.numpy()
             inside = np.arange(path.shape[1]) < verdict.accepted.numpy()[:, None]
             # The accepted nodes as a number; they are fewer than eight.
@@ -185,21 +187,22 @@ class _Probe:
 
     def _next_cdf(self, drafts: np.ndarray, accept: np.ndarray) -> np.ndarray:
         """[M', V+1]: the next token is below v while its uniform is below this."""
+        judge = self._judge(drafts)
         cdf = np.zeros((len(drafts), TOKENS + 1))
         cdf[:, -1] = 1
         for v in range(1, TOKENS):
             low, high = np.zeros(len(drafts)), np.ones(len(drafts))
             for _ in range(HALVINGS):
                 middle = (low + high) / 2
-                verdict = self._verify(drafts, accept, middle[:, None])
-                less = verdict.next_token.numpy() < v
+                less = judge(accept, middle).next_token.numpy() < v
                 low, high = np.where(less, middle, low), np.where(less, high, middle)
             # Thresholds of 0 and 1 are met exactly, so that what must not be drawn has no chance.
             cdf[:, v] = np.where(low == 0, 0.0, np.where(high == 1, 1.0, (low + high) / 2))
         return cdf
 
-    def _verify(self, drafts: np.ndarray, accept: np.ndarray, following: np.ndarray) -> Verdict:
-        """Rows of drafts [R, N] with a node of padding, which would pass if it were judged."""
+    def _judge(self, drafts: np.ndarray) -> Judge:
+        """The rule on rows of drafts [R, N], each with a node of padding, which would pass if it
+        were judged."""
         rows = len(drafts)
         unique, back = np.unique(drafts, axis=0, return_inverse=True)
         back = back.reshape(-1)
@@ -229,10 +232,13 @@ class _Probe:
             q_rows,
             self.siblings == "distinct",
         )
-        noise = SetNoise(np.concatenate([accept, np.zeros((rows, 1))], 1), following)
-        return self.rule.verify(
-            draft, Scores(logits_of(logits)[torch.as_tensor(back)], PLAIN), noise
-        )
+        scores = Scores(logits_of(logits)[torch.as_tensor(back)], PLAIN)
+
+        def judge(accept: np.ndarray, following: np.ndarray) -> Verdict:
+            padded = np.concatenate([accept, np.zeros((rows, 1))], 1)
+            return self.rule.verify(draft, scores, SetNoise(padded, following[:, None]))
+
+        return judge
 
     def _pool(
         self, drafts: np.ndarray, weight: np.ndarray, verdict: Verdict, following: np.ndarray

@@ -1,11 +1,26 @@
 """The benchmarks' settings and helpers; what they measure is not a test's business."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from benchmarks.common import in_fresh_process, require
+from benchmarks.decode import ratios
+from benchmarks.decode_contest import Setting, hold, long_answers
+from benchmarks.decode_contestants import Models
+from benchmarks.decode_drafter import first_layers
+from benchmarks.decode_drafter import run_config as decode_run_config
+from benchmarks.decode_profile import profile_loop, profile_table
+from benchmarks.decode_tables import contest_table
 from benchmarks.objectives import ARMS, BASE, PROMPTS, run_config
+from decode.drafters import DRAFTERS
 from decode.errors import UserError
+from decode.loop import Decoder
+from tests.tiny import save_tiny, tiny_llama, tiny_target
 from train.config import validate_config
+from train.console import Reporter
+from train.data.read import spread
 
 
 def double(number: int) -> int:
@@ -31,3 +46,86 @@ def test_the_objectives_are_one_sound_run(quick: bool, tmp_path):
     config = validate_config(run_config(arms, quick=quick, runs=tmp_path), base_dir=PROMPTS)
     assert len({stage.name for stage in config.stages}) == len(config.stages)
     assert BASE in ARMS
+
+
+@pytest.fixture
+def tiny_models(tmp_path):
+    """A target, and as drafter what is left of it after some noise: it is right now and then."""
+    drafter = save_tiny(tmp_path / "drafter")
+    model = tiny_llama()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    model.save_pretrained(drafter)
+    return Models.load(tiny_target(), str(drafter))
+
+
+TEXTS = [[5 + i, 17, 90, 17, 4 + i, 60, 17, 90][: 5 + i % 3] for i in range(6)]
+
+
+def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models):
+    contest = hold(tiny_models, Setting(3, 20), TEXTS, 3, Reporter(silent=True))
+    # Packages that are not installed here are named; nobody else fails.
+    assert all("not installed" in reason for reason in contest.unable.values())
+    assert {"plain", "lookup", "generate", "assisted", "transformers_lookup"} <= set(contest.equal)
+    assert set(contest.equal.values()) == {(1.0, 1.0)}
+    ours, theirs = (contest.passes[name] for name in ("speculative", "assisted"))
+    # Of the first token, which theirs drafts and ours takes from the prompt's pass, they differ.
+    assert theirs.emitted == 3 * 20
+    assert ours.emitted == 3 * 19
+    assert 0 <= theirs.steps - ours.steps <= 3
+    assert theirs.accepted == theirs.emitted - theirs.steps
+    assert theirs.drafted >= theirs.reached >= theirs.accepted > 0
+    assert contest.figures("generate")["tokens_per_step"] == 1
+    found = ratios([contest])
+    assert {"plain_vs_generate", "speculative_vs_assisted", "lookup_vs_transformers"} <= set(found)
+    assert contest_table(contest, 3).row_count == len(contest.seconds)
+
+
+def test_a_batch_is_compared_with_those_who_take_one(tiny_models):
+    setting = Setting(1, 6, batch=4, sampled=True)
+    contest = hold(tiny_models, setting, TEXTS, 2, Reporter(silent=True))
+    assert "batch" in contest.unable["assisted"]
+    assert "batch" in contest.unable["transformers_lookup"]
+    found = ratios([contest])
+    assert "plain_vs_generate_sampled_batch4" in found
+    assert not any("assisted" in name or "transformers" in name for name in found)
+    assert [len(row) for row in contest.outputs["generate"][0]] == [6] * 4
+
+
+def test_prompts_of_the_decode_benchmark_have_long_answers():
+    target = tiny_target()
+    ends = {output[3] for output in (_greedy(target, prompt, 4) for prompt in TEXTS[:3])}
+    shortened = replace(target, eos_token_ids=tuple(ends))
+    assert long_answers(target, TEXTS, count=4, tokens=5) == spread(TEXTS, 4)
+    kept = long_answers(shortened, TEXTS, count=6, tokens=5)
+    assert all(prompt not in kept for prompt in TEXTS[:3])
+    with pytest.raises(UserError, match="longer"):
+        long_answers(shortened, TEXTS[:3], count=6, tokens=5)
+
+
+def _greedy(target, prompt, tokens):
+    return Decoder(target.model, DRAFTERS["none"]()).decode([prompt], tokens).outputs[0]
+
+
+def test_other_loops_take_no_reduced_vocabulary():
+    with pytest.raises(UserError, match="whole vocabulary"):
+        Models.load(tiny_target(), "ngram")
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_benchmarks_drafter_is_a_sound_run(quick: bool, tmp_path):
+    layers = first_layers(tiny_target(layers=2).model)
+    assert layers == [0]
+    config = decode_run_config("org/model", layers, "cpu", quick, tmp_path)
+    assert validate_config(config, base_dir=PROMPTS).stages[-1].name == "distill"
+
+
+def test_a_step_is_taken_apart(tiny_models):
+    found = profile_loop(tiny_models, TEXTS[0], 8, 2)
+    for row in found.values():
+        assert row["rule_ms"] > 0
+        assert row["operations"]
+    assert found["plain"]["draft_ms"] < found["speculative"]["draft_ms"]
+    assert profile_table(found).row_count > 5

@@ -1,11 +1,13 @@
 """Configs: what is refused, in which words, and before anything expensive."""
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
 from decode.errors import UserError
+from decode.sampling import Sampling
 from train.config import differences, dump_config, load_config, validate_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -58,6 +60,21 @@ def test_a_good_config_is_read_whole(tmp_path):
         ("name: run", "", "'name' is missing"),
         ("name: run", "name: run\nevaluation: {gamma: 0}", "'evaluation.gamma'"),
         ("name: run", "name: run\nevaluation: {rule: exactt}", 'Did you mean "exact"'),
+        ("name: run", "name: run\nevaluation: {rule: 3}", "'evaluation.rule"),
+        ("name: run", "name: run\nevaluation: {rule: {nam: exact}}", "names no part"),
+        (
+            "name: run",
+            "name: run\nevaluation: {policy: {name: heuristic, mots: 8}}",
+            "no option 'mots'.*Did you mean \"most\"",
+        ),
+        (
+            "name: run",
+            "name: run\nevaluation: {policy: {name: heuristic, most: 8.5}}",
+            "option most is 8.5",
+        ),
+        ("name: run", "name: run\nevaluation: {policy: hueristic}", 'Did you mean "heuristic"'),
+        ("name: run", "name: run\nevaluation: {shape: chan}", 'Did you mean "chain"'),
+        ("name: run", "name: run\nevaluation: {min_p: 2.0}", "'evaluation.min_p'"),
         ("name: run", "name: run\nevaluation: {baselines: [ngrm]}", 'Did you mean "ngram"'),
         ("kind: generate", "kind: generate, samples: 2", "temperature > 0"),
         ("name: run", "name: [", "not valid YAML"),
@@ -90,6 +107,33 @@ def test_overrides_reach_every_level(tmp_path):
     assert config.stages[1].loop.epochs == 9
     assert config.stages[0].max_new_tokens == 5
     assert config.stages[1].drafter.layers == [1]
+
+
+def test_parts_take_options(tmp_path):
+    text = GOOD + (
+        "evaluation:\n"
+        "  rule: {name: lenience, lenience: 0.7}\n"
+        "  policy: {name: by_batch, table: {1: 8, 4: 2}}\n"
+        "  shape: chain\n"
+        "  temperature: 0.8\n"
+        "  draft_temperature: 0.5\n"
+        "  min_p: 0.05\n"
+        "  repetition_penalty: 1.2\n"
+    )
+    config = load(tmp_path, text, "evaluation.gamma=7")
+    protocol = config.evaluation.protocol()
+    assert protocol.make_rule().lenience == 0.7
+    assert protocol.make_policy().table == {1: 8, 4: 2}
+    assert protocol.sampling == Sampling(0.8, min_p=0.05, repetition_penalty=1.2)
+    assert protocol.draft_sampling.temperature == 0.5
+    assert config.evaluation.protocol(trained=False).shape is None
+    # What a run keeps is JSON, in which keys are texts.
+    stored = json.loads(json.dumps(dump_config(config)))
+    again = validate_config(stored, base_dir=tmp_path)
+    assert again.evaluation.protocol().make_policy().table == {1: 8, 4: 2}
+    short = load(tmp_path, GOOD, "evaluation.policy=heuristic:first=3", "evaluation.gamma=7")
+    assert short.evaluation.protocol().make_policy().most == 7
+    assert short.evaluation.protocol(2 + 2).make_policy().most == 4
 
 
 @pytest.mark.parametrize(

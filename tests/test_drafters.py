@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from decode.draft import Draft
-from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
+from decode.draft import Draft, Siblings
+from decode.drafters import DRAFTERS, Contexts, Drafter, Limits, Verified
+from decode.drafters.composite import CompositeDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.store import NgramStore, StoreDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Noise, Sampling, draw
+from decode.shapes import SHAPES
+from tests import lossless
+from tests.test_loop import RandomTrees
 from tests.tiny import FAMILIES, tiny_model
 
 GREEDY = Sampling()
@@ -213,6 +218,311 @@ def test_a_full_context_of_the_drafter_drafts_nothing(limit: str) -> None:
     plain = Decoder(whole, DRAFTERS["none"]()).decode(prompts, 24)
     assert run.outputs == plain.outputs
     assert 0 < run.counts.drafted.sum() < 3 * 12
+
+
+def test_a_row_that_did_not_draft_is_fed_later_what_it_lacks() -> None:
+    """Policies and composites leave rows out for some steps; the others go on beside them."""
+    drafter = Recording(model("llama"))
+    contexts = contexts_of([[5, 6, 7], [8, 9], [10, 11, 12, 13]], room=160)
+    drafter.start(contexts)
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        limits = Limits(random.integers(1, 4, 3) * random.integers(0, 2, 3))
+        draft = drafter.draft(contexts, limits, GREEDY, noise_for(3))
+        draft.limit_depth(limits.depths)
+        # In the rows left out, what another drafter drafted.
+        append(contexts, [[*(tokens[:1] or [50, 60, 70]), 100] for tokens in drafted(draft)])
+        drafter.commit(contexts)
+    assert drafter.drafts > 40
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+def test_the_store_drafts_what_followed_most_often() -> None:
+    store = StoreDrafter(min_n=1, max_n=2, top_k=1)
+    contexts = contexts_of([[1, 2, 3, 1, 2, 4, 9, 2, 3, 1, 2], [7, 7]])
+    store.start(contexts)
+    draft = store.draft(contexts, limits_of(contexts, 3), GREEDY, noise_for(2))
+    # After "1 2" a 3 and a 4 stood, once each, the 3 first; after "2 3" always a 1.
+    assert drafted(draft) == [[3, 1, 2], [7, 7, 7]]
+    assert draft.q is None
+    append(contexts, [[4], [5]])
+    store.commit(contexts)
+    append(contexts, [[1, 2], [6]])
+    store.commit(contexts)
+    draft = store.draft(contexts, Limits(np.array([1, 1])), GREEDY, noise_for(2))
+    assert drafted(draft) == [[4], []]  # now the 4 stands twice
+    # The next request knows it too.
+    contexts = contexts_of([[8, 1, 2]])
+    store.start(contexts)
+    assert drafted(store.draft(contexts, limits_of(contexts, 2), GREEDY, noise_for(1))) == [[4, 9]]
+
+
+def test_the_store_keeps_what_was_used_last_and_weighs_most() -> None:
+    store = NgramStore(min_n=1, max_n=1, capacity=3, width=2)
+    for token in (1, 2, 3):
+        store.file([token], [10 * token])
+    assert store.next([1]) == 10  # a look-up counts as use, so 2 goes
+    store.file([4], [40])
+    assert [store.next([token]) for token in (1, 2, 3, 4)] == [10, None, 30, 40]
+    assert len(store) == 3
+    for _ in range(1000):
+        store.file([5], [51, 52, 53])  # weighing 1, 1/2 and 1/3
+    assert store.next([5]) == 51
+    assert store._followers[(5,)].keys() == {51, 52}
+    for size in range(2000):
+        store.file([size], [1])
+    assert len(store) == 3
+    with pytest.raises(UserError, match=r"capacity=0.*at least 1"):
+        StoreDrafter(capacity=0)
+    with pytest.raises(UserError, match="expected 1 ≤ min_n ≤ max_n"):
+        StoreDrafter(min_n=3, max_n=2)
+
+
+class Watched(StoreDrafter):
+    """Checks what it is shown against plain forwards over the text."""
+
+    shown = 0
+
+    def verified(self, seen: Verified) -> None:
+        super().verified(seen)
+        for row, length in enumerate(seen.contexts.lengths):
+            text = seen.contexts.tokens[row, :length].tolist()
+            for place in range(int(seen.accepted[row]) + 1):
+                with torch.inference_mode():
+                    logits = model("llama")(torch.tensor([text])).logits[0, -1]
+                best = logits.topk(3).indices.tolist()
+                # Filed last under this ending, so it is there.
+                assert set(best) <= self.store._followers[tuple(text[-4:])].keys()
+                text.append(int(seen.block[row, place]))
+                self.shown += 1
+
+
+def test_the_store_is_fed_with_the_targets_likeliest_tokens() -> None:
+    store = Watched(min_n=4, max_n=4, top_k=3, width=50)
+    prompts = [[5, 17, 250, 9, 42], [7] * 5, [11, 12, 13, 14] * 3]
+    plain = Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24)
+    first = Decoder(model("llama"), store, gamma=4).decode(prompts, 24)
+    assert store.shown >= 60
+    second = Decoder(model("llama"), store, gamma=4).decode(prompts, 24)
+    assert first.outputs == second.outputs == plain.outputs
+    # What was said before is known by heart.
+    assert second.counts.steps < first.counts.steps
+    assert second.counts.acceptance_rate > 0.9
+
+
+def test_an_observer_sees_every_pass() -> None:
+    texts: dict[int, list[int]] = {0: [], 1: []}
+
+    def observe(seen: Verified) -> None:
+        for row, accepted, block in zip(seen.rows, seen.accepted, seen.block, strict=True):
+            texts[int(row)] += block[: accepted + 1].tolist()
+        assert seen.verdict.places().shape[0] == len(seen.rows)
+
+    decoder = Decoder(model("llama"), SmallLMDrafter(model("llama")), observers=[observe])
+    outputs = decoder.decode([[5, 6], [7]], 20).outputs
+    for row, output in enumerate(outputs):
+        assert texts[row][: len(output) - 1] == output[1:]
+
+
+# --- several drafters -----------------------------------------------------------------------------
+
+
+class Trees(Drafter):
+    """A root's two children and a grandchild, for rows that are asked; chosen, or drawn apart."""
+
+    branches = True
+
+    def __init__(self, distinct: bool) -> None:
+        self.distinct = distinct
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return "distinct" if self.distinct else "chosen"
+
+    def most_nodes(self, gamma: int) -> int:
+        return 3
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        rows = len(contexts.lengths)
+        q = torch.full((rows, 2, 300), 1 / 300) if self.distinct else None
+        return Draft(
+            torch.tensor([[40, 41, 42]]).expand(rows, -1),
+            3 * (limits.depths > 1),
+            q,
+            torch.tensor([[-1, -1, 1]]).expand(rows, -1),
+            torch.tensor([[0, 0, 1]]).expand(rows, -1) if self.distinct else None,
+            self.distinct,
+        )
+
+
+def test_a_composite_asks_in_turn() -> None:
+    lookup, small = NgramDrafter(2, 2), Recording(model("llama", layers=1, seed=7))
+    both = CompositeDrafter([lookup, small])
+    sampling = Sampling(1.0)
+    assert both.siblings(sampling) == "independent"
+    assert both.vocab_size == 300
+    contexts = contexts_of([[1, 2, 3, 1, 2], [4, 5], [6, 7, 6, 7, 6, 7]])
+    both.start(contexts)
+    draft = both.draft(contexts, Limits(np.array([3, 2, 1])), sampling, noise_for(3))
+    assert draft.sizes.tolist() == [3, 2, 1]
+    assert drafted(draft)[0] == [3, 1, 2]
+    assert drafted(draft)[2] == [6]
+    assert small.drafts == 1  # for the row that was left to it
+    assert draft.q is not None
+    for row, size in enumerate(draft.sizes):
+        q_x = draft.q[row, :size].gather(1, draft.tokens[row, :size, None])[:, 0]
+        torch.testing.assert_close(draft.q[row, :size].sum(-1), torch.ones(size))
+        assert (q_x == 1).all() == (row != 1)
+    assert draft.is_chain
+
+
+def test_a_composite_of_a_chain_and_trees() -> None:
+    contexts = contexts_of([[1, 2, 3, 1, 2], [4, 5]])
+    for distinct in (False, True):
+        both = CompositeDrafter([NgramDrafter(2, 2), Trees(distinct)])
+        assert both.branches
+        assert both.most_nodes(2) == 3
+        both.start(contexts)
+        draft = both.draft(contexts, limits_of(contexts, 2), Sampling(1.0), noise_for(2))
+        assert drafted(draft) == [[3, 1], [40, 41, 42]]
+        assert draft.parent_rows().tolist() == [[0, 1, 0], [0, 0, 2]]
+        assert draft.nodes_by_depth().tolist() == [[1, 1], [2, 1]]
+        assert draft.siblings == both.siblings(Sampling(1.0))
+        if draft.q is not None:
+            rows_of_q = draft.rows_of_q()
+            assert rows_of_q.tolist() == [[0, 1, 2], [0, 0, 1]]
+            assert draft.q[0, 0].argmax() == 3
+            assert draft.q[0, 1].argmax() == 1
+            assert draft.q[1, 1, 0] == pytest.approx(1 / 300)
+
+
+def test_what_a_composite_cannot_mix() -> None:
+    sampling = Sampling(1.0)
+    small = SmallLMDrafter(model("llama", layers=1))
+    with pytest.raises(UserError, match=r"do not go together .*Trees: distinct trees"):
+        CompositeDrafter([small, Trees(True)]).siblings(sampling)
+    with pytest.raises(UserError, match=r"do not go together .*Trees: chosen trees"):
+        CompositeDrafter([Trees(False), small]).siblings(sampling)
+    assert CompositeDrafter([Trees(False), small]).siblings(GREEDY) == "chosen"
+    with pytest.raises(UserError, match="at least one"):
+        CompositeDrafter([])
+    with pytest.raises(UserError, match=r"vocabularies of \[280, 300\]"):
+        CompositeDrafter([small, SmallLMDrafter(model("llama", layers=1, vocab=280))])
+
+
+def test_a_composite_gives_its_shape_to_those_that_have_one() -> None:
+    both = CompositeDrafter([NgramDrafter(1, 3), SmallLMDrafter(model("llama", layers=1))])
+    assert not both.branches
+    trees = both.with_shape(SHAPES.make("static:widths=[2,2,1]"))
+    assert trees.branches
+    prompts = [[5, 17, 250, 9, 42], [7], [11, 12, 13, 14] * 3]
+    run = Decoder(model("llama"), trees, gamma=3).decode(prompts, 24)
+    assert run.outputs == Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24).outputs
+    assert run.counts.nodes_per_step > 3
+    with pytest.raises(UserError, match="does not draft in shapes"):
+        CompositeDrafter([NgramDrafter()]).with_shape(SHAPES["chain"]())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_of_a_composite_says_the_same_alone(temperature: float) -> None:
+    both = CompositeDrafter(
+        [NgramDrafter(1, 3), Recording(tiny_model("llama", layers=1, seed=7, max_positions=30))]
+    )
+    decoder = Decoder(model("llama"), both, gamma=3, sampling=Sampling(temperature))
+    prompts = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12, 13, 14] * 3]
+    together = decoder.decode(prompts, 24)
+    for row, prompt in enumerate(prompts):
+        assert decoder.decode([prompt], 24, row_ids=[row]).outputs == [together.outputs[row]]
+    if not temperature:
+        plain = Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24)
+        assert together.outputs == plain.outputs
+    assert together.counts.accepted.sum() > 0
+
+
+# --- the first token, and parts that do not fit ---------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "same"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_first_token_may_be_drafted_too(family: str, name: str) -> None:
+    def which() -> Drafter:
+        return SmallLMDrafter(model(family)) if name == "same" else DRAFTERS[name]()
+
+    prompts = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12, 13, 14] * 3]
+    for batch in (prompts, prompts[:1], prompts[1:2]):
+        plain = Decoder(model(family), which(), gamma=3).decode(batch, 24)
+        late = Decoder(model(family), which(), gamma=3, first_target=False)
+        run = late.decode(batch, 24)
+        assert run.outputs == plain.outputs
+        assert run.counts.emitted == plain.counts.emitted + len(batch)
+        eos = [run.outputs[0][0]]
+        ended = Decoder(model(family), which(), eos_token_ids=eos, first_target=False)
+        assert ended.decode(batch[:1], 24).outputs == [eos]
+        one = late.decode(batch, 1)
+        assert one.outputs == [output[:1] for output in plain.outputs]
+        assert one.counts.steps == len(batch)
+
+
+def test_a_drafter_of_another_vocabulary_is_refused() -> None:
+    other = SmallLMDrafter(model("llama", vocab=280))
+    for drafter in (other, CompositeDrafter([NgramDrafter(), other])):
+        with pytest.raises(UserError, match="vocabulary of 280 tokens and the target one of 300"):
+            Decoder(model("llama"), drafter)
+
+
+@pytest.mark.parametrize("name", ["trees", "same"])
+def test_drafts_deeper_than_the_room_that_is_left(name: str) -> None:
+    """Cut to what each row has, in the target's positions and in the drafter's."""
+    small = tiny_model("gpt2", max_positions=20)
+    prompts = [[5] * 17, [7]]
+    plain = Decoder(small, DRAFTERS["none"]()).decode(prompts, 64)
+    assert [len(output) for output in plain.outputs] == [3, 19]
+    which = RandomTrees("gpt2") if name == "trees" else SmallLMDrafter(small)
+    run = Decoder(small, which, gamma=19, rule="exact").decode(prompts, 64)
+    assert run.outputs == plain.outputs
+    if name == "same":
+        assert run.counts.by_accepted.nonzero()[0].max() == 17  # all but two of the 19
+
+
+@pytest.mark.parametrize("prompt", [[5, 300], [-1, 5]])
+def test_prompts_of_another_vocabulary_are_refused(prompt: list[int]) -> None:
+    decoder = Decoder(model("llama"), NgramDrafter())
+    with pytest.raises(UserError, match=r"prompt 1 has token ids from .*knows 0 to 299"):
+        decoder.decode([[5], prompt], 4)
+
+
+# --- a drafter that draws otherwise than the target -----------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["other sampling", "composite"])
+def test_texts_have_the_targets_distribution(which: str) -> None:
+    """The joint test of test_lossless, for a drafter with a sampling of its own (another
+    temperature and fewer tokens), and for rows that look up beside rows that draw."""
+    rows = 250_000
+    small = SmallLMDrafter(lossless.model(0.2))
+    own = replace(lossless.SAMPLING, temperature=1.1, top_k=9)
+    composite = which == "composite"
+    decoder = Decoder(
+        lossless.model(0.0),
+        CompositeDrafter([NgramDrafter(2, 2), small]) if composite else small,
+        gamma=3,
+        sampling=lossless.SAMPLING,
+        draft_sampling=None if composite else own,
+    )
+    texts: list[list[int]] = []
+    for begin in range(0, rows, lossless.BATCH):
+        places = range(begin, begin + lossless.BATCH)
+        run = decoder.decode([lossless.PROMPT] * len(places), lossless.NEW, row_ids=places)
+        texts += run.outputs
+    found = lossless.fit(np.array(texts)[:, 1:])
+    assert found.passes, found
+    assert found.df > 100
+    assert (run.counts.reached.sum() - run.counts.accepted.sum()) / run.counts.steps >= 0.15
 
 
 # --- promise 20: q is honest ----------------------------------------------------------------------

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from decode.calibrate import measure_acceptance, probe
 from decode.drafters import DRAFTERS, Contexts
 from decode.drafters.composite import CompositeDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.errors import UserError
 from decode.features import FINAL
 from decode.loop import Decoder
+from decode.measure_tree import measure_acceptance, probe
 from decode.sampling import Noise, Sampling
 from decode.shapes import SHAPES
 from decode.store import open_drafter, save_drafter

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode.draft import Draft
+from decode.draft import Draft, Siblings
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
@@ -24,8 +24,11 @@ from decode.measure import (
     ratio_of_totals,
     repetition,
 )
+from decode.policies import POLICIES
 from decode.sampling import Noise, Sampling
-from decode.stats import Counts, Tally, Timing
+from decode.shapes import SHAPES
+from decode.shapes.chain import Chain
+from decode.stats import Counts, Step, Tally, Timing, summary
 from tests.tiny import tiny_model, tiny_target
 
 model = functools.cache(tiny_model)
@@ -287,6 +290,71 @@ def test_costs_from_timings_by_hand() -> None:
     assert none["speedup_not_repeating"] is none["tokens_per_step_not_repeating"] is None
 
 
+def test_a_step_and_a_summary_by_hand() -> None:
+    def step(depths: list[int], drafted: list[int], accepted: list[int], ms: float) -> Step:
+        kept, drawn = np.array(accepted), np.array(drafted)
+        return Step(
+            np.arange(len(depths)),
+            np.array(depths),
+            drawn,
+            np.minimum(kept + 1, drawn),
+            kept,
+            kept + 1,
+            width=1 + max(drafted),
+            depth=max(drafted),
+            draft_s=ms / 1000,
+            verify_s=2 * ms / 1000,
+            overhead_s=0.0,
+        )
+
+    first, second = step([4, 2], [4, 0], [3, 0], 1.0), step([0, 2], [0, 2], [0, 2], 3.0)
+    first.signals["entropy"] = np.array([[0.1, 0.3], [0.5, np.nan]])
+    shown = json.loads(json.dumps(first.to_dict(), allow_nan=False))
+    assert shown["gamma"] == [4, 2]
+    assert shown["la_k"] == [0.75, None]
+    assert shown["entropy"] == [[0.1, 0.3], [0.5]]
+    assert (shown["draft_ms"], shown["verify_ms"], shown["draft_steps"]) == (1.0, 2.0, 4)
+    found = summary([first, second])
+    assert found["gamma_histogram"] == {"0": 1, "2": 2, "4": 1}
+    assert found["mean_gamma"] == 2
+    assert found["plain_share"] == 0.25
+    assert found["la_k"] == (0.75 + 1) / 2
+    assert found["signals"] == {"entropy": pytest.approx(0.3)}
+    assert found["ms_per_step"] == {"draft": 2.0, "verify": 4.0, "overhead": 0.0}
+    none = summary([])
+    no_nan(none)
+    assert none["mean_gamma"] is none["la_k"] is None
+
+
+def test_a_decode_as_json() -> None:
+    small = SmallLMDrafter(model("llama"))
+    run = Decoder(model("llama"), small, gamma=2).decode([PROMPT, [7]], 9)
+    shown = json.loads(json.dumps(run.to_dict(), allow_nan=False))
+    assert shown["outputs"] == run.outputs
+    assert shown["acceptance_by_position"] == [1, 1]
+    assert sum(sum(step["emitted"]) for step in shown["per_step"]) == shown["emitted"]
+    parts = [shown["timing"][f"{part}_ms"] for part in ("prefill", "draft", "verify", "overhead")]
+    assert sum(parts) == pytest.approx(1000 * run.timing.total)
+
+
+def test_a_pass_of_the_drafter_for_a_token_that_was_held_back_counts() -> None:
+    """c is the time of one pass of the drafter, so all its passes are counted."""
+    small = SmallLMDrafter(model("llama", seed=7, layers=1))
+    passes = []
+    forward = small.lm.forward
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        passes.append(1)
+        found: torch.Tensor = forward(*args, **kwargs)
+        return found
+
+    small.lm.forward = counted  # type: ignore[method-assign]
+    policy = POLICIES.make("confidence:most=5,threshold=0.4")
+    run = Decoder(model("llama"), small, policy=policy).decode([PROMPT, [7]], 30)
+    assert any(0 < step.drafted.max() < step.depth for step in run.steps)
+    assert run.timing.draft_depth == len(passes)
+
+
 # --- the whole evaluation -------------------------------------------------------------------------
 
 PROMPTS = [PROMPT, [7], [30] * 9, [11, 12, 13, 14] * 3, [100, 50, 60]]
@@ -357,6 +425,101 @@ def test_texts_that_differ_are_counted() -> None:
     shown = evaluate(target, Breaking(target.model), PROMPTS, protocol).to_dict()
     assert shown["identical_to_plain"] == shown["identical_within_rounding"] == 0
     assert "vs_generate" not in shown
+
+
+@pytest.mark.parametrize("policy", ["heuristic:most=5", "confidence:most=5", "cost_model:most=5"])
+def test_evaluate_with_draft_lengths_that_vary(policy: str) -> None:
+    target = tiny_target()
+    small = SmallLMDrafter(model("llama", seed=7, layers=1))
+    protocol = Protocol(
+        policy=policy,
+        max_new_tokens=12,
+        batch_size=3,
+        timed_prompts=2,
+        timed_tokens=10,
+        generate=False,
+    )
+    found = evaluate(target, small, PROMPTS, protocol)
+    shown = found.to_dict()
+    no_nan(shown)
+    assert (shown["policy"], shown["gamma"], shown["rule"]) == (policy, 5, "speculative")
+    # One γ does not exist, and so its break-even does not.
+    assert shown["break_even_acceptance"] is None
+    assert (shown["measured_costs"] is None) == (policy != "cost_model:most=5")
+    lengths = shown["draft_lengths"]
+    assert sum(lengths["gamma_histogram"].values()) == shown["steps"]
+    assert ("confidence" in lengths["signals"]) == policy.startswith("confidence")
+    assert shown["draft_lengths_timed"]["ms_per_step"]["verify"] > 0
+    steps = found.steps_to_dict()
+    no_nan(steps)
+    assert sum(sum(step["emitted"]) for step in steps["acceptance"]) == shown["emitted"]
+    assert {row for step in steps["acceptance"] for row in step["rows"]} == {*range(len(PROMPTS))}
+    assert [{row for step in run for row in step["rows"]} for run in steps["timed"]] == [{0}, {4}]
+
+
+def test_a_lossy_rule_and_other_sampling_are_told() -> None:
+    protocol = Protocol(
+        rule={"name": "lenience", "lenience": 0.5},
+        sampling=Sampling(0.8, min_p=0.02, repetition_penalty=1.1),
+        draft_temperature=0.5,
+        max_new_tokens=8,
+        timed_prompts=1,
+        timed_tokens=8,
+    )
+    target = tiny_target()
+    shown = evaluate(target, SmallLMDrafter(target.model), PROMPTS, protocol).to_dict()
+    no_nan(shown)
+    assert shown["rule"] == "lenience:lenience=0.5"
+    assert shown["lossless"] is False
+    assert shown["sampling"]["min_p"] == 0.02
+    assert shown["draft_temperature"] == 0.5
+    assert shown["vs_generate"]["value"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "lenient"}, 'Did you mean "lenience"'),
+        ({"rule": "lenience:lenienc=0.7"}, "no option 'lenienc'.*Did you mean \"lenience\""),
+        ({"rule": "lenience:lenience=high"}, "option lenience is 'high': Input should be a valid"),
+        ({"rule": "lenience:0.7"}, "expected name or name:option=value"),
+        ({"policy": {"most": 3}}, "names no part"),
+        ({"policy": "heuristic:most=4,most=5"}, "stands twice"),
+        ({"shape": "chian"}, 'Did you mean "chain"'),
+        ({"shape": "chain:width=3"}, "has no option 'width'; it has none"),
+        ({"draft_temperature": -1.0}, "temperature is -1.0"),
+        ({"gamma": 0}, "gamma is 0"),
+    ],
+)
+def test_wrong_parts_are_refused_before_anything_is_loaded(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        Protocol(**options)
+
+
+def test_a_drafter_without_a_shape_of_choice_says_so() -> None:
+    with pytest.raises(UserError, match="NgramDrafter does not draft in shapes"):
+        evaluate(tiny_target(), DRAFTERS["ngram"](), PROMPTS, Protocol(shape="chain"))
+
+
+class Bush(Chain):
+    """A shape that may branch, as far as anyone is told."""
+
+    branches = True
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return "independent"
+
+
+def test_parts_that_do_not_go_together_are_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(SHAPES._parts, "bush", Bush)
+    with pytest.raises(UserError, match=r"shape bush drafts trees.*chains only"):
+        Protocol(shape="bush", rule="block", sampling=Sampling(1.0))
+    with pytest.raises(UserError, match="watches a chain grow, and the shape bush is a tree"):
+        Protocol(shape="bush", rule="exact", policy="confidence")
 
 
 def test_evaluate_without_timing_or_prompts() -> None:

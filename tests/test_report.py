@@ -273,6 +273,33 @@ def test_lossy_rule_is_called_lossy(tmp_path: Path) -> None:
     assert "small_lm (typical, LOSSY)" in text
 
 
+def test_draft_lengths_that_vary(tmp_path: Path) -> None:
+    """There is no one γ to show, and no break-even of it; 'never' would say that nothing pays."""
+    policy = "heuristic:most=8"
+    lengths = {"mean_gamma": 4.5, "la_k": 0.62, "plain_share": 0.25}
+    timed = {"ms_per_step": {"draft": 1.5, "verify": 20.0, "overhead": 0.25}}
+    varied = figures(
+        1.5,
+        0.8,
+        policy=policy,
+        gamma=8,
+        break_even_acceptance=None,
+        draft_lengths=lengths,
+        draft_lengths_timed=timed,
+        shape="chain",
+    )
+    report = make_report(write_run(tmp_path, [ROWS[0], ("two", "small_lm", varied)]))
+    lines = rendered(report, 200).splitlines()
+    assert "–" in next(line for line in lines if line.startswith("two"))
+    assert "never" not in "".join(lines)
+    notes = " ".join(footnotes(report))
+    assert "≤ 8 by heuristic:most=8 (ngram: 8)" in notes
+    assert "shape chain (ngram: its own)" in notes
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for shown in ("4.50", "0.62", "25%", "1.50, 20.00, 0.25"):
+        assert shown in text
+
+
 @pytest.mark.parametrize(
     ("ngram", "trained", "verdict", "against"),
     [

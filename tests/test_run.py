@@ -283,6 +283,21 @@ def test_other_settings_for_a_run_that_exists_are_refused(base, monkeypatch):
         start(base, "stages.distill.loop.epochs=4")
 
 
+def test_a_setting_that_did_not_exist_when_the_run_began_is_no_change(base, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_at(patch, 1)
+        with pytest.raises(Killed):
+            start(base)
+    stored = base / "runs/tiny/config.json"
+    values = json.loads(stored.read_text())
+    del values["evaluation"]["policy"]
+    stored.write_text(json.dumps(values))
+    with monkeypatch.context() as patch:
+        kill_at(patch, 1)
+        with pytest.raises(Killed):
+            start(base)
+
+
 def test_changed_data_are_refused(base, monkeypatch):
     with monkeypatch.context() as patch:
         kill_at(patch, 2)
@@ -451,9 +466,48 @@ def test_the_command_line_from_plan_to_text(base):
     )
     assert judged.exit_code == 0, judged.stderr
     assert json.loads(figures.read_text())["rows"][0]["evaluation"]["steps"] > 0
-    plain = command("generate", *target, "--drafter", "none", "a dog", "--max-new-tokens", "9")
-    fast = command("generate", *target, "--drafter", drafter, "a dog", "--max-new-tokens", "9")
+    steps = base / "steps.json"
+    varied = command(
+        *("evaluate", *target, "--drafter", drafter, "--prompts", str(base / "test.jsonl")),
+        *("--max-new-tokens", "8", "--timed-prompts", "1", "--temperature", "0.9"),
+        *("--min-p", "0.01", "--repetition-penalty", "1.1", "--draft-temperature", "0.7"),
+        *("--rule", "lenience:lenience=0.7", "--policy", "heuristic:most=6,first=2"),
+        *("--shape", "chain", "--steps", str(steps)),
+    )
+    assert varied.exit_code == 0, varied.stderr
+    told = " ".join(varied.stdout.split())
+    for part in (
+        "≤ 6 by heuristic:most=6,first=2",
+        "lenience:lenience=0.7 (LOSSY",
+        "min-p 0.01, repetition penalty 1.1, drafter's temperature 0.7",
+        "shape chain",
+    ):
+        assert part in told
+    written = json.loads(steps.read_text())
+    assert {"gamma", "accepted", "la_k", "verify_ms"} <= written["acceptance"][0].keys()
+    assert len(written["timed"]) == 1
+    chosen = base / "calibration.json"
+    calibrated = command(
+        *("calibrate", *target, "--drafter", drafter, "--prompts", str(base / "dev.jsonl")),
+        *("--max-new-tokens", "8", "--thresholds", "0.05,0.5", "--acceptance", "0.2,0.9"),
+        *("--temperature", "1.0", "--json", str(chosen)),
+    )
+    assert calibrated.exit_code == 0, calibrated.stderr
+    found = json.loads(chosen.read_text())
+    assert [trial["threshold"] for trial in found["trials"]] == [0.05, 0.5]
+    # The stricter θ accepts less.
+    loose, strict = (trial["acceptance_rate"] for trial in found["trials"])
+    assert loose > strict
+    assert f"θ = {found['threshold']:g}" in calibrated.stdout
+    assert "LOSSY" in calibrated.stdout
+    options = ("a dog", "--max-new-tokens", "9", "--repetition-penalty", "1.1", "--stop", "zz")
+    plain = command("generate", *target, "--drafter", "none", *options)
+    fast = command("generate", *target, "--drafter", f"ngram+{drafter}", *options)
     assert plain.stdout == fast.stdout != ""
+    costed = command(
+        *("generate", *target, "--drafter", drafter, *options, "--policy", "cost_model:most=3")
+    )
+    assert costed.stdout == plain.stdout
     traced = command("generate", *target, "--drafter", drafter, "a dog", "--trace")
     assert "target adds" in traced.stdout
 
@@ -467,6 +521,15 @@ def test_the_command_line_refuses_with_one_line_and_status_2(base):
         (["train", config, f"data.train={base}/none.jsonl"], "none.jsonl"),
         (["generate", "--target", str(base / "none"), "hello"], "does not exist"),
         (["inspect", str(base)], "manifest.json"),
+        # Parts are checked before the target, which does not exist, is looked for.
+        (
+            ["generate", "--target", str(base / "none"), "hi", "--rule", "exactt"],
+            'Did you mean "exact"',
+        ),
+        (
+            ["generate", "--target", str(base / "none"), "hi", "--policy", "heuristic:first=99"],
+            "first is 99",
+        ),
     ):
         done = command(*arguments)
         assert done.exit_code == 2, (arguments, done.stderr)

@@ -13,7 +13,7 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.sampling import Noise, Sampling, argmax, draw
+from decode.sampling import Noise, Sampling, argmax, draw, top
 from tests.tiny import tiny_model
 
 model = functools.cache(tiny_model)
@@ -181,7 +181,7 @@ def test_few_candidates_of_a_large_vocabulary_after_top_k(dtype: torch.dtype, to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("top_p", "min_p"), [(0.9, 0.0), (0.9, 0.01), (1.0, 0.01)])
+@pytest.mark.parametrize(("top_p", "min_p"), [(0.9, 0.0), (0.9, 0.01)])
 def test_top_p_and_min_p_look_at_few_tokens_first(
     dtype: torch.dtype, top_p: float, min_p: float
 ) -> None:
@@ -207,6 +207,23 @@ def test_the_argmax_by_blocks_is_the_argmax(size: int) -> None:
     assert torch.equal(argmax(logits.view(40, 100, size)), logits.argmax(-1).view(40, 100))
     logits[:, size // 2] = torch.nan
     assert (argmax(logits) == size // 2).all()
+
+
+@pytest.mark.parametrize("count", [1, 7, 60])
+@pytest.mark.parametrize("size", [50, 4000, 4015])
+def test_the_largest_by_groups_are_the_largest(size: int, count: int) -> None:
+    count = min(count, size)
+    logits = random_logits(200, size)
+    logits[::3] = logits[::3].round()  # ties
+    logits[::4, -3:] += 10
+    logits[1] = -torch.inf
+    logits[2, 5:] = -torch.inf
+    values, places = top(logits, count)
+    assert torch.equal(values, logits.topk(count).values)
+    assert torch.equal(logits.gather(-1, places), values)
+    assert all(len(set(row)) == count for row in places.tolist())
+    logits[:, 17] = torch.nan
+    assert (top(logits, count)[1] == 17).any(-1).all()
 
 
 def test_what_is_not_a_number_is_drawn_without_an_error() -> None:

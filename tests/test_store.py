@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from decode.artifact import CorruptArtifact, write_directory
+from decode.drafters.composite import CompositeDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.store import StoreDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.store import DRAFTER_FILE, describe_drafter, open_drafter, save_drafter
@@ -103,6 +105,22 @@ def test_names_of_kinds(target: Target) -> None:
     assert isinstance(open_drafter("ngram", target), NgramDrafter)
     with pytest.raises(UserError, match="is a kind; name the directory"):
         open_drafter("small_lm", target)
+
+
+def test_options_of_the_untrained_and_several_in_turn(target: Target) -> None:
+    store = open_drafter("store:capacity=7,top_k=2", target)
+    assert isinstance(store, StoreDrafter)
+    assert (store.store.capacity, store.top_k) == (7, 2)
+    both = open_drafter("ngram:max_n=4+none", target)
+    assert isinstance(both, CompositeDrafter)
+    first, last = both.drafters
+    assert isinstance(first, NgramDrafter)
+    assert (first.min_n, first.max_n) == (1, 4)
+    assert isinstance(last, NoDrafter)
+    with pytest.raises(UserError, match=r"no option 'maxn'.*Did you mean \"max_n\""):
+        open_drafter("ngram:maxn=4", target)
+    with pytest.raises(UserError, match=r"expected 1 ≤ min_n ≤ max_n"):
+        open_drafter("ngram:max_n=0", target)
 
 
 def test_a_plain_model_directory_is_a_drafter(tmp_path: Path, target: Target) -> None:

@@ -26,13 +26,28 @@ TargetOption = Annotated[
     str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
 ]
 DrafterOption = Annotated[
-    str, typer.Option(help="none, ngram, a drafter directory, or a smaller model's id or path")
+    str,
+    typer.Option(
+        help="none, ngram, store, a drafter directory, a smaller model's id or path, or several "
+        "with + between them"
+    ),
 ]
 GammaOption = Annotated[int, typer.Option(help="how many tokens a draft is deep")]
 TemperatureOption = Annotated[float, typer.Option(help="0: greedy")]
 TopKOption = Annotated[int, typer.Option(help="0: off")]
 TopPOption = Annotated[float, typer.Option(help="1: off")]
-RuleOption = Annotated[str, typer.Option(help="verification rule")]
+MinPOption = Annotated[float, typer.Option(help="0: off")]
+PenaltyOption = Annotated[float, typer.Option("--repetition-penalty", help="1: off")]
+DraftTemperatureOption = Annotated[
+    float | None, typer.Option(help="the drafter's temperature; default the target's")
+]
+RuleOption = Annotated[str, typer.Option(help="verification rule: NAME or NAME:option=value,…")]
+PolicyOption = Annotated[
+    str, typer.Option(help="draft-length policy: NAME or NAME:option=value,…; most is --gamma")
+]
+ShapeOption = Annotated[
+    str | None, typer.Option(help="shape of the drafts: NAME or NAME:option=value,…")
+]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")]
 TokensOption = Annotated[int, typer.Option(help="length limit of an answer, in tokens")]
@@ -146,10 +161,15 @@ def evaluate(
     drafter: DrafterOption,
     prompts: Annotated[Path, typer.Option(help="JSONL file with prompt or messages")],
     rule: RuleOption = "speculative",
+    policy: PolicyOption = "fixed",
+    shape: ShapeOption = None,
     gamma: GammaOption = 4,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: PenaltyOption = 1.0,
+    draft_temperature: DraftTemperatureOption = None,
     max_new_tokens: TokensOption = 64,
     batch_size: Annotated[int, typer.Option(help="rows decoded together for acceptance")] = 16,
     timed_prompts: Annotated[int, typer.Option(help="prompts that time is measured on")] = 8,
@@ -158,6 +178,9 @@ def evaluate(
     device: DeviceOption = "auto",
     seed: int = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    steps_file: Annotated[
+        Path | None, typer.Option("--steps", help="write every step here, as JSON")
+    ] = None,
 ) -> None:
     """Measure a drafter: acceptance on all prompts, time on a few, beside plain decoding."""
     import heads  # noqa: F401  (makes its drafters known)
@@ -176,8 +199,11 @@ def evaluate(
     quieten()
     protocol = Protocol(
         gamma=gamma,
-        sampling=Sampling(temperature, top_k, top_p),
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
         rule=rule,
+        policy=policy,
+        shape=shape,
+        draft_temperature=draft_temperature,
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         timed_prompts=timed_prompts,
@@ -195,10 +221,11 @@ def evaluate(
             bar.resize(of)
             bar.update(done, what=f"evaluating: {what}")
 
-        found = measure(loaded, which, chosen, protocol, progress).to_dict()
+        found = measure(loaded, which, chosen, protocol, progress)
+    figures = found.to_dict()
     report = {
         "name": "evaluate",
-        "rows": [{"stage": "–", "drafter": drafter, "order": 0, "evaluation": found}],
+        "rows": [{"stage": "–", "drafter": drafter, "order": 0, "evaluation": figures}],
         "provenance": [describe_process()],
         "config": {"target": {"model": target}},
     }
@@ -207,6 +234,8 @@ def evaluate(
         reporter.say(line)
     if json_file:
         write_file(json_file, json.dumps(report, indent=2))
+    if steps_file:
+        write_file(steps_file, json.dumps(found.steps_to_dict()))
 
 
 @app.command()
@@ -216,10 +245,18 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="what to ask; - reads standard input")],
     drafter: DrafterOption = "ngram",
     rule: RuleOption = "speculative",
+    policy: PolicyOption = "fixed",
+    shape: ShapeOption = None,
     gamma: GammaOption = 4,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: PenaltyOption = 1.0,
+    draft_temperature: DraftTemperatureOption = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="a string that ends the answer; may be given again")
+    ] = None,
     max_new_tokens: TokensOption = 256,
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
     trace: Annotated[
@@ -230,11 +267,15 @@ def generate(
     seed: int = 0,
 ) -> None:
     """Answer one prompt, streaming the text as it becomes certain."""
+    import torch
+
     import heads  # noqa: F401  (makes its drafters known)
-    from decode.loop import Decoder
     from decode.sampling import Sampling
+    from decode.settings import DecodeSettings
+    from decode.stops import StopStrings
     from decode.store import open_drafter
     from decode.target import load_target
+    from decode.text import TextPieces
     from decode.trace import TraceStep, format_trace
     from train.data.chat import prompt_tokens
     from train.data.read import Example
@@ -243,29 +284,25 @@ def generate(
     asked = sys.stdin.read() if prompt == "-" else prompt
     if not asked.strip():
         raise UserError("the prompt is empty; say what to answer")
-    loaded = load_target(target, dtype=dtype, device=device)
-    decoder = Decoder(
-        loaded.model,
-        open_drafter(drafter, loaded),
-        eos_token_ids=loaded.eos_token_ids,
+    settings = DecodeSettings(
         gamma=gamma,
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
         rule=rule,
-        sampling=Sampling(temperature, top_k, top_p),
+        policy=policy,
+        shape=shape,
+        draft_temperature=draft_temperature,
     )
+    loaded = load_target(target, dtype=dtype, device=device)
     message = {"role": "user", "content": asked}
     example = Example("prompt", (message,), asked, None, None, "the command line")
     ids = prompt_tokens(example, loaded.tokenizer, system)
-    received: list[int] = []
-    printed = 0
+    stops = StopStrings(loaded.tokenizer, stop) if stop else None
+    decoder, _ = settings.decoder(loaded, open_drafter(drafter, loaded), ids, stop=stops)
+
+    pieces = TextPieces(loaded.tokenizer, lambda piece: typer.echo(piece, nl=False))
 
     def stream(_: int, tokens: list[int]) -> None:
-        nonlocal printed
-        received.extend(tokens)
-        text = loaded.tokenizer.decode(received, skip_special_tokens=True)
-        # A character may be cut in two by the end of a block; its second half is yet to come.
-        if not text.endswith("�"):
-            typer.echo(text[printed:], nl=False)
-            printed = len(text)
+        pieces.put(torch.tensor(tokens))
 
     def show(step: TraceStep) -> None:
         typer.echo(format_trace(step, loaded.tokenizer))
@@ -278,13 +315,106 @@ def generate(
         on_step=show if trace else None,
     )
     if trace:
-        typer.echo(loaded.tokenizer.decode(done.outputs[0], skip_special_tokens=True), nl=False)
+        pieces.put(torch.tensor(done.outputs[0]))
+    pieces.end()
     counts, seconds = done.counts, done.timing.total
     typer.echo(
         f"\n[{len(done.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} tokens "
         f"per step, acceptance rate {counts.acceptance_rate:.2f}]",
         err=True,
     )
+
+
+@app.command()
+@shows_errors
+def calibrate(
+    target: TargetOption,
+    drafter: DrafterOption,
+    prompts: Annotated[Path, typer.Option(help="JSONL file with prompts of the dev split")],
+    thresholds: Annotated[str, typer.Option(help="θ to try")] = "0.15,0.20,0.25,0.30,0.35",
+    acceptance: Annotated[str, typer.Option(help="acceptance to be within")] = "0.6,0.8",
+    policy: PolicyOption = "fixed",
+    gamma: GammaOption = 4,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: PenaltyOption = 1.0,
+    draft_temperature: DraftTemperatureOption = None,
+    max_new_tokens: TokensOption = 64,
+    limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = 32,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    seed: int = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+) -> None:
+    """Choose θ of the rule `threshold`, which is LOSSY, on dev prompts: of those whose acceptance
+    is within bounds the one with the lowest latency."""
+    import heads  # noqa: F401  (makes its drafters known)
+    from decode.artifact import write_file
+    from decode.calibrate import calibrate_threshold
+    from decode.sampling import Sampling
+    from decode.settings import DecodeSettings
+    from decode.stats import finite
+    from decode.store import open_drafter
+    from decode.target import load_target
+    from train.console import Reporter
+    from train.data.chat import prompt_tokens
+    from train.data.read import read_examples, spread
+    from train.report import number
+
+    quieten()
+    tried, bounds = numbers("thresholds", thresholds), numbers("acceptance", acceptance)
+    if len(bounds) != 2:
+        raise UserError(f"acceptance is {acceptance!r}; expected two numbers, such as 0.6,0.8")
+    settings = DecodeSettings(
+        gamma=gamma,
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        rule={"name": "threshold", "threshold": tried[0]},
+        policy=policy,
+        draft_temperature=draft_temperature,
+    )
+    examples, _ = read_examples(str(prompts))
+    reporter = Reporter()
+    loaded = load_target(target, dtype=dtype, device=device)
+    which = open_drafter(drafter, loaded)
+    chosen = [prompt_tokens(e, loaded.tokenizer) for e in spread(examples, limit)]
+    with reporter.bar("calibrating", len(chosen)) as bar:
+        found = calibrate_threshold(
+            loaded,
+            which,
+            chosen,
+            settings,
+            thresholds=tried,
+            within=(bounds[0], bounds[1]),
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            progress=lambda done: bar.update(done, what="calibrating"),
+        )
+    table = Table(title=f"rule threshold, LOSSY, on {len(chosen)} dev prompts")
+    for column in ("θ", "acceptance rate", "draft efficiency", "tokens/step", "ms/token"):
+        table.add_column(column, justify="right")
+    for trial in found.trials:
+        figures = (
+            trial.acceptance_rate,
+            trial.draft_efficiency,
+            trial.tokens_per_step,
+            trial.ms_per_token,
+        )
+        mark = " ←" if trial is found.chosen else ""
+        table.add_row(f"{trial.threshold:g}{mark}", *(number(finite(value)) for value in figures))
+    reporter.table(table)
+    reporter.say(found.verdict)
+    if json_file:
+        write_file(json_file, json.dumps(found.to_dict(), indent=2))
+
+
+def numbers(what: str, text: str) -> list[float]:
+    """Numbers with commas between them; UserError where they are something else."""
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise UserError(f"{what} are {text!r}; expected numbers with commas") from None
 
 
 @app.command()

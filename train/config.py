@@ -11,7 +11,6 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from decode.drafters import DRAFTERS
 from decode.errors import UserError, nearest
 from decode.measure import Protocol
-from decode.rules import RULES
 from decode.sampling import Sampling
 from train.schema import StageConfig, Strict
 from train.stages import STAGES
@@ -50,7 +49,10 @@ class EvaluationConfig(Strict):
     """How every drafter of the run is judged; see `decode.measure.Protocol`.
 
     prompts: how many prompts of the split, spread evenly over it; None: all.
-    baselines: untrained drafters that get a row of their own.
+    baselines: untrained drafters that get a row of their own, each at the best of baseline_gammas
+    where the policy is `fixed`.
+    rule, policy, shape: parts by name, as `NAME`, `NAME:option=value,…` or a mapping of name and
+    options. The shape is that of trained drafters. draft_temperature: None: the target's.
     """
 
     split: Literal["dev", "test"] = "test"
@@ -58,10 +60,15 @@ class EvaluationConfig(Strict):
     baselines: list[str] = ["ngram"]
     baseline_gammas: list[int] = [2, 4, 8]
     gamma: int = Field(4, ge=1)
-    rule: str = "speculative"
+    rule: str | dict[str, Any] = "speculative"
+    policy: str | dict[str, Any] = "fixed"
+    shape: str | dict[str, Any] | None = None
     temperature: float = Field(0.0, ge=0)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    draft_temperature: float | None = Field(None, ge=0)
     max_new_tokens: int = Field(64, ge=2)
     batch_size: int = Field(16, ge=1)
     timed_prompts: int = Field(8, ge=0)
@@ -71,17 +78,26 @@ class EvaluationConfig(Strict):
 
     @model_validator(mode="after")
     def _known(self) -> "EvaluationConfig":
-        RULES[self.rule]
+        self.protocol()
         for name in self.baselines:
             DRAFTERS[name]
         return self
 
-    def protocol(self, gamma: int | None = None) -> Protocol:
-        """The measuring protocol, at the run's γ or another."""
+    def protocol(self, gamma: int | None = None, *, trained: bool = True) -> Protocol:
+        """The measuring protocol, at the run's γ or another, of a trained drafter or a baseline.
+
+        Raises UserError for parts that are unknown or do not go together.
+        """
+        sampling = Sampling(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
+        )
         return Protocol(
             gamma=gamma or self.gamma,
-            sampling=Sampling(self.temperature, self.top_k, self.top_p),
+            sampling=sampling,
             rule=self.rule,
+            policy=self.policy,
+            shape=self.shape if trained else None,
+            draft_temperature=self.draft_temperature,
             max_new_tokens=self.max_new_tokens,
             batch_size=self.batch_size,
             timed_prompts=self.timed_prompts,

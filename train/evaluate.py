@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from decode.artifact import verify_directory, write_directory
 from decode.measure import Evaluation, evaluate, fastest_gamma
+from decode.registry import Choice
 from decode.store import describe_drafter, open_drafter
 from train.data.read import Example, spread
 
@@ -21,12 +22,17 @@ def evaluate_baselines(run: "Run", examples: dict[str, list[Example]]) -> None:
     """A row for each untrained drafter, at its own best γ, chosen on the dev split.
 
     Without a dev split the run's γ is used: a γ chosen on the prompts it is reported on would
-    flatter the baseline.
+    flatter the baseline. A policy that is not `fixed` chooses γ itself.
     """
     settings = run.config.evaluation
 
     def best_gamma(name: str) -> int:
-        if "dev" not in examples or len(settings.baseline_gammas) < 2:
+        protocol = settings.protocol(trained=False)
+        if (
+            "dev" not in examples
+            or len(settings.baseline_gammas) < 2
+            or Choice.of(settings.policy) != Choice("fixed")
+        ):
             return settings.gamma
         prompts = run.prompts(spread(examples["dev"], GAMMA_PROMPTS))
         run.reporter.say(f"choosing γ for {name} on dev prompts")
@@ -35,7 +41,7 @@ def evaluate_baselines(run: "Run", examples: dict[str, list[Example]]) -> None:
             open_drafter(name, run.target),
             prompts,
             settings.baseline_gammas,
-            settings.protocol(),
+            protocol,
         )
 
     for order, name in enumerate(settings.baselines):
@@ -88,6 +94,7 @@ def _evaluate(
     gamma: int,
     examples: dict[str, list[Example]],
 ) -> None:
+    """kind: the kind of drafter; one that is its own spec is a baseline."""
     settings = run.config.evaluation
     chosen = spread(examples[settings.split], settings.prompts)
     prompts = run.prompts(chosen)
@@ -98,7 +105,8 @@ def _evaluate(
             bar.resize(of)
             bar.update(done, what=f"evaluating {stage}: {what}")
 
-        found = evaluate(run.target, drafter, prompts, settings.protocol(gamma), progress)
+        protocol = settings.protocol(gamma, trained=spec != kind)
+        found = evaluate(run.target, drafter, prompts, protocol, progress)
     record = {
         "stage": stage,
         "drafter": kind,

@@ -109,7 +109,8 @@ def labels(report: dict[str, Any]) -> list[str]:
         name = row["stage"]
         if is_baseline(report, row):
             gamma = row["evaluation"].get("gamma")
-            name = row["drafter"] + (f" γ={gamma}" if gamma != _main_gamma(report) else "")
+            other = gamma != _main_gamma(report) and not varies(row["evaluation"])
+            name = row["drafter"] + (f" γ={gamma}" if other else "")
         names.append(f"{name} ({row['drafter']})" if name in names else name)
     return [f"{n} #{i + 1}" if names.count(n) > 1 else n for i, n in enumerate(names)]
 
@@ -157,10 +158,23 @@ def ratio(value: Ratio | None) -> str:
 
 def break_even(evaluation: dict[str, Any]) -> str:
     """The break-even acceptance; 'never' where not even full acceptance would pay."""
-    if evaluation.get("c") is None or evaluation.get("v") is None:
+    if evaluation.get("c") is None or evaluation.get("v") is None or varies(evaluation):
         return NONE
     value = evaluation.get("break_even_acceptance")
     return "never" if value is None else number(value)
+
+
+def varies(evaluation: dict[str, Any]) -> bool:
+    """Whether draft lengths vary, so that there is no one γ."""
+    return (evaluation.get("policy") or "fixed").partition(":")[0] != "fixed"
+
+
+def draft_length(evaluation: dict[str, Any]) -> str:
+    """'4', or '≤ 8 by heuristic:most=8'."""
+    most = evaluation.get("gamma")
+    if not varies(evaluation):
+        return NONE if most is None else str(most)
+    return f"≤ {most} by {evaluation['policy']}"
 
 
 def duration(seconds: float | None) -> str:
@@ -203,11 +217,14 @@ SHORT = {
 }
 # The further figures, on request.
 DETAILS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "γ": lambda e: str(e.get("gamma") or NONE),
+    "γ": draft_length,
+    "γ, mean": lambda e: number((e.get("draft_lengths") or {}).get("mean_gamma")),
     "v": lambda e: number(e.get("v")),
     "tokens per verification pass": lambda e: number(e.get("verify_width")),
     "nodes per step": lambda e: number(e.get("nodes_per_step")),
-    "overhead, ms per step": lambda e: number(e.get("overhead_ms")),
+    "la/k, mean over drafts": lambda e: number((e.get("draft_lengths") or {}).get("la_k")),
+    "plain steps": lambda e: percent((e.get("draft_lengths") or {}).get("plain_share")),
+    "draft, verify, overhead, ms per step": lambda e: _milliseconds(e),
     "speed-up without prefill": lambda e: ratio(e.get("speedup_without_prefill")),
     "speed-up, texts that do not repeat": lambda e: ratio(e.get("speedup_not_repeating")),
     "tokens/step, texts that do not repeat": lambda e: number(
@@ -220,6 +237,12 @@ DETAILS: dict[str, Callable[[dict[str, Any]], str]] = {
     "repetition": lambda e: percent(e.get("repetition")),
     "verification passes": lambda e: f"{e['steps']:,}" if e.get("steps") is not None else NONE,
 }
+
+
+def _milliseconds(evaluation: dict[str, Any]) -> str:
+    parts = (evaluation.get("draft_lengths_timed") or {}).get("ms_per_step") or {}
+    shown = [number(parts.get(part)) for part in ("draft", "verify", "overhead")]
+    return NONE if set(shown) == {NONE} else ", ".join(shown)
 
 
 def table(report: dict[str, Any]) -> Table:
@@ -255,8 +278,8 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         return ["No drafter was evaluated yet."]
     target = report["config"].get("target") or {}
     lines = [
-        f"γ {_each(report, 'gamma')}; {_each(report, 'sampling', _sampling)}; "
-        f"rule {_each(report, 'rule', rule_name)}",
+        f"γ {_each(report, 'gamma', draft_length)}; {_each(report, 'sampling', _sampling)}; "
+        f"rule {_each(report, 'rule', rule_name)}" + _shapes(report),
         f"{_each(report, 'prompts')} prompts for acceptance, {_each(report, 'timed_prompts')} of "
         "them timed; intervals are 95% bootstrap intervals over the timed prompts",
         f"target {target.get('model', NONE)} in {_dtype(report)}; {machine(report)}",
@@ -315,6 +338,12 @@ def _each(
     return usual + (f" ({', '.join(others)})" if others else "")
 
 
+def _shapes(report: dict[str, Any]) -> str:
+    if not any(row["evaluation"].get("shape") for row in report["rows"]):
+        return ""
+    return f"; shape {_each(report, 'shape', lambda e: e.get('shape') or 'its own')}"
+
+
 def _bare(label: str) -> str:
     """A row's label without its γ."""
     return label.partition(" γ=")[0]
@@ -322,13 +351,21 @@ def _bare(label: str) -> str:
 
 def _sampling(evaluation: dict[str, Any]) -> str:
     sampling = evaluation.get("sampling") or {}
+    parts = []
     if not sampling.get("temperature"):
-        return "greedy decoding"
-    parts = [f"temperature {sampling['temperature']:g}"]
-    if sampling.get("top_k"):
-        parts.append(f"top-k {sampling['top_k']}")
-    if sampling.get("top_p", 1.0) < 1:
-        parts.append(f"top-p {sampling['top_p']:g}")
+        parts.append("greedy decoding")
+    else:
+        parts.append(f"temperature {sampling['temperature']:g}")
+        if sampling.get("top_k"):
+            parts.append(f"top-k {sampling['top_k']}")
+        if sampling.get("top_p", 1.0) < 1:
+            parts.append(f"top-p {sampling['top_p']:g}")
+        if sampling.get("min_p"):
+            parts.append(f"min-p {sampling['min_p']:g}")
+    if sampling.get("repetition_penalty", 1.0) != 1:
+        parts.append(f"repetition penalty {sampling['repetition_penalty']:g}")
+    if evaluation.get("draft_temperature") is not None:
+        parts.append(f"drafter's temperature {evaluation['draft_temperature']:g}")
     return ", ".join(parts)
 
 

@@ -26,7 +26,7 @@ from accelerate.utils import set_seed
 from decode.artifact import recover, write_file
 from decode.errors import UserError
 from decode.target import Target, load_target
-from train.config import RunConfig, differences, dump_config
+from train.config import RunConfig, differences, dump_config, validate_config
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import Example, data_fingerprint, read_examples
@@ -116,8 +116,7 @@ class Run:
         stored = self.directory / "config.json"
         resolved = dump_config(self.config)
         if stored.exists():
-            found = json.loads(stored.read_text())
-            changed = differences(found, resolved)
+            changed = differences(_as_read_today(json.loads(stored.read_text())), resolved)
             if changed and not self.allow_changes:
                 raise UserError(
                     f"run {self.directory} was started with other settings:\n  "
@@ -225,6 +224,15 @@ class Run:
             write_file(done, json.dumps(record, indent=2))
         self.accelerator.wait_for_everyone()
         return outcome
+
+
+def _as_read_today(found: dict[str, Any]) -> dict[str, Any]:
+    """A stored config with the settings that did not exist when it was written at their defaults,
+    which are what was done then; as it is where today's version cannot read it."""
+    try:
+        return dump_config(validate_config(found, base_dir=Path()))
+    except UserError:
+        return found
 
 
 def _fingerprints(examples: dict[str, list[Example]]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from decode.features import Features
 from decode.observe import Verified
 from decode.registry import Registry
 from decode.sampling import Noise, Sampling
+from decode.shapes import Shape
 from decode.target import Target
 
 
@@ -56,6 +57,10 @@ class Drafter(ABC):
     def most_nodes(self, gamma: int) -> int:
         """How many nodes one row's draft may have; more than `gamma` for trees."""
         return gamma
+
+    def with_shape(self, shape: Shape) -> "Drafter":
+        """The same drafter, drafting in another shape; UserError where it has no choice of one."""
+        raise UserError(f"{type(self).__name__} does not draft in shapes; leave the shape out")
 
     @abstractmethod
     def start(self, contexts: Contexts) -> None:

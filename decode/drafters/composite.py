@@ -10,6 +10,7 @@ from decode.drafters import Contexts, Drafter, Limits, Verified
 from decode.errors import UserError
 from decode.features import Features
 from decode.sampling import Noise, Sampling
+from decode.shapes import Shape
 
 
 class CompositeDrafter(Drafter):
@@ -60,6 +61,20 @@ class CompositeDrafter(Drafter):
 
     def most_nodes(self, gamma: int) -> int:
         return max(drafter.most_nodes(gamma) for drafter in self.drafters)
+
+    def with_shape(self, shape: Shape) -> "CompositeDrafter":
+        """Those of its drafters that draft in shapes draft in this one; UserError for none."""
+        shaped: list[Drafter] = []
+        refused = []
+        for drafter in self.drafters:
+            try:
+                shaped.append(drafter.with_shape(shape))
+            except UserError as error:
+                shaped.append(drafter)
+                refused.append(error)
+        if len(refused) == len(shaped):
+            raise refused[0]
+        return CompositeDrafter(shaped)
 
     def start(self, contexts: Contexts) -> None:
         for drafter in self.drafters:

@@ -69,6 +69,9 @@ class SmallLMDrafter(Drafter):
     def branches(self) -> bool:
         return self.shape.branches
 
+    def with_shape(self, shape: Shape) -> "SmallLMDrafter":
+        return SmallLMDrafter(self.lm.model, self.vocabulary, shape)
+
     def siblings(self, sampling: Sampling) -> Siblings:
         return self.shape.siblings(sampling)
 
@@ -93,7 +96,9 @@ class SmallLMDrafter(Drafter):
         draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, noise)
         # The last token of a chain was never fed; of a tree, no node need stand in its slot.
         fed = 0 if self.shape.branches else growth.fed.shape[1]
-        self._cached = np.where(growth.whole_text, lengths + fed, self._cached)
+        # What is committed next in a row that shall not draft need not be what was fed there.
+        fed_B = fed * (depths > 0)
+        self._cached = np.where(growth.whole_text, lengths + fed_B, self._cached)
         return draft
 
     def commit(self, contexts: Contexts) -> None:

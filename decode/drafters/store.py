@@ -9,7 +9,7 @@ import torch
 from decode.draft import Draft
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits, Verified
 from decode.errors import UserError
-from decode.sampling import Noise, Sampling
+from decode.sampling import Noise, Sampling, top
 
 
 class NgramStore:
@@ -112,7 +112,7 @@ class StoreDrafter(Drafter):
         places = seen.verdict.places()
         rows_B1 = torch.arange(len(places), device=places.device)[:, None]
         logits = seen.scores.logits[rows_B1, places]
-        likeliest = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).indices.tolist()
+        likeliest = top(logits, min(self.top_k, logits.shape[-1]))[1].tolist()
         contexts = seen.contexts
         for row, length in enumerate(contexts.lengths):
             text = contexts.tokens[row, max(length - self.max_n, 0) : length].tolist()

@@ -90,8 +90,9 @@ class AdaptiveConfidence(Watcher):
         row = np.arange(len(rows))
         low = following[row, at]
         middle = (confidence[row, at] + np.where(np.isnan(low), 0.0, low)) / 2
-        # Nothing pays: above the highest, so that only the first token is drafted.
-        middle = np.where(worth[row, at] > 0, middle, np.nextafter(confidence[:, 0], 2.0))
+        # Nothing pays: above the highest (as float32 tells), so that only first tokens are drafted.
+        above = np.nextafter(confidence[:, 0].astype(np.float32), np.float32(2))
+        middle = np.where(worth[row, at] > 0, middle, above)
         return np.where(known.sum(1) < self.WARM, self.threshold, middle)
 
     def keep_rows(self, rows: np.ndarray) -> None:

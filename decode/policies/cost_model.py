@@ -7,6 +7,9 @@ from decode.errors import UserError
 from decode.policies import POLICIES, Policy
 from decode.stats import Step
 
+# Seconds; no time is shorter, as ratios of times are taken.
+INSTANT = 1e-9
+
 
 @POLICIES.register("cost_model")
 class CostModel(Policy):
@@ -22,8 +25,8 @@ class CostModel(Policy):
     then: so seldom that a useless drafter costs about `probe_share` of plain decoding, but at
     least every `patience` tokens (unless a single try costs more than 1.3 · patience · probe_share
     plain steps: then cost comes first). What a probe costs includes that a model feeds all it
-    missed since its last draft. After a success the next follows at once, so few tokens pass until
-    a drafter that has become good is used again.
+    missed since its last draft, but not that it reads the prompt before its first. After a success
+    the next follows at once, so few tokens pass until a drafter that has become good is used again.
 
     On a tree's shape it decides how deep the tree may grow; which nodes it has is the shape's
     matter (`sequoia` chooses a tree from measured costs).
@@ -38,8 +41,8 @@ class CostModel(Policy):
         self,
         most: int = 8,
         memory: float = 0.97,
-        probe_share: float = 0.025,
-        patience: int = 28,
+        probe_share: float = 0.03,
+        patience: int = 24,
     ) -> None:
         super().__init__(most)
         for name, value in (("memory", memory), ("probe_share", probe_share)):
@@ -66,7 +69,7 @@ class CostModel(Policy):
     def use_costs(self, costs: Costs) -> None:
         for width, v in zip(costs.widths, costs.v, strict=True):
             self._passes.know(width * costs.rows, v * costs.step_s)
-        self._draft_s = costs.c * costs.step_s
+        self._draft_s = max(costs.c * costs.step_s, INSTANT)
 
     def depths(self) -> np.ndarray:
         return np.full(self.rows, self._choose())
@@ -125,7 +128,7 @@ class CostModel(Policy):
     def _see_draft(self, seconds: float, depth: int) -> None:
         if self._new_text:
             return  # it fed the drafter the prompt
-        a_step = seconds / depth
+        a_step = max(seconds / depth, INSTANT)
         if self._draft_s is None:
             self._draft_s = a_step
         elif self._waited == 0 or a_step < self._draft_s:
@@ -143,12 +146,13 @@ class _PassTimes:
         self._once: dict[int, float] = {}  # seen once: what is cold or disturbed is slow
 
     def know(self, tokens: int, seconds: float) -> None:
-        self._known[tokens] = seconds
+        self._known[tokens] = max(seconds, INSTANT)
 
     def known_beyond(self, tokens: int) -> bool:
         return max(self._known, default=0) > tokens
 
     def see(self, tokens: int, seconds: float) -> None:
+        seconds = max(seconds, INSTANT)
         if tokens in self._known:
             ratio = _clipped(seconds / self._known[tokens])
             # Half of it moves all passes: contexts grow, and other work comes and goes.

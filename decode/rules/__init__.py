@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Siblings
+from decode.errors import UserError
 from decode.registry import Registry
-from decode.sampling import Noise
+from decode.sampling import Noise, Sampling
 from decode.scores import Scores
 
 
@@ -63,6 +64,24 @@ class Rule(ABC):
 
 
 RULES: Registry[type[Rule]] = Registry("verification rule")
+
+
+def used_rule(rule: Rule, sampling: Sampling) -> Rule:
+    """The rule itself, or exact match where at temperature 0 it comes to that."""
+    return RULES["exact"]() if sampling.greedy and rule.exact_when_greedy else rule
+
+
+def require_fitting(rule: Rule, drafter: str, branches: bool, siblings: Siblings) -> None:
+    """Refuse a rule that cannot judge what a drafter or shape, called so, drafts (UserError)."""
+    if rule.judges(branches, siblings):
+        return
+    judged = " or ".join(sorted(rule.siblings)) + " siblings" if rule.trees else "chains only"
+    raise UserError(
+        f"{drafter} drafts trees of {siblings} siblings and the rule {type(rule).__name__} judges "
+        f"{judged}; rules for such trees: "
+        f"{', '.join(name for name in RULES if RULES[name].judges(branches, siblings))}"
+    )
+
 
 from decode.rules import (  # noqa: E402, F401  (each registers itself)
     block,

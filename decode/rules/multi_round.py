@@ -15,8 +15,8 @@ class MultiRound(Descent):
     to its sibling with p ← norm((p − q)₊). If none is accepted the next token is drawn from what
     is left of p. Trees of any kind; on a chain it is speculative sampling.
 
-    Siblings drawn without replacement: x leaves q too, which is renormalised (Sequoia, algorithm
-    2). Chosen ones have q = 1 each: accepted with p(x), else x is taken out of p.
+    Siblings drawn without replacement: x leaves q too, which is renormalised (Sequoia). Chosen ones
+    have q = 1 each: accepted with p(x), else x is taken out of p.
     """
 
     lossless = True

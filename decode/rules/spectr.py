@@ -1,4 +1,4 @@
-"""SpecTr's k-sequential selection (Sun et al., 2310.15141, algorithm 3 and theorem 2)."""
+"""SpecTr's k-sequential selection (Sun et al., 2310.15141)."""
 
 import torch
 from torch import Tensor

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.rules import RULES, Rule, Verdict
+from decode.rules.block import BlockVerification
 from decode.rules.residual import TINY, residual, settled
 from decode.sampling import Noise, draw
 from decode.scores import Scores
@@ -28,6 +29,9 @@ class Traversal(Rule):
     lossless, trees = True, True
 
     def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+        if draft.is_chain:
+            # The same verdict from the same random numbers, all positions at once.
+            return BlockVerification().verify(draft, scores, noise)
         walk = _Walk(draft, scores, noise.uniforms(Noise.ACCEPT, 0, draft.tokens.shape[1]))
         while not walk.done.all():
             walk.descend()
@@ -79,11 +83,13 @@ class _Walk:
         if settled(down):
             return
         row, depth, node = self.row, self.depth, child.clamp(min=0)
-        p, mass, a = self.p[row, depth], self.mass[row, depth], self.a[row, depth]
-        q, whole = self.draft.q_of(node, p.shape[1])
-        token = self.draft.tokens[row, node][:, None]
-        p_x, q_x = (weights.gather(1, token)[:, 0].double() for weights in (p, q))
-        a_child = torch.where(p_x > 0, a * (p_x / mass) * (whole / q_x), 0.0).clamp(max=1.0)
+        mass, a, token = self.mass[row, depth], self.a[row, depth], self.draft.tokens[row, node]
+        p_x = self.p[row, depth, token].double()
+        a_child = a * (p_x / mass)
+        if self.draft.q is not None:
+            q, whole = self.draft.q_of(node, self.p.shape[2])
+            a_child = a_child * (whole / q[row, token].double())
+        a_child = torch.where(p_x > 0, a_child, 0.0).clamp(max=1.0)
 
         self.turn[row, depth] += down.long()
         self.depth = below = depth + down.long()
@@ -94,8 +100,7 @@ class _Walk:
             (self.mass, torch.ones_like(mass)),
         ):
             values[row, below] = torch.where(down, new, values[row, below])
-        new_p = self.scores.probs_at(node + 1)
-        self.p[row, below] = torch.where(down[:, None], new_p, self.p[row, below])
+        self._put_p(below, down, self.scores.probs_at(node + 1))
 
     def judge(self) -> None:
         """Accept the leaves that rows are at, or cut them off and go back to their parents."""
@@ -113,15 +118,25 @@ class _Walk:
             return
         self.depth = above = depth - back.long()
         p, mass, a = self.p[row, above], self.mass[row, above], self.a[row, above]
-        q, whole = self.draft.q_of(node, p.shape[1])
-        # a·p/mass − q/whole but for a factor, so that p stays what it is where nothing is left.
-        scale = mass / (whole * a).clamp(min=TINY)
-        left, left_mass = residual(p, q * scale[:, None].float())
+        if self.draft.q is None:
+            # q is one-hot: the token that was chosen is out.
+            q = torch.zeros_like(p).scatter_(1, self.draft.tokens[row, node][:, None], 1.0)
+        else:
+            q, whole = self.draft.q_of(node, p.shape[1])
+            # a·p/mass − q/whole but for a factor, so that p stays what it is if nothing is left.
+            q = q * (mass / (whole * a).clamp(min=TINY))[:, None].float()
+        left, left_mass = residual(p, q)
         S = a * left_mass / mass
         spare = S + 1.0 - a
         # 0/0 is 1: all up to the parent was certain, and so is what follows it.
         a_left = torch.where(spare > 0, S / spare, 1.0)
-        self.p[row, above] = torch.where(back[:, None], left, p)
+        self._put_p(above, back, left)
         left_mass = torch.where(left_mass > 0, left_mass, mass)
         self.mass[row, above] = torch.where(back, left_mass, mass)
         self.a[row, above] = torch.where(back, a_left, a)
+
+    def _put_p(self, depth: Tensor, rows: Tensor, new: Tensor) -> None:
+        """Set p at depth[b] to new [B, V] for the given rows, bool [B]."""
+        if not settled(~rows):
+            new = torch.where(rows[:, None], new, self.p[self.row, depth])
+        self.p[self.row, depth] = new

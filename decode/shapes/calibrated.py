@@ -1,6 +1,6 @@
 """Medusa's calibrated tree (2401.10774, section 2.3.3): the nodes that were accepted most often.
 
-The acceptance comes from `decode.calibrate`, which measures it on dev prompts.
+The acceptance comes from `decode.measure_tree`, which measures it on dev prompts.
 """
 
 import heapq

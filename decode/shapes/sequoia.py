@@ -80,8 +80,10 @@ class _Programme:
         for level in range(1, depth + 1):
             for b in range(1, children + 1):
                 elder, below = self.T[level, b - 1], self.tokens[level - 1]
+                # What cannot be stays so below a child that is never accepted: 0·∞ is not 0.
+                below = np.multiply(v[b - 1], below, where=below > 0, out=below.copy())
                 for m in range(b + 1, most + 1):
-                    found = elder[1:m] + v[b - 1] * below[m - 1 : 0 : -1]
+                    found = elder[1:m] + below[m - 1 : 0 : -1]
                     y = int(found.argmax())
                     self.T[level, b, m], self.split[level, b, m] = found[y], y + 1
             self.children[level] = self.T[level].argmax(0)

@@ -13,9 +13,9 @@ import torch
 from pydantic import Field, SerializeAsAny, field_validator
 from torch import Tensor, nn
 
-from decode.calibrate import measure_acceptance, probe
 from decode.drafters import DRAFTERS, Drafter
 from decode.errors import UserError
+from decode.measure_tree import measure_acceptance, probe
 from decode.shapes.calibrated import grow_greedily
 from decode.shapes.structure import Structure
 from distill.losses import Terms

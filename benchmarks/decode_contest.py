@@ -1,0 +1,203 @@
+"""One setting of `benchmarks.decode`: who takes part, in which order, and what came of it."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.decode_contestants import Contestant, Models, makers
+from benchmarks.decode_passes import Passes
+from decode.drafters import DRAFTERS
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.measure import identical, ratio_of_totals
+from decode.stats import finite
+from decode.target import Target
+from train.console import Reporter
+from train.data.read import spread
+
+OURS = ("plain", "speculative", "lookup")
+PACKAGES = ("flashspec", "economize")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """jobs: how many batches of `batch` prompts, each answered with `tokens` tokens. dtype: where
+    it is another one than was asked for."""
+
+    jobs: int
+    tokens: int
+    batch: int = 1
+    sampled: bool = False
+    dtype: str = ""
+
+    @property
+    def ending(self) -> str:
+        """Of the names of its ratios."""
+        batch = f"_batch{self.batch}" if self.batch > 1 else ""
+        return "_sampled" * self.sampled + batch + (self.dtype and f"_{self.dtype}")
+
+
+@dataclass
+class Contest:
+    """What one setting showed. By contestant: seconds and outputs by job, and passes; `unable` has
+    the reason of each that does not take part."""
+
+    setting: Setting
+    dtype: str
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    outputs: dict[str, list[list[list[int]]]] = field(default_factory=dict)
+    passes: dict[str, Passes] = field(default_factory=dict)
+    unable: dict[str, str] = field(default_factory=dict)
+    equal: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        how = "temperature 1" if self.setting.sampled else "greedy"
+        return f"{how}, batch {self.setting.batch}, {self.dtype}"
+
+    @contextmanager
+    def excusing(self, name: str) -> Iterator[None]:
+        """Whoever raises in here takes no part, unless nobody may be missing."""
+        try:
+            yield
+        except Exception as error:
+            if name in (*OURS, "generate"):
+                raise
+            self.unable[name] = _reason(error)
+            for known in (self.seconds, self.outputs, self.passes):
+                known.pop(name, None)
+
+    def ratio(self, theirs: str, ours: str) -> dict[str, float] | None:
+        """Time of `theirs` over time of `ours`, with an interval where there is more than one job;
+        None if one of them has none."""
+        if theirs not in self.seconds or ours not in self.seconds:
+            return None
+        found = ratio_of_totals(*(np.array(self.seconds[name]) for name in (theirs, ours)))
+        return {"value": found["value"]} if found and self.setting.jobs == 1 else found
+
+    def figures(self, name: str) -> dict[str, Any]:
+        """What is known of a contestant, for JSON and the table; None where something is not."""
+        passes, seconds = self.passes[name], sum(self.seconds[name])
+        tokens = sum(len(row) for job in self.outputs[name] for row in job)
+        milliseconds = {
+            f"{what}_ms": 1000 * median(times) if times else None
+            for what, times in (
+                ("draft", passes.draft_s),
+                ("verify", passes.verify_s),
+                ("overhead", passes.overhead_s),
+            )
+        }
+        same, close = self.equal.get(name, (None, None))
+        return {
+            "tokens_per_second": tokens / seconds,
+            "seconds": self.seconds[name],
+            "tokens_per_step": _share(passes.emitted, passes.steps),
+            "acceptance_rate": _share(passes.accepted, passes.reached),
+            "draft_efficiency": _share(passes.accepted, passes.drafted),
+            **milliseconds,
+            "equal_to_generate": same,
+            "equal_within_rounding": close,
+        }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return finite(part / whole) if whole else None
+
+
+def long_answers(
+    target: Target, prompts: Sequence[list[int]], *, count: int, tokens: int
+) -> list[list[int]]:
+    """At most `count` of the prompts, spread over all, whose greedy answers have `tokens` tokens
+    and more. Raises UserError when there is none."""
+    decoder = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
+    long: list[list[int]] = []
+    # About half of the answers are too short; the other prompts are asked if more are.
+    first = spread(range(len(prompts)), 2 * count)
+    order = first + sorted(set(range(len(prompts))) - set(first))
+    for begin in range(0, len(order), 16):
+        if len(long) >= count:
+            break
+        batch = [prompts[place] for place in order[begin : begin + 16]]
+        found = decoder.decode(batch, tokens).outputs
+        ends = set(target.eos_token_ids)
+        long += [
+            prompt
+            for prompt, output in zip(batch, found, strict=True)
+            if len(output) == tokens and output[-1] not in ends
+        ]
+    if not long:
+        raise UserError(
+            f"no greedy answer to these {len(prompts)} prompts has {tokens} tokens; give prompts "
+            "that ask for longer ones"
+        )
+    return spread(long, count)
+
+
+def hold(
+    models: Models,
+    setting: Setting,
+    texts: Sequence[list[int]],
+    gamma: int,
+    reporter: Reporter,
+) -> Contest:
+    """Let all contestants answer the setting's prompts, in turns.
+
+    What other packages refuse is theirs to say and noted; our own loop and plain `generate()` take
+    every setting, and what they raise is raised.
+    """
+    wanted = spread(texts, setting.jobs * setting.batch)
+    whole = max(setting.batch, len(wanted) - len(wanted) % setting.batch)
+    jobs = [wanted[i : i + setting.batch] for i in range(0, whole, setting.batch)]
+    dtype = str(models.target.dtype).removeprefix("torch.")
+    contest = Contest(replace(setting, jobs=len(jobs)), dtype)
+    ready: dict[str, Contestant] = {}
+    for name, make in makers(models, gamma=gamma, sampled=setting.sampled).items():
+        with contest.excusing(name):
+            run = make()
+            run(jobs[0], min(8, setting.tokens), 0)  # the warm-up
+            ready[name] = run
+            contest.seconds[name], contest.outputs[name] = [], []
+            contest.passes[name] = Passes()
+    names = list(ready)
+    for number, job in enumerate(jobs):
+        reporter.say(f"{contest.title}: {number + 1} of {len(jobs)}")
+        turn = len(names) * number // len(jobs)
+        for name in names[turn:] + names[:turn]:
+            if name in contest.unable:
+                continue
+            with contest.excusing(name):
+                finish(models.target)
+                begin = time.perf_counter()
+                ran = ready[name](job, setting.tokens, number)
+                finish(models.target)
+                contest.seconds[name].append(time.perf_counter() - begin)
+                contest.outputs[name].append(ran.outputs)
+                contest.passes[name] += ran.passes()
+    if not setting.sampled:
+        prompts = [prompt for job in jobs for prompt in job]
+        rows = {
+            name: [row for job in found for row in job] for name, found in contest.outputs.items()
+        }
+        contest.equal = {
+            name: identical(models.target, prompts, rows["generate"], rows[name]) for name in rows
+        }
+    return contest
+
+
+def finish(target: Target) -> None:
+    """Wait until a GPU has done what it was given."""
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
+        return f'not installed (pip install "draftsmith[benchmarks]" installs {error.name})'
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

@@ -1,0 +1,146 @@
+"""How text is decoded, by names and options: what configs and commands make a `Decoder` of."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from decode.costs import Costs
+from decode.drafters import Drafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.measure_costs import measure_costs
+from decode.policies import POLICIES, Policy
+from decode.registry import Choice, options_of
+from decode.rules import RULES, Rule, require_fitting, used_rule
+from decode.sampling import Sampling
+from decode.shapes import SHAPES, Shape
+from decode.stops import Stop
+from decode.target import Target
+
+Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """Which parts decode, and how text is drawn.
+
+    gamma: how deep drafts are at most, where the policy does not say. rule, policy, shape: parts
+    by name, with options; policy None: `fixed`; shape None: the drafter's own. draft_temperature:
+    the drafter's, where it shall differ. Raises UserError for what is unknown, out of range, or
+    does not go together; nothing is loaded for that.
+
+    >>> settings = DecodeSettings(rule="exact", policy="heuristic:most=8")
+    >>> settings.make_policy().most
+    8
+    """
+
+    gamma: int = 4
+    sampling: Sampling = field(default_factory=Sampling)
+    rule: Part = "speculative"
+    policy: Part | None = None
+    shape: Part | None = None
+    draft_temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        rule, policy, sampling = self.make_rule(), self.make_policy(), self.draft_sampling
+        if self.shape is None:
+            return
+        shape = self.make_shape()
+        name = f"shape {Choice.of(self.shape)}"
+        require_fitting(rule, name, shape.branches, shape.siblings(sampling))
+        if policy.watches and shape.branches:
+            raise UserError(
+                f"the draft-length policy {Choice.of(self.policy or 'fixed').name} watches a chain "
+                f"grow, and the {name} is a tree; leave one of them out"
+            )
+
+    @property
+    def draft_sampling(self) -> Sampling:
+        if self.draft_temperature is None:
+            return self.sampling
+        return replace(self.sampling, temperature=self.draft_temperature)
+
+    def make_rule(self) -> Rule:
+        """The rule that is used: at temperature 0 most come to exact match."""
+        rule: Rule = RULES.make(self.rule)
+        return used_rule(rule, self.sampling)
+
+    def make_policy(self) -> Policy:
+        policy: Policy = POLICIES.make(self.policy or "fixed", most=self.gamma)
+        return policy
+
+    def make_shape(self, costs: Costs | None = None) -> Shape:
+        """costs: for shapes that plan by them, unless their options say what to plan with. They
+        plan for drafts as deep as the policy allows."""
+        assert self.shape is not None
+        planned: dict[str, Any] = {"depth": self.make_policy().most}
+        if costs is not None:
+            pairs = list(zip(costs.widths, costs.v, strict=True))
+            planned |= {"draft_cost": costs.c, "verify_costs": pairs}
+        shape: Shape = SHAPES.make(self.shape, **planned)
+        return shape
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether a part of these decides better with costs measured before decoding begins."""
+        return self.make_policy().needs_costs or self._shape_needs_costs
+
+    @property
+    def _shape_needs_costs(self) -> bool:
+        if self.shape is None:
+            return False
+        choice = Choice.of(self.shape)
+        return "verify_costs" in {*options_of(SHAPES[choice.name])} - {*choice.options}
+
+    def decoder(
+        self,
+        target: Target,
+        drafter: Drafter,
+        prompt: Sequence[int] | None = None,
+        *,
+        stop: Stop | None = None,
+    ) -> tuple[Decoder, Costs | None]:
+        """A decoder, and the costs that were measured for its parts, if any need them.
+
+        prompt: token ids that costs are measured on, by which the policy or the shape then goes;
+        None: nothing is measured. Raises UserError as `Decoder` does, and for a shape where the
+        drafter has no choice of one.
+        """
+        made = self._decoder(target, drafter, None, stop)
+        if prompt is None or not self.needs_costs:
+            return made, None
+        # A level of a tree is one pass of the drafter, as a token of a chain is.
+        plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
+        most = made.drafter.most_nodes(made.policy.most)
+        costs = measure_costs(plain, [prompt], most=made.policy.most, widest=most + 1)
+        return self._decoder(target, drafter, costs, stop), costs
+
+    def _decoder(
+        self, target: Target, drafter: Drafter, costs: Costs | None, stop: Stop | None = None
+    ) -> Decoder:
+        policy = self.make_policy()
+        if costs is not None:
+            policy.use_costs(costs)
+        if self.shape is not None:
+            drafter = drafter.with_shape(self.make_shape(costs))
+        return Decoder(
+            target.model,
+            drafter,
+            eos_token_ids=target.eos_token_ids,
+            rule=self.make_rule(),
+            sampling=self.sampling,
+            draft_sampling=self.draft_sampling,
+            policy=policy,
+            stop=stop,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values. gamma: how deep a draft may be; parts as `Choice` writes them."""
+        return {
+            "gamma": self.make_policy().most,
+            "rule": str(Choice.of(self.rule)),
+            "policy": str(Choice.of(self.policy or "fixed")),
+            "shape": None if self.shape is None else str(Choice.of(self.shape)),
+            "sampling": vars(self.sampling),
+            "draft_temperature": self.draft_temperature,
+        }

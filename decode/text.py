@@ -1,0 +1,228 @@
+"""Text in, text out: the call that users of `transformers` know, over the speculative loop."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, cast
+
+import torch
+from jinja2 import TemplateError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from decode.detokenize import TextStream, decode
+from decode.drafters import Drafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.fingerprint import eos_token_ids, fingerprint
+from decode.loop import Decoded, Decoder
+from decode.policies import POLICIES, Policy
+from decode.processors import LogitsProcessor
+from decode.rules import Rule
+from decode.sampling import Sampling
+from decode.shapes import SHAPES, Shape
+from decode.stops import StopStrings
+from decode.store import open_drafter
+from decode.target import Target
+from decode.trace import TraceStep
+
+# Text that is continued as it stands, messages that are answered, or token ids.
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+
+class TextPieces(BaseStreamer):
+    """A streamer, for `generate()` here or in transformers, that calls `write` with each piece of
+    an answer's text as soon as its tokens are certain. Characters are never split, special tokens
+    left out; the pieces add up to the text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=True)
+        self._write = write
+
+    def put(self, value: torch.Tensor) -> None:
+        """New tokens, int64 [n]; a prompt comes as [1, n] and is not written."""
+        if value.ndim == 1:
+            self._say(self._stream.add(value.tolist()))
+
+    def end(self) -> None:
+        self._say(self._stream.end())
+
+    def _say(self, piece: str) -> None:
+        if piece:
+            self._write(piece)
+
+
+class SpeculativeGenerator:
+    """A target, its tokenizer and a drafter: prompt → text.
+
+    drafter: a `Drafter`, a smaller model of the target's vocabulary, or a name as `open_drafter`
+    takes it. gamma, rule: as for `Decoder`; policy, shape: parts, or names of parts with options as
+    `Choice` reads them; a shape is for drafters that draft in shapes. eos_token_ids: what ends a
+    text; default what the tokenizer and the model's configs name. decoded: tokens, counts and times
+    of the last call.
+
+    >>> generator = SpeculativeGenerator(model, tokenizer, "ngram")        # doctest: +SKIP
+    >>> generator.generate("Once upon a time", max_new_tokens=40)          # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: Drafter | PreTrainedModel | str = "ngram",
+        *,
+        gamma: int = 4,
+        rule: str | Rule = "speculative",
+        policy: Policy | str | None = None,
+        shape: Shape | str | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.eos_token_ids = _eos(model, tokenizer) if eos_token_ids is None else eos_token_ids
+        if isinstance(drafter, str):
+            drafter = open_drafter(drafter, _target(model, tokenizer))
+        elif not isinstance(drafter, Drafter):
+            drafter = SmallLMDrafter(drafter)
+        if isinstance(policy, str):
+            policy = POLICIES.make(policy, most=gamma)
+        if shape is not None:
+            made = SHAPES.make(shape, depth=gamma) if isinstance(shape, str) else shape
+            drafter = drafter.with_shape(made)
+        self.drafter = drafter
+        self._options: dict[str, Any] = {"gamma": gamma, "rule": rule, "policy": policy}
+        self.decoded: Decoded | None = None
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: str | Sequence[str] = (),
+        logits_processor: Sequence[LogitsProcessor] = (),
+        streamer: BaseStreamer | None = None,
+        seed: int = 0,
+        num_beams: int = 1,
+        on_step: Callable[[TraceStep], None] | None = None,
+    ) -> str | list[str]:
+        """The answer's text, special tokens left out; for a list of prompts, a list of texts.
+
+        A prompt is text, which is continued as it stands; messages ({"role", "content"}), which
+        the tokenizer's chat template writes out; or token ids. temperature 0 is greedy, and the
+        text then that of `model.generate()`. stop: strings that end a text; they stay in it, as
+        does all of the token that completed one. logits_processor: a `LogitsProcessorList`.
+        streamer: as `TextStreamer`, given the prompt and then each block of new tokens; for one
+        prompt. seed: a text depends on it and on its prompt's place, not on the batch. on_step:
+        see `decode.trace`.
+
+        Beam search is left to `model.generate()`. Raises UserError for num_beams other than 1, a
+        streamer with several prompts, messages without a chat template, and as `Decoder.decode`.
+        """
+        if num_beams != 1:
+            raise UserError(
+                f"num_beams is {num_beams}; beam search keeps several texts at a time, of which no "
+                "draft can be verified: use model.generate(num_beams=…), or leave it out"
+            )
+        if isinstance(prompts, torch.Tensor):
+            prompts = prompts.tolist()
+        single = _is_one(prompts)
+        ids = [self.tokens(prompt) for prompt in cast(Any, [prompts] if single else prompts)]
+        if streamer is not None and len(ids) != 1:
+            raise UserError(f"a streamer shows one text and there are {len(ids)} prompts")
+        decoder = Decoder(
+            self.model,
+            self.drafter,
+            eos_token_ids=self.eos_token_ids,
+            sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+            processors=logits_processor,
+            stop=StopStrings(self.tokenizer, stop) if stop else None,
+            **self._options,
+        )
+
+        def on_tokens(_: int, tokens: list[int]) -> None:
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens))
+
+        if streamer is not None:
+            streamer.put(torch.tensor(ids))
+        self.decoded = decoder.decode(
+            ids, max_new_tokens, seed=seed, on_tokens=on_tokens, on_step=on_step
+        )
+        if streamer is not None:
+            streamer.end()
+        texts = [decode(self.tokenizer, output) for output in self.decoded.outputs]
+        return texts[0] if single else texts
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
+        """The pieces of one answer's text, as they become certain; options as for `generate`.
+
+        Decoding runs ahead in a thread of its own, and ends when the iterator is closed.
+        """
+        pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
+        closed = threading.Event()
+
+        def write(piece: str) -> None:
+            if closed.is_set():
+                raise _Closed
+            pieces.put(piece)
+
+        def work() -> None:
+            try:
+                self.generate(prompt, streamer=TextPieces(self.tokenizer, write), **options)
+                pieces.put(None)
+            except BaseException as error:  # the reader's to handle
+                pieces.put(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            closed.set()
+            thread.join()
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt."""
+        if isinstance(prompt, str):
+            found: list[int] = self.tokenizer(prompt).input_ids
+            return found
+        if not len(prompt) or not isinstance(prompt[0], Mapping):
+            return [int(cast(int, token)) for token in prompt]
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise UserError(
+                "the tokenizer has no chat template to write messages with; give the prompt as text"
+            )
+        try:
+            written: list[int] = self.tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise UserError(f"the chat template refuses these messages: {error}") from error
+        return written
+
+
+class _Closed(Exception):
+    """Nobody reads the stream any more."""
+
+
+def _is_one(prompts: Any) -> bool:
+    """Whether this is one prompt, not a sequence of them."""
+    return isinstance(prompts, str) or (
+        len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)
+    )
+
+
+def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    return eos_token_ids(tokenizer, model.config.get_text_config(), model.generation_config)
+
+
+def _target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Target:
+    identity = fingerprint(tokenizer, model.config, model.generation_config)
+    return Target(model, tokenizer, model.name_or_path, None, identity, identity.eos_token_ids)

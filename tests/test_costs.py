@@ -1,0 +1,148 @@
+"""Costs of drafting and verifying, measured on a clock that models move themselves."""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode import loop
+from decode.costs import Costs
+from decode.drafters import DRAFTERS
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.measure_costs import measure_costs
+from decode.policies.cost_model import CostModel
+from decode.sampling import Sampling
+from decode.settings import DecodeSettings
+from tests.tiny import tiny_model, tiny_target
+
+model = functools.cache(tiny_model)
+PROMPT = [5, 17, 250, 9, 42]
+
+
+class Clock:
+    """Stands for the time module in the loop: a pass of a model takes what is said here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def charge(self, lm: Any, first: float, further: float) -> None:
+        """Each pass takes `first` seconds for one token per row and `further` for each more."""
+        forward = lm.forward
+
+        def timed(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.now += first + further * (ids.numel() - 1)
+            found: torch.Tensor = forward(ids, *args, **kwargs)
+            return found
+
+        lm.forward = timed
+
+
+def timed_decoder(clock: Clock, c: float, slope: float, **options: Any) -> Decoder:
+    """With a drafter that is nearly always wrong, c times as slow as the target; what it missed
+    costs it as little as verifying costs the target."""
+    drafter = SmallLMDrafter(model("llama", seed=7, layers=1))
+    decoder = Decoder(model("llama"), drafter, **options)
+    clock.charge(decoder.lm, 1.0, slope)
+    clock.charge(drafter.lm, c, c * slope)
+    return decoder
+
+
+def test_costs_between_and_beyond_what_was_measured() -> None:
+    costs = Costs(0.02, 1, 0.1, (1, 3, 5), (1.0, 1.2, 1.8))
+    assert costs.verify([1, 2, 3, 4, 5, 6, 10]) == pytest.approx([1, 1.1, 1.2, 1.5, 1.8, 2.0, 2.8])
+    # A wider pass is never cheaper: what was measured so is noise.
+    assert Costs(1, 1, 0, (1, 2, 3), (1.0, 1.3, 1.1)).verify(3) == pytest.approx(1.3)
+    assert costs.to_dict()["v"] == {"1": 1.0, "3": 1.2, "5": 1.8}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_measured_costs_are_the_real_ones(
+    monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float
+) -> None:
+    clock = Clock(monkeypatch)
+    sampling = Sampling(temperature)
+    decoder = timed_decoder(clock, 0.2, 0.1, sampling=sampling, eos_token_ids=range(100))
+    costs = measure_costs(decoder, [PROMPT] * rows, most=4, widest=6)
+    assert costs.rows == rows
+    assert costs.widths == (1, 2, 3, 4, 6)
+    step = 1 + 0.1 * (rows - 1)
+    assert costs.step_s == pytest.approx(step)
+    wanted = [(1 + 0.1 * (rows * n - 1)) / step for n in costs.widths]
+    assert costs.v == pytest.approx(wanted)
+    # After a whole success the drafter feeds one token more, which is part of what it costs.
+    assert costs.c == pytest.approx(0.2 * (1 + 0.1 * (rows - 1)) / step, rel=0.1)
+    # The decoder itself is as it was.
+    assert isinstance(decoder.drafter, SmallLMDrafter)
+    assert decoder.policy.most == 4
+    assert len(decoder.eos) == 100
+
+
+def test_a_drafter_with_nothing_to_say_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    decoder = Decoder(model("llama"), DRAFTERS["ngram"](2, 3))
+    clock.charge(decoder.lm, 1.0, 0.0)
+    costs = measure_costs(decoder, [PROMPT], most=2, widest=4)
+    assert costs.c == 0
+    # And where drafting takes no time at all, it is judged by what verifying costs.
+    decoder.policy = CostModel(4)
+    decoder.policy.use_costs(costs)
+    run = decoder.decode([[11, 12, 13, 14] * 4], 40)
+    assert run.counts.drafted.sum() > 0
+
+
+def test_what_does_not_fit_into_the_context_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    small = Decoder(tiny_model("llama", max_positions=32), DRAFTERS["ngram"]())
+    clock.charge(small.lm, 1.0, 0.5)
+    costs = measure_costs(small, [PROMPT], most=16, widest=64)
+    # With a token of the target's own each they take 21 of 26 places; 8 more are too many.
+    assert costs.widths == (1, 2, 3, 4, 6)
+    assert costs.v == pytest.approx([1, 1.5, 2, 2.5, 3.5])
+    with pytest.raises(UserError, match="give a shorter prompt"):
+        measure_costs(small, [[5] * 29], most=4, widest=4)
+
+
+@pytest.mark.parametrize("c", [0.1, 0.5])
+def test_the_cost_model_in_the_loop(monkeypatch: pytest.MonkeyPatch, c: float) -> None:
+    """A useless drafter costs at most 5% of plain decoding, also where it must catch up."""
+    clock = Clock(monkeypatch)
+    policy = CostModel(4)
+    decoder = timed_decoder(clock, c, 0.03, policy=policy)
+    run = decoder.decode([PROMPT], 240)
+    assert run.counts.acceptance_rate < 0.2
+    steps, drafted = len(run.steps), [s for s in run.steps if s.depth]
+    assert 0 < len(drafted) < steps / 2
+    # Once it reads the prompt, which no policy can spare it.
+    prompt = c * (1 + 0.03 * (len(PROMPT) - 1))
+    decoding = run.timing.draft + run.timing.verify + run.timing.overhead - prompt
+    assert decoding <= 1.05 * run.counts.emitted
+    plain = Decoder(model("llama"), DRAFTERS["none"]())
+    assert plain.decode([PROMPT], 240).outputs == run.outputs
+
+
+def test_parts_that_need_costs_get_them() -> None:
+    target = tiny_target()
+    drafter = SmallLMDrafter(target.model)
+    decoder, costs = DecodeSettings(policy="cost_model:most=3").decoder(target, drafter, PROMPT)
+    assert costs is not None
+    assert costs.widths == (1, 2, 3, 4)
+    assert costs.v[0] == 1
+    assert costs.c > 0
+    assert np.all(np.diff(costs.v) >= 0)
+    # It need not begin with plain steps to see what they cost.
+    decoder.policy.start(1)
+    assert decoder.policy._draft_s == pytest.approx(costs.c * costs.step_s)
+    for settings, prompt in (
+        (DecodeSettings(policy="cost_model"), None),
+        (DecodeSettings(policy="heuristic"), PROMPT),
+    ):
+        assert settings.decoder(target, drafter, prompt)[1] is None

@@ -1,0 +1,461 @@
+"""Draft-length policies: each by cases worked out by hand, the cost model on a made-up clock."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode.costs import Costs
+from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.policies import POLICIES, Policy
+from decode.policies.adaptive_confidence import AdaptiveConfidence
+from decode.policies.cost_model import CostModel
+from decode.policies.fixed import Fixed
+from decode.policies.heuristic import Heuristic
+from decode.sampling import Noise, Sampling
+from decode.stats import Step
+from tests import lossless
+from tests.tiny import tiny_model
+
+model = functools.cache(tiny_model)
+PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12, 13, 14] * 3]
+
+
+def step(
+    depths: Sequence[int],
+    accepted: Sequence[int],
+    drafted: Sequence[int] | None = None,
+    *,
+    draft_s: float = 0.0,
+    pass_s: float = 1.0,
+    width: int | None = None,
+) -> Step:
+    """What the loop would report of chains so deep, of which so many tokens were accepted."""
+    allowed, kept = np.array(depths), np.array(accepted)
+    drawn = allowed if drafted is None else np.array(drafted)
+    deepest = int(drawn.max(initial=0))
+    return Step(
+        np.arange(len(allowed)),
+        allowed,
+        drawn,
+        np.minimum(kept + 1, drawn),
+        kept,
+        kept + 1,
+        width=1 + deepest if width is None else width,
+        depth=deepest,
+        draft_s=draft_s,
+        verify_s=pass_s,
+        overhead_s=0.0,
+    )
+
+
+def made(spec: str, rows: int = 1) -> Any:
+    policy = POLICIES.make(spec)
+    policy.start(rows)
+    return policy
+
+
+# --- by hand --------------------------------------------------------------------------------------
+
+
+def test_heuristic_by_row() -> None:
+    policy = made("heuristic:most=8,first=4", rows=4)
+    # All accepted; some; none; a row whose drafter had nothing to say.
+    policy.observe(step([4, 4, 4, 4], [4, 3, 0, 0], drafted=[4, 4, 4, 0]))
+    assert policy.depths().tolist() == [6, 3, 3, 4]
+    # All of fewer tokens than were allowed is all.
+    policy.observe(step([6, 3, 3, 4], [2, 3, 3, 4], drafted=[2, 3, 3, 4]))
+    assert policy.depths().tolist() == [8, 5, 5, 6]
+    policy.keep_rows(np.array([3, 0]))
+    policy.observe(step([6, 8], [6, 8]))
+    assert policy.depths().tolist() == [8, 8]
+    for _ in range(10):
+        policy.observe(step([8, 8], [8, 0]))
+    assert policy.depths().tolist() == [8, 1]
+    policy.start(2)
+    assert policy.depths().tolist() == [4, 4]
+
+
+def test_a_whole_path_of_a_tree_is_a_whole_success() -> None:
+    policy = Heuristic(8, first=3)
+    policy.start(2)
+    tree = step([3, 3], [3, 2], drafted=[9, 9], width=10)
+    tree.depth = 3
+    policy.observe(tree)
+    assert policy.depths().tolist() == [5, 2]
+    assert tree.kept_share().tolist() == [1, 2 / 3]
+
+
+def test_feedback_by_row() -> None:
+    policy = made("feedback:most=9,least=1,ema=0.5,first=0.5", rows=3)
+    assert policy.depths().tolist() == [5, 5, 5]
+    policy.observe(step([5, 5, 5], [5, 0, 0], drafted=[5, 5, 0]))
+    assert policy.depths().tolist() == [7, 3, 5]  # r = 0.75, 0.25, 0.5
+    policy.keep_rows(np.array([1]))
+    policy.observe(step([3], [2], drafted=[2]))  # la/k = 1: r = 0.625
+    assert policy.depths().tolist() == [6]
+
+
+def test_by_batch_follows_the_rows_that_are_left() -> None:
+    policy = made("by_batch:table={1:8,4:3,16:0}", rows=20)
+    assert policy.most == 8
+    assert set(policy.depths().tolist()) == {0}
+    policy.keep_rows(np.arange(15))
+    assert policy.depths().tolist() == [3] * 15
+    policy.keep_rows(np.arange(3))
+    assert policy.depths().tolist() == [8] * 3
+
+
+def test_confidence_is_the_largest_probability_at_temperature_1() -> None:
+    policy = made("confidence:threshold=0.5,least=2,most=4", rows=3)
+    probs = torch.tensor([[0.6, 0.3, 0.1], [0.45, 0.35, 0.2], [0.5, 0.25, 0.25]])
+    logits = probs.log() + 3
+    assert not policy.stops(0, logits).any()
+    assert not policy.stops(1, logits).any()
+    # Below the threshold, not at it (1e-6: rounding).
+    policy.threshold -= 1e-6
+    assert policy.stops(2, logits).tolist() == [False, True, False]
+    assert policy.asked == 3
+    told = step([4, 4, 1], [0, 1, 1], drafted=[4, 2, 1])
+    policy.observe(told)
+    # As far as a row was asked while it drafted, the place it stopped at included.
+    assert np.isnan(told.signals["confidence"]).sum(1).tolist() == [0, 0, 2]
+    assert told.signals["confidence"][1] == pytest.approx([0.45] * 3)
+
+
+def test_entropy_sets_the_length() -> None:
+    policy = made("entropy:most=5,least=1,flat=0.5", rows=4)
+    two = torch.tensor([0.5, 0.5, 0, 0])  # ln 2 / ln 4 = 0.5
+    one = torch.tensor([1.0, 0, 0, 0])
+    # h = H/ln 4 with γ(h) = 5 − 4·min(1, 2h): one bit → 1, certain → 5, flat → 1.
+    skewed = torch.tensor([0.9, 0.1 / 3, 0.1 / 3, 0.1 / 3])
+    h = -(0.9 * math.log(0.9) + 0.1 * math.log(0.1 / 3)) / math.log(4)
+    gamma = round(5 - 4 * min(1, h / 0.5))
+    assert gamma == 2
+    logits = torch.stack([two, one, torch.full((4,), 0.25), skewed]).log()
+    stopped = [policy.stops(place, logits).tolist() for place in range(6)]
+    first = [[row[b] for row in stopped].index(True) for b in range(4)]
+    assert first == [1, 5, 1, gamma]
+
+
+def test_entropy_average_goes_on_from_the_text_that_was_kept() -> None:
+    policy = made("entropy:most=4,ema=0.5,flat=1.0", rows=2)
+
+    def told(*values: tuple[float, float]) -> None:
+        for place, pair in enumerate(values):
+            policy.measure = lambda logits, pair=pair: torch.tensor(pair)
+            policy.stops(place, torch.zeros(2, 4))
+
+    told((0.4, 0.4), (0.8, 0.8), (0.0, 0.0))
+    # Row 0 kept its first token: the third place, after a rejected token, does not count.
+    policy.observe(step([4, 4], [1, 2], drafted=[2, 2]))
+    assert policy._past == pytest.approx([0.6, 0.3])
+    policy.keep_rows(np.array([1]))
+    assert policy._past == pytest.approx([0.3])
+
+
+def test_adaptive_confidence_learns_where_drafting_pays() -> None:
+    """Accepted exactly above 0.7: the threshold ends between the pairs around it."""
+    policy = AdaptiveConfidence(most=4, threshold=0.2, window=40)
+    policy.start(2)
+    random = np.random.default_rng(0)
+    seen = []
+    for _ in range(40):
+        confidence = float(random.uniform(0, 1))
+        seen.append(confidence)
+        policy.measure = lambda logits, c=confidence: torch.full((2,), c)
+        policy.stops(0, torch.zeros(2, 4))
+        policy.observe(step([1, 1], [int(confidence > 0.7)] * 2))
+    below, above = max(c for c in seen if c <= 0.7), min(c for c in seen if c > 0.7)
+    assert policy.thresholds == pytest.approx([(below + above) / 2] * 2)
+    policy.keep_rows(np.array([1]))
+
+    # Now nothing is ever accepted: above all confidences. Then everything: below them.
+    for accepted in (0, 1):
+        for confidence in seen:
+            policy.measure = lambda logits, c=confidence: torch.full((1,), c)
+            policy.stops(0, torch.zeros(1, 4))
+            policy.observe(step([1], [accepted]))
+        if accepted:
+            assert policy.thresholds == pytest.approx([min(seen) / 2])
+        else:
+            assert policy.thresholds[0] > max(seen)
+    policy.start(1)
+    assert policy.thresholds.tolist() == [0.2]
+
+
+def test_adaptive_confidence_maximises_its_criterion() -> None:
+    random = np.random.default_rng(1)
+    policy = AdaptiveConfidence(most=4, window=60, price=0.4)
+    policy.start(1)
+    pairs = []
+    for _ in range(60):
+        confidence = float(random.choice([0.1, 0.3, 0.5, 0.7, 0.9]))
+        accepted = int(random.random() < confidence)
+        pairs.append((confidence, accepted))
+        policy.measure = lambda logits, c=confidence: torch.full((1,), c, dtype=torch.float64)
+        policy.stops(0, torch.zeros(1, 4))
+        policy.observe(step([1], [accepted]))
+
+    def worth(theta: float) -> float:
+        return sum(accepted - 0.4 for confidence, accepted in pairs if confidence >= theta)
+
+    best = max(worth(theta) for theta in np.arange(0, 1, 0.01))
+    assert worth(policy.thresholds[0]) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("heuristic:first=9", "first is 9; expected a length from 1 to most, 8"),
+        ("heuristic:most=0", "gamma is 0"),
+        ("confidence:threshold=1.5", "threshold is 1.5"),
+        ("confidence:least=9", "expected 1 ≤ least ≤ most"),
+        ("entropy:flat=0", "flat is 0"),
+        ("entropy:ema=1", "ema is 1"),
+        ("adaptive_confidence:window=2", "window is 2"),
+        ("adaptive_confidence:price=0", "price is 0"),
+        ("feedback:ema=1.0", "ema is 1.0"),
+        ("by_batch:table={4:2}", "from 1 on"),
+        ("by_batch", "needs the option table"),
+        ("cost_model:memory=1.0", "memory is 1.0"),
+        ("cost_model:patience=0", "patience is 0"),
+        ("cost_modle", 'Did you mean "cost_model"'),
+        ("cost_model:mots=3", "no option 'mots'.*Did you mean \"most\""),
+        ("cost_model:most=3.5", "option most is 3.5: Input should be a valid integer"),
+    ],
+)
+def test_bad_options_are_named(spec: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        POLICIES.make(spec)
+
+
+# --- in the loop ----------------------------------------------------------------------------------
+
+SPECS = {
+    "adaptive_confidence": "adaptive_confidence:most=5,window=16,threshold=0.5",
+    "by_batch": "by_batch:table={1:4,3:2,4:0}",
+    "confidence": "confidence:most=5,threshold=0.5",
+    "cost_model": "cost_model:most=4",
+    "entropy": "entropy:most=5,ema=0.5,flat=0.5",
+    "feedback": "feedback:most=5",
+    "fixed": "fixed:most=3",
+    "heuristic": "heuristic:most=6",
+}
+BY_BATCH = {"by_batch", "cost_model"}  # what these decide is decided for all rows together
+
+
+def test_every_policy_is_tested() -> None:
+    assert sorted(SPECS) == list(POLICIES)
+
+
+def decoder(policy: str, temperature: float) -> Decoder:
+    drafter = SmallLMDrafter(model("llama", seed=7, layers=1))
+    return Decoder(
+        model("llama"),
+        drafter,
+        policy=POLICIES.make(SPECS[policy]),
+        sampling=Sampling(temperature),
+    )
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_greedy_text_is_the_targets(name: str) -> None:
+    plain = Decoder(model("llama"), DRAFTERS["none"]()).decode(PROMPTS, 24)
+    found = decoder(name, 0.0).decode(PROMPTS, 24)
+    assert found.outputs == plain.outputs
+    assert max(int(step.depths.max()) for step in found.steps) <= POLICIES.make(SPECS[name]).most
+
+
+@pytest.mark.parametrize("name", sorted(SPECS.keys() - BY_BATCH))
+def test_a_rows_text_and_lengths_do_not_depend_on_the_batch(name: str) -> None:
+    """Also while rows leave (they end at different lengths) and draft on after others stopped."""
+    together = decoder(name, 0.7)
+    together.eos = np.arange(40)
+    found = together.decode(PROMPTS, 40, seed=3)
+    assert len({len(output) for output in found.outputs}) > 2
+    lengths: list[int] = []
+    for row, prompt in enumerate(PROMPTS):
+        alone = together.decode([prompt], 40, seed=3, row_ids=[row])
+        assert alone.outputs[0] == found.outputs[row]
+        for name_of in ("depths", "drafted", "accepted"):
+            ours = [int(getattr(s, name_of)[0]) for s in alone.steps]
+            theirs = [
+                int(getattr(s, name_of)[list(s.rows).index(row)])
+                for s in found.steps
+                if row in s.rows
+            ]
+            assert ours == theirs, name_of
+        lengths += [int(s.drafted[0]) for s in alone.steps]
+    if name != "fixed":
+        assert len(set(lengths)) > 2  # or it was never put to the test
+
+
+class Dropping(SmallLMDrafter):
+    """The error that policies are built to make impossible: tokens are dropped for their own q."""
+
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Any:
+        draft = super().draft(contexts, limits, sampling, noise)
+        if draft.q is not None:
+            own = draft.q.gather(2, draft.tokens[..., None])[..., 0]
+            kept = (own > 0.3).long().cumprod(1).sum(1)
+            draft.sizes = np.minimum(draft.sizes, kept.cpu().numpy())
+        return draft
+
+
+def fits(drafter: Drafter, policy: Policy, rows: int) -> tuple[Any, list[Step]]:
+    runs = Decoder(lossless.model(0.0), drafter, policy=policy, sampling=lossless.SAMPLING)
+    texts: list[list[int]] = []
+    steps: list[Step] = []
+    for begin in range(0, rows, lossless.BATCH):
+        places = range(begin, min(begin + lossless.BATCH, rows))
+        run = runs.decode([lossless.PROMPT] * len(places), lossless.NEW, row_ids=places)
+        texts += run.outputs
+        steps += run.steps
+    return lossless.fit(np.array(texts)[:, 1:]), steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec",
+    ["confidence:most=2,threshold=0.6", "entropy:most=2,ema=0.3,flat=0.94"],
+)
+def test_lengths_do_not_change_what_is_sampled(spec: str) -> None:
+    found, steps = fits(lossless.small_lm(), POLICIES.make(spec), 100_000)
+    assert found.passes, found
+    drafted = np.concatenate([s.drafted[s.depths == 2] for s in steps])
+    assert 0.05 < np.mean(drafted == 1) < 0.95
+
+
+@pytest.mark.slow
+def test_dropping_drawn_tokens_would_be_found() -> None:
+    small = lossless.small_lm()
+    found, _ = fits(Dropping(small.lm.model), Fixed(3), 100_000)
+    assert not found.passes
+
+
+# --- the cost model, on a made-up clock -----------------------------------------------------------
+
+PLAIN = 0.02  # seconds of a plain step
+
+
+def simulate(
+    policy: Policy,
+    alpha: Callable[[float], float],
+    tokens: int,
+    *,
+    c: float,
+    slope: float = 0.05,
+    rows: int = 1,
+    prompt: int = 60,
+    seed: int = 0,
+) -> tuple[list[tuple[float, int, float]], float]:
+    """((token, γ, seconds) of each step, and plain decoding's time over the total's inverse).
+
+    A draft step costs c plain steps, and 3% of that for each token the drafter missed, the prompt
+    before its first draft; a pass of n tokens costs 1 + slope·(n − 1). Every time jitters by 3%.
+    alpha(token): the acceptance rate of each drafted token.
+    """
+    random = np.random.default_rng(seed)
+    policy.start(rows)
+    at, missed, taken = 0.0, float(prompt), []
+    while at < tokens:
+        gamma = int(policy.depths()[0])
+        stays = random.random((rows, gamma)) < alpha(at)
+        accepted = stays.cumprod(1).sum(1)
+        draft_s = gamma * c + (0.03 * c * max(missed - 2, 0.0) if gamma else 0.0)
+        jitter = np.exp(0.03 * random.standard_normal(2)) * PLAIN
+        told = step(
+            [gamma] * rows,
+            accepted,
+            draft_s=draft_s * jitter[0],
+            pass_s=(1 + slope * gamma) * jitter[1],
+        )
+        policy.observe(told)
+        taken.append((at, gamma, told.draft_s + told.verify_s))
+        emitted = float(told.emitted.mean())
+        at, missed = at + emitted, emitted + (0 if gamma else missed)
+    return taken, sum(seconds for _, _, seconds in taken) / (at * PLAIN)
+
+
+@pytest.mark.parametrize("most", [1, 4, 16])
+@pytest.mark.parametrize("c", [0.02, 0.1, 0.2, 0.35, 0.5])
+def test_a_useless_drafter_costs_at_most_5_per_cent(c: float, most: int) -> None:
+    for acceptance in (0.0, 0.05):
+        # Without the prompt, which any drafter must read once.
+        _, cost = simulate(CostModel(most), lambda _, a=acceptance: a, 256, c=c, prompt=0)
+        assert cost <= 1.05
+
+
+@pytest.mark.parametrize("c", [0.02, 0.1, 0.2, 0.35, 0.5])
+def test_a_drafter_that_becomes_good_is_used_within_64_tokens(c: float) -> None:
+    for seed in range(5):
+        taken, _ = simulate(CostModel(8), lambda at: float(at >= 200), 364, c=c, seed=seed)
+        late = [gamma for at, gamma, _ in taken if at >= 264]
+        assert min(late) >= 4
+        drafted_before = [gamma for at, gamma, _ in taken if 100 < at < 200]
+        assert np.mean(drafted_before) < 0.5
+
+
+@pytest.mark.parametrize("c", [0.1, 0.35])
+def test_a_drafter_that_becomes_useless_is_dropped(c: float) -> None:
+    taken, _ = simulate(CostModel(8), lambda at: 0.95 * (at < 200), 456, c=c)
+    assert np.mean([gamma for at, gamma, _ in taken if 100 < at < 200]) > 2
+    lost = sum(seconds / PLAIN - 1 for at, _, seconds in taken if at >= 201)
+    assert lost < 0.05 * 256 + 10  # what it takes to notice, once
+
+
+@pytest.mark.parametrize(("c", "alpha"), [(0.05, 0.8), (0.1, 0.6), (0.2, 0.9), (0.5, 0.85)])
+def test_it_is_nearly_as_quick_as_the_best_fixed_length(c: float, alpha: float) -> None:
+    best = min(simulate(Fixed(n), lambda _: alpha, 2000, c=c)[1] for n in range(1, 9))
+    _, cost = simulate(CostModel(8), lambda _: alpha, 2000, c=c)
+    assert best < 0.95
+    assert cost < 1.06 * best
+
+
+def test_acceptance_is_pooled_over_a_batch() -> None:
+    """Rows share each pass, so that their mean decides; rows that leave change what a pass costs,
+    which is known from passes of as many tokens."""
+    _, cost = simulate(CostModel(6), lambda _: 0.8, 300, c=0.1, rows=8)
+    assert cost < 0.7
+    policy = CostModel(6)
+    policy.use_costs(Costs(PLAIN, 1, 0.1, (1, 2, 4, 8, 64), (1.0, 1.05, 1.1, 1.2, 5.0)))
+    policy.start(16)
+    policy._accepted[0], policy._tried[0] = 6.0, 10.0
+    # 16 rows are bound by compute, and a pass of 32 tokens costs 1.6 of 16; alone, 4 cost 1.1.
+    assert policy.depths().max() == 0
+    policy.keep_rows(np.array([3]))
+    assert policy.depths().tolist() == [3]
+
+
+def test_measured_costs_spare_the_start() -> None:
+    blind, told = CostModel(8), CostModel(8)
+    told.use_costs(Costs(PLAIN, 1, 0.5, (1, 2, 9), (1.0, 1.05, 1.4)))
+    for policy in (blind, told):
+        policy.start(1)
+    assert blind.depths().tolist() == [0]
+    assert told.depths()[0] > 0
+    told.observe(step([1], [0], draft_s=PLAIN / 2, pass_s=PLAIN))
+    told.observe(step([1], [0], draft_s=PLAIN / 2, pass_s=PLAIN))
+    assert told.depths().tolist() == [0]
+
+
+def test_reading_the_prompt_is_not_what_a_draft_step_costs() -> None:
+    policy = CostModel(4)
+    simulate(policy, lambda _: 1.0, 60, c=0.1, prompt=2000)
+    assert policy._draft_s == pytest.approx(0.1 * PLAIN, rel=0.1)
+
+
+def test_one_disturbed_pass_is_not_believed() -> None:
+    policy = CostModel(4)
+    simulate(policy, lambda _: 0.9, 100, c=0.1)
+    before = policy.depths()[0]
+    policy.observe(step([4], [4], draft_s=0.4 * PLAIN, pass_s=100 * PLAIN))
+    assert policy.depths()[0] >= before - 2 > 0

@@ -1,0 +1,377 @@
+"""Processors that depend on the text: each place of a draft is judged after its own text."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from decode.contexts import Contexts
+from decode.draft import Draft
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.growth import Growth
+from decode.loop import Decoder
+from decode.observe import Verified
+from decode.rules.exact import ExactMatch
+from decode.sampling import Sampling
+from decode.scores import Scores
+from tests.test_loop import ChainDrafter, RandomTrees
+from tests.tiny import PAD_ID, VOCAB, tiny_model
+
+model = functools.cache(tiny_model)
+
+# Ragged, and with repetitions for processors to find.
+PROMPTS = ((5, 17, 250, 9, 42), (7,), (30,) * 9, (11, 12, 13, 14) * 3 + (11, 12))
+NEW = 24
+
+
+def random_tree(
+    rows: int, nodes: int, vocab: int, branching: bool
+) -> tuple[Draft, Contexts, list[list[list[int]]]]:
+    """A draft after ragged texts, and for each row the text before each of its R places."""
+    random = np.random.default_rng(nodes)
+    lengths = random.integers(1, 9, rows)
+    tokens = random.integers(0, vocab, (rows, 8 + nodes))
+    drafted = random.integers(0, vocab, (rows, nodes))
+    parents = np.tile(np.arange(nodes) - 1, (rows, 1))
+    if branching:
+        parents = np.array([[random.integers(-1, i) if i else -1 for i in range(nodes)]] * rows)
+        parents.sort(axis=1)  # shallow nodes first
+    texts = []
+    for row in range(rows):
+        before = [tokens[row, : lengths[row]].tolist()]
+        for node, parent in enumerate(parents[row]):
+            before.append([*before[parent + 1], int(drafted[row, node])])
+        texts.append(before)
+    draft = Draft(
+        torch.as_tensor(drafted),
+        np.full(rows, nodes),
+        parents=torch.as_tensor(parents) if branching else None,
+    )
+    return draft, Contexts(tokens, lengths), texts
+
+
+def one_by_one(logits: Tensor, texts: list[list[list[int]]], processors: Sequence[Any]) -> Tensor:
+    """transformers' processors, each place for itself."""
+    wanted = logits.clone()
+    for row, before in enumerate(texts):
+        for place, text in enumerate(before):
+            scores = logits[row, place][None].clone()
+            for processor in processors:
+                scores = processor(torch.tensor([text]), scores)
+            wanted[row, place] = scores[0]
+    return wanted
+
+
+class AfterEven(LogitsProcessor):
+    """Depends on the whole text: forbids the tokens congruent to its sum, modulo 3."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rest = input_ids.sum(1, keepdim=True) % 3
+        return scores.masked_fill(torch.arange(scores.shape[1]) % 3 == rest, -torch.inf)
+
+
+def processors_of(name: str) -> list[Any]:
+    return {
+        "no-repeat": [transformers.NoRepeatNGramLogitsProcessor(2)],
+        "suppress": [transformers.SuppressTokensLogitsProcessor(list(range(3, VOCAB, 2)))],
+        "min-length": [transformers.MinLengthLogitsProcessor(30, list(range(100)))],
+        "whole-text": [AfterEven()],
+        "several": [
+            transformers.RepetitionPenaltyLogitsProcessor(1.7),
+            transformers.NoRepeatNGramLogitsProcessor(3),
+            AfterEven(),
+        ],
+    }[name]
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.3])
+@pytest.mark.parametrize("branching", [False, True])
+@pytest.mark.parametrize("nodes", [0, 1, 6])
+def test_the_repetition_penalty_equals_transformers(
+    nodes: int, branching: bool, penalty: float
+) -> None:
+    draft, contexts, texts = random_tree(5, nodes, 20, branching)
+    logits = torch.randn(5, nodes + 1, 20, generator=torch.Generator().manual_seed(0))
+    found = Scores(logits, Sampling(repetition_penalty=penalty), draft, contexts).logits
+    processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
+    torch.testing.assert_close(found, one_by_one(logits, texts, [processor]), rtol=0, atol=0)
+    assert not torch.equal(found, logits)
+
+
+@pytest.mark.parametrize("branching", [False, True])
+def test_any_processors_see_the_text_before_each_place(branching: bool) -> None:
+    draft, contexts, texts = random_tree(5, 6, 20, branching)
+    logits = torch.randn(5, 7, 20, generator=torch.Generator().manual_seed(0))
+    processors = [transformers.NoRepeatNGramLogitsProcessor(2), AfterEven()]
+    sampling = Sampling(repetition_penalty=1.3)
+    scores = Scores(logits, sampling, draft, contexts, processors)
+    # The penalty comes first, as in generate().
+    first = transformers.RepetitionPenaltyLogitsProcessor(1.3)
+    wanted = one_by_one(logits, texts, [first, *processors])
+    assert torch.equal(scores.logits, wanted)
+    assert torch.equal(scores.raw, logits)
+
+
+class FixedGrowth(Growth):
+    """Logits that depend on nothing, so that only the penalty tells nodes apart."""
+
+    def __init__(self, logits: Tensor, *args: Any) -> None:
+        super().__init__(*args)
+        self.logits = logits
+
+    def _first(self) -> Tensor:
+        return self.logits.expand(self.rows, -1)
+
+    def _extend(self, count: int) -> Tensor:
+        return self.logits.expand(self.rows, count, -1)
+
+
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(1, 20, 3)])
+@pytest.mark.parametrize("branching", [False, True])
+def test_drafters_penalise_as_the_target_does(branching: bool, vocabulary: Tensor | None) -> None:
+    """Grown layer by layer, over the whole vocabulary and a reduced one."""
+    ids = torch.arange(20) if vocabulary is None else vocabulary
+    draft, contexts, _ = random_tree(5, 6, len(ids), branching)
+    everywhere = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    sampling = Sampling(repetition_penalty=1.6)
+    growth = FixedGrowth(everywhere[ids], contexts, sampling, torch.device("cpu"), 20, vocabulary)
+    found = [growth.first()[:, None]]
+    for begin, end in ((0, 2), (2, 3), (3, 6)):
+        parents = draft.parents[:, begin:end] if draft.parents is not None else None
+        found.append(growth.extend(draft.tokens[:, begin:end], parents))
+    target = Draft(ids[draft.tokens], draft.sizes, parents=draft.parents)
+    logits = everywhere.expand(5, 7, -1)
+    wanted = Scores(logits, sampling, target, contexts).logits[..., ids]
+    assert torch.equal(torch.cat(found, 1), wanted)
+    assert not torch.equal(wanted, logits[..., ids])
+
+
+# --- whole decodes --------------------------------------------------------------------------------
+
+
+def generated(prompt: tuple[int, ...], processors: Sequence[Any], penalty: float) -> list[int]:
+    ids = torch.tensor([prompt])
+    settings = GenerationConfig(
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=PAD_ID,
+        repetition_penalty=penalty,
+    )
+    found = model("llama").generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=settings,
+        logits_processor=LogitsProcessorList(processors),
+    )
+    tokens: list[int] = found[0, len(prompt) :].tolist()
+    return tokens
+
+
+class Tree(RandomTrees):
+    """Random trees that hold the right continuation, processors and all."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        super().__init__("llama", seed=1)
+        self.answers = answers
+
+    def right(self, contexts: Contexts, place: int, count: int) -> list[int]:
+        prompt = self.prompts[self.rows[place]]
+        said = int(contexts.lengths[place]) - len(prompt)
+        return (self.answers[prompt][said:] + [1] * count)[:count]
+
+
+def drafter(name: str, answers: dict[tuple[int, ...], list[int]]) -> Drafter:
+    if name == "trees":
+        return Tree(answers)
+    if name == "same":
+        return SmallLMDrafter(model("llama"))
+    return DRAFTERS[name]()
+
+
+def check_greedy(processors: Sequence[Any], penalty: float = 1.0) -> None:
+    """Token-identical to generate(), whatever is drafted, in a ragged batch and alone."""
+    answers = {prompt: generated(prompt, processors, penalty) for prompt in PROMPTS}
+    plain = [generated(prompt, [], 1.0) for prompt in PROMPTS]
+    assert list(answers.values()) != plain  # the processors do something
+    for name in ("none", "ngram", "same", "trees"):
+        decoder = Decoder(
+            model("llama"),
+            drafter(name, answers),
+            gamma=5,
+            sampling=Sampling(repetition_penalty=penalty),
+            processors=processors,
+        )
+        together = decoder.decode(PROMPTS, NEW)
+        assert together.outputs == list(answers.values()), name
+        if name in ("same", "trees"):
+            assert together.counts.accepted[1:].sum() > 0, name
+        for prompt in PROMPTS[::3]:
+            assert decoder.decode([prompt], NEW).outputs == [answers[prompt]], name
+
+
+@pytest.mark.parametrize("penalty", [0.8, 1.2])
+def test_greedy_text_with_a_repetition_penalty_equals_generate(penalty: float) -> None:
+    check_greedy([], penalty)
+
+
+@pytest.mark.parametrize("name", ["no-repeat", "suppress", "min-length", "whole-text", "several"])
+def test_greedy_text_with_processors_equals_generate(name: str) -> None:
+    check_greedy(LogitsProcessorList(processors_of(name)))
+
+
+def test_a_minimum_of_new_tokens() -> None:
+    """This processor is made for one length of prompt."""
+    for prompt in PROMPTS[::3]:
+        eos = generated(prompt, [], 1.0)[3]
+        late = transformers.MinNewTokensLengthLogitsProcessor(len(prompt), 8, eos)
+        for name in ("same", "ngram"):
+            decoder = Decoder(
+                model("llama"),
+                drafter(name, {}),
+                gamma=7,
+                eos_token_ids=[eos],
+                processors=[late],
+            )
+            (output,) = decoder.decode([prompt], NEW).outputs
+            assert len(output) >= 8
+            whole = generated(prompt, [late], 1.0)
+            assert output == whole[: whole.index(eos) + 1 if eos in whole else NEW]
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "same"])
+def test_sampled_with_processors_a_row_says_the_same_alone(name: str) -> None:
+    decoder = Decoder(
+        model("llama"),
+        drafter(name, {}),
+        gamma=3,
+        sampling=Sampling(0.8, top_p=0.95, min_p=0.01, repetition_penalty=1.3),
+        processors=processors_of("no-repeat"),
+    )
+    together = decoder.decode(PROMPTS, NEW, seed=3).outputs
+    assert together == decoder.decode(PROMPTS, NEW, seed=3).outputs
+    assert together != decoder.decode(PROMPTS, NEW, seed=4).outputs
+    for row, prompt in enumerate(PROMPTS):
+        assert decoder.decode([prompt], NEW, seed=3, row_ids=[row]).outputs == [together[row]]
+
+
+def test_a_penalised_drafter_that_is_the_target_is_always_right() -> None:
+    """Its q is the target's p, penalty and all: nothing is ever rejected."""
+    decoder = Decoder(
+        model("llama"),
+        SmallLMDrafter(model("llama")),
+        gamma=4,
+        sampling=Sampling(0.9, repetition_penalty=1.4),
+    )
+    assert decoder.decode(PROMPTS, NEW).counts.acceptance_rate == 1
+
+
+# --- logits that cannot be used -------------------------------------------------------------------
+
+
+class From(LogitsProcessor):
+    """Changes all logits of texts that are long enough and begin with a token."""
+
+    def __init__(self, length: int, token: int, value: float) -> None:
+        self.length, self.token, self.value = length, token, value
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        hit = (input_ids[:, :1] == self.token) & (input_ids.shape[1] >= self.length)
+        return torch.where(hit, self.value, scores)
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["none", "same", "trees"])
+def test_processors_that_leave_no_token(name: str, temperature: float, value: float) -> None:
+    answers = {prompt: generated(prompt, [], 1.0) for prompt in PROMPTS}
+    for length, step in ((len(PROMPTS[2]), "step 0 .prefill."), (12, r"step \d .verification.")):
+        decoder = Decoder(
+            model("llama"),
+            drafter(name, answers),
+            gamma=3,
+            rule=ExactMatch() if name == "trees" else "speculative",
+            sampling=Sampling(temperature),
+            processors=[From(length, 30, value)],
+        )
+        with pytest.raises(UserError, match=f"processors leave no token .* in {step} for prompt 2"):
+            decoder.decode(PROMPTS, NEW)
+
+
+class Broken(torch.nn.Module):
+    """An output layer that is NaN wherever the hidden state says so."""
+
+    def __init__(self, output: Any, hidden: Tensor) -> None:
+        super().__init__()
+        self.output, self.hidden = output, hidden
+        self.weight = output.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hit = (hidden - self.hidden).abs().amax(-1, keepdim=True) < 1e-4
+        return torch.where(hit, torch.nan, self.output(hidden))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("place", [0, 5])
+def test_logits_that_are_nan_stop_with_step_and_row(place: int, temperature: float) -> None:
+    """In one row, at one place of its text; the rows beside it are sound."""
+    broken = tiny_model("llama")
+    prompt = PROMPTS[3]
+    sampling = Sampling(temperature, top_k=50)
+    plain = Decoder(broken, DRAFTERS["none"](), rule="exact", sampling=sampling)
+    wanted = plain.decode(PROMPTS, NEW).outputs
+    text = [*prompt, *wanted[3][:place]]
+    with torch.inference_mode():
+        hidden = broken.model(torch.tensor([text])).last_hidden_state[0, -1]
+    broken.set_output_embeddings(Broken(broken.get_output_embeddings(), hidden.clone()))
+    said = rf"logits are NaN or infinite in step {'0' if not place else '[1-9]'} .*for prompt 3"
+    for name in ("none", "same"):
+        decoder = Decoder(broken, drafter(name, {}), gamma=2, rule="exact", sampling=sampling)
+        with pytest.raises(UserError, match=said):
+            decoder.decode(PROMPTS, NEW)
+        assert decoder.decode(PROMPTS[:3], NEW).outputs == wanted[:3]
+
+
+def test_nan_after_a_rejected_draft_is_none_of_the_texts_business() -> None:
+    """Only the places on the accepted path are looked at."""
+    prompt = PROMPTS[1]
+    wanted = generated(prompt, [], 1.0)
+    broken = tiny_model("llama")
+    with torch.inference_mode():
+        text = [*prompt, wanted[0], (wanted[1] + 1) % VOCAB]
+        hidden = broken.model(torch.tensor([text])).last_hidden_state[0, -1]
+    broken.set_output_embeddings(Broken(broken.get_output_embeddings(), hidden.clone()))
+    wrong = ChainDrafter("llama", lambda row, place: True)
+    shown = []
+
+    def observe(seen: Verified) -> None:
+        shown.append(bool(seen.scores.raw.isnan().any()))
+
+    decoder = Decoder(broken, wrong, gamma=3, observers=[observe])
+    assert decoder.decode([prompt], NEW).outputs == [wanted]
+    assert shown[0]
+
+
+def test_a_drafter_of_nans_drafts_for_nothing() -> None:
+    """What it drafts is rejected, and the text is the target's own."""
+    lame = tiny_model("llama", layers=1)
+    with torch.no_grad():
+        lame.model.norm.weight[0] = torch.nan
+    for temperature in (0.0, 1.0):
+        decoder = Decoder(
+            model("llama"), SmallLMDrafter(lame), sampling=Sampling(temperature, top_k=5)
+        )
+        run = decoder.decode(PROMPTS, NEW)
+        if temperature:
+            assert run.counts.accepted.sum() == 0
+            assert len({token for output in run.outputs for token in output}) > 20
+        else:
+            assert run.outputs == [generated(prompt, [], 1.0) for prompt in PROMPTS]

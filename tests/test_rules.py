@@ -1,0 +1,447 @@
+"""Verification rules alone: their output's whole distribution, edge cases, and what goes with what.
+
+Shapes: B rows, N drafted nodes, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from decode.contexts import Contexts, Limits
+from decode.draft import Draft, Siblings
+from decode.drafters import Drafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.rules import RULES, Rule, Verdict
+from decode.sampling import Noise, Sampling
+from decode.scores import Scores
+from tests.enumeration import (
+    PLAIN,
+    TOKENS,
+    Contextual,
+    Enumerated,
+    SetNoise,
+    add_outcome,
+    enumerate_rule,
+    logits_of,
+)
+from tests.mutants import FirstReject, JudgedAsDistinct, NotRenormalised
+from tests.tiny import tiny_model
+
+# Parents of the nodes, breadth-first, and the tokens of drafts that are chosen.
+DRAFTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "nothing": ((), ()),
+    "token": ((-1,), (1,)),
+    "chain": ((-1, 0), (1, 2)),
+    "tree": ((-1, -1, 0, 0), (0, 2, 1, 2)),
+    "wide": ((-1, -1, -1, 1), (0, 2, 1, 1)),
+    # The same token twice, and children of it both times.
+    "twins": ((-1, -1, 0, 1), (1, 1, 0, 2)),
+}
+CHAINS = ("nothing", "token", "chain")
+SIBLINGS: tuple[Siblings, ...] = get_args(Siblings)
+LOSSLESS = [name for name in RULES if RULES[name].lossless and name != "exact"]
+
+
+def pairings() -> list[tuple[str, str, Siblings]]:
+    """(rule, draft, siblings): all that go together, and differ."""
+    return [
+        (rule, draft, siblings)
+        for rule in LOSSLESS
+        for draft in DRAFTS
+        for siblings in SIBLINGS
+        if RULES[rule].judges(draft not in CHAINS, siblings)
+        and not (draft in CHAINS and siblings == "distinct")
+        and not (draft == "twins" and siblings != "chosen")
+    ]
+
+
+def enumerated(
+    rule: Rule, draft: str, siblings: Siblings, seed: int
+) -> tuple[Contextual, Enumerated]:
+    random = np.random.default_rng(seed)
+    # To draw without replacement there must be enough to draw.
+    p, q = Contextual(random), Contextual(random, least=3 if siblings == "distinct" else 1)
+    parents, tokens = DRAFTS[draft]
+    chosen = siblings == "chosen"
+    return p, enumerate_rule(rule, p, None if chosen else q, parents, siblings, tokens)
+
+
+@pytest.mark.parametrize(("rule", "draft", "siblings"), pairings())
+def test_the_output_has_the_targets_distribution(rule: str, draft: str, siblings: Siblings) -> None:
+    for seed in range(2):
+        p, found = enumerated(RULES[rule](), draft, siblings, seed)
+        # Probabilities are float32, thresholds found to 2⁻²².
+        np.testing.assert_allclose(found.joint, p.joint(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "draft", "siblings"),
+    [
+        (NotRenormalised("multi_round"), "tree", "distinct"),
+        (NotRenormalised("traversal"), "tree", "distinct"),
+        (JudgedAsDistinct("multi_round"), "tree", "independent"),
+        (JudgedAsDistinct("traversal"), "tree", "independent"),
+        (FirstReject(), "chain", "independent"),
+        (RULES["spectr"](), "tree", "distinct"),
+        (RULES["lenience"](lenience=0.8), "chain", "independent"),
+        (RULES["speculative_skip_residual"](), "chain", "independent"),
+        (RULES["threshold"](), "chain", "independent"),
+        (RULES["typical"](), "tree", "independent"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Rule) else value,
+)
+def test_an_error_or_a_lossy_rule_is_found(rule: Rule, draft: str, siblings: Siblings) -> None:
+    apart = 0.0
+    for seed in range(4):
+        p, found = enumerated(rule, draft, siblings, seed)
+        apart = max(apart, np.abs(found.joint - p.joint()).sum() / 2)
+        if apart > 0.005:
+            return
+    pytest.fail(f"a total variation of {apart} at most")
+
+
+def test_lenience_of_1_is_lossless_and_less_accepts_more() -> None:
+    rule: Any = RULES["lenience"](lenience=1.0)
+    p, strict = enumerated(rule, "chain", "independent", seed=0)
+    np.testing.assert_allclose(strict.joint, p.joint(), atol=1e-6)
+    rule.lenience = 0.5  # as it may be set while decoding
+    lenient = enumerated(rule, "chain", "independent", seed=0)[1]
+    assert lenient.emitted > strict.emitted + 0.05
+
+
+def test_tokens_expected_of_each_rule() -> None:
+    """Block verification is at least as good as speculative sampling, here sometimes better; and
+    on a chain the rules for trees come to one or the other."""
+    gained = []
+    for seed in range(3, 11):
+
+        def emitted(rule: str, seed: int = seed) -> float:
+            return enumerated(RULES[rule](), "chain", "independent", seed)[1].emitted
+
+        single, block = emitted("speculative"), emitted("block")
+        gained.append(block - single)
+        for rule, same in (("multi_round", single), ("spectr", single), ("traversal", block)):
+            assert emitted(rule) == pytest.approx(same, abs=1e-5)
+    assert min(gained) > -1e-5
+    assert max(gained) > 0.05
+
+
+def test_exact_match_by_enumeration_on_trees() -> None:
+    parents, tokens = (-1, -1, 0, 0, 1), (0, 2, 1, 2, 0)
+    random = np.random.default_rng(0)
+    # p has quarters, and its uniforms belong to places in the text: a grid of fourths does.
+    fourths = (np.arange(4) + 0.5) / 4
+    grid = np.stack(np.meshgrid(*[fourths] * 3, indexing="ij"), -1).reshape(-1, 3)
+    for _ in range(3):
+        p = Contextual(random, parts=4)
+        contexts: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens, parents, strict=True):
+            contexts.append((*contexts[parent + 1], token))
+        logits = logits_of(np.stack([p(*context) for context in contexts]))
+        draft = Draft(
+            torch.tensor([tokens]).expand(len(grid), -1),
+            np.full(len(grid), 5),
+            parents=torch.tensor([parents]).expand(len(grid), -1),
+        )
+        verdict = RULES["exact"]().verify(
+            draft, Scores(logits.expand(len(grid), -1, -1), PLAIN), SetNoise(grid, grid)
+        )
+        joint = np.zeros((TOKENS,) * 3)
+        path_tokens = draft.tokens.gather(1, verdict.path)
+        for row, accepted in enumerate(verdict.accepted.tolist()):
+            following = np.eye(TOKENS)[verdict.next_token[row]]
+            path = tuple(path_tokens[row, :accepted].tolist())
+            add_outcome(joint, p, path, following, 1 / len(grid))
+        np.testing.assert_allclose(joint, p.joint(), atol=1e-12)
+        assert 2 in verdict.accepted.tolist()
+
+
+# --- batches of random trees ----------------------------------------------------------------------
+
+VOCAB, ROWS, NODES = 12, 60, 9
+FILTERED = Sampling(1.0, top_k=8)
+
+
+def random_draft(siblings: Siblings, *, chain: bool = False, seed: int = 0) -> Draft:
+    """Another tree in each row, some empty; tokens drawn as `siblings` says from a q per node."""
+    random = np.random.default_rng(seed)
+    sizes = random.integers(0, NODES + 1, ROWS)
+    parents = np.zeros((ROWS, NODES), dtype=np.int64)
+    tokens = np.zeros((ROWS, NODES), dtype=np.int64)
+    q = FILTERED.probs(random_logits(seed) + random_logits(-1))
+    for row in range(ROWS):
+        # Not below the one before it, so that shallow nodes come before deeper ones.
+        parents[row] = np.sort(random.integers(-1, np.arange(NODES)))
+        parents[row] = np.minimum(parents[row], np.arange(NODES) - 1)
+        if chain:
+            parents[row] = np.arange(NODES) - 1
+        for node in range(NODES):
+            weights = q[row, parents[row, node] + 1].numpy().astype(np.float64)
+            if siblings != "independent":
+                weights[tokens[row, :node][parents[row, :node] == parents[row, node]]] = 0
+            if weights.sum() == 0:
+                weights[:] = 1
+            tokens[row, node] = random.choice(VOCAB, p=weights / weights.sum())
+    return Draft(
+        torch.as_tensor(tokens),
+        sizes,
+        None if siblings == "chosen" else q,
+        None if chain else torch.as_tensor(parents),
+        distinct=siblings == "distinct",
+    )
+
+
+def random_logits(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + seed)
+    return 2 * torch.randn(ROWS, NODES + 1, VOCAB, generator=generator)
+
+
+def only(draft: Draft, row: int) -> Draft:
+    """One row's draft, without padding."""
+    size = int(draft.sizes[row])
+    return Draft(
+        draft.tokens[row : row + 1, :size],
+        draft.sizes[row : row + 1],
+        None if draft.q is None else draft.q[row : row + 1],
+        None if draft.parents is None else draft.parents[row : row + 1, :size],
+        distinct=draft.distinct,
+    )
+
+
+def outcome(verdict: Verdict, row: int) -> tuple[list[int], int, int]:
+    accepted = int(verdict.accepted[row])
+    path = verdict.path[row, :accepted].tolist()
+    return path, int(verdict.reached[row]), int(verdict.next_token[row])
+
+
+@pytest.mark.parametrize("siblings", SIBLINGS)
+@pytest.mark.parametrize("rule", list(RULES))
+def test_rows_of_different_trees_do_not_disturb_each_other(rule: str, siblings: Siblings) -> None:
+    for chain in (True, False):
+        if not RULES[rule].judges(not chain, siblings):
+            continue
+        draft, logits = random_draft(siblings, chain=chain), random_logits(0)
+        noise = Noise(0, torch.arange(ROWS))
+        together = RULES[rule]().verify(draft, Scores(logits, FILTERED), noise)
+        p = FILTERED.probs(logits)
+        depths = set()
+        for row in range(ROWS):
+            size = int(draft.sizes[row])
+            alone = RULES[rule]().verify(
+                only(draft, row),
+                Scores(logits[row : row + 1, : size + 1], FILTERED),
+                Noise(0, torch.tensor([row])),
+            )
+            path, reached, following = outcome(together, row)
+            assert (path, reached, following) == outcome(alone, 0)
+            # A path of this row's tree; one more position was reached if there was one to judge.
+            above = draft.parent_rows()[row, :size] - 1
+            assert above[path].tolist() == [-1, *path][: len(path)]
+            assert reached == len(path) + bool((above == [-1, *path][-1]).any())
+            if RULES[rule].lossless:
+                assert all(p[row, above[node] + 1, draft.tokens[row, node]] > 0 for node in path)
+                assert p[row, [-1, *path][-1] + 1, following] > 0
+            depths.add(len(path))
+        assert len(depths) > 2
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "same"),
+    [
+        ("multi_round", "speculative"),
+        ("spectr", "speculative"),
+        ("lenience", "speculative"),
+        ("traversal", "block"),
+    ],
+)
+def test_rules_that_are_one_on_chains(rule: str, same: str, chosen: bool) -> None:
+    """With the same random numbers, also for rows that drafted little or nothing."""
+    options = {"lenience": 1.0} if rule == "lenience" else {}
+    for seed in range(20):
+        draft = random_draft("chosen" if chosen else "independent", chain=True, seed=seed)
+        scores = Scores(random_logits(seed), FILTERED)
+        if RULES[rule].trees and seed % 2:
+            draft.parents = torch.arange(-1, NODES - 1).expand(ROWS, -1)
+        one = RULES[rule](**options).verify(draft, scores, Noise(seed, torch.arange(ROWS)))
+        draft.parents = None
+        other = RULES[same]().verify(draft, scores, Noise(seed, torch.arange(ROWS)))
+        assert [outcome(one, row) for row in range(ROWS)] == [
+            outcome(other, row) for row in range(ROWS)
+        ]
+
+
+# --- edges ----------------------------------------------------------------------------------------
+
+
+def tree_of(tokens: list[int], parents: list[int], q: list[float] | None, **fields: Any) -> Draft:
+    """One row, the same q at every node."""
+    stacked = None if q is None else torch.tensor(q).expand(1, len(tokens) + 1, -1)
+    return Draft(
+        torch.tensor([tokens]),
+        np.array([len(tokens)]),
+        stacked,
+        torch.tensor([parents]) if max(parents, default=-1) != len(parents) - 2 else None,
+        **fields,
+    )
+
+
+def judged(rule: str, draft: Draft, p: list[float], accept: float, following: float) -> Verdict:
+    nodes = draft.tokens.shape[1]
+    logits = logits_of(np.tile(np.array(p), (1, nodes + 1, 1)))
+    noise = SetNoise(np.full((1, nodes), accept), np.array([[following]]))
+    return RULES[rule]().verify(draft, Scores(logits, PLAIN), noise)
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_a_residual_of_nothing_falls_back_to_p(rule: str) -> None:
+    """p = q rejects nothing but by rounding; what it rejects then must still be drawn from p."""
+    p = [0.5, 0.5, 0.0]
+    # Token 2 cannot be drawn from this q, so it is rejected and leaves a residual of zeros.
+    drafts = [tree_of([2], [-1], p), tree_of([2, 2], [-1, 0], p)]
+    if RULES[rule].trees:
+        drafts.append(tree_of([2, 2, 2], [-1, -1, 0], p))
+        if "distinct" in RULES[rule].siblings:
+            # Another child was drawn than there are tokens; the last is worth nothing.
+            drafts.append(tree_of([2, 2, 2], [-1, -1, -1], p, distinct=True))
+    for draft in drafts:
+        for following, token in ((0.25, 0), (0.75, 1)):
+            verdict = judged(rule, draft, p, 0.5, following)
+            assert (int(verdict.accepted), int(verdict.next_token)) == (0, token)
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_a_certain_token_always_stays(rule: str) -> None:
+    """At the upper end of the uniforms too; and p = q accepts whatever was drawn."""
+    almost = 1 - 2.0**-53
+    for q in ([0.0, 1.0, 0.0], None):
+        verdict = judged(rule, tree_of([1, 1], [-1, 0], q), [0.0, 1.0, 0.0], almost, almost)
+        assert (int(verdict.accepted), int(verdict.next_token)) == (2, 1)
+    verdict = judged(rule, tree_of([0, 1], [-1, 0], [0.5, 0.5]), [0.5, 0.5], almost, 0.0)
+    assert (int(verdict.accepted), int(verdict.reached), int(verdict.next_token)) == (2, 2, 0)
+
+
+@pytest.mark.parametrize("rule", [name for name in LOSSLESS if RULES[name].trees])
+def test_children_that_hold_all_of_p_leave_nothing_to_reject(rule: str) -> None:
+    if "chosen" in RULES[rule].siblings:
+        draft = tree_of([0, 1], [-1, -1], None)
+        assert int(judged(rule, draft, [0.5, 0.5, 0.0], 1 - 2.0**-53, 0.0).accepted) == 1
+
+
+def test_threshold_compares_p_itself() -> None:
+    draft = tree_of([0, 1, 1], [-1, 0, 1], None)
+    p = [0.3, 0.7]
+    assert int(judged("threshold", draft, p, 0.99, 0.5).accepted) == 3
+    rule = RULES["threshold"](threshold=0.4)
+    logits = logits_of(np.tile(np.array(p), (1, 4, 1)))
+    noise = SetNoise(np.zeros((1, 3)), np.array([[0.1]]))
+    sampled = rule.verify(draft, Scores(logits, PLAIN), noise)
+    assert (int(sampled.accepted), int(sampled.reached), int(sampled.next_token)) == (0, 1, 0)
+    greedy = rule.verify(draft, Scores(logits, Sampling()), noise)
+    assert (int(greedy.accepted), int(greedy.next_token)) == (0, 1)
+
+
+def test_typical_acceptance_takes_the_longest_path_then_the_likeliest() -> None:
+    # Two children of the root, one below each, and a third child that is likely but childless.
+    draft = tree_of([1, 2, 0, 1, 2], [-1, -1, -1, 0, 1], None)
+    p = [0.5, 0.3, 0.2, 0.0]
+    verdict = judged("typical", draft, p, 0.5, 0.0)
+    assert outcome(verdict, 0) == ([0, 3], 2, 0)  # 0.3·0.3 beats 0.2·0.2
+    # Of certain p nothing passes but the token itself, whatever ε would let through.
+    sure = [0.905, 0.095, 0.0, 0.0]
+    assert outcome(judged("typical", draft, sure, 0.5, 0.0), 0)[0] == [0, 3]
+    draft = tree_of([1, 0], [-1, -1], None)
+    assert outcome(judged("typical", draft, [0.915, 0.085], 0.5, 0.0), 0) == ([1], 1, 0)
+    # A flat p lets less likely ones pass: δ·exp(−H) = 0.3/20.
+    flat = [0.05] * 20
+    assert outcome(judged("typical", draft, flat, 0.5, 0.99), 0) == ([0], 1, 19)
+
+
+# --- options, and what goes with what -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "said"),
+    [
+        ("lenience", {"lenience": 0.0}, r"lenience is 0.0; expected a number in \(0, 1\]"),
+        ("lenience", {"lenience": 1.5}, "lenience is 1.5"),
+        ("threshold", {"threshold": 1.2}, "threshold is 1.2; expected a probability"),
+        ("threshold", {"threshold": float("nan")}, "threshold is nan"),
+        ("typical", {"epsilon": 0.0}, r"epsilon is 0.0; expected a number in \(0, 1\]"),
+        ("typical", {"delta": -1.0}, "delta is -1.0; expected a number > 0"),
+    ],
+)
+def test_bad_options_are_refused(rule: str, options: dict[str, float], said: str) -> None:
+    factory: Callable[..., Rule] = RULES[rule]
+    with pytest.raises(UserError, match=said):
+        factory(**options)
+
+
+class Stand(Drafter):
+    """Drafts nothing; says what it would draft."""
+
+    def __init__(self, branches: bool, siblings: Siblings) -> None:
+        self._branches, self._siblings = branches, siblings
+
+    @property
+    def branches(self) -> bool:
+        return self._branches
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return self._siblings
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        return Draft.none(len(contexts.lengths), "cpu")
+
+
+EVERY_TREE = frozenset(SIBLINGS)
+NO_TREE: frozenset[str] = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("rule", "trees"),
+    [
+        ("exact", EVERY_TREE),
+        ("speculative", NO_TREE),
+        ("block", NO_TREE),
+        ("multi_round", EVERY_TREE),
+        ("traversal", EVERY_TREE),
+        ("spectr", frozenset({"independent"})),
+        ("lenience", NO_TREE),
+        ("speculative_skip_residual", NO_TREE),
+        ("typical", EVERY_TREE),
+        ("threshold", NO_TREE),
+    ],
+)
+def test_what_goes_with_what(rule: str, trees: frozenset[str]) -> None:
+    model = tiny_model("llama", layers=1)
+    for siblings in SIBLINGS:
+        Decoder(model, Stand(False, siblings), rule=rule, sampling=PLAIN)
+        if siblings in trees:
+            Decoder(model, Stand(True, siblings), rule=rule, sampling=PLAIN)
+            continue
+        said = f"Stand drafts trees of {siblings} siblings and the rule {RULES[rule].__name__} "
+        with pytest.raises(UserError, match=f"{said}.*rules for such trees: .*multi_round"):
+            Decoder(model, Stand(True, siblings), rule=rule, sampling=PLAIN)
+        # At temperature 0 exact match takes the place of all that come to it.
+        if RULES[rule].exact_when_greedy:
+            Decoder(model, Stand(True, siblings), rule=rule)
+
+
+def test_every_rule_is_in_the_table() -> None:
+    marks = test_what_goes_with_what.pytestmark  # type: ignore[attr-defined]
+    assert {rule for rule, _ in marks[0].args[1]} == set(RULES)
+
+
+def test_lossy_rules_say_so() -> None:
+    lossy = {"lenience", "speculative_skip_residual", "typical", "threshold"}
+    assert {name for name in RULES if not RULES[name].lossless} == lossy
+    for name in lossy:
+        assert "Lossy" in (RULES[name].__doc__ or "")

@@ -1,0 +1,337 @@
+"""Drawn trees and a rule that judges them, by enumeration: the text has the target's distribution.
+
+Distributions are multiples of 1/4, so a grid of uniforms draws each tree exactly as often as it is
+likely. Each is judged by SpecInfer's multi-round rule (2305.09781, algorithm 2), written down here
+as a distribution, not as draws: nothing is left to chance.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from decode.contexts import Contexts, Limits
+from decode.draft import Draft, Siblings
+from decode.drafters import Drafter
+from decode.drafters.ngram import NgramDrafter
+from decode.drafters.several import SeveralDrafters
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.growth import Growth
+from decode.sampling import Noise, Sampling
+from decode.shapes import SHAPES, Shape
+from decode.trees import first_equal, pack
+from tests.enumeration import TOKENS, Contextual
+from tests.test_drafters import contexts_of, limits_of, model, noise_for
+from tests.test_shapes import Path, paths_of
+
+PLAIN = Sampling(1.0)
+# A node: its parent, its token and the q it was drawn from.
+Tree = tuple[tuple[int, int, tuple[float, ...]], ...]
+PAIRS = 6
+
+
+class GridNoise(Noise):
+    """Uniforms of drafting, [B, n], set by hand; parts of a drafter have some each (0: they are
+    all for the one part that draws)."""
+
+    def __init__(self, grid: np.ndarray, each: int = 0) -> None:
+        self.grid, self.each = grid, each
+
+    def uniforms(self, stream: int, first: int, count: int) -> Tensor:
+        assert stream == Noise.DRAFT
+        assert first + count <= self.grid.shape[1]
+        return torch.as_tensor(self.grid[:, first : first + count])
+
+    def fork(self, part: int) -> Noise:
+        places = slice(part * self.each, (part + 1) * self.each) if self.each else slice(None)
+        return GridNoise(self.grid[:, places])
+
+
+def grid(parts: int, uniforms: int) -> np.ndarray:
+    """float64 [parts ** uniforms, uniforms]: the middles of equal parts, in all combinations."""
+    middles = (np.arange(parts) + 0.5) / parts
+    axes = np.meshgrid(*[middles] * uniforms, indexing="ij")
+    return np.stack(axes, -1).reshape(-1, uniforms)
+
+
+class TableGrowth(Growth):
+    """A drafter that says q of each path, the same in all of many rows."""
+
+    def __init__(self, contexts: Contexts, q: Contextual, sampling: Sampling) -> None:
+        super().__init__(contexts, sampling, torch.device("cpu"), TOKENS)
+        self.q = q
+
+    def _first(self) -> Tensor:
+        return self._logits([()]).expand(self.rows, -1)
+
+    def _extend(self, count: int) -> Tensor:
+        fed = self.fed[:, None].expand(-1, count, -1)
+        if self.ancestors is not None:
+            fed = torch.where(self.ancestors[:, -count:], fed, -1)
+        paths, which = np.unique(fed.flatten(0, 1).numpy(), axis=0, return_inverse=True)
+        logits = self._logits([tuple(path[path >= 0].tolist()) for path in paths])
+        return logits[torch.as_tensor(which)].unflatten(0, (self.rows, count))
+
+    def _logits(self, paths: list[Path]) -> Tensor:
+        with np.errstate(divide="ignore"):
+            table = np.log([self.q(*path) for path in paths])
+        return torch.as_tensor(table, dtype=torch.float32)
+
+
+class TableDrafter(Drafter):
+    """Says q of each path, in some shape."""
+
+    def __init__(self, q: Contextual, shape: Shape) -> None:
+        self.q, self.shape = q, shape
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return self.shape.siblings(sampling)
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        return self.shape.grow(TableGrowth(contexts, self.q, sampling), limits, sampling, noise)
+
+
+class Says(Drafter):
+    """Chooses these tokens always."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = torch.tensor([tokens])
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        rows = len(contexts.lengths)
+        return Draft(self.tokens.expand(rows, -1), np.full(rows, self.tokens.shape[1]))
+
+
+def trees_of(draft: Draft) -> Iterator[tuple[Tree, int]]:
+    """The different trees of a draft, and how many rows have each."""
+    assert draft.q is not None
+    q = draft.q.gather(1, draft.rows_of_q()[..., None].expand(-1, -1, TOKENS))
+    nodes = torch.cat([(draft.parent_rows() - 1)[..., None], draft.tokens[..., None], q], 2)
+    nodes[~draft.valid()] = -2
+    different, rows = np.unique(nodes.double().numpy(), axis=0, return_counts=True)
+    for tree, count in zip(different, rows.tolist(), strict=True):
+        yield (
+            tuple(
+                (int(parent), int(token), tuple(own))
+                for parent, token, *own in tree.tolist()
+                if parent > -2
+            ),
+            count,
+        )
+
+
+def judge(p: Contextual, tree: Tree, distinct: bool) -> np.ndarray:
+    """[V, V, V]: the distribution of three tokens when the multi-round rule judges this tree."""
+    joint = np.zeros((TOKENS,) * 3)
+
+    def emit(text: Path, weight: float) -> None:
+        if len(text) == 3:
+            joint[text] += weight
+        else:
+            for token, chance in enumerate(p(*text)):
+                emit((*text, token), weight * chance)
+
+    def visit(node: int, path: Path, weight: float) -> None:
+        left = p(*path).astype(float)
+        elder: list[int] = []
+        for child, (parent, token, declared) in enumerate(tree):
+            if parent != node:
+                continue
+            q = np.array(declared)
+            if distinct:
+                q[elder] = 0.0
+                q /= q.sum()
+                elder.append(token)
+            accept = min(1.0, left[token] / q[token])
+            visit(child, (*path, token), weight * accept)
+            weight *= 1 - accept
+            rest = np.clip(left - q, 0, None)
+            if weight < 1e-9:
+                return
+            left = rest / rest.sum()
+        for token, chance in enumerate(left):
+            emit((*path, token), weight * chance)
+
+    visit(-1, (), 1.0)
+    return joint
+
+
+def joint_of(p: Contextual, draft: Draft) -> np.ndarray:
+    total = np.zeros((TOKENS,) * 3)
+    for tree, rows in trees_of(draft):
+        total += rows / len(draft.sizes) * judge(p, tree, draft.distinct)
+    return total
+
+
+def drafts_of(drafter: Drafter, noise: GridNoise) -> Draft:
+    contexts = contexts_of([[0]] * len(noise.grid))
+    return drafter.draft(contexts, limits_of(contexts, 2), PLAIN, noise)
+
+
+# (shape, options, parts of the grid, how many draws). Without replacement a second draw is from
+# multiples of 1/2, 1/3 or 1/4, which twelfths hold all.
+DRAWN = [
+    ("static", {"widths": [2, 2], "draw": "independent"}, 4, 6),
+    ("static", {"paths": [[0], [1], [2], [1, 0]], "draw": "distinct"}, 12, 4),
+    ("static", {"widths": [2, 1], "draw": "distinct"}, 12, 4),
+    ("chain", {}, 4, 2),
+    ("chains", {"chains": 2}, 4, 4),
+    ("chains", {"chains": 2, "budget": 3}, 4, 3),
+    ("chains", {"chains": 3, "budget": 5}, 4, 5),
+]
+
+
+def pair(seed: int) -> tuple[Contextual, Contextual, Contextual]:
+    """A target and two drafters. Every other time a second rejection of the same token changes
+    what is left of p, which few random pairs of so few tokens have."""
+    random = np.random.default_rng(seed)
+    p, q, second = (Contextual(random, parts=4) for _ in range(3))
+    if seed % 2:
+        p.table[()] = np.array([0, 2, 2]) / 4
+        q.table[()] = second.table[()] = np.array([3, 1, 0]) / 4
+    return p, q, second
+
+
+@pytest.mark.parametrize(("name", "options", "parts", "draws"), DRAWN)
+def test_drawn_trees_are_lossless(
+    name: str, options: dict[str, Any], parts: int, draws: int
+) -> None:
+    noise = GridNoise(grid(parts, draws))
+    for seed in range(PAIRS):
+        p, q, _ = pair(seed)
+        draft = drafts_of(TableDrafter(q, SHAPES[name](**options)), noise)
+        # q is declared in float32.
+        np.testing.assert_allclose(joint_of(p, draft), p.joint(), atol=1e-5)
+
+
+@pytest.mark.parametrize("other", ["chain", "chains", "chosen"])
+def test_trees_of_several_drafters_are_lossless(other: str) -> None:
+    chain = SHAPES["chain"]()
+    for seed in range(PAIRS):
+        p, q, second = pair(seed)
+        drafters: list[Drafter] = [TableDrafter(q, chain)]
+        if other == "chain":
+            drafters.append(TableDrafter(second, chain))
+            noise = GridNoise(grid(4, 4), each=2)
+        elif other == "chains":
+            drafters.insert(0, TableDrafter(second, SHAPES["chains"](chains=2, budget=3)))
+            noise = GridNoise(grid(4, 5), each=3)
+        else:
+            drafters = [Says(1, 2), *drafters, Says(1, 0)]
+            noise = GridNoise(grid(4, 2))
+        several = SeveralDrafters(drafters)
+        assert several.siblings(PLAIN) == "independent"
+        draft = drafts_of(several, noise)
+        np.testing.assert_allclose(joint_of(p, draft), p.joint(), atol=1e-5)
+
+
+def without_duplicates(draft: Draft) -> Draft:
+    """The error of dropping a draw because an elder sibling has its token."""
+    assert draft.parents is not None
+    nodes = draft.tokens.shape[1]
+    first = first_equal(draft.tokens, draft.parents, nodes)
+    order, parents, sizes = pack(first == torch.arange(nodes), draft.parents)
+    q_rows = draft.rows_of_q().gather(1, order)
+    return Draft(draft.tokens.gather(1, order), sizes, draft.q, parents, q_rows)
+
+
+def without_the_unlikely(draft: Draft) -> Draft:
+    """The error of pruning drawn tokens by their own q: the likeliest paths stay."""
+    assert draft.parents is not None
+    assert draft.q is not None
+    q = draft.q.gather(1, draft.rows_of_q()[..., None].expand(-1, -1, TOKENS))
+    own = q.gather(2, draft.tokens[..., None])[..., 0]
+    keep = ~(draft.ancestors() & (own < 0.3)[:, None, :]).any(2)
+    order, parents, sizes = pack(keep, draft.parents)
+    q_rows = draft.rows_of_q().gather(1, order)
+    return Draft(draft.tokens.gather(1, order), sizes, draft.q, parents, q_rows)
+
+
+@pytest.mark.parametrize("error", [without_duplicates, without_the_unlikely])
+def test_what_chains_must_not_do_is_found(error: Callable[[Draft], Draft]) -> None:
+    noise = GridNoise(grid(4, 4))
+    apart = []
+    for seed in range(PAIRS):
+        p, q, _ = pair(seed)
+        draft = drafts_of(TableDrafter(q, SHAPES["chains"](chains=2)), noise)
+        apart.append(np.abs(joint_of(p, error(draft)) - p.joint()).sum() / 2)
+    assert max(apart) > 0.02
+
+
+# --- several drafters -----------------------------------------------------------------------------
+
+
+def test_several_that_choose_are_merged() -> None:
+    several = SeveralDrafters([Says(1, 2, 0), Says(1, 0), Says(2), Says(1, 2, 1)])
+    contexts = contexts_of([[0], [0]])
+    several.start(contexts)
+    draft = several.draft(contexts, limits_of(contexts, 3), PLAIN, noise_for(2))
+    assert several.siblings(PLAIN) == "chosen"
+    assert draft.q is None
+    for row in range(2):
+        assert paths_of(draft, row) == [(1,), (2,), (1, 2), (1, 0), (1, 2, 0), (1, 2, 1)]
+
+
+def test_parts_of_a_drafter_draw_independently() -> None:
+    """Of each other, of the whole one's drafting and of the rule's; a row the same when alone."""
+    rows = torch.arange(200_000)
+    noise = Noise(0, rows)
+    noise.next_round()
+    numbers = [noise.fork(part).uniforms(Noise.DRAFT, 0, 2) for part in range(3)]
+    numbers += [noise.uniforms(stream, 0, 2) for stream in (Noise.DRAFT, Noise.ACCEPT, Noise.NEXT)]
+    apart = np.corrcoef(torch.cat(numbers, 1).numpy().T) - np.eye(12)
+    assert np.abs(apart).max() < 6 / len(rows) ** 0.5  # six standard deviations
+    alone = Noise(0, rows[7:8])
+    alone.next_round()
+    assert torch.equal(alone.fork(1).uniforms(Noise.DRAFT, 0, 2), numbers[1][7:8])
+
+
+def test_several_keep_their_own_q_and_noise() -> None:
+    """Each node of a small LM's chain is drawn as it would be alone, with numbers of its own."""
+    models = [model("llama", layers=1, seed=seed) for seed in (7, 8, 7)]
+    several = SeveralDrafters([*map(SmallLMDrafter, models), NgramDrafter()])
+    contexts = contexts_of([[5, 6, 5], [9, 9], [7]])
+    several.start(contexts)
+    noise = noise_for(3)
+    noise.next_round()
+    draft = several.draft(contexts, limits_of(contexts, 2), PLAIN, noise)
+    assert draft.q is not None
+    # What prompt lookup finds: 6 5 after 5; 9 after 9; nothing.
+    assert draft.sizes.tolist() == [8, 7, 6]
+    found = [paths_of(draft, row) for row in range(3)]
+    rows_of_q = draft.rows_of_q()
+    for part, lm in enumerate(models):
+        alone = SmallLMDrafter(lm)
+        alone.start(contexts)
+        chain = alone.draft(contexts, limits_of(contexts, 2), PLAIN, noise.fork(part))
+        assert chain.q is not None
+        for row in range(3):
+            path = tuple(chain.tokens[row].tolist())
+            for depth in range(2):
+                nodes = [i for i, other in enumerate(found[row]) if other == path[: depth + 1]]
+                declared = draft.q[row, rows_of_q[row, nodes]]
+                assert any(torch.equal(q, chain.q[row, depth]) for q in declared)
+    # The same model twice draws twice.
+    assert len(set(found[2])) == 6
+    looked_up = draft.q[0, rows_of_q[0, found[0].index((6,))]]
+    assert (looked_up[6], looked_up.sum()) == (1, 1)
+
+
+def test_several_drafters_are_refused() -> None:
+    with pytest.raises(UserError, match="none is named"):
+        SeveralDrafters([])
+    distinct = SHAPES["static"](widths=[2], draw="distinct")
+    several = SeveralDrafters([Says(1), SmallLMDrafter(model("llama"), shape=distinct)])
+    with pytest.raises(UserError, match="SmallLMDrafter draws siblings without replacement"):
+        several.siblings(PLAIN)
+    assert several.siblings(Sampling()) == "chosen"

@@ -1,0 +1,214 @@
+"""Stop strings: exact inside a block, as `generate(stop_strings=…)` ends a text."""
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from decode.detokenize import TextStream, decode
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.sampling import Sampling
+from decode.stops import StopStrings
+from tests.tiny import PAD_ID, VOCAB, tiny_model, tiny_tokenizer
+
+tokenizer = functools.cache(tiny_tokenizer)
+
+PROMPTS = ((5, 17, 250, 9, 42), (7,), (30,) * 9, (11, 12, 13, 14) * 3 + (11, 12))
+NEW = 24
+
+
+@functools.cache
+def model() -> Any:
+    """Writes readable text: what is special or no ASCII it never finds likely."""
+    lm = tiny_model("llama", tie=False)
+    texts = [decode(tokenizer(), [token]) for token in range(VOCAB)]
+    strange = [i for i, text in enumerate(texts) if not (text.isascii() and text.isprintable())]
+    with torch.no_grad():
+        lm.get_output_embeddings().weight[[0, 1, 2, *strange]] = 0
+    return lm
+
+
+@functools.cache
+def answer(prompt: tuple[int, ...], *stop: str) -> list[int]:
+    """What `generate()` says, up to a stop string."""
+    ids = torch.tensor([prompt])
+    settings = GenerationConfig(
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=PAD_ID,
+        stop_strings=list(stop) or None,
+    )
+    found = model().generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=settings,
+        tokenizer=tokenizer(),
+    )
+    tokens: list[int] = found[0, len(prompt) :].tolist()
+    return tokens
+
+
+def plain(prompt: tuple[int, ...], stop: list[str]) -> list[int]:
+    """The whole answer's shortest beginning whose text holds a stop string."""
+    tokens = answer(prompt)
+    for count in range(1, len(tokens) + 1):
+        text = decode(tokenizer(), tokens[:count], skip_special_tokens=False)
+        if any(string in text for string in stop):
+            return tokens[:count]
+    return tokens
+
+
+def drafter(name: str) -> Drafter:
+    if name == "same":
+        return SmallLMDrafter(model())
+    return DRAFTERS[name]()
+
+
+def decoded(name: str, stop: list[str], gamma: int = 7, prompts: Any = PROMPTS) -> Any:
+    decoder = Decoder(
+        model(),
+        drafter(name),
+        gamma=gamma,
+        stop=StopStrings(tokenizer(), stop),
+    )
+    return decoder.decode(prompts, NEW)
+
+
+def stops_of(prompt: tuple[int, ...]) -> list[str]:
+    """Strings that span the tokens of the prompt's answer: the i-th ends inside its token i+1."""
+    pieces = [decode(tokenizer(), [token]) for token in answer(prompt)]
+    return [a[-1] + b[: (len(b) + 1) // 2] for a, b in itertools.pairwise(pieces)]
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "same"])
+def test_texts_end_where_generate_ends_them(name: str) -> None:
+    """Blocks are 8 long here, so these texts end at each place in one."""
+    ends = set()
+    for stop in stops_of(PROMPTS[1])[:8]:
+        run = decoded(name, [stop])
+        assert run.outputs == [plain(prompt, [stop]) for prompt in PROMPTS]
+        assert run.outputs[1] == answer(PROMPTS[1], stop)
+        ends.add(len(run.outputs[1]))
+    assert len(ends) >= 4
+    assert min(ends) < NEW
+
+
+def test_several_strings_and_the_first_to_be_complete() -> None:
+    stops = stops_of(PROMPTS[1])[2:8]
+    run = decoded("same", stops)
+    assert run.outputs == [plain(prompt, stops) for prompt in PROMPTS]
+    assert run.outputs[1] == answer(PROMPTS[1], *stops)
+
+
+def test_what_comes_after_the_end_is_not_counted() -> None:
+    stop = stops_of(PROMPTS[1])[3]
+    run = decoded("same", [stop], prompts=PROMPTS[1:2])
+    emitted = len(run.outputs[0]) - 1  # all but the prefill's
+    assert run.counts.emitted == emitted
+    assert run.counts.reached.sum() == run.counts.accepted.sum() <= emitted
+    assert stop in decode(tokenizer(), run.outputs[0])
+
+
+def test_a_batch_stops_as_each_row_alone() -> None:
+    stops = stops_of(PROMPTS[1])[2:4] + stops_of(PROMPTS[3])[5:6]
+    sampling = Sampling(0.9, top_k=30)
+    decoder = Decoder(
+        model(),
+        drafter("same"),
+        gamma=5,
+        sampling=sampling,
+        stop=StopStrings(tokenizer(), stops),
+    )
+    together = decoder.decode(PROMPTS, NEW, seed=2).outputs
+    for row, prompt in enumerate(PROMPTS):
+        assert decoder.decode([prompt], NEW, seed=2, row_ids=[row]).outputs == [together[row]]
+
+
+# --- the strings themselves -----------------------------------------------------------------------
+
+
+def cut(strings: list[str], blocks: list[list[int]]) -> tuple[int, int] | None:
+    """(block, tokens kept of it) where a text that comes in blocks ends."""
+    stop = StopStrings(tokenizer(), strings)
+    stop.start(2)
+    stop.cut(1, tokenizer()("stop").input_ids)  # another row's text is its own
+    for place, block in enumerate(blocks):
+        kept = stop.cut(0, block)
+        if kept is not None:
+            return place, kept
+    return None
+
+
+def blocks_of(text: str, size: int) -> list[list[int]]:
+    ids: list[int] = tokenizer()(text).input_ids
+    return [ids[i : i + size] for i in range(0, len(ids), size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("The dog does not mind.\n\nAnd then", "\n\n"),
+        ("a 句子。 b", "。"),  # three bytes, a token each
+        ("x 🦊🦊 y", "🦊🦊"),
+        ("e\u0301te\u0301 ici", "e\u0301 i"),
+        ("one<|im_end|>two", "<|im_end|>"),
+        ("aaab", "aab"),
+        ("the quick brown fox jumps", "quick brown fox"),
+    ],
+)
+def test_strings_across_tokens_blocks_and_bytes(text: str, stop: str, size: int) -> None:
+    ids = tokenizer()(text).input_ids
+    needed = next(
+        count
+        for count in range(1, len(ids) + 1)
+        if stop in decode(tokenizer(), ids[:count], skip_special_tokens=False)
+    )
+    assert cut([stop], blocks_of(text, size)) == ((needed - 1) // size, (needed - 1) % size + 1)
+    assert cut([stop + "§"], blocks_of(text, size)) is None
+
+
+def test_the_prompt_is_no_part_of_the_answer() -> None:
+    """The prompt ends with the string, or with its first half: neither ends the text."""
+    prompt = tuple(tokenizer()("dog dog").input_ids)
+    said = decode(tokenizer(), answer(prompt), skip_special_tokens=False)
+    stop = "dog" + said[:1]
+    assert stop not in said
+    for string in ("dog", stop):
+        run = decoded("none", [string], prompts=[prompt])
+        assert len(run.outputs[0]) == NEW
+
+
+@pytest.mark.parametrize("strings", [[], [""], ["a", ""], ""])
+def test_empty_strings_are_refused(strings: Any) -> None:
+    with pytest.raises(UserError, match="expected at least one, none of them empty"):
+        StopStrings(tokenizer(), strings)
+
+
+# --- pieces of text -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_pieces_add_up_and_split_no_character(size: int) -> None:
+    text = "Ein Fuchs 🦊 springt; 你好，世界 — naïve\n\n  end 🏳️‍🌈"
+    stream = TextStream(tokenizer(), skip_special_tokens=True)
+    pieces = [stream.add(block) for block in blocks_of(text + "<|im_end|>", size)]
+    assert "".join(pieces) + stream.end() == text
+    assert not any("�" in piece for piece in pieces)
+    assert sum(map(bool, pieces)) > 5
+
+
+def test_broken_bytes_come_out_in_the_end() -> None:
+    stream = TextStream(tokenizer(), skip_special_tokens=True)
+    half = tokenizer()("🦊").input_ids[:2]
+    assert stream.add([*tokenizer()("a").input_ids, *half]) == ""
+    assert stream.peek([]) == "a�"
+    assert stream.end() == "a�"
+    assert stream.end() == ""

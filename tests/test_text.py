@@ -1,0 +1,236 @@
+"""Prompt to text, as users of transformers know it; and our drafters in transformers' own loop."""
+
+import functools
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
+
+from decode.detokenize import decode
+from decode.drafters.composite import CompositeDrafter
+from decode.drafters.none import NoDrafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.store import save_drafter
+from decode.text import SpeculativeGenerator, TextPieces
+from decode.vocabulary import save_with_vocabulary
+from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
+
+model = functools.cache(tiny_model)
+tokenizer = functools.cache(tiny_tokenizer)
+
+TEXTS = ["The quick brown fox", "sea shells", "She sells sea shells by the sea"]
+MESSAGES = [{"role": "user", "content": "What is the sum of 12 and 30?"}]
+NEW = 20
+
+
+def generated(ids: list[int], new: int = NEW, **options: Any) -> list[int]:
+    """What transformers' generate() answers."""
+    settings = GenerationConfig(
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        **options,
+    )
+    tokens = torch.tensor([ids])
+    found = model("llama").generate(
+        tokens, attention_mask=torch.ones_like(tokens), generation_config=settings
+    )
+    answer: list[int] = found[0, len(ids) :].tolist()
+    return answer
+
+
+def generator(drafter: Any = "ngram", **options: Any) -> SpeculativeGenerator:
+    return SpeculativeGenerator(model("llama"), tokenizer(), drafter, **options)
+
+
+def test_text_in_text_out_as_generate() -> None:
+    ours = generator(model("llama", seed=7, layers=1), gamma=3)
+    wanted = [decode(tokenizer(), generated(tokenizer()(text).input_ids)) for text in TEXTS]
+    assert ours.generate(TEXTS, max_new_tokens=NEW) == wanted
+    assert ours.decoded is not None
+    assert ours.decoded.counts.steps > 0
+    # One prompt gives one text; as text, as ids, and as a tensor of ids.
+    ids = tokenizer()(TEXTS[0]).input_ids
+    for prompt in (TEXTS[0], ids, torch.tensor(ids)):
+        assert ours.generate(prompt, max_new_tokens=NEW) == wanted[0]
+    assert ours.generate(torch.tensor([ids]), max_new_tokens=NEW) == wanted[:1]
+    assert ours.generate([ids, TEXTS[1]], max_new_tokens=NEW) == wanted[:2]
+
+
+def test_messages_are_written_by_the_chat_template() -> None:
+    ids = tokenizer().apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    wanted = decode(tokenizer(), generated(ids))
+    assert generator().generate(MESSAGES, max_new_tokens=NEW) == wanted
+    assert generator().generate([MESSAGES, MESSAGES], max_new_tokens=NEW) == [wanted] * 2
+    bare = tiny_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        SpeculativeGenerator(model("llama"), bare).generate(MESSAGES)
+
+
+def test_options_reach_the_decoder() -> None:
+    ours = generator()
+    ids = tokenizer()(TEXTS[0]).input_ids
+    penalised = decode(tokenizer(), generated(ids, repetition_penalty=1.5))
+    assert ours.generate(TEXTS[0], max_new_tokens=NEW, repetition_penalty=1.5) == penalised
+    sampled: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.2, "min_p": 0.01}
+    texts = ours.generate(TEXTS, **sampled, seed=5)
+    assert texts == ours.generate(TEXTS, **sampled, seed=5)
+    assert texts != ours.generate(TEXTS, **sampled, seed=6)
+    assert ours.generate(TEXTS[0], **sampled, seed=5) == texts[0]
+    # Nothing but the likeliest token stays.
+    assert ours.generate(TEXTS[0], max_new_tokens=NEW, temperature=1.0, top_k=1) == ours.generate(
+        TEXTS[0], max_new_tokens=NEW
+    )
+    whole = ours.generate(TEXTS[0], max_new_tokens=NEW)
+    assert isinstance(whole, str)
+    stop = whole[5:7]
+    cut = ours.generate(TEXTS[0], max_new_tokens=NEW, stop=stop)
+    assert isinstance(cut, str)
+    assert whole.startswith(cut)
+    assert stop in cut
+    assert len(cut) < len(whole)
+
+
+def test_parts_by_name() -> None:
+    small = model("llama", seed=7, layers=1)
+    ours = generator(small, rule="exact", policy="heuristic:most=6", shape="static:widths=[2,1]")
+    wanted = [decode(tokenizer(), generated(tokenizer()(text).input_ids)) for text in TEXTS]
+    assert ours.generate(TEXTS, max_new_tokens=NEW) == wanted
+    assert ours.decoded is not None
+    assert ours.decoded.counts.nodes_per_step > 2
+    with pytest.raises(UserError, match="does not draft in shapes"):
+        generator("ngram", shape="chain")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_streamed_pieces_add_up_to_the_text(temperature: float) -> None:
+    ours = generator(model("llama"))
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": temperature}
+    for text in TEXTS:
+        whole = ours.generate(text, **options)
+        pieces = list(ours.stream(text, **options))
+        assert "".join(pieces) == whole
+        assert all(pieces)
+        assert len(pieces) > 1
+
+
+def test_streamers_of_transformers_print_what_they_print_there() -> None:
+    ids = tokenizer()(TEXTS[0]).input_ids
+    tokens = torch.tensor([ids])
+    printed = []
+    for skip_prompt in (False, True):
+        for ours in (True, False):
+            streamer = TextStreamer(tokenizer(), skip_prompt=skip_prompt)
+            with redirect_stdout(io.StringIO()) as out:
+                if ours:
+                    generator(model("llama")).generate(
+                        TEXTS[0], max_new_tokens=NEW, streamer=streamer
+                    )
+                else:
+                    settings = GenerationConfig(
+                        max_new_tokens=NEW,
+                        do_sample=False,
+                        eos_token_id=EOS_ID,
+                        pad_token_id=PAD_ID,
+                    )
+                    model("llama").generate(
+                        tokens,
+                        attention_mask=torch.ones_like(tokens),
+                        generation_config=settings,
+                        streamer=streamer,
+                    )
+            printed.append(out.getvalue())
+    assert printed[0] == printed[1] != printed[2] == printed[3]
+
+
+def test_our_streamer_in_transformers_loop() -> None:
+    ids = tokenizer()(TEXTS[0]).input_ids
+    pieces: list[str] = []
+    tokens = torch.tensor([ids])
+    settings = GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, eos_token_id=EOS_ID, pad_token_id=PAD_ID
+    )
+    model("llama").generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        generation_config=settings,
+        streamer=TextPieces(tokenizer(), pieces.append),
+    )
+    assert "".join(pieces) == decode(tokenizer(), generated(ids))
+
+
+def test_a_stream_may_be_left_and_tells_of_errors() -> None:
+    ours = generator(NoDrafter())
+    stream = ours.stream(TEXTS[0], max_new_tokens=200)
+    next(stream)
+    stream.close()  # returns only when the thread has ended
+    with pytest.raises(UserError, match="prompt 0 is empty"):
+        list(ours.stream(""))
+    with pytest.raises(TypeError, match="max_tokens"):
+        list(ours.stream("a", max_tokens=3))
+
+
+def test_what_is_left_to_generate_or_makes_no_sense() -> None:
+    ours = generator()
+    with pytest.raises(UserError, match=r"num_beams is 4; beam search .* model\.generate"):
+        ours.generate(TEXTS, num_beams=4)
+    with pytest.raises(UserError, match="one text and there are 3 prompts"):
+        ours.generate(TEXTS, streamer=TextStreamer(tokenizer()))
+    with pytest.raises(UserError, match="no prompts"):
+        ours.generate([])
+    with pytest.raises(UserError, match="a vocabulary of 280 tokens and the target one of 300"):
+        generator(model("llama", vocab=280)).generate(TEXTS)
+
+
+# --- drafters here and there ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter directory as training writes it."""
+    path = tmp_path_factory.mktemp("drafter") / "drafter"
+
+    def write(directory: Path) -> None:
+        save_with_vocabulary(model("llama", seed=7, layers=1), None, directory)
+        tokenizer().save_pretrained(directory)
+
+    save_drafter(path, "small_lm", write, target=tiny_target(), provenance={})
+    return path
+
+
+def test_a_saved_drafter_is_an_assistant_model(saved: Path) -> None:
+    assistant = AutoModelForCausalLM.from_pretrained(saved)
+    for text in TEXTS:
+        ids = tokenizer()(text).input_ids
+        tokens = torch.tensor([ids])
+        settings = GenerationConfig(
+            max_new_tokens=NEW, do_sample=False, eos_token_id=EOS_ID, pad_token_id=PAD_ID
+        )
+        found = model("llama").generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            generation_config=settings,
+            assistant_model=assistant,
+        )
+        wanted = generated(ids)
+        assert found[0, len(ids) :].tolist() == wanted
+        # And ours with the same drafter says the same.
+        ours = generator(str(saved))
+        assert ours.generate(text, max_new_tokens=NEW) == decode(tokenizer(), wanted)
+        assert isinstance(ours.drafter, SmallLMDrafter)
+
+
+def test_several_drafters_by_name(saved: Path) -> None:
+    ours = generator(f"ngram+{saved}")
+    assert isinstance(ours.drafter, CompositeDrafter)
+    wanted = [decode(tokenizer(), generated(tokenizer()(text).input_ids)) for text in TEXTS]
+    assert ours.generate(TEXTS, max_new_tokens=NEW) == wanted
+    with pytest.raises(UserError, match="nothing/here/at/all does not exist"):
+        generator("ngram+nothing/here/at/all")

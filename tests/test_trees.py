@@ -1,0 +1,215 @@
+"""Trees in the loop: token-identical to `generate()`, and models that cannot be fed trees."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.ngram import NgramDrafter
+from decode.drafters.several import SeveralDrafters
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.kv import CachedLM
+from decode.loop import Decoder
+from decode.sampling import Sampling
+from tests.test_loop import NEW, PROMPTS, answers, model
+from tests.test_shapes import DRAWN, NAMES, drawn, shape
+from tests.tiny import FAMILIES, PAD_ID, VOCAB, tiny_model
+
+
+@functools.cache
+def nearly(family: str) -> Any:
+    """`model(family)` with a little noise: its likeliest tokens are often the target's."""
+    lm = tiny_model(family)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter += 0.03 * torch.randn(parameter.shape, generator=generator)
+    return lm
+
+
+# --- greedy ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_with_trees_equals_generate(family: str, name: str) -> None:
+    drafter = SmallLMDrafter(nearly(family), shape=shape(name))
+    eos = (answers(family)[0][9],)
+    for gamma, ends in ((3, ()), (2, eos)):
+        run = Decoder(model(family), drafter, gamma=gamma, rule="exact", eos_token_ids=ends).decode(
+            PROMPTS, NEW
+        )
+        assert run.outputs == answers(family, ends)
+        assert run.counts.tokens_per_step > 1.2
+        assert run.counts.nodes_per_step > gamma
+        # And each alone, whatever is beside it.
+        alone = Decoder(
+            model(family), drafter, gamma=gamma, rule="exact", eos_token_ids=ends
+        ).decode(PROMPTS[:1], NEW)
+        assert alone.outputs == run.outputs[:1]
+        assert alone.counts.to_dict() == run.tally.row(0).to_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_with_several_drafters_equals_generate(family: str) -> None:
+    drafter = SeveralDrafters(
+        [
+            SmallLMDrafter(nearly(family), shape=shape("dynamic")),
+            NgramDrafter(),
+            SmallLMDrafter(model("llama", seed=7, layers=1)),
+        ]
+    )
+    run = Decoder(model(family), drafter, gamma=3, rule="exact").decode(PROMPTS, NEW)
+    assert run.outputs == answers(family)
+    assert run.counts.tokens_per_step > 1.2
+
+
+# Other families than those that everything is tested with: (fields of the config, attention).
+MORE: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma2": ({"head_dim": 8, "sliding_window": 64}, "eager"),
+    "gemma3_text": (
+        {
+            "head_dim": 8,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "sdpa",
+    ),
+    "phi3": ({}, "sdpa"),
+    "opt": ({"ffn_dim": 64, "word_embed_proj_dim": 32}, "eager"),
+}
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_more_families(family: str) -> None:
+    fields, attention = MORE[family]
+    lm = tiny_model(family, **fields)
+    lm.set_attn_implementation(attention)
+    drafter = SmallLMDrafter(lm, shape=shape("static"))
+    run = Decoder(lm, drafter, gamma=3, rule="exact").decode(PROMPTS, NEW)
+    lm.generation_config.eos_token_id = None
+    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=PAD_ID)
+    for prompt, output in zip(PROMPTS, run.outputs, strict=True):
+        ids = torch.tensor([prompt])
+        found = lm.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        assert output == found[0, len(prompt) :].tolist()
+    assert run.counts.tokens_per_step > 1.3
+
+
+# --- sampled --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*DRAWN, "dynamic", "several"])
+def test_exact_match_says_the_same_whatever_is_drafted(name: str) -> None:
+    """Its draws belong to places in the text, so that a wrong mask, position or commit shows."""
+    sampling = Sampling(0.7, top_k=20, repetition_penalty=1.2)
+    if name == "several":
+        drafter: Drafter = SeveralDrafters(
+            [SmallLMDrafter(nearly("llama"), shape=drawn("chains")), NgramDrafter()]
+        )
+    else:
+        drafter = SmallLMDrafter(
+            nearly("llama"), shape=shape(name) if name == "dynamic" else drawn(name)
+        )
+    run, plain = (
+        Decoder(model("llama"), which, gamma=3, rule="exact", sampling=sampling).decode(
+            PROMPTS, NEW
+        )
+        for which in (drafter, DRAFTERS["none"]())
+    )
+    assert run.outputs == plain.outputs
+    assert run.counts.accepted.sum() > 5
+
+
+# --- models that cannot be fed trees --------------------------------------------------------------
+
+
+class Deaf(torch.nn.Module):
+    """A model that drops some of what it is told."""
+
+    def __init__(self, lm: Any, *drops: str) -> None:
+        super().__init__()
+        self.lm, self.drops, self.config = lm, drops, lm.config
+        self.device, self.dtype = lm.device, lm.dtype
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.lm(**{name: x for name, x in inputs.items() if name not in self.drops})
+
+
+@pytest.mark.parametrize("drops", ["attention_mask", "position_ids"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_models_that_do_not_honour_what_a_tree_needs(family: str, drops: str) -> None:
+    deaf: Any = Deaf(model(family), drops)
+    tree = SmallLMDrafter(nearly(family), shape=shape("static"))
+    message = r"Deaf does not honour 4-D attention masks and position_ids, .* other logits"
+    with pytest.raises(UserError, match=message):
+        Decoder(deaf, tree, rule="exact").decode(PROMPTS[:1], NEW)
+    # As a drafter too, and every time.
+    drafter = SmallLMDrafter(deaf, shape=shape("dynamic"))
+    for _ in range(2):
+        with pytest.raises(UserError, match=message):
+            Decoder(model(family), drafter, rule="exact").decode(PROMPTS[:1], NEW)
+    chain = SmallLMDrafter(nearly(family))
+    run = Decoder(deaf, chain, rule="exact").decode(PROMPTS[:1], NEW)
+    assert run.outputs == answers(family)[:1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_is_no_reason_to_refuse(family: str, dtype: torch.dtype) -> None:
+    whole = tiny_model(family, layers=6).to(dtype)
+    tree = SmallLMDrafter(whole, shape=shape("static"))
+    run = Decoder(whole, tree, gamma=3, rule="exact").decode(PROMPTS, 8)
+    assert run.counts.tokens_per_step > 1.3
+    deaf: Any = Deaf(whole, "attention_mask")
+    with pytest.raises(UserError, match="does not honour"):
+        Decoder(deaf, tree, rule="exact").decode(PROMPTS[:1], NEW)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_alibi_is_refused(family: str) -> None:
+    lm = tiny_model(family)
+    with pytest.raises(UserError, match=r"ForCausalLM does not honour 4-D attention masks"):
+        Decoder(lm, SmallLMDrafter(lm, shape=shape("static")), rule="exact").decode(PROMPTS, NEW)
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "kernels-community/flash-attn3"])
+def test_flash_attention_is_refused(attention: str) -> None:
+    lm = tiny_model("llama")
+    lm.config._attn_implementation_internal = attention
+    with pytest.raises(UserError, match=rf"with {attention}, which takes no mask .*'sdpa' or 'ea"):
+        CachedLM(lm).reset(1, 8)
+
+
+@pytest.mark.parametrize("family", ["jamba", "recurrent_gemma", "mamba", "llama4_text"])
+def test_hybrid_models_are_refused(family: str) -> None:
+    fields = {"mamba_d_state": 4} if family == "jamba" else {}
+    if family == "mamba":
+        config = transformers.MambaConfig(
+            vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1
+        )
+        lm: Any = transformers.MambaForCausalLM(config).eval()
+    else:
+        lm = tiny_model(family, **fields)
+    tree = SmallLMDrafter(model("llama"), shape=shape("static"))
+    with pytest.raises(UserError, match="keeps a running state"):
+        Decoder(lm, tree, rule="exact").decode(PROMPTS, NEW)
+
+
+def test_trees_within_a_sliding_window() -> None:
+    """As the target the slots of all nodes must fit; as the drafter, only the texts."""
+    windowed = tiny_model("mistral", sliding_window=48)
+    tree = SmallLMDrafter(windowed, shape=shape("static"))
+    decoder = Decoder(windowed, tree, gamma=3, rule="exact")
+    assert decoder.decode(PROMPTS, NEW).outputs == answers("mistral")
+    with pytest.raises(UserError, match="sliding window of 48 tokens, and this run needs"):
+        decoder.decode([[5] * 30], NEW)
+    short = SmallLMDrafter(tiny_model("mistral", sliding_window=20), shape=shape("static"))
+    run = Decoder(model("mistral"), short, gamma=3, rule="exact").decode(PROMPTS, NEW)
+    assert run.outputs == answers("mistral")
+    assert run.counts.accepted.sum() > 0
