@@ -9,6 +9,8 @@ start_b … start_b+n−1, and `start` may differ from row to row; that is all a
 """
 
 import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.errors import UserError
+from decode.features import Recorder
 from decode.packed import PackedModel, can_pack
 
 # In the trial of a model with its first tree.
@@ -121,12 +124,17 @@ class CachedLM:
     fed, by a trial: models that make masks or positions of their own (ALiBi: bloom, mpt).
 
     pack: run on a packed copy of its weights (see `decode.packed`); None: where that is possible.
+    taps: whose hidden states (`decode.features`) each forward leaves in `features`, [B, n, H].
     """
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, pack: bool | None = None, taps: Sequence[int] = ()
+    ) -> None:
         self.model = model
         self._packed = PackedModel(model) if (can_pack(model) if pack is None else pack) else None
         self._runs: PreTrainedModel = self._packed.model if self._packed else model
+        self._recorder = Recorder(self._runs, taps) if taps else None
+        self.features: Mapping[int, Tensor] = {}
         self.device = model.device
         config = model.config.get_text_config()
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
@@ -189,15 +197,20 @@ class CachedLM:
             extra["logits_to_keep"] = torch.as_tensor(kept, device=self.device)
         elif columns is not None:
             picked = columns
-        logits = self._runs(
-            input_ids=ids_BN,
-            # Only padding can lie past the last position; it must not index out of a learned table.
-            position_ids=(base_B1 + depth_BN).clamp(max=self.max_positions - 1),
-            attention_mask=self._mask(base_B1, start, n, ancestors_BNM),
-            past_key_values=self._cache,
-            use_cache=True,
-            **extra,
-        ).logits
+        taken: AbstractContextManager[Mapping[int, Tensor]] = (
+            self._recorder.recording() if self._recorder else nullcontext({})
+        )
+        with taken as self.features:
+            logits = self._runs(
+                input_ids=ids_BN,
+                # Only padding can lie past the last position; it must not index out of a learned
+                # table.
+                position_ids=(base_B1 + depth_BN).clamp(max=self.max_positions - 1),
+                attention_mask=self._mask(base_B1, start, n, ancestors_BNM),
+                past_key_values=self._cache,
+                use_cache=True,
+                **extra,
+            ).logits
         if picked is None:
             return logits
         if logits.shape[1] == 1:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from decode.draft import Draft
 from decode.drafters import Contexts, Drafter, Limits
 from decode.errors import UserError
+from decode.features import Features
 from decode.kv import CachedLM
 from decode.observe import Observer, Verified
 from decode.policies import Policy
@@ -97,7 +98,7 @@ class Decoder:
         self.drafter = drafter
         siblings = drafter.siblings(self.draft_sampling)
         require_fitting(self.rule, type(drafter).__name__, drafter.branches, siblings)
-        self.lm = CachedLM(model)
+        self.lm = CachedLM(model, taps=drafter.taps)
         if self.policy.most >= self.lm.max_positions:
             raise UserError(
                 f"drafts of depth {self.policy.most} do not fit into the target's context of "
@@ -144,11 +145,14 @@ class Decoder:
 
         if self.stop:
             self.stop.start(len(rows))
-        block = self._prefill(contexts, noise)
+        fed = contexts.lengths - (not self.first_target)
+        block = self._prefill(contexts, fed, noise)
         first = np.full(len(rows), block.shape[1])
         emitted, ended = self._cut(rows, block, first, ends - contexts.lengths)
         self._append(contexts, block, emitted)
         self.drafter.start(contexts)
+        if self.drafter.taps and fed.any():
+            self.drafter.read(Features(self.lm.features, fed))
         self.policy.start(len(rows))
         clock.mark("prefill")
 
@@ -192,6 +196,9 @@ class Decoder:
 
             for observer in self.observers:
                 observer(Verified(rows, contexts, draft, scores, verdict, accepted, block))
+            if self.drafter.taps:
+                seen = Features(self.lm.features, accepted + 1)
+                self.drafter.read(seen.at(verdict.places(), accepted + 1))
 
             emitted, ended = self._cut(rows, block, accepted + 1, left)
             by_depth = draft.nodes_by_depth()
@@ -251,12 +258,12 @@ class Decoder:
             tokens[row, : len(prompt)] = prompt
         return Contexts(tokens, lengths)
 
-    def _prefill(self, contexts: Contexts, noise: Noise) -> np.ndarray:
-        """Feed the prompts; the token that follows each, int64 [B, 1], or with `first_target` off
-        none, [B, 0], and the prompts' last tokens are left to the first verification."""
+    def _prefill(self, contexts: Contexts, lengths: np.ndarray, noise: Noise) -> np.ndarray:
+        """Feed the first `lengths` (int [B]) tokens of the prompts; the token that follows each,
+        int64 [B, 1], or with `first_target` off none, [B, 0], and the prompts' last tokens are left
+        to the first verification."""
         rows, capacity = contexts.tokens.shape
         self.lm.reset(rows, capacity)
-        lengths = contexts.lengths - (not self.first_target)
         ids = torch.as_tensor(contexts.tokens[:, : int(lengths.max())], device=self.lm.device)
         columns = np.maximum(lengths - 1, 0)
         if ids.shape[1]:

@@ -65,13 +65,7 @@ class PackedModel:
             id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]
         }
         self.model = copy.deepcopy(model, shared)
-        self._layers: list[PackedLinear] = []
-        for module in list(self.model.modules()):
-            for name, child in module.named_children():
-                if type(child) in (nn.Linear, Conv1D):
-                    layer = PackedLinear(child)
-                    setattr(module, name, layer)
-                    self._layers.append(layer)
+        self._layers = pack_layers(self.model)
 
     def refresh(self) -> None:
         """Follow weights that were changed in place, as by an optimizer."""
@@ -79,10 +73,21 @@ class PackedModel:
             layer.refresh()
 
 
-def can_pack(model: PreTrainedModel) -> bool:
+def pack_layers(module: nn.Module) -> list[PackedLinear]:
+    """Put packed layers in the place of a module's linear ones; those layers."""
+    packed = []
+    for part in list(module.modules()):
+        for name, child in part.named_children():
+            if type(child) in (nn.Linear, Conv1D):
+                packed.append(PackedLinear(child))
+                setattr(part, name, packed[-1])
+    return packed
+
+
+def can_pack(model: nn.Module) -> bool:
     """Whether packing is possible, and worth its memory: it shall not take more than half of what
     is free. Models that other libraries have wrapped or sharded stay as they are."""
-    if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():
         return False
     parameters = list(model.parameters())
     plain = all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)

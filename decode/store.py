@@ -93,7 +93,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     place = str(target.device)
     kind = _kind(spec)
     if kind in DRAFTERS and not path.exists():
-        if DRAFTERS[kind] is SmallLMDrafter:
+        if DRAFTERS[kind].trained:
             raise UserError(f"drafter {kind!r} is a kind; name the directory of a trained one")
         drafter: Drafter = DRAFTERS.make(spec)
         return drafter
@@ -101,7 +101,13 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         description = describe_drafter(path)
         made_for = Fingerprint.from_dict(description["target"]["fingerprint"])
         require_same_vocabulary(made_for, target.fingerprint, f"the target of drafter {spec}")
-        return DRAFTERS[description["kind"]].load(path, dtype=name, device=place)
+        try:
+            loader = DRAFTERS[description["kind"]]
+        except UserError as error:
+            raise UserError(
+                f"{path}: {error} Drafters of the package heads are known once it is imported"
+            ) from error
+        return loader.load(path, target, dtype=name)
     if (path / MANIFEST).exists():
         verify_directory(path)  # a drafter that lost its description is no plain model
     if path.is_dir() and not (path / "config.json").exists():

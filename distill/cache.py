@@ -7,24 +7,22 @@ Shapes: n tokens, V (draft) vocabulary, k.
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.artifact import verify_directory, write_directory
 from decode.errors import UserError
-from decode.fingerprint import Fingerprint, require_same_vocabulary
 from decode.target import Target
+from distill import parts
+from distill.parts import Parts, require_same, require_same_target
 from distill.signal import Teacher, TopK
 
-PART = "part-"
-FILE = "cache.safetensors"
+WHAT = "teacher cache"
 VOCABULARY = "vocabulary.safetensors"
 
 
@@ -47,35 +45,15 @@ def describe_teacher(
 ) -> dict[str, Any]:
     """What a cache's numbers depend on beside the text; JSON values."""
     return {
-        "target": target.name,
-        "revision": target.revision,
-        "fingerprint": target.fingerprint.to_dict(),
-        "weights": weights_sha256(target),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        **parts.describe_target(target),
         "k": k,
         "temperature": temperature,
         "vocabulary": None if vocabulary is None else ids_sha256(vocabulary),
     }
 
 
-def weights_sha256(target: Target) -> str:
-    """Tells targets of one name and vocabulary apart: a hash over some of every weight."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(target.model.state_dict().items()):
-        some = tensor.flatten()[:: max(1, tensor.numel() // 64)][:64]
-        found.update(name.encode())
-        found.update(some.float().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
-
-
 def ids_sha256(ids: Tensor) -> str:
     return hashlib.sha256(ids.to("cpu", torch.int64).contiguous().numpy().tobytes()).hexdigest()
-
-
-def text_sha256(tokens: Sequence[int], mask: Sequence[bool]) -> str:
-    """Of one sample: which tokens, and which of them are predicted."""
-    body = json.dumps([list(tokens), [int(bit) for bit in mask]])
-    return hashlib.sha256(body.encode()).hexdigest()[:32]
 
 
 def write_vocabulary(directory: Path, ids: Tensor) -> None:
@@ -98,23 +76,12 @@ def write_part(
     samples: (id, text_sha256) of each, with its signal in the same place. teacher: as
     `describe_teacher` gives it.
     """
-
-    def fill(path: Path) -> None:
-        save_file(
-            {
-                "ids": torch.cat([s.ids for s in signals]).cpu().to(_id_dtype(vocab_size)),
-                "log_p": torch.cat([s.log_p for s in signals]).cpu().half(),
-                "log_tail": torch.cat([s.log_tail for s in signals]).cpu().float(),
-            },
-            path / FILE,
-        )
-        rows = [
-            {"id": name, "text": text, "tokens": len(signal.ids)}
-            for (name, text), signal in zip(samples, signals, strict=True)
-        ]
-        (path / "samples.json").write_text(json.dumps(rows))
-
-    write_directory(directory / f"{PART}{number}", fill, meta={"teacher": teacher})
+    tensors = {
+        "ids": [s.ids.cpu().to(_id_dtype(vocab_size)) for s in signals],
+        "log_p": [s.log_p.cpu().half() for s in signals],
+        "log_tail": [s.log_tail.cpu().float() for s in signals],
+    }
+    parts.write_part(directory, number, samples, tensors, {"teacher": teacher})
 
 
 def _id_dtype(vocab_size: int) -> torch.dtype:
@@ -130,69 +97,34 @@ class CachedTeacher:
 
     def __init__(self, directory: Path, target: Target) -> None:
         self.directory = directory
-        parts = sorted(
-            directory.glob(f"{PART}*"), key=lambda path: int(path.name.removeprefix(PART))
-        )
-        if not parts:
-            raise UserError(f"{directory} holds no teacher cache; expected directories {PART}N")
+        self._parts = Parts(directory, WHAT)
         self.vocabulary: Tensor | None = None
         if (directory / "vocabulary").exists():
             verify_directory(directory / "vocabulary")
             self.vocabulary = load_file(directory / "vocabulary" / VOCABULARY)["ids"]
-        self._places: dict[str, tuple[Path, int, int, str]] = {}
         self.k, self.temperature = 0, 1.0
-        for part in parts:
-            teacher = verify_directory(part)["teacher"]
+        first, *_ = self._parts.metas
+        for part, meta in self._parts.metas.items():
+            teacher = meta["teacher"]
             self._require_same_teacher(teacher, target)
             made_with = int(teacher["k"]), float(teacher["temperature"])
-            if part is not parts[0] and made_with != (self.k, self.temperature):
+            if part != first and made_with != (self.k, self.temperature):
                 raise UserError(
-                    f"{part} was made with k and temperature {made_with}, and {parts[0]} with "
+                    f"{part} was made with k and temperature {made_with}, and {first} with "
                     f"{(self.k, self.temperature)}; delete {directory} and make the cache again"
                 )
             self.k, self.temperature = made_with
-            begin = 0
-            for row in json.loads((part / "samples.json").read_text()):
-                end = begin + row["tokens"]
-                self._places[row["id"]] = (part / FILE, begin, end, row["text"])
-                begin = end
 
     def _require_same_teacher(self, found: dict[str, Any], target: Target) -> None:
-        expected = describe_teacher(
-            target,
-            k=found["k"],
-            temperature=found["temperature"],
-            vocabulary=self.vocabulary,
-        )
-        made_for = Fingerprint.from_dict(found["fingerprint"])
-        require_same_vocabulary(made_for, target.fingerprint, f"the teacher of {self.directory}")
-        for key, what in (
-            # Either of the first two changes the third, and says more.
-            ("revision", "another revision of the target"),
-            ("dtype", "the target in another dtype"),
-            ("weights", "a target with other weights"),
-            ("vocabulary", "another draft vocabulary"),
-        ):
-            if found[key] != expected[key]:
-                raise UserError(
-                    f"the teacher cache {self.directory} was made from {what}: found "
-                    f"{found[key]!r} ({found['target']}), expected {expected[key]!r} "
-                    f"({target.name}). Make it again, or use the target it was made from."
-                )
+        require_same_target(found, target, self.directory, WHAT, "the teacher")
+        ids = self.vocabulary
+        expected = {"target": target.name, "vocabulary": None if ids is None else ids_sha256(ids)}
+        said = "another draft vocabulary"
+        require_same(found, expected, "vocabulary", said, self.directory, WHAT)
 
     def require(self, samples: Sequence[tuple[str, str]]) -> None:
         """Raise UserError unless it holds every (id, text_sha256)."""
-        for name, text in samples:
-            if name not in self._places:
-                raise UserError(
-                    f"the teacher cache {self.directory} has no sample {name!r}; it was made from "
-                    "other data. Make it again from this text."
-                )
-            if self._places[name][3] != text:
-                raise UserError(
-                    f"sample {name!r} is another text than the one the teacher cache "
-                    f"{self.directory} was made from. Make it again from this text."
-                )
+        self._parts.require(samples)
 
     def signal(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
@@ -212,9 +144,5 @@ class CachedTeacher:
         return whole.__getitem__
 
     def _read(self, name: str) -> TopK:
-        file, begin, end, _ = self._places[name]
-        with safe_open(file, "pt") as stored:
-            ids, log_p, tail = (
-                stored.get_slice(key)[begin:end] for key in ("ids", "log_p", "log_tail")
-            )
+        ids, log_p, tail = self._parts.read(name, ("ids", "log_p", "log_tail"))
         return TopK(ids.to(torch.int64), log_p.float(), tail)

@@ -33,6 +33,7 @@ class _ChunkedLoss(torch.autograd.Function):
         labels: Tensor,
         terms: Terms,
         chunk: int,
+        ranks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         inputs = (hidden, weight, bias)
         grads = [
@@ -53,6 +54,8 @@ class _ChunkedLoss(torch.autograd.Function):
             for begin in range(0, len(hidden), chunk):
                 part = slice(begin, begin + chunk)
                 logits = F.linear(h[part], w, b)
+                if ranks is not None:
+                    ranks[part] = _ranks(logits, labels[part])
                 signal = None if teacher is None else teacher(part)
                 totals += _gradient_in_place(logits, signal, labels[part], terms)
                 if for_hidden is not None:
@@ -74,7 +77,7 @@ class _ChunkedLoss(torch.autograd.Function):
             None if grad is None else grad.mul_(scale.to(grad.dtype)).to(dtype)
             for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
         ]
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 def _gradient_in_place(
@@ -93,6 +96,12 @@ def _gradient_in_place(
     return sums
 
 
+def _ranks(logits: Tensor, labels: Tensor) -> Tensor:
+    """int64 [c] of logits [c, V], as `chunked_loss` says."""
+    own = logits.gather(1, labels.clamp(min=0)[:, None])
+    return torch.where(labels < 0, logits.shape[1], (logits > own).sum(1))
+
+
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """float32 for bfloat16 and float16, in which a softmax is off by per cents."""
     return torch.promote_types(dtype, torch.float32)
@@ -107,14 +116,17 @@ def chunked_loss(
     terms: Terms,
     *,
     chunk: int = 256,
+    ranks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum over n tokens of the terms, and each term's own sum, float64 [terms].
 
     hidden [n, H] and weight [V, H], bias [V] in one dtype: the student's last hidden states and
     output layer. teacher(slice) gives the teacher's word on those tokens; None if no term reads
     it. labels: int64 [n], the tokens that really follow. The sums are not differentiable.
+    ranks: int64 [n], is filled with how many tokens are likelier than the label (0: it is the
+    likeliest; V for a label of −100), which costs no logits of its own.
     """
-    loss, totals = _ChunkedLoss.apply(hidden, weight, bias, teacher, labels, terms, chunk)
+    loss, totals = _ChunkedLoss.apply(hidden, weight, bias, teacher, labels, terms, chunk, ranks)
     return loss, totals
 
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
+from decode.features import layer_list_name
 
 
 def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
@@ -26,7 +26,12 @@ def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTr
             f"layers {list(layers)} of a target with {depth}; expected ascending numbers from 0 to "
             f"{depth - 1}"
         )
-    stack = _layer_list_name(target, depth)
+    stack = layer_list_name(target)
+    if stack is None:
+        raise UserError(
+            f"{type(target).__name__} has no single list of its {depth} layers, so a subset of "
+            "them cannot be taken; start the drafter from an existing smaller model instead"
+        )
     small = copy.deepcopy(target.config)
     small.num_hidden_layers = len(layers)
     if getattr(small, "layer_types", None):
@@ -71,19 +76,3 @@ def _build(config: Any) -> PreTrainedModel:
         config, dtype=torch.float32, attn_implementation=config._attn_implementation
     )
     return student.train()
-
-
-def _layer_list_name(model: PreTrainedModel, depth: int) -> str:
-    """The dotted name of the one list that holds the model's layers, such as `model.layers`."""
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    outermost = [name for name in found if not any(name.startswith(f"{o}.") for o in found)]
-    if len(outermost) != 1:
-        raise UserError(
-            f"{type(model).__name__} has no single list of its {depth} layers, so a subset of them "
-            "cannot be taken; start the drafter from an existing smaller model instead"
-        )
-    return outermost[0]

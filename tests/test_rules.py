@@ -416,6 +416,7 @@ NO_TREE: frozenset[str] = frozenset()
         ("spectr", frozenset({"independent"})),
         ("lenience", NO_TREE),
         ("speculative_skip_residual", NO_TREE),
+        ("top_k", EVERY_TREE),
         ("typical", EVERY_TREE),
         ("threshold", NO_TREE),
     ],
@@ -441,7 +442,7 @@ def test_every_rule_is_in_the_table() -> None:
 
 
 def test_lossy_rules_say_so() -> None:
-    lossy = {"lenience", "speculative_skip_residual", "typical", "threshold"}
+    lossy = {"lenience", "speculative_skip_residual", "threshold", "top_k", "typical"}
     assert {name for name in RULES if not RULES[name].lossless} == lossy
     for name in lossy:
         assert "Lossy" in (RULES[name].__doc__ or "")

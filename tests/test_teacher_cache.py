@@ -16,13 +16,13 @@ from distill.cache import (
     CachedTeacher,
     bytes_per_token,
     describe_teacher,
-    text_sha256,
     top_k,
     write_part,
     write_vocabulary,
 )
 from distill.losses import Terms
 from distill.output import split_model
+from distill.parts import text_sha256
 from distill.signal import TopK, Whole
 from distill.teacher import LiveTeacher
 from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_context

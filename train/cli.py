@@ -183,6 +183,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a drafter: acceptance on all prompts, time on a few, beside plain decoding."""
+    import heads  # noqa: F401  (makes its drafters known)
     from decode.artifact import write_file
     from decode.measure import Protocol
     from decode.measure import evaluate as measure
@@ -268,6 +269,7 @@ def generate(
     """Answer one prompt, streaming the text as it becomes certain."""
     import torch
 
+    import heads  # noqa: F401  (makes its drafters known)
     from decode.sampling import Sampling
     from decode.settings import DecodeSettings
     from decode.stops import StopStrings
@@ -348,6 +350,7 @@ def calibrate(
 ) -> None:
     """Choose θ of the rule `threshold`, which is LOSSY, on dev prompts: of those whose acceptance
     is within bounds the one with the lowest latency."""
+    import heads  # noqa: F401  (makes its drafters known)
     from decode.artifact import write_file
     from decode.calibrate import calibrate_threshold
     from decode.sampling import Sampling

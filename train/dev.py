@@ -1,21 +1,20 @@
 """Figures about a drafter while it is trained, on a slice of the dev split."""
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from accelerate.utils import broadcast_object_list
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters import Drafter
+from decode.errors import UserError
 from decode.loop import Decoder
-from distill.agreement import Agreement
-from distill.lora import Trainable
-from distill.teacher import LiveTeacher
-from train.data.batches import Batches, collate, inputs
-from train.data.chat import Sample, prompt_tokens
+from train.data.batches import Batches, Inputs, collate, inputs
+from train.data.chat import prompt_tokens
 from train.data.read import spread
+from train.samples import read_samples
 from train.schema import Strict
 from train.stage import StageContext
 from train.text import Weights
@@ -37,21 +36,41 @@ class DevConfig(Strict):
     max_new_tokens: int = Field(48, ge=2)
 
 
+@dataclass
+class Judging:
+    """How one kind of drafter is looked at while it is trained.
+
+    sums: float64 sums about a batch of samples, which add up over batches and ranks; figures: what
+    they come to. prefix, drafter: which of the module's weights make a drafter on the target's
+    device, and how.
+    """
+
+    sums: Callable[[nn.Module, Inputs, Sequence[str]], Tensor]
+    figures: Callable[[Tensor], dict[str, float]]
+    prefix: str
+    drafter: Callable[[dict[str, Tensor]], Drafter]
+
+
 class DevSlice:
-    """Measures agreement with the target, and on request acceptance, of a `Distillation`."""
+    """Figures of a `Judging` on a slice of the dev split, and acceptance on request.
+
+    Raises UserError when there is no dev split, or none of its text has response tokens.
+    """
 
     def __init__(
-        self,
-        settings: DevConfig,
-        context: StageContext,
-        samples: Sequence[Sample],
-        student: Trainable,
-        teacher: LiveTeacher,
+        self, settings: DevConfig, context: StageContext, stage: str, judging: Judging
     ) -> None:
-        """teacher: the target over its whole vocabulary."""
-        self.settings, self.context = settings, context
+        """stage: its name, for messages."""
+        if settings.text == "data" and "dev" not in context.examples:
+            raise UserError(f"stage {stage} has dev figures, but data has no dev split")
+        samples = [s for s in read_samples(context, settings.text, "dev") if any(s.mask)]
+        if not samples:
+            raise UserError(
+                f"stage {stage}: dev.text {settings.text} has no response tokens; have "
+                "a generate stage answer the dev split and name it there"
+            )
+        self.settings, self.context, self.judging = settings, context, judging
         self.samples = spread(samples, settings.samples)
-        self.student, self.teacher = student, teacher
         self.batches = Batches(
             [len(sample.tokens) for sample in self.samples], tokens_per_batch=2048, seed=0, epoch=0
         )
@@ -60,34 +79,30 @@ class DevSlice:
 
     @torch.no_grad()
     def measure(self, module: nn.Module, weights: Weights) -> dict[str, float]:
-        """`Agreement`'s figures, and `acceptance_rate` when prompts are decoded. All ranks must
-        call it; the module is in eval mode."""
+        """The figures, and `acceptance_rate` when prompts are decoded. All ranks must call it; the
+        module is in eval mode."""
         accelerator = self.context.accelerator
         mine = self.batches.for_rank(accelerator.process_index, accelerator.num_processes)
-        sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         pad_id = self.context.target.tokenizer.pad_token_id or 0
+        sums: list[Tensor] = []
         for number in range(len(mine)):
             batch = collate([self.samples[i] for i in mine.batch(number)], pad_id)
             given = inputs(batch, accelerator.device)
-            teacher = self.teacher.signal(**given, ids=batch["ids"])
-            sums += module(**given, agreement_with=teacher)[1]
-        found = asdict(Agreement.from_sums(accelerator.reduce(sums)))
+            sums.append(self.judging.sums(module, given, batch["ids"]))
+        found = self.judging.figures(accelerator.reduce(torch.stack(sums).sum(0)))
         if self.prompts:
             found["acceptance_rate"] = self._decode(weights)
         return found
 
     def _decode(self, weights: Weights) -> float:
         """The loop's acceptance rate, measured by the main process."""
-        target, accelerator = self.context.target, self.context.accelerator
-        gathered = weights("student.")
+        target = self.context.target
+        gathered = weights(self.judging.prefix)
         rate = [0.0]
-        if accelerator.is_main_process:
-            model, vocabulary = self.student.plain(gathered)
-            model.to(target.device, target.dtype)
-            ids = None if vocabulary is None else vocabulary.ids.to(target.device)
+        if self.context.accelerator.is_main_process:
             decoder = Decoder(
                 target.model,
-                SmallLMDrafter(model, ids),
+                self.judging.drafter(gathered),
                 eos_token_ids=target.eos_token_ids,
                 gamma=self.settings.gamma,
             )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from decode.artifact import verify_directory, write_directory
 from decode.measure import Evaluation, evaluate, fastest_gamma
 from decode.registry import Choice
-from decode.store import open_drafter
+from decode.store import describe_drafter, open_drafter
 from train.data.read import Example, spread
 
 if TYPE_CHECKING:
@@ -57,14 +57,15 @@ def evaluate_drafter(
     gamma = run.config.evaluation.gamma
     order = len(run.config.evaluation.baselines) + 2 * index
     start = directory.parent / "start"
+    kind = describe_drafter(directory)["kind"]
     if start.exists():
         label = f"{stage}-start"
         if _must_do(run, order, label):
             shown = f"{stage} (start)"
-            _evaluate(run, order, label, shown, "small_lm", str(start), gamma, examples)
+            _evaluate(run, order, label, shown, kind, str(start), gamma, examples)
         run.accelerator.wait_for_everyone()
     if _must_do(run, order + 1, stage):
-        _evaluate(run, order + 1, stage, stage, "small_lm", str(directory), gamma, examples)
+        _evaluate(run, order + 1, stage, stage, kind, str(directory), gamma, examples)
     run.accelerator.wait_for_everyone()
 
 

@@ -52,7 +52,8 @@ class Task:
 
     label: the stage's name, before every logged figure. terms: what the parts of a step's loss
     are called. measure: figures about the module on a dev slice, taken every `measure_every` steps
-    and at the end, by all ranks together.
+    and at the end, by all ranks together. figures: what is logged of a step, from its terms' sums
+    and the number of tokens that it predicts; None: each term's mean over those.
     """
 
     label: str
@@ -63,6 +64,7 @@ class Task:
     pad_id: int
     measure: Callable[[nn.Module, Weights], dict[str, float]] | None = None
     measure_every: int = 1
+    figures: Callable[[dict[str, float], int], dict[str, float]] | None = None
 
 
 @dataclass
@@ -226,10 +228,9 @@ class Trainer:
             total += loss.detach()
         shared = torch.cat([total[None], sums, total.new_tensor([float(request.asked)])])
         *values, stopping = accelerator.reduce(shared).tolist()
-        entry = {
-            "loss": values[0] / tokens,
-            **{k: x / tokens for k, x in zip(self.task.terms, values[1:], strict=True)},
-        }
+        sums_by_term = dict(zip(self.task.terms, values[1:], strict=True))
+        figures = self.task.figures or _means
+        entry = {"loss": values[0] / tokens, **figures(sums_by_term, tokens)}
         ids = [current.samples[i].id for n in numbers for i in batches.batch(n)]
         _require_finite(entry, at.step + 1, ids)
         # A pure function of the step, so there is no scheduler whose state could be lost.
@@ -300,6 +301,10 @@ class Trainer:
         assert self._round is not None, "nothing was trained on yet"
         batches = self._round.batches
         return padding_share([batches.batch(i) for i in range(len(batches))], self._round.lengths)
+
+
+def _means(sums: dict[str, float], tokens: int) -> dict[str, float]:
+    return {term: value / tokens for term, value in sums.items()}
 
 
 def _require_finite(entry: dict[str, float], step: int, ids: Sequence[str]) -> None:

@@ -12,10 +12,12 @@ import torch
 from decode.contexts import Contexts, Limits
 from decode.draft import Draft, Siblings
 from decode.errors import UserError
+from decode.features import Features
 from decode.observe import Verified
 from decode.registry import Registry
 from decode.sampling import Noise, Sampling
 from decode.shapes import Shape
+from decode.target import Target
 
 
 class Drafter(ABC):
@@ -23,13 +25,19 @@ class Drafter(ABC):
     between.
 
     observes: it learns from the target's scores; `verified` is called for such drafters only.
+    taps: the hidden states of the target that it reads (`decode.features`); they are taken in the
+        passes that there are anyway, and handed to `read`.
+    trained: it is loaded from a directory, and is nothing without one.
     """
 
     observes: bool = False
+    taps: tuple[int, ...] = ()
+    trained: bool = False
 
     @classmethod
-    def load(cls, path: Path, *, dtype: str, device: str) -> "Drafter":
-        """The drafter in a directory that `decode.store.save_drafter` wrote."""
+    def load(cls, path: Path, target: Target, *, dtype: str) -> "Drafter":
+        """The drafter in a directory that `decode.store.save_drafter` wrote, on the target's
+        device. Raises UserError where it does not fit the target."""
         raise UserError(f"{cls.__name__} is not trained, so it has no directory to be loaded from")
 
     @property
@@ -67,6 +75,13 @@ class Drafter(ABC):
 
     def verified(self, seen: Verified) -> None:
         """How its draft was judged, with all that the target said. Comes before `commit`."""
+        return None
+
+    def read(self, features: Features) -> None:
+        """The target's hidden states at `taps`, for drafters that name any: after `start` of the
+        prompt's tokens, and after each verification, before `commit`, of the last token of the
+        text so far and of the accepted ones. So each token's are read once and in order, and those
+        of a text's last token are still to come."""
         return None
 
     def commit(self, contexts: Contexts) -> None:

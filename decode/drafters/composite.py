@@ -8,6 +8,7 @@ import torch
 from decode.draft import Draft, Siblings
 from decode.drafters import Contexts, Drafter, Limits, Verified
 from decode.errors import UserError
+from decode.features import Features
 from decode.sampling import Noise, Sampling
 from decode.shapes import Shape
 
@@ -34,6 +35,7 @@ class CompositeDrafter(Drafter):
             )
         self._vocab_size = next(iter(sizes), None)
         self.observes = any(drafter.observes for drafter in drafters)
+        self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 
     @property
     def vocab_size(self) -> int | None:
@@ -77,6 +79,11 @@ class CompositeDrafter(Drafter):
     def start(self, contexts: Contexts) -> None:
         for drafter in self.drafters:
             drafter.start(contexts)
+
+    def read(self, features: Features) -> None:
+        for drafter in self.drafters:
+            if drafter.taps:
+                drafter.read(features)
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         depths = limits.depths.copy()

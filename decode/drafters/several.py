@@ -12,6 +12,7 @@ from torch.nn.functional import one_hot
 from decode.draft import Draft, Siblings
 from decode.drafters import Contexts, Drafter, Limits
 from decode.errors import UserError
+from decode.features import Features
 from decode.sampling import Noise, Sampling
 from decode.trees import first_equal, merged, pack
 
@@ -33,6 +34,7 @@ class SeveralDrafters(Drafter):
         if not drafters:
             raise UserError("several drafters, but none is named; give at least one")
         self.drafters = list(drafters)
+        self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 
     @property
     def branches(self) -> bool:
@@ -54,6 +56,11 @@ class SeveralDrafters(Drafter):
     def start(self, contexts: Contexts) -> None:
         for drafter in self.drafters:
             drafter.start(contexts)
+
+    def read(self, features: Features) -> None:
+        for drafter in self.drafters:
+            if drafter.taps:
+                drafter.read(features)
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         # Drafters that used the same random numbers would not draw independently.

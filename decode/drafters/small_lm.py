@@ -15,7 +15,7 @@ from decode.kv import CachedLM, sliding_window
 from decode.sampling import Noise, Sampling
 from decode.shapes import Shape
 from decode.shapes.chain import Chain
-from decode.target import load_model_and_tokenizer
+from decode.target import Target, load_model_and_tokenizer
 from decode.vocabulary import load_vocabulary
 
 
@@ -31,6 +31,8 @@ class SmallLMDrafter(Drafter):
     the output layer has a row for every token. shape: default a chain. Raises UserError for a
     shape that is deeper than the model's context.
     """
+
+    trained = True
 
     def __init__(
         self,
@@ -52,9 +54,10 @@ class SmallLMDrafter(Drafter):
         self._cached = np.zeros(0, dtype=np.int64)  # [B]: committed tokens that are in the cache
 
     @classmethod
-    def load(cls, path: Path, *, dtype: str, device: str) -> "SmallLMDrafter":
+    def load(cls, path: Path, target: Target, *, dtype: str) -> "SmallLMDrafter":
         """A directory as `decode.vocabulary.save_with_vocabulary` writes it."""
-        model = load_model_and_tokenizer(str(path), dtype=dtype, device=device).model
+        place = str(target.device)
+        model = load_model_and_tokenizer(str(path), dtype=dtype, device=place).model
         reduced = load_vocabulary(path, model)
         return cls(model, reduced.ids if reduced else None)
 

@@ -92,6 +92,7 @@ from decode.rules import (  # noqa: E402, F401  (each registers itself)
     spectr,
     speculative,
     threshold,
+    top_k,
     traversal,
     typical,
 )

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.rules import RULES, Rule, Verdict
+from decode.rules.longest import longest_path
 from decode.sampling import Noise
 from decode.scores import Scores
 
@@ -28,23 +29,9 @@ class ExactMatch(Rule):
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=device)
             return Verdict(draft.tokens, zero, zero, emitted[:, 0])
-        matches = (draft.tokens == emitted.gather(1, draft.parent_rows())) & draft.valid()
-        if draft.is_chain:
-            accepted = matches.long().cumprod(1).sum(1)
-            path = torch.arange(nodes, device=device).expand(rows, -1)
-            reached = torch.minimum(accepted + 1, draft.valid().sum(1))
-            return Verdict(path, accepted, reached, emitted.gather(1, accepted[:, None])[:, 0])
-
-        # A node stays if it and all its ancestors match; the deepest such node ends the path.
-        ancestors = draft.ancestors()
-        stays = ((ancestors & ~matches[:, None, :]).sum(2) == 0) & matches
-        accepted, deepest = (ancestors.sum(2) * stays).max(1)
-        path = draft.path_to(torch.where(accepted > 0, deepest, -1))
-        last_row = torch.where(accepted > 0, deepest + 1, 0)
-        went_on = ((draft.parent_rows() == last_row[:, None]) & draft.valid()).any(1)
-        return Verdict(
-            path, accepted, accepted + went_on, emitted.gather(1, last_row[:, None])[:, 0]
-        )
+        matches = draft.tokens == emitted.gather(1, draft.parent_rows())
+        path, accepted, reached, last_row = longest_path(draft, matches)
+        return Verdict(path, accepted, reached, emitted.gather(1, last_row[:, None])[:, 0])
 
 
 def _depths(draft: Draft) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,23 +11,27 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.drafters import Drafter
+from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.store import save_drafter
 from decode.vocabulary import ReducedVocabulary, reduce_output, save_with_vocabulary
-from distill.cache import CachedTeacher, text_sha256
+from distill.agreement import Agreement
+from distill.cache import CachedTeacher
 from distill.lora import LoraConfig, Trainable
 from distill.losses import Terms
 from distill.module import Distillation
 from distill.output import split_model
+from distill.parts import text_sha256
 from distill.sharding import shard_layers
 from distill.teacher import LiveTeacher, TeacherSource
 from train.clock import Clock
 from train.data.batches import Inputs
 from train.data.chat import Sample
-from train.dev import DevConfig, DevSlice
+from train.dev import DevConfig, DevSlice, Judging
 from train.on_policy import OnPolicyConfig, OnPolicyText
 from train.optimizer import OptimizerConfig
-from train.samples import TextConfig, fitting_samples, planned_tokens, read_samples, stages_of
+from train.samples import TextConfig, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 from train.student import StudentConfig, frequent_tokens, make_student
@@ -332,17 +337,21 @@ class DistillStage(Stage):
         settings = self.config.dev
         if settings is None:
             return None
-        if settings.text == "data" and "dev" not in context.examples:
-            raise UserError(f"stage {self.config.name} has dev figures, but data has no dev split")
-        samples = [s for s in read_samples(context, settings.text, "dev") if any(s.mask)]
-        if not samples:
-            raise UserError(
-                f"stage {self.config.name}: dev.text {settings.text} has no response tokens; have "
-                "a generate stage answer the dev split and name it there"
-            )
         # A sharded target must be run by all ranks alike, so none may remember on its own.
         teacher = LiveTeacher(split_model(target), remember=not self.config.shard_teacher)
-        return DevSlice(settings, context, samples, student, teacher)
+
+        def sums(module: nn.Module, given: Inputs, names: Sequence[str]) -> Tensor:
+            signal = teacher.signal(**given, ids=names)
+            return module(**given, agreement_with=signal)[1]
+
+        def drafter(weights: dict[str, Tensor]) -> Drafter:
+            model, vocabulary = student.plain(weights)
+            model.to(context.target.device, context.target.dtype)
+            ids = None if vocabulary is None else vocabulary.ids.to(context.target.device)
+            return SmallLMDrafter(model, ids)
+
+        judging = Judging(sums, lambda x: asdict(Agreement.from_sums(x)), "student.", drafter)
+        return DevSlice(settings, context, self.config.name, judging)
 
     def _save(
         self,

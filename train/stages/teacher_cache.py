@@ -1,6 +1,5 @@
 """`teacher_cache`: the target's top-k log-probabilities of a text, for any number of trainings."""
 
-import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -8,14 +7,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decode.artifact import verify_directory
 from decode.errors import UserError
 from distill.cache import (
-    PART,
     CachedTeacher,
     bytes_per_token,
     describe_teacher,
-    text_sha256,
     top_k,
     write_part,
     write_vocabulary,
@@ -23,8 +19,8 @@ from distill.cache import (
 from distill.output import split_model
 from distill.signal import TopK
 from distill.teacher import LiveTeacher
-from train.data.batches import bucket_batches, collate, inputs
 from train.data.chat import Sample
+from train.parts import batches_of, size, write_parts
 from train.samples import TextConfig, fitting_samples, planned_tokens
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
@@ -64,9 +60,9 @@ class TeacherCacheStage(Stage):
     def plan(self, context: StageContext) -> Plan:
         settings: TeacherCacheConfig = self.config
         tokens = planned_tokens(context, settings)
-        size = bytes_per_token(settings.k, self._vocabulary_size(context))
+        each = bytes_per_token(settings.k, self._vocabulary_size(context))
         return Plan(
-            f"the target's top {settings.k}: {size} bytes a token, {_size(size * tokens)} on disk",
+            f"the target's top {settings.k}: {each} bytes a token, {size(each * tokens)} on disk",
             tokens=tokens,
             memory_bytes=sum(
                 p.numel() * p.element_size() for p in context.target.model.parameters()
@@ -89,39 +85,29 @@ class TeacherCacheStage(Stage):
                 f"stage {settings.name}: k is {settings.k}, of a vocabulary of {vocab_size} tokens"
             )
         tokens = sum(sum(sample.mask[1:]) for sample in samples)
-        size = bytes_per_token(settings.k, vocab_size)
-        context.reporter.say(f"  {size} bytes a token, {tokens} tokens: {_size(size * tokens)}")
+        each = bytes_per_token(settings.k, vocab_size)
+        context.reporter.say(f"  {each} bytes a token, {tokens} tokens: {size(each * tokens)}")
         described = describe_teacher(
             target, k=settings.k, temperature=settings.temperature, vocabulary=vocabulary
         )
         ids = None if vocabulary is None else vocabulary.to(target.device)
         teacher = LiveTeacher(split_model(target.model), vocabulary=ids)
-        rank, world = context.accelerator.process_index, context.accelerator.num_processes
-        begin, scored = time.perf_counter(), 0
-        with context.reporter.bar("scoring", len(samples)) as bar:
-            for number, first in enumerate(range(0, len(samples), settings.part_samples)):
-                part = samples[first : first + settings.part_samples]
-                directory = context.directory / f"{PART}{number}"
-                if directory.exists():
-                    verify_directory(directory)
-                elif number % world == rank:
-                    # Whole parts of its own for each rank; no exchange, so none waits.
-                    signals = self._score(context, teacher, part)
-                    names = [(s.id, text_sha256(s.tokens, s.mask)) for s in part]
-                    write_part(context.directory, number, names, signals, vocab_size, described)
-                    scored += sum(len(signal.ids) for signal in signals)
-                bar.update(first + len(part))
-        context.accelerator.wait_for_everyone()
+
+        def write(number: int, part: Sequence[Sample], names: list[tuple[str, str]]) -> int:
+            signals = self._score(context, teacher, part)
+            write_part(context.directory, number, names, signals, vocab_size, described)
+            return sum(len(signal.ids) for signal in signals)
+
+        speed = write_parts(context, samples, settings.part_samples, write)
         CachedTeacher(context.directory, target)  # whole, and readable as what it was made from
-        seconds = time.perf_counter() - begin
         return Outcome(
             summary={
                 "samples": counts,
                 "tokens": tokens,
                 "k": settings.k,
-                "bytes_per_token": size,
+                "bytes_per_token": each,
                 **coverage,
-                "tokens_per_second": scored / seconds if scored else None,
+                "tokens_per_second": speed,
             }
         )
 
@@ -132,15 +118,8 @@ class TeacherCacheStage(Stage):
         """The signal of each sample of a part, in its order."""
         settings: TeacherCacheConfig = self.config
         found: list[TopK | None] = [None] * len(part)
-        pad_id = context.target.tokenizer.pad_token_id or 0
-        for rows in bucket_batches(
-            [len(sample.tokens) for sample in part],
-            tokens_per_batch=settings.tokens_per_batch,
-            seed=0,
-            epoch=0,
-        ):
-            batch = collate([part[i] for i in rows], pad_id)
-            signal = teacher.signal(**inputs(batch, context.target.device), ids=batch["ids"])
+        for rows, batch, given in batches_of(context, part, settings.tokens_per_batch):
+            signal = teacher.signal(**given, ids=batch["ids"])
             counts = batch["loss_mask"][:, 1:].sum(1).tolist()
             pieces = [
                 top_k(
@@ -164,7 +143,3 @@ class TeacherCacheStage(Stage):
 
     def _vocabulary_size(self, context: StageContext) -> int:
         return self.config.draft_vocabulary or context.target.vocab_size
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"

@@ -1,0 +1,46 @@
+"""Blockwise decoding's relaxed acceptance (1811.03115, sections 5.1 and 5.3). LOSSY."""
+
+import torch
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.rules import RULES, Rule, Verdict
+from decode.rules.longest import longest_path
+from decode.sampling import Noise
+from decode.scores import Scores
+from decode.shapes import require_whole
+
+
+@RULES.register("top_k")
+class TopKAcceptance(Rule):
+    """Lossy, at any temperature: a token stays where it is among the target's `k` likeliest, and
+    the first `least` tokens of a draft stay whatever they are (the paper's minimum block has one
+    more: the target's own). The longest accepted path wins; the token after it is the target's.
+
+    With k = 1 and least = 0 it is exact match of greedy text. Raises UserError for k < 1 or
+    least < 0.
+    """
+
+    lossless, trees, exact_when_greedy = False, True, False
+
+    def __init__(self, k: int = 2, least: int = 0) -> None:
+        require_whole(k=k)
+        if not isinstance(least, int) or least < 0:
+            raise UserError(f"least is {least!r}; expected a whole number ≥ 0")
+        self.k, self.least = k, least
+
+    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+        rows, nodes = draft.tokens.shape
+        device = draft.tokens.device
+        row_B1 = torch.arange(rows, device=device)[:, None]
+        uniform = noise.uniforms(Noise.NEXT, 0, 1)[:, 0]
+        if nodes == 0:
+            zero = torch.zeros(rows, dtype=torch.int64, device=device)
+            picked = scores.sampling.pick(scores.logits[:, 0], uniform)
+            return Verdict(draft.tokens, zero, zero, picked)
+        logits = scores.logits[row_B1, draft.parent_rows()]  # [B, N, V]
+        own = logits.gather(2, draft.tokens[..., None])
+        passes = ((logits > own).sum(2) < self.k) | (draft.ancestors().sum(2) <= self.least)
+        path, accepted, reached, last_row = longest_path(draft, passes)
+        picked = scores.sampling.pick(scores.logits_at(last_row), uniform)
+        return Verdict(path, accepted, reached, picked)

@@ -1,0 +1,35 @@
+"""The plainest drafter there is, as a yardstick: which token most often follows a token."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+
+class Bigrams:
+    """Counted on some texts, given as (tokens, mask); only masked tokens are learnt or judged. Of
+    equally frequent followers the one with the lowest id counts."""
+
+    def __init__(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> None:
+        before, after = _pairs(texts)
+        pairs, counts = np.unique(np.stack([before, after]), axis=1, return_counts=True)
+        order = np.lexsort((pairs[1], -counts, pairs[0]))
+        tokens, first = np.unique(pairs[0, order], return_index=True)
+        self._best = dict(zip(tokens.tolist(), pairs[1, order][first].tolist(), strict=True))
+
+    def top1(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
+        """The share of other texts' tokens that it guesses from the token before."""
+        before, after = _pairs(texts)
+        guesses = np.array([self._best.get(token, -1) for token in before.tolist()])
+        return float((guesses == after).mean()) if len(after) else 0.0
+
+
+def _pairs(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [n] twice: the token before each masked one, and that token."""
+    found = [
+        (tokens[i - 1], tokens[i])
+        for tokens, mask in texts
+        for i in range(1, len(tokens))
+        if mask[i]
+    ]
+    table = np.array(found, dtype=np.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]

@@ -1,0 +1,67 @@
+"""Medusa's heads (2401.10774): a few residual blocks and an output layer for each."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import PreTrainedModel
+
+from decode.drafters import DRAFTERS
+from heads.base import HEADS, HeadOptions
+from heads.parallel import ParallelHeads, ParallelHeadsDrafter
+
+
+class MedusaOptions(HeadOptions):
+    """heads: how many, K. layers: residual blocks of each. decay: λ, by whose k-th power the loss
+    of head k counts."""
+
+    type: Literal["medusa"] = "medusa"
+    heads: int = Field(5, ge=1)
+    layers: int = Field(1, ge=1)
+    decay: float = Field(0.8, gt=0, le=1)
+
+
+class _Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + silu(self.linear(x))
+
+
+@HEADS.register("medusa")
+class MedusaHeads(ParallelHeads):
+    """Head k, equation 1: softmax(W₂ · (SiLU(W₁·h) + h)). W₁ starts as 0 and W₂ as the target's
+    output layer, so that every head starts as the target's own next-token distribution."""
+
+    Options = MedusaOptions
+
+    def __init__(
+        self, options: MedusaOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
+    ) -> None:
+        super().__init__(options, options.heads, model, vocabulary)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(_Block(self.hidden_size) for _ in range(options.layers)))
+            for _ in range(options.heads)
+        )
+
+    @torch.no_grad()
+    def start_from(self, model: PreTrainedModel) -> None:
+        super().start_from(model)
+        for parameter in self.blocks.parameters():
+            parameter.zero_()
+
+    def sub_losses(self, uniform: float) -> dict[int, float]:
+        return {k: self.options.decay**k for k in range(1, self.depth + 1)}
+
+    def states(self, features: Tensor, depths: Sequence[int]) -> Tensor:
+        return torch.stack([self.blocks[depth - 1](features) for depth in depths], 1)
+
+
+@DRAFTERS.register("medusa")
+class MedusaDrafter(ParallelHeadsDrafter):
+    """Medusa's heads, in any shape; the paper's is a static tree calibrated on a dev set."""

@@ -1,0 +1,81 @@
+"""Output layers of heads: from states to logits over the vocabulary, or a reduced one.
+
+Shapes: H hidden size, V' rows (draft vocabulary), D heads.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from decode.packed import PackedLinear
+
+Outputs = Literal["own", "shared", "target"]
+
+
+class HeadOutput(nn.Module):
+    """own: one layer for each head; shared: one for all of them; target: the target's own layer,
+    which is no parameter of this module."""
+
+    def __init__(self, kind: Outputs, depth: int, layer: nn.Linear, rows: int) -> None:
+        super().__init__()
+        count = {"own": depth, "shared": 1, "target": 0}[kind]
+        self.layers = nn.ModuleList(_empty(layer, rows) for _ in range(count))
+        # In a list, which hides it from `parameters` and from engines.
+        self._borrowed: list[nn.Module] = []
+
+    def start_from(self, layer: nn.Linear, vocabulary: Tensor | None) -> None:
+        """Copy the target's rows into every layer."""
+        for own in self.layers:
+            assert isinstance(own, nn.Linear)
+            for parameter, rows in zip(own.parameters(), _rows(layer, vocabulary), strict=True):
+                parameter.copy_(rows)
+
+    def borrow(
+        self, layer: nn.Linear, vocabulary: Tensor | None, dtype: torch.dtype | None
+    ) -> None:
+        """Take the target's rows, where these heads have no layers of their own."""
+        if len(self.layers):
+            return
+        weight, *bias = _rows(layer, vocabulary)
+        with torch.device("meta"):
+            borrowed = _empty(layer, len(weight))
+        for name, rows in zip(("weight", "bias"), (weight, *bias), strict=False):
+            own = rows.to(dtype or rows.dtype)
+            setattr(borrowed, name, nn.Parameter(own, requires_grad=False))
+        self._borrowed = [borrowed]
+
+    def pack(self) -> None:
+        """Pack what is borrowed (`decode.packed`); its own layers are seen to as all others."""
+        if self._borrowed and isinstance(self._borrowed[0], nn.Linear):
+            self._borrowed = [PackedLinear(self._borrowed[0])]
+
+    def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
+        """Weight [V', H] and bias [V'] of the head at depth 1, 2, …"""
+        layer = self._layer(depth)
+        assert isinstance(layer, nn.Linear | PackedLinear)
+        return layer.weight, layer.bias
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[B, d, V'] of states [B, d, H], one for each of the first d heads."""
+        if len(self.layers) <= 1:
+            found: Tensor = self._layer(1)(states)
+            return found
+        depths = range(1, states.shape[1] + 1)
+        return torch.stack([self._layer(d)(states[:, d - 1]) for d in depths], 1)
+
+    def _layer(self, depth: int) -> nn.Module:
+        if not len(self.layers):
+            assert self._borrowed, "the target's layer is borrowed first"
+            return self._borrowed[0]
+        return self.layers[depth - 1 if len(self.layers) > 1 else 0]
+
+
+def _empty(layer: nn.Linear, rows: int) -> nn.Linear:
+    return nn.Linear(layer.in_features, rows, bias=layer.bias is not None)
+
+
+def _rows(layer: nn.Linear, vocabulary: Tensor | None) -> list[Tensor]:
+    """The weight, and the bias if there is one."""
+    whole = [p.detach() for p in (layer.weight, layer.bias) if p is not None]
+    return whole if vocabulary is None else [x[vocabulary.to(x.device)] for x in whole]

@@ -1,0 +1,72 @@
+"""Heads that do not see what the heads before them drafted: Medusa's and Blockwise's.
+
+Shapes: B rows, F features of a token, D heads, d ≤ D of them, H hidden size, V' draft vocabulary.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from decode.contexts import Contexts
+from decode.growth import Growth
+from decode.sampling import Sampling
+from heads.base import Given, Heads, Prediction, trained_places
+from heads.drafter import HeadsDrafter
+
+
+class ParallelHeads(Heads):
+    """A kind says only what states its heads make of a token's features."""
+
+    @abstractmethod
+    def states(self, features: Tensor, depths: Sequence[int]) -> Tensor:
+        """[n, d, H] of features [n, F], for heads 1 … D by their depths."""
+
+    def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
+        places = {depth: trained_places(given.loss_mask, depth) for depth in depths}
+        # Most tokens are read by all heads: what the heads share is computed once for each.
+        read = reduce(torch.logical_or, places.values())
+        features = torch.cat([given.features[tap][read] for tap in self.taps], -1)
+        states = self.states(features.to(self.dtype), depths)
+        for column, (depth, own) in enumerate(places.items()):
+            yield Prediction(depth, own, states[own[read], column])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the states are computed in."""
+        device = next(self.parameters()).device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return next(self.parameters()).dtype
+
+
+class ParallelHeadsDrafter(HeadsDrafter):
+    """Drafts by all heads at once, from the hidden states of the last token that has any; each
+    node's children come from the head of their depth, whatever the node's own token is. The q of
+    a node is the same on every path to its depth, and honest all the same."""
+
+    heads: ParallelHeads
+
+    def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
+        return _Growth(self, contexts, sampling, deepest)
+
+
+class _Growth(Growth):
+    def __init__(
+        self, drafter: ParallelHeadsDrafter, contexts: Contexts, sampling: Sampling, deepest: int
+    ) -> None:
+        heads, state = drafter.heads, drafter.last
+        super().__init__(contexts, sampling, state.device, drafter.vocab_size, heads.vocabulary)
+        self.logits = heads.output.logits(heads.states(state, range(1, deepest + 1)))  # [B, d, V']
+
+    def _first(self) -> Tensor:
+        return self.logits[:, 0]
+
+    def _extend(self, count: int) -> Tensor:
+        if self.ancestors is None:
+            fed = self.fed.shape[1]
+            return self.logits[:, fed - count + 1 : fed + 1]
+        depths = self.ancestors[:, -count:].sum(2)
+        return self.logits[torch.arange(self.rows, device=self.device)[:, None], depths]

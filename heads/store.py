@@ -1,0 +1,131 @@
+"""Heads as drafter directories: config.json, heads.safetensors, and the tree they draft in.
+
+config.json says what they are and which shapes they were made for; the safetensors file holds the
+weights, the token ids of a reduced draft vocabulary, and a sample of the target's weights, by which
+another target is refused. tree.json, where it is there, is the calibrated tree.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from decode.artifact import CorruptArtifact
+from decode.errors import UserError
+from decode.packed import can_pack, pack_layers
+from decode.same_weights import require_same_weights, sample_weights
+from decode.shapes import Shape
+from decode.shapes.static import Static
+from decode.shapes.structure import Structure
+from decode.store import save_drafter
+from decode.target import Target
+from heads.base import HEADS, HeadOptions, Heads, output_layer
+
+CONFIG, WEIGHTS, TREE = "config.json", "heads.safetensors", "tree.json"
+# Beside the weights in their file.
+IDS, SAMPLE = "draft_vocabulary", "target_sample"
+
+
+def build_heads(
+    options: HeadOptions, target: Target, vocabulary: Tensor | None, device: str = "cpu"
+) -> Heads:
+    """Heads of the right shapes with weights of no meaning; on `meta` they take no memory.
+
+    vocabulary: int64 [V'], ascending, of a reduced draft vocabulary. Raises UserError for more
+    heads than the target's context has room for.
+    """
+    kind: Any = HEADS[options.type]
+    with torch.device(device):
+        heads: Heads = kind(options, target.model, vocabulary)
+    if heads.depth + 1 >= target.max_positions:
+        raise UserError(
+            f"{heads.depth} heads draft beyond the target's context of {target.max_positions} "
+            "tokens; expected fewer"
+        )
+    return heads
+
+
+def new_heads(options: HeadOptions, target: Target, vocabulary: Tensor | None) -> Heads:
+    """Heads on the CPU as training starts from them, with what they borrow of the target missing.
+    Raises UserError as `build_heads` does."""
+    heads = build_heads(options, target, vocabulary)
+    heads.start_from(target.model)
+    return heads
+
+
+def make_ready(heads: Heads, target: Target, dtype: torch.dtype) -> None:
+    """Make heads fit to draft with, in place: on the target's device, with what they borrow,
+    packed where that is possible."""
+    heads.to(target.device, dtype)
+    if heads.vocabulary is not None:
+        heads.vocabulary = heads.vocabulary.to(target.device)
+    heads.borrow(target.model, dtype)
+    if can_pack(heads):
+        pack_layers(heads)
+        heads.output.pack()
+
+
+def save_heads(
+    path: Path,
+    heads: Heads,
+    *,
+    target: Target,
+    provenance: dict[str, Any],
+    tree: Structure | None = None,
+) -> None:
+    """Write a drafter directory, whole or not at all."""
+    config = {
+        "model_type": heads.options.type,
+        "options": heads.options.model_dump(mode="json"),
+        "hidden_size": heads.hidden_size,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": heads.rows,
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+    }
+    weights = {name: x.detach().cpu().contiguous() for name, x in heads.state_dict().items()}
+    weights[SAMPLE] = sample_weights(target.model)
+    if heads.vocabulary is not None:
+        weights[IDS] = heads.vocabulary.cpu()
+
+    def write(directory: Path) -> None:
+        (directory / CONFIG).write_text(json.dumps(config, indent=2))
+        save_file(weights, directory / WEIGHTS)
+        if tree is not None:
+            tree.save(directory / TREE)
+
+    save_drafter(path, heads.options.type, write, target=target, provenance=provenance)
+
+
+def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, Shape | None]:
+    """The heads in a directory, on the target's device, and the shape stored with them, if any.
+
+    Raises UserError where they were made for another hidden size or for other weights than this
+    target's, and for files that do not fit together. (`decode.store.open_drafter` has compared the
+    vocabularies by then.)
+    """
+    try:
+        config = json.loads((path / CONFIG).read_text())
+        options = HeadOptions.of(config["options"])
+        hidden, made_in = int(config["hidden_size"]), str(config["target_dtype"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptArtifact(path, CONFIG, f"is no description of heads ({error!r})") from error
+    own = output_layer(target.model).in_features
+    if hidden != own:
+        raise UserError(
+            f"the heads {path} read hidden states of {hidden} numbers and the target {target.name} "
+            f"has {own}; use the target they were made for"
+        )
+    weights = load_file(path / WEIGHTS)
+    sample, ids = weights.pop(SAMPLE), weights.pop(IDS, None)
+    require_same_weights(sample, made_in, target.model, f"the target of the heads {path}")
+    heads = build_heads(options, target, ids, "meta")
+    try:
+        heads.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise CorruptArtifact(path, WEIGHTS, f"does not hold these heads ({error})") from error
+    make_ready(heads, target, dtype)
+    shape = Static(file=str(path / TREE)) if (path / TREE).exists() else None
+    return heads, shape

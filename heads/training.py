@@ -1,0 +1,139 @@
+"""Heads and their losses as one module, so that any engine can wrap the whole computation.
+
+Shapes: B rows, T tokens, n learnt tokens, H hidden size, V' draft vocabulary.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from decode.features import FINAL
+from distill.chunked import chunked_loss
+from distill.losses import Terms
+from distill.signal import Teacher, Whole
+from distill.vocabulary import positions
+from heads.base import Given, Heads, ahead, output_layer, trained_places
+
+TOP = 5
+
+
+class HeadTraining(nn.Module):
+    """Computes the losses of `heads` on a batch, whose target stays as it is.
+
+    A head's loss is `terms` between its distribution and what it is to predict: the token at
+    t + d + 1, and the target's distribution for it, made of the target's state at t + d.
+    """
+
+    def __init__(
+        self, heads: Heads, terms: Terms, model: PreTrainedModel, *, chunk: int = 256
+    ) -> None:
+        super().__init__()
+        self.heads, self.terms, self.chunk = heads, terms, chunk
+        ids = heads.vocabulary
+        layer = output_layer(model)
+        size = layer.out_features
+        rows = None if ids is None else positions(ids, size)
+        self.register_buffer("label_rows", rows, persistent=False)
+        # A tuple, as no parameter of the frozen target is to be one of this module.
+        weight = layer.weight.detach()
+        self._teacher = (
+            weight if ids is None else weight[ids],
+            layer.bias if ids is None or layer.bias is None else layer.bias[ids],
+        )
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's hidden states that it needs, those of the heads among them."""
+        reads_teacher = self.terms.needs_teacher and FINAL not in self.heads.taps
+        return (*self.heads.taps, FINAL) if reads_teacher else self.heads.taps
+
+    @property
+    def sums(self) -> list[str]:
+        """What the sums of `forward` are of, in their order; `figures` makes sense of them."""
+        of_each = ["tokens", "top1", f"top{TOP}", *self.terms.names]
+        named = [f"head{d}/{name}" for d in range(1, self.heads.depth + 1) for name in of_each]
+        return [*named, "places", "accepted"]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        features: Mapping[int, Tensor],
+        losses: Mapping[int, float],
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted loss summed over tokens and heads, and `sums`, float64.
+
+        input_ids int64 and loss_mask bool [B, T], True where the token is learnt; features
+        [B, T, H] by tap. losses: the heads to compute, with the weights of their losses. All of
+        them: the sums also tell how many tokens in a row they get right.
+        """
+        given = Given(input_ids, loss_mask, features)
+        depths = sorted(losses)
+        wide = 3 + len(self.terms.names)
+        sums = torch.zeros(
+            self.heads.depth * wide + 2, dtype=torch.float64, device=input_ids.device
+        )
+        total: Tensor | None = None
+        right: dict[int, Tensor] = {}
+        for made in self.heads.predictions(given, depths):
+            labels = ahead(input_ids, made.depth + 1)[made.places]
+            if isinstance(self.label_rows, Tensor):
+                labels = self.label_rows[labels]
+            ranks = torch.zeros_like(labels)
+            weight, bias = self.heads.output.of(made.depth)
+            loss, terms = chunked_loss(
+                made.states,
+                weight,
+                bias,
+                self._signal(given, made.depth, made.places),
+                labels,
+                self.terms,
+                chunk=self.chunk,
+                ranks=ranks,
+            )
+            if made.extra is not None:
+                loss = loss + made.extra
+            loss = loss * losses[made.depth]
+            total = loss if total is None else total + loss
+            counts = [torch.ones_like(ranks), ranks == 0, ranks < TOP]
+            begin = (made.depth - 1) * wide
+            sums[begin : begin + wide] = torch.cat(
+                [torch.stack([count.sum() for count in counts]).double(), terms]
+            )
+            right[made.depth] = torch.zeros_like(made.places)
+            right[made.depth][made.places] = ranks == 0
+        if len(right) == self.heads.depth:
+            in_a_row = torch.stack([right[d] for d in depths]).long().cumprod(0).sum()
+            sums[-2:] = torch.stack([trained_places(loss_mask, 1).sum(), in_a_row])
+        assert total is not None
+        return total, sums
+
+    def _signal(self, given: Given, depth: int, places: Tensor) -> Teacher | None:
+        if not self.terms.needs_teacher:
+            return None
+        states = ahead(given.features[FINAL], depth)[places]
+        weight, bias = self._teacher
+        states = states.to(weight.dtype)
+
+        @torch.no_grad()
+        def teacher(part: slice) -> Whole:
+            return Whole(linear(states[part], weight, bias))
+
+        return teacher
+
+    def figures(self, sums: Mapping[str, float], tokens: int = 0) -> dict[str, float]:
+        """Of `sums`, added up over batches and ranks: for each head that was computed how often the
+        token was its likeliest one, and among its likeliest 5, and each term's mean; and
+        `tokens_per_step`, what greedy chains would emit at these places if the text is what the
+        target says: 1 and the mean number of heads in a row, from the first, that are right."""
+        found = {}
+        for depth in range(1, self.heads.depth + 1):
+            count = sums[f"head{depth}/tokens"]
+            for name in ("top1", f"top{TOP}", *self.terms.names) if count else ():
+                found[f"head{depth}/{name}"] = sums[f"head{depth}/{name}"] / count
+        if sums["places"]:
+            found["tokens_per_step"] = 1 + sums["accepted"] / sums["places"]
+        return found

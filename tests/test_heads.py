@@ -1,0 +1,696 @@
+"""Heads on a tiny target: what each learns from which token, and drafts from which state.
+
+Shapes: B rows, T tokens, D heads, V vocabulary.
+"""
+
+import copy
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from decode.drafters import DRAFTERS, Contexts
+from decode.drafters.composite import CompositeDrafter
+from decode.drafters.ngram import NgramDrafter
+from decode.errors import UserError
+from decode.features import FINAL
+from decode.loop import Decoder
+from decode.measure_tree import measure_acceptance, probe
+from decode.sampling import Noise, Sampling
+from decode.shapes import SHAPES
+from decode.store import open_drafter, save_drafter
+from decode.target import Target
+from distill.losses import Terms
+from distill.vocabulary import positions
+from heads.base import HeadOptions, Heads, ahead, trained_places
+from heads.bigrams import Bigrams
+from heads.features import LiveFeatures
+from heads.store import new_heads, save_heads
+from heads.training import HeadTraining
+from tests.stages import LOOP, drafter_weights, kill_at_step, make_stage, run_stage, stage_context
+from tests.tiny import EOS_ID, VOCAB, tiny_target
+from tests.training import Killed, assert_equal
+from train.config import validate_config
+from train.data.chat import prompt_tokens
+from train.samples import read_samples
+from train.stage import StageContext
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+MEDUSA = {"type": "medusa", "heads": 3}
+BLOCKWISE = {"type": "blockwise", "k": 4, "hidden": 24, "sub_loss": "mean"}
+KINDS: dict[str, dict[str, Any]] = {
+    "medusa": MEDUSA,
+    "medusa-deep-shared": MEDUSA | {"layers": 2, "output": "shared"},
+    "medusa-target": MEDUSA | {"output": "target"},
+    "blockwise": BLOCKWISE,
+    "blockwise-shared": BLOCKWISE | {"output": "shared"},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+IDS = torch.arange(0, VOCAB, 2)
+
+
+@functools.cache
+def target() -> Target:
+    return tiny_target()
+
+
+def make(kind: str, ids: torch.Tensor | None = None, *, dtype: Any = torch.float32) -> Heads:
+    heads = new_heads(HeadOptions.of(KINDS[kind]), target(), ids)
+    heads.borrow(target().model, dtype)
+    return heads.to(dtype)
+
+
+def moved(heads: Heads, seed: int = 0) -> Heads:
+    """With weights that are no longer those of the start."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=g)
+    return heads
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids, attention and loss mask [4, 12]: one text ends early, one is learnt from its second
+    token on, one has two answers, and one nothing to learn."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (4, 12), generator=g)
+    attention = torch.ones_like(ids)
+    attention[0, 8:] = 0
+    mask = torch.zeros(4, 12, dtype=torch.bool)
+    mask[0, 5:8] = True
+    mask[1, 1:] = True
+    mask[2, 3:5] = mask[2, 8:11] = True
+    return ids, attention, mask
+
+
+def head_states(heads: Any, hidden: torch.Tensor, depth: int) -> torch.Tensor:
+    """[n, H]: each kind's own formula, once more."""
+    if heads.options.type == "medusa":
+        for block in heads.blocks[depth - 1]:
+            hidden = hidden + F.silu(F.linear(hidden, block.linear.weight, block.linear.bias))
+        return hidden
+    size = hidden.shape[-1]
+    rows = slice((depth - 1) * size, depth * size)
+    inner = F.relu(F.linear(hidden, heads.up.weight, heads.up.bias))
+    return hidden + F.linear(inner, heads.down.weight[rows], heads.down.bias[rows])
+
+
+# --- what is learnt -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("losses", [{"cross_entropy": 1.0}, {"forward_kl": 0.5, "jsd": 2.0}])
+@kinds
+def test_the_loss_is_that_of_each_token_by_hand(kind: str, losses: Any, reduced: bool) -> None:
+    """Head k at position t against the token at t + k + 1 and the target's distribution there, one
+    token at a time; gradients too. float64, so that nothing hides behind rounding."""
+    model = copy.deepcopy(target().model).double()
+    heads = moved(make(kind, IDS if reduced else None, dtype=torch.float64))
+    heads.borrow(model, torch.float64)
+    terms = Terms(losses)
+    module = HeadTraining(heads, terms, model, chunk=5)
+    ids, attention, mask = batch()
+    found = LiveFeatures(model, module.taps).features(ids, attention, [])
+    weights = heads.sub_losses(0.0)
+    if kind == "medusa":
+        assert weights == {1: 0.8, 2: 0.8**2, 3: 0.8**3}
+    elif kind == "blockwise":
+        assert weights == dict.fromkeys((1, 2, 3), 1 / 3)
+    loss, sums = module(ids, mask, found, weights)
+    ours = torch.autograd.grad(loss, list(heads.parameters()))
+    figures = dict(zip(module.sums, sums.tolist(), strict=True))
+
+    hidden = model.base_model(ids, attention_mask=attention).last_hidden_state
+    logits = model(ids, attention_mask=attention).logits
+    rows = positions(IDS, VOCAB) if reduced else torch.arange(VOCAB)
+    expected = torch.zeros((), dtype=torch.float64)
+    counts = dict.fromkeys((1, 2, 3), 0)
+    right: dict[tuple[int, int], list[bool]] = {}
+    for b, t in np.ndindex(*ids.shape):
+        for k in (1, 2, 3):
+            place = t + k + 1
+            if place >= ids.shape[1] or not mask[b, place]:
+                continue
+            own = F.linear(head_states(heads, hidden[b, t], k), *heads.output.of(k))[None]
+            p = logits[b, place - 1, IDS] if reduced else logits[b, place - 1]
+            label = rows[ids[b, place]][None]
+            log_p = p.log_softmax(-1)[None]
+            log_q = own.log_softmax(-1)
+            if "cross_entropy" in losses:
+                value = F.cross_entropy(own, label, ignore_index=-100, reduction="sum")
+            else:
+                value = 0.5 * (log_p.exp() * (log_p - log_q)).sum()
+                middle = (0.5 * log_p.exp() + 0.5 * log_q.exp()).log()
+                for one in (log_p, log_q):
+                    value = value + 2.0 * 0.5 * (one.exp() * (one - middle)).sum()
+            expected = expected + weights[k] * value
+            counts[k] += 1
+            right.setdefault((b, t), []).append(
+                bool(label >= 0) and int(own.argmax()) == int(label)
+            )
+    torch.testing.assert_close(loss, expected)
+    theirs = torch.autograd.grad(expected, list(heads.parameters()))
+    torch.testing.assert_close(ours, theirs)
+    for k, count in counts.items():
+        assert figures[f"head{k}/tokens"] == count
+    # From the first learnt token on all heads have something to say but those past the end.
+    assert counts[1] == 3 + 10 + 5
+    assert counts[3] == 3 + 8 + 4
+
+
+def test_figures_count_what_is_right_and_in_a_row() -> None:
+    """A head that always says the same: nothing is left to chance."""
+    heads = make("medusa")
+    with torch.no_grad():
+        for layer, token in zip(heads.output.layers, (7, 7, 9), strict=True):
+            layer.weight.zero_()
+            layer.weight[token] = 1.0
+    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
+    ids = torch.tensor([[5, 5, 7, 7, 9, 7]])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[0, 0] = False
+    features = {FINAL: torch.ones(1, 6, heads.hidden_size)}
+    _, sums = module(ids, mask, features, heads.sub_losses(0.0))
+    found = module.figures(dict(zip(module.sums, sums.tolist(), strict=True)))
+    # t + 2 of t = 0 … 3 is 7, 7, 9, 7; t + 3 of t = 0 … 2 is 7, 9, 7; t + 4 of t = 0, 1 is 9, 7.
+    assert found["head1/top1"] == 3 / 4
+    assert found["head2/top1"] == 2 / 3
+    assert found["head3/top1"] == 1 / 2
+    # Ties with the second likeliest count for the token, as no other is likelier but one.
+    assert found["head1/top5"] == 1.0
+    # In a row: three at t = 0, one each at t = 1 and t = 3, none at t = 2.
+    assert found["tokens_per_step"] == 1 + (3 + 1 + 0 + 1) / 4
+
+
+def test_shifts_end_with_the_text() -> None:
+    mask = torch.tensor([[False, False, True, True]])
+    assert trained_places(mask, 1).tolist() == [[True, True, False, False]]
+    assert trained_places(mask, 2).tolist() == [[True, False, False, False]]
+    assert trained_places(mask, 3).tolist() == [[False] * 4]
+    assert trained_places(mask, 9).tolist() == [[False] * 4]
+    assert ahead(torch.tensor([[4, 5, 6]]), 2).tolist() == [[6, 0, 0]]
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@kinds
+def test_at_the_start_every_head_is_the_target(kind: str, reduced: bool) -> None:
+    """So the loss there is the cross-entropy of the target's own next-token distribution."""
+    heads = make(kind, IDS if reduced else None)
+    ids, attention, mask = batch()
+    model = target().model
+    hidden = model.base_model(ids, attention_mask=attention).last_hidden_state
+    logits = model(ids, attention_mask=attention).logits
+    if reduced:
+        logits = logits[..., IDS]
+    made = heads.output.logits(heads.states(hidden.flatten(0, 1), [1, 2, 3]))
+    for head in range(3):
+        # Not equal bit by bit only where a product is over other rows.
+        torch.testing.assert_close(
+            made[:, head].softmax(-1), logits.flatten(0, 1).softmax(-1), rtol=1e-5, atol=1e-7
+        )
+    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), model)
+    features = LiveFeatures(model, module.taps).features(ids, attention, [])
+    for k in (1, 2, 3):
+        loss, _ = module(ids, mask, features, {k: 1.0})
+        places = trained_places(mask, k)
+        labels = ahead(ids, k + 1)[places]
+        if reduced:
+            labels = positions(IDS, VOCAB)[labels]
+        theory = F.cross_entropy(logits[places], labels, reduction="sum", ignore_index=-100)
+        assert loss.item() == pytest.approx(theory.item(), rel=1e-5)
+
+
+def test_a_random_sub_loss_trains_one_head_and_all_in_turn() -> None:
+    heads = moved(new_heads(HeadOptions.of(BLOCKWISE | {"sub_loss": "random"}), target(), None))
+    heads.borrow(target().model)
+    assert heads.depth == 3  # of a block of 4, whose first is the target itself
+    assert [heads.sub_losses(u) for u in (0.0, 0.32, 0.34, 0.67, 0.999)] == [
+        {1: 1.0},
+        {1: 1.0},
+        {2: 1.0},
+        {3: 1.0},
+        {3: 1.0},
+    ]
+    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
+    ids, attention, mask = batch()
+    features = LiveFeatures(target().model, module.taps).features(ids, attention, [])
+    loss, sums = module(ids, mask, features, heads.sub_losses(0.5))
+    loss.backward()
+    moved_rows = heads.down.weight.grad.unflatten(0, (3, -1)).abs().amax((1, 2)) > 0
+    assert moved_rows.tolist() == [False, True, False]
+    found = module.figures(dict(zip(module.sums, sums.tolist(), strict=True)))
+    assert {name.partition("/")[0] for name in found} == {"head2"}
+
+
+def test_remembered_features_are_those_seen() -> None:
+    ids, attention, _ = batch()
+    taps = (0, FINAL)
+    source = LiveFeatures(target().model, taps, remember=True)
+    first = source.features(ids, attention, ["a", "b", "c", "d"])
+    rows = [2, 0]
+    again = source.features(ids[rows], attention[rows], ["c", "a"])
+    for tap in taps:
+        for row, sample in enumerate(rows):
+            length = int(attention[sample].sum())
+            assert torch.equal(again[tap][row, :length], first[tap][sample, :length])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target().model.base_model, "forward", None)
+        source.features(ids[rows], attention[rows], ["c", "a"])
+
+
+def test_bigrams_are_counted_on_learnt_tokens() -> None:
+    table = Bigrams(
+        [([1, 2, 1, 3, 1, 3], [False, True, True, True, True, True]), ([1, 2], [True] * 2)]
+    )
+    # After 1: 2, 3, 3 and 2 again; the lower id wins a tie. After 2 and 3: 1.
+    assert (
+        table.top1([([1, 2, 1, 3, 1, 9, 5], [False, True, True, True, True, True, True])]) == 3 / 6
+    )
+    assert table.top1([]) == 0.0
+
+
+# --- what is drafted ------------------------------------------------------------------------------
+
+
+@functools.cache
+def learnt(kind: str, reduced: bool = False) -> Heads:
+    """Heads that know the target's greedy continuations of PROMPTS, so that drafts are accepted."""
+    torch.manual_seed(0)
+    options = KINDS[kind]
+    heads = new_heads(HeadOptions.of(options), target(), REDUCED if reduced else None)
+    heads.borrow(target().model)
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers(), strict=True)]
+    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
+    trained = [p for p in heads.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=3e-3)
+    for _ in range(40):
+        for text in texts:
+            ids = torch.tensor([text])
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            features = LiveFeatures(target().model, module.taps).features(ids, mask.long(), [])
+            loss, _ = module(ids, mask, features, dict.fromkeys((1, 2, 3), 1.0))
+            optimizer.zero_grad()
+            (loss / mask.sum()).backward()
+            optimizer.step()
+    return heads.eval()
+
+
+PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13], [40, 41, 42, 43, 44, 45, 46, 47]]
+NEW = 24
+# Without a tenth of the tokens, some of which the target says.
+REDUCED = torch.tensor([i for i in range(VOCAB) if i % 10 != 7])
+
+
+@functools.cache
+def answers() -> list[list[int]]:
+    """What `generate()` says."""
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        made = target().model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=EOS_ID,
+            pad_token_id=0,
+        )
+        found.append(made[0, len(prompt) :].tolist())
+    return found
+
+
+SHAPES_TRIED: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "static": {"widths": [3, 2, 2]},
+    "chains": {"chains": 3},
+    "dynamic": {"width": 3, "nodes": 8},
+    "calibrated": {"table": [[0.6, 0.2], [0.5, 0.1], [0.4, 0.1]], "nodes": 7},
+    "sequoia": {"acceptance": [0.6, 0.2], "nodes": 7, "depth": 3},
+}
+
+
+def drafter_of(heads: Heads, shape: str = "chain", **options: Any) -> Any:
+    made = SHAPES[shape](**(SHAPES_TRIED[shape] | options))
+    return DRAFTERS[heads.options.type](copy.deepcopy(heads), VOCAB, made)
+
+
+@pytest.mark.parametrize("shape", SHAPES_TRIED)
+@pytest.mark.parametrize(("kind", "reduced"), [("medusa", False), ("blockwise", True)])
+def test_greedy_text_is_that_of_generate(kind: str, reduced: bool, shape: str) -> None:
+    """Together, so that rows of different lengths leave one after the other, and each alone."""
+    decoder = Decoder(
+        target().model, drafter_of(learnt(kind, reduced), shape), eos_token_ids=[EOS_ID], gamma=3
+    )
+    together = decoder.decode(PROMPTS, NEW)
+    assert together.outputs == answers()
+    alone = [decoder.decode([prompt], NEW) for prompt in PROMPTS]
+    assert [run.outputs[0] for run in alone] == answers()
+    # Not a text without drafts, and no draft that depends on the rows beside it.
+    counts = together.counts
+    assert counts.accepted[1:].sum() > 5
+    assert counts.tokens_per_step > 1.5
+    for depth in range(3):
+        assert counts.accepted[depth] == sum(run.counts.accepted[depth] for run in alone)
+
+
+def test_one_target_call_judges_a_draft_and_yields_the_next() -> None:
+    calls = []
+    model = copy.deepcopy(target().model)
+    forward = model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return forward(*args, **kwargs)
+
+    model.forward = counted
+    drafter = drafter_of(learnt("blockwise"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decode.kv.can_pack", lambda model: False)
+        run = Decoder(model, drafter, gamma=3).decode([PROMPTS[0]], NEW)
+    # m tokens in blocks of k̂: the prefill and a pass a block (1811.03115, section 4: m/k + 1).
+    assert len(calls) == 1 + run.counts.steps < NEW
+
+
+def test_a_draft_is_what_the_heads_say_of_the_last_read_token() -> None:
+    """Checked against plain forwards, also where rows have left and where tokens are drawn."""
+    heads = moved(make("medusa", REDUCED), seed=3)
+    drafter: Any = DRAFTERS["medusa"](copy.deepcopy(heads), VOCAB)
+    draft = drafter.draft
+    sampling = Sampling(temperature=0.9, top_k=5)
+    seen = []
+
+    def checked(contexts: Contexts, limits: Any, sampling: Sampling, noise: Noise) -> Any:
+        made = draft(contexts, limits, sampling, noise)
+        for row, length in enumerate(contexts.lengths):
+            ids = torch.as_tensor(contexts.tokens[row : row + 1, : length - 1])
+            hidden = target().model.base_model(ids).last_hidden_state[0, -1:]
+            logits = heads.output.logits(heads.states(hidden, [1, 2, 3]))[0]
+            q = torch.zeros(3, VOCAB)
+            q[:, REDUCED] = sampling.probs(logits)
+            torch.testing.assert_close(
+                made.q[row, : made.sizes[row]], q[: made.sizes[row]], rtol=1e-3, atol=1e-4
+            )
+        seen.append(len(contexts.lengths))
+        return made
+
+    drafter.draft = checked
+    decoder = Decoder(target().model, drafter, gamma=3, sampling=sampling, eos_token_ids=range(60))
+    decoder.decode(PROMPTS, NEW, seed=1)
+    assert len(set(seen)) > 1
+
+
+def test_a_draft_is_no_deeper_than_there_are_heads() -> None:
+    drafter = drafter_of(learnt("medusa"))
+    run = Decoder(target().model, drafter, gamma=7).decode(PROMPTS, NEW)
+    assert max(int(step.drafted.max()) for step in run.steps) == 3
+    with pytest.raises(UserError, match="a tree 4 deep and heads for 3 tokens"):
+        drafter_of(learnt("medusa"), "static", widths=[1, 1, 1, 1])
+
+
+def test_acceptance_is_measured_to_the_last_head() -> None:
+    found = measure_acceptance(
+        target().model,
+        drafter_of(learnt("medusa")),
+        PROMPTS,
+        tree=probe(2, 3),
+        max_new_tokens=NEW,
+        eos_token_ids=[EOS_ID],
+    )
+    assert (found.hits[:, 0] > 0).all()
+    assert (found.hits <= found.reached).all()
+    counts = Decoder(
+        target().model, drafter_of(learnt("medusa")), gamma=3, eos_token_ids=[EOS_ID]
+    ).decode(PROMPTS, NEW)
+    # The likeliest candidates are those of the chain, but for a text that ends inside a block.
+    assert abs(int(found.hits[0, 0]) - int(counts.counts.accepted[0])) <= len(PROMPTS)
+
+
+def test_without_a_first_target_token_nothing_is_drafted_for_one_token() -> None:
+    drafter = drafter_of(learnt("medusa"))
+    decoder = Decoder(target().model, drafter, gamma=3, first_target=False, eos_token_ids=[EOS_ID])
+    run = decoder.decode(PROMPTS, NEW)
+    assert run.outputs == answers()
+    assert run.steps[0].drafted.tolist() == [3, 0, 3, 3]
+    assert run.counts.tokens_per_step > 1.5
+
+
+def test_heads_among_other_drafters() -> None:
+    both = CompositeDrafter([NgramDrafter(2, 3), drafter_of(learnt("medusa"))])
+    assert both.taps == (FINAL,)
+    run = Decoder(target().model, both, gamma=3, eos_token_ids=[EOS_ID]).decode(PROMPTS, NEW)
+    assert run.outputs == answers()
+    assert run.counts.tokens_per_step > 1.5
+
+
+@pytest.mark.parametrize("rule", ["typical", "exact", "multi_round"])
+def test_heads_under_rules_for_trees(rule: str) -> None:
+    """Typical acceptance at low temperature comes to the same text; the others always do."""
+    sampling = Sampling(temperature=1e-3)
+    drafter = drafter_of(learnt("medusa"), "static")
+    decoder = Decoder(
+        target().model, drafter, gamma=3, rule=rule, sampling=sampling, eos_token_ids=[EOS_ID]
+    )
+    run = decoder.decode(PROMPTS, NEW)
+    assert run.outputs == answers()
+    assert run.counts.tokens_per_step > 1.5
+    assert decoder.rule.lossless == (rule != "typical")
+
+
+# --- directories ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@kinds
+def test_a_directory_comes_back(kind: str, reduced: bool, tmp_path: Path) -> None:
+    heads = moved(make(kind, IDS if reduced else None))
+    save_heads(tmp_path / "heads", heads, target=target(), provenance={})
+    drafter = open_drafter(str(tmp_path / "heads"), target())
+    assert_equal(dict(drafter.heads.state_dict()), dict(heads.state_dict()))
+    stored = load_file(tmp_path / "heads" / "heads.safetensors")
+    assert any(name.startswith("output.") for name in stored) == (heads.options.output != "target")
+    ours = Decoder(target().model, drafter_of(heads), gamma=3).decode(PROMPTS, NEW)
+    theirs = Decoder(target().model, drafter, gamma=3).decode(PROMPTS, NEW)
+    assert theirs.outputs == ours.outputs
+    assert theirs.counts.accepted.tolist() == ours.counts.accepted.tolist()
+    # The same target in another dtype is the same target.
+    halved = copy.copy(target())
+    halved.model = copy.deepcopy(target().model).bfloat16()
+    lower = open_drafter(str(tmp_path / "heads"), halved)
+    assert {p.dtype for p in lower.heads.parameters()} == {torch.bfloat16}
+    Decoder(halved.model, lower, gamma=3).decode(PROMPTS, 6)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"hidden": 48}, "read hidden states of 32 numbers and the target tiny-llama has 48"),
+        ({"seed": 1}, "has other weights than the target in use"),
+        ({"layers": 3}, "is another model"),
+        ({"vocab": 310}, "has another vocabulary than the target"),
+    ],
+)
+def test_heads_for_another_target_are_refused(
+    other: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    save_heads(tmp_path / "heads", make("medusa"), target=target(), provenance={})
+    with pytest.raises(UserError, match=message):
+        open_drafter(str(tmp_path / "heads"), tiny_target(**other))
+
+
+def test_a_target_trained_a_little_is_another_one(tmp_path: Path) -> None:
+    save_heads(tmp_path / "heads", make("medusa"), target=target(), provenance={})
+    tuned = copy.copy(target())
+    tuned.model = copy.deepcopy(target().model)
+    with torch.no_grad():
+        for parameter in tuned.model.model.layers[1].parameters():
+            parameter *= 1.001
+    with pytest.raises(UserError, match="its hidden states mean something else"):
+        open_drafter(str(tmp_path / "heads"), tuned)
+
+
+def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    def write(directory: Path, **changed: Any) -> None:
+        save_heads(directory, make("medusa"), target=target(), provenance={})
+        stored = {file.name: file.read_bytes() for file in directory.iterdir()}
+        config = json.loads(stored["config.json"]) | changed
+
+        def fill(path: Path) -> None:
+            (path / "heads.safetensors").write_bytes(stored["heads.safetensors"])
+            (path / "config.json").write_text(json.dumps(config))
+
+        save_drafter(directory, "medusa", fill, target=target(), provenance={})
+
+    write(tmp_path / "four", options=MEDUSA | {"heads": 4})
+    with pytest.raises(UserError, match=r"'heads.safetensors' does not hold these heads"):
+        open_drafter(str(tmp_path / "four"), target())
+    write(tmp_path / "none", options={})
+    with pytest.raises(UserError, match="expected their type and its options"):
+        open_drafter(str(tmp_path / "none"), target())
+    write(tmp_path / "size", hidden_size="many")
+    with pytest.raises(UserError, match=r"'config.json' is no description of heads"):
+        open_drafter(str(tmp_path / "size"), target())
+
+
+def test_a_kind_is_no_drafter() -> None:
+    with pytest.raises(UserError, match="'medusa' is a kind; name the directory of a trained one"):
+        open_drafter("medusa", target())
+
+
+def test_more_heads_than_the_context_are_refused() -> None:
+    with pytest.raises(UserError, match="255 heads draft beyond the target's context of 256"):
+        new_heads(
+            HeadOptions.of({"type": "medusa", "heads": 255, "output": "target"}), target(), None
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"type": "medusae"}, r"unknown type of heads 'medusae'.*Did you mean \"medusa\""),
+        ({"heads": 3}, "expected their type and its options"),
+        ("medusa", "expected their type and its options"),
+        ({"type": "medusa", "head": 3}, r"have no option 'head'.*Did you mean \"heads\""),
+        ({"type": "medusa", "heads": 0}, "heads is 0"),
+        ({"type": "blockwise", "k": 1}, "k is 1"),
+        ({"type": "blockwise", "output": "own"}, "output is .own."),
+        ({"type": "blockwise", "sub_loss": "all"}, "sub_loss is 'all'"),
+        ({"type": "medusa", "decay": "much"}, "decay is 'much'"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(given: Any, message: str) -> None:
+    config = {
+        "name": "run",
+        "target": {"model": "none"},
+        "data": {"train": "a", "test": "b"},
+        "stages": [{"name": "heads", "kind": "heads", "heads": given}],
+    }
+    with pytest.raises(UserError, match=message):
+        validate_config(config, base_dir=Path())
+
+
+# --- the stage ------------------------------------------------------------------------------------
+
+STAGE = {"loop": LOOP, "optimizer": {"lr": 1e-2, "warmup_steps": 2}}
+DEV = {"every": 2, "samples": 3, "decode_prompts": 3, "gamma": 3, "max_new_tokens": 12}
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> StageContext:
+    return stage_context(tmp_path, target())
+
+
+@pytest.mark.parametrize("kind", ["medusa", "blockwise"])
+def test_a_stage_trains_heads_and_leaves_the_target_as_it_is(context: Any, kind: str) -> None:
+    before = {name: x.clone() for name, x in target().model.state_dict().items()}
+    settings = STAGE | {"loop": LOOP | {"epochs": 10}, "remember_features": True}
+    stage = make_stage("heads", "heads", heads=KINDS[kind], draft_vocabulary=150, **settings)
+    plan = stage.plan(context)
+    outcome = run_stage(context, stage)
+    assert_equal(dict(target().model.state_dict()), before)
+    assert not any(p.requires_grad for p in target().model.parameters())
+    drafter: Any = open_drafter(str(outcome.drafter), target())
+    own = sum(p.numel() for p in drafter.heads.parameters())
+    assert plan.trained_parameters == outcome.summary["trained_parameters"] == own
+    assert drafter.heads.rows == outcome.summary["draft_vocabulary"] == 150
+    history = outcome.summary["training"]["history"]
+    assert history[-1]["head1/top1"] > history[0]["head1/top1"]
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert history[-1]["tokens_per_step"] > history[0]["tokens_per_step"]
+
+
+def test_remembering_changes_nothing(context: Any) -> None:
+    found = [
+        drafter_weights(
+            run_stage(
+                context,
+                make_stage("heads", f"heads-{kept}", heads=MEDUSA, remember_features=kept, **STAGE),
+            )
+        )
+        for kept in (False, True)
+    ]
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("sub_loss", ["mean", "random"])
+def test_a_killed_stage_ends_with_the_same_weights(
+    context: Any, sub_loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = BLOCKWISE | {"sub_loss": sub_loss}
+    whole = run_stage(context, make_stage("heads", "whole", heads=heads, **STAGE))
+    stage = make_stage("heads", "killed", heads=heads, **STAGE)
+    with monkeypatch.context() as patch:
+        kill_at_step(patch, 4)
+        with pytest.raises(Killed):
+            run_stage(context, stage)
+    context.accelerator.free_memory()
+    again = run_stage(context, stage)
+    assert_equal(drafter_weights(again), drafter_weights(whole))
+    both = [outcome.summary["training"]["history"] for outcome in (again, whole)]
+    assert both[0] == both[1]
+    trained = {name.partition("/")[0] for entry in both[0] for name in entry if "top1" in name}
+    assert trained == {"head1", "head2", "head3"}
+
+
+def test_the_last_figures_are_those_of_the_drafter_that_is_saved(context: Any) -> None:
+    settings = STAGE | {"dev": DEV, "loop": LOOP | {"epochs": 8}}
+    stage = make_stage("heads", "heads", heads=MEDUSA, losses={"forward_kl": 1.0}, **settings)
+    outcome = run_stage(context, stage)
+    last = outcome.summary["training"]["dev"][-1]
+    drafter: Any = open_drafter(str(outcome.drafter), target())
+    prompts = [prompt_tokens(e, target().tokenizer) for e in context.examples["dev"][:2]]
+    prompts.append(prompt_tokens(context.examples["dev"][3], target().tokenizer))
+    decoder = Decoder(target().model, drafter, eos_token_ids=target().eos_token_ids, gamma=3)
+    done = decoder.decode(prompts, 12)
+    assert last["acceptance_rate"] == done.counts.acceptance_rate
+
+    samples = read_samples(context, "data", "dev")
+    hits: dict[int, list[bool]] = {1: [], 2: [], 3: []}
+    for sample in (samples[0], samples[1], samples[3]):
+        ids = torch.tensor([sample.tokens])
+        hidden = target().model.base_model(ids).last_hidden_state[0]
+        logits = drafter.heads.output.logits(drafter.heads.states(hidden, [1, 2, 3]))
+        for k, found in hits.items():
+            for t in range(len(sample.tokens) - k - 1):
+                if sample.mask[t + k + 1]:
+                    found.append(int(logits[t, k - 1].argmax()) == sample.tokens[t + k + 1])
+    for k, found in hits.items():
+        assert last[f"head{k}/top1"] == pytest.approx(np.mean(found))
+    assert outcome.summary["bigram_top1"] > 0
+
+
+def test_a_tree_is_calibrated_and_stored(context: Any) -> None:
+    settings = STAGE | {"loop": LOOP | {"epochs": 20}}
+    tree = {"nodes": 5, "width": 4, "prompts": 4, "max_new_tokens": 16}
+    # On the target's own words, or nothing would be accepted.
+    stage = make_stage("generate", "answers", max_new_tokens=16)
+    run_stage(context, stage)
+    heads = make_stage("heads", "heads", stage, heads=MEDUSA, text="answers", tree=tree, **settings)
+    outcome = run_stage(context, heads)
+    drafter: Any = open_drafter(str(outcome.drafter), target())
+    paths = drafter.shape.structure.paths
+    assert outcome.summary["tree"] == paths
+    assert 1 <= len(paths) <= 5
+    assert drafter.branches
+    plain = Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, NEW)
+    assert Decoder(target().model, drafter).decode(PROMPTS, NEW).outputs == plain.outputs
+
+
+def test_a_stage_refuses_what_it_cannot_do(context: Any) -> None:
+    with pytest.raises(UserError, match="no earlier stage 'answers'"):
+        make_stage("heads", "heads", heads=MEDUSA, text="answers")
+    with pytest.raises(UserError, match="no loss reads the teacher"):
+        make_stage("heads", "heads", heads=MEDUSA, teacher_temperature=2.0)
+    with pytest.raises(UserError, match="a draft vocabulary of 300 tokens"):
+        make_stage("heads", "heads", heads=MEDUSA, draft_vocabulary=300).plan(context)
+    del context.examples["dev"]
+    with pytest.raises(UserError, match="calibrates a tree, but data has no dev split"):
+        run_stage(context, make_stage("heads", "heads", heads=MEDUSA, tree={}))
+    with pytest.raises(UserError, match="has dev figures, but data has no dev split"):
+        run_stage(context, make_stage("heads", "other", heads=MEDUSA, dev={}))

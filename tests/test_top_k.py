@@ -1,0 +1,71 @@
+"""Blockwise decoding's relaxations: which tokens they let pass, and where they stop."""
+
+import numpy as np
+import pytest
+import torch
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.rules import RULES
+from decode.sampling import Noise, Sampling
+from decode.scores import Scores
+
+# What the target says after the text and after each node: token 0 is likeliest, then 1, 2, 3.
+LOGITS = torch.tensor([[4.0, 3.0, 2.0, 1.0]] * 4)[None]
+NOISE = Noise(0, torch.arange(1))
+
+
+def verdict(draft: Draft, **options: int) -> tuple[list[int], int, int]:
+    found = RULES["top_k"](**options).verify(draft, Scores(LOGITS, Sampling()), NOISE)
+    accepted = int(found.accepted)
+    return found.path[0, :accepted].tolist(), int(found.reached), int(found.next_token)
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "reached"),
+    [
+        ({"k": 1}, [], 1),
+        ({"k": 2}, [0], 2),
+        ({"k": 3}, [0, 1, 2], 3),
+        ({"k": 1, "least": 1}, [0], 2),
+        # What stands behind the minimum is judged again.
+        ({"k": 2, "least": 2}, [0, 1, 2], 3),
+        ({"k": 1, "least": 9}, [0, 1, 2], 3),
+    ],
+)
+def test_a_chain(options: dict[str, int], path: list[int], reached: int) -> None:
+    chain = Draft(torch.tensor([[1, 2, 0]]), np.array([3]))
+    assert verdict(chain, **options) == (path, reached, 0)
+
+
+def test_a_tree_keeps_its_longest_path_and_padding_is_no_node() -> None:
+    tokens, parents = torch.tensor([[0, 1, 2]]), torch.tensor([[-1, -1, 1]])
+    tree = Draft(tokens, np.array([3]), parents=parents)
+    assert verdict(tree, k=2) == ([0], 1, 0)
+    assert verdict(tree, k=3) == ([1, 2], 2, 0)
+    assert verdict(tree, k=1, least=2) == ([1, 2], 2, 0)
+    assert verdict(Draft(tokens, np.array([2]), parents=parents), k=3) == ([0], 1, 0)
+    assert verdict(Draft.none(1, "cpu"), k=3) == ([], 0, 0)
+
+
+def test_with_one_token_it_is_exact_match_of_greedy_text() -> None:
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(500, 6, 5, generator=g)
+    tokens = torch.randint(5, (500, 5), generator=g)
+    parents = torch.tensor([[-1, -1, 0, 0, 2]]).expand(500, -1)
+    sizes = torch.randint(0, 6, (500,), generator=g).numpy()
+    draft = Draft(tokens, sizes, parents=parents)
+    noise = Noise(0, torch.arange(500))
+    ours, exact = (
+        rule.verify(draft, Scores(logits, Sampling()), noise)
+        for rule in (RULES["top_k"](k=1), RULES["exact"]())
+    )
+    for name in ("accepted", "reached", "next_token"):
+        assert torch.equal(getattr(ours, name), getattr(exact, name))
+    assert not RULES["top_k"].lossless
+
+
+@pytest.mark.parametrize("options", [{"k": 0}, {"least": -1}, {"k": 1.5}])
+def test_bad_options_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="expected a whole number"):
+        RULES["top_k"](**options)

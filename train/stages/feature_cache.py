@@ -1,0 +1,93 @@
+"""`feature_cache`: the target's hidden states of a text, for any number of trainings of heads."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from decode.errors import UserError
+from decode.features import FINAL, Recorder
+from heads.cache import CachedFeatures, bytes_per_token, split_rows, write_features
+from heads.features import LiveFeatures
+from train.data.chat import Sample
+from train.parts import batches_of, size, write_parts
+from train.samples import TextConfig, fitting_samples, planned_tokens, read_samples
+from train.schema import StageConfig, closest_stage
+from train.stage import STAGES, Outcome, Plan, Stage, StageContext
+
+
+class FeatureCacheConfig(TextConfig):
+    """taps: which hidden states, −1 for what the output layer reads, or numbers of layers.
+    part_samples: are written at a time; a killed stage loses at most one part."""
+
+    kind: Literal["feature_cache"] = "feature_cache"
+    taps: list[int] = Field([FINAL], min_length=1)
+    tokens_per_batch: int = Field(2048, ge=1)
+    part_samples: int = Field(256, ge=1)
+
+
+@STAGES.register("feature_cache")
+class FeatureCacheStage(Stage):
+    """Writes part-0, part-1, … (`heads.cache`)."""
+
+    Config = FeatureCacheConfig
+
+    def check(self, earlier: Sequence[StageConfig]) -> None:
+        settings: FeatureCacheConfig = self.config
+        for name in settings.text_stages:
+            closest_stage(name, earlier, "generate")
+        if len(set(settings.taps)) < len(settings.taps):
+            raise UserError(
+                f"stage {settings.name}: taps {settings.taps} name a layer twice; name it once"
+            )
+
+    def plan(self, context: StageContext) -> Plan:
+        settings: FeatureCacheConfig = self.config
+        Recorder(context.target.model, settings.taps)  # refuses layers that are not there
+        each = bytes_per_token(context.target, settings.taps)
+        tokens = planned_tokens(context, settings)
+        what = f"{len(settings.taps)} hidden states: {each} bytes a token, prompts too"
+        if settings.text == "data":
+            samples = read_samples(context, "data")
+            total = sum(min(len(s.tokens), settings.max_length) for s in samples)
+            what += f"; {size(each * total)} on disk"
+        return Plan(
+            what,
+            tokens=tokens,
+            memory_bytes=sum(
+                p.numel() * p.element_size() for p in context.target.model.parameters()
+            ),
+        )
+
+    def run(self, context: StageContext) -> Outcome:
+        settings: FeatureCacheConfig = self.config
+        target = context.target
+        source = LiveFeatures(target.model, settings.taps)
+        samples, counts = fitting_samples(context, settings)
+        each = bytes_per_token(target, settings.taps)
+        tokens = sum(len(sample.tokens) for sample in samples)
+        context.reporter.say(f"  {each} bytes a token, {tokens} tokens: {size(each * tokens)}")
+
+        def write(number: int, part: Sequence[Sample], names: list[tuple[str, str]]) -> int:
+            found: dict[int, dict] = {}
+            for rows, batch, given in batches_of(context, part, settings.tokens_per_batch):
+                ids, mask = given["input_ids"], given["attention_mask"]
+                features = source.features(ids, mask, batch["ids"])
+                lengths = [len(part[i].tokens) for i in rows]
+                found |= dict(zip(rows, split_rows(features, lengths), strict=True))
+            by_tap = {tap: [found[i][tap] for i in range(len(part))] for tap in settings.taps}
+            write_features(context.directory, number, names, by_tap, target)
+            return sum(len(sample.tokens) for sample in part)
+
+        speed = write_parts(context, samples, settings.part_samples, write)
+        # Whole, and readable as what it was made from.
+        CachedFeatures(context.directory, target, settings.taps)
+        return Outcome(
+            summary={
+                "samples": counts,
+                "tokens": tokens,
+                "taps": settings.taps,
+                "bytes_per_token": each,
+                "tokens_per_second": speed,
+            }
+        )
