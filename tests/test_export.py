@@ -90,7 +90,9 @@ def reloaded_logits(out: Path, target: Target) -> torch.Tensor:
 def test_the_export_is_the_same_model(
     form: str, family: str, tie: bool, tmp_path: Path, target: Target
 ) -> None:
-    model = make_drafter(tmp_path / "drafter", target, family, tie=tie)
+    # transformers reads no head size from a qwen3 file, and takes the 128 that all of them have.
+    shape = {"head_dim": 128} if family == "qwen3" else {}
+    model = make_drafter(tmp_path / "drafter", target, family, tie=tie, **shape)
     export_drafter(tmp_path / "drafter", form, tmp_path / "out", gamma=3)
     with torch.no_grad():
         expected = model(IDS).logits
@@ -132,7 +134,7 @@ def test_a_reduced_vocabulary_is_filled_from_the_target(
 
 def _lenient(asked: Measuring) -> Measuring:
     """Prompts on which neither drafter is worth anything, so that nothing can be lost."""
-    return Measuring(asked.prompts, max_new_tokens=2)
+    return Measuring(asked.prompts, max_new_tokens=3)
 
 
 def test_another_hidden_size_is_filled_from_its_own_layer(tmp_path: Path, target: Target) -> None:
@@ -412,7 +414,10 @@ def _rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], No
         (lambda k, t: t.pop("blk.0.ffn_norm.weight"), "blk.0.ffn_norm.weight is missing"),
         (lambda k, t: t.pop("output.weight"), "output.weight is missing"),
         (lambda k, t: t.update(x=t["output_norm.weight"]), "tensor x is not expected"),
-        (lambda k, t: k.update({"llama.attention.head_count": 8}), "attn_q.weight has shape"),
+        (
+            lambda k, t: k.update({"llama.attention.head_count": 8}),
+            "has shape [32, 32], expected [32, 64]",
+        ),
         (lambda k, t: k.update({"llama.vocab_size": 299}), "vocab_size is 299, expected 300"),
         (lambda k, t: k.update({"llama.block_count": 2}), "block_count is 2, expected 1"),
         (lambda k, t: k.pop("llama.rope.freq_base"), "has no llama.rope.freq_base"),

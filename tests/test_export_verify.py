@@ -28,7 +28,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(str(path))
 
 
-def export(directory: Path, target: Target, form: str = "hf", noise: float = 0.2) -> Path:
+def export(directory: Path, target: Target, form: str = "hf", noise: float = 0.06) -> Path:
     """The target with noise on its weights, which it agrees with half of the time, exported."""
     model = tiny_model("llama")
     torch.manual_seed(0)

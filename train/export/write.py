@@ -182,6 +182,11 @@ def _measured(
         found = evaluate(target, drafter, prompts, protocol)
         rows.append(_row(name, found.counts.to_dict() | {"prompts": len(prompts)}))
         rows[-1] |= {"gamma": job.gamma, "dtype": found.dtype}
+        if rows[-1]["draft_efficiency"] is None:
+            raise UserError(
+                f"nothing was drafted on {len(prompts)} prompts, so the export cannot be measured; "
+                "give more prompts, or a larger --max-new-tokens"
+            )
         say(f"draft efficiency {name}: {rows[-1]['draft_efficiency']:.3f}")
     was, now = (row["draft_efficiency"] for row in rows)
     if now < was - LOSS_ALLOWED:

@@ -39,9 +39,9 @@ class Transformers(Engine):
         with _watched() as drafts:
             drafted, drafted_seconds = _generate(task, assistant, drafts)
         counted = [
-            _count(draft, len(prompt), text)
+            _count(draft, len(prompt), text, last=place == len(of_text) - 1)
             for prompt, text, of_text in zip(task.prompts, drafted, drafts, strict=True)
-            for draft in of_text
+            for place, draft in enumerate(of_text)
         ]
         return EngineRun(
             transformers.__version__,
@@ -105,11 +105,13 @@ def _watched() -> Iterator[Drafts]:
         AssistedCandidateGenerator.get_candidates = original
 
 
-def _count(draft: tuple[int, list[int]], prompt: int, text: list[int]) -> tuple[int, int]:
-    """Drafted and accepted tokens of one draft, nothing behind the text's end."""
+def _count(
+    draft: tuple[int, list[int]], prompt: int, text: list[int], last: bool
+) -> tuple[int, int]:
+    """Drafted and accepted tokens of one draft; of a text's last, nothing behind the end."""
     begin, tokens = draft
     real = text[begin - prompt :]
-    within = tokens[: len(real)]
+    within = tokens[: len(real)] if last else tokens
     accepted = 0
     for ours, theirs in zip(within, real, strict=False):
         if ours != theirs:
