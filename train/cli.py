@@ -1,4 +1,4 @@
-"""The command line: `draftsmith train | evaluate | generate | inspect`."""
+"""The command line: `draftsmith train | evaluate | generate | export | inspect` and more."""
 
 import json
 import logging
@@ -483,6 +483,80 @@ def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]
     )
     typer.echo(f"{drafter}: whole, {size / 1e6:.1f} MB of weights ({shape})")
     typer.echo(json.dumps(description, indent=2))
+
+
+@app.command()
+@shows_errors
+def export(
+    drafter: Annotated[
+        Path, typer.Argument(help="a drafter directory; without --format, an export")
+    ],
+    form: Annotated[
+        str | None, typer.Option("--format", help="write this layout: hf or gguf")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the directory to write; not yet there")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="default: the one the drafter was trained for")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="check an export against its format's schema")
+    ] = False,
+    verify: Annotated[
+        str | None,
+        typer.Option(help="run it in this engine and compare: transformers or llama-server"),
+    ] = None,
+    push_to_hub: Annotated[
+        str | None, typer.Option(help="upload it to this repository (org/name)")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSONL file with held-out prompts, to measure and to verify on"),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = None,
+    max_new_tokens: TokensOption = 64,
+    gamma: Annotated[
+        int | None, typer.Option(help="tokens of a draft; default that of its evaluation, or 4")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="of the weights; default as they are stored")
+    ] = None,
+    data_licence: Annotated[
+        str | None, typer.Option(help="licence of the training data, for the README")
+    ] = None,
+    min_drafted: Annotated[
+        int, typer.Option(help="how many tokens an engine must have drafted to be judged")
+    ] = 2000,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write what --verify found here")
+    ] = None,
+) -> None:
+    """Write a drafter in a layout that inference engines read, and prove that they use it.
+
+    Exit status 1: --verify found that the engine does not use the drafter as our loop does.
+    """
+    from train.console import Reporter
+    from train.export.command import Asked, run
+
+    quieten()
+    asked = Asked(
+        source=drafter,
+        form=form,
+        out=out,
+        target=target,
+        check=check,
+        engine=verify,
+        repository=push_to_hub,
+        prompts=prompts,
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        gamma=gamma,
+        dtype=dtype,
+        data_licence=data_licence,
+        min_drafted=min_drafted,
+        json_file=json_file,
+    )
+    if not run(asked, Reporter()):
+        raise typer.Exit(1)
 
 
 def cores() -> int:

@@ -1,0 +1,520 @@
+"""Exports: what is written reads back as the same model, and what cannot be is refused by name."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from decode.artifact import MANIFEST, CorruptArtifact
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.store import save_drafter
+from decode.target import Target, load_model_and_tokenizer, load_target
+from decode.vocabulary import reduce_output, save_with_vocabulary
+from tests.test_target import write_gguf
+from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
+from train import cli
+from train.export import hub
+from train.export.formats import EXPORT_FILE, FORMATS, format_for
+from train.export.schema import FoundTensor, TensorSpec, key_problems, tensor_problems
+from train.export.write import Measuring, check_export, export_drafter, reload
+
+IDS = torch.tensor([[5, 17, 250, 9, 42, 7, 111]])
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def target_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target") / "target.gguf"
+    write_gguf(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(target_file: Path) -> Target:
+    return load_target(str(target_file))
+
+
+def make_drafter(
+    path: Path,
+    target: Target,
+    family: str = "llama",
+    kept: torch.Tensor | None = None,
+    trained: bool = True,
+    **shape: Any,
+) -> Any:
+    """A drafter directory; kept: ids of a reduced vocabulary, `trained` ones differing from the
+    rows of the whole layer. Returns the model as it drafts."""
+    model = tiny_model(family, **({"layers": 1, "seed": 7} | shape))
+    reduced = None
+    if kept is not None:
+        reduced = reduce_output(model, kept)
+        if trained:
+            with torch.no_grad():
+                model.get_output_embeddings().weight.mul_(1.5)
+
+    def write(directory: Path) -> None:
+        save_with_vocabulary(model, reduced, directory)
+        tiny_tokenizer().save_pretrained(directory)
+
+    provenance = {"stage": "distill", "run": "t", "settings": {"losses": {"forward_kl": 1.0}}}
+    save_drafter(path, "small_lm", write, target=target, provenance=provenance)
+    return model
+
+
+def measuring(prompts: int = 4) -> Measuring:
+    texts = [[*[5, 17, 250, 9, 42][: 2 + i % 4], 20 + i] for i in range(prompts)]
+    return Measuring(lambda target: texts, max_new_tokens=8)
+
+
+def reloaded_logits(out: Path, target: Target) -> torch.Tensor:
+    record = check_export(out)
+    drafter = reload(out, record, target)
+    assert isinstance(drafter, SmallLMDrafter)
+    with torch.no_grad():
+        found: torch.Tensor = drafter.lm.model(IDS).logits
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+def test_the_export_is_the_same_model(
+    form: str, family: str, tie: bool, tmp_path: Path, target: Target
+) -> None:
+    # transformers reads no head size from a qwen3 file, and takes the 128 that all of them have.
+    shape = {"head_dim": 128} if family == "qwen3" else {}
+    model = make_drafter(tmp_path / "drafter", target, family, tie=tie, **shape)
+    export_drafter(tmp_path / "drafter", form, tmp_path / "out", gamma=3)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    torch.testing.assert_close(reloaded_logits(tmp_path / "out", target), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_dtype_of_the_weights(form: str, dtype: str, tmp_path: Path, target: Target) -> None:
+    model = make_drafter(tmp_path / "drafter", target)
+    export_drafter(tmp_path / "drafter", form, tmp_path / "out", dtype=dtype)
+    assert check_export(tmp_path / "out")["facts"]["dtype"] == dtype
+    with torch.no_grad():
+        gap = (reloaded_logits(tmp_path / "out", target) - model(IDS).logits).abs().max()
+    # bfloat16 keeps 8 bits; the logits are up to 10.
+    assert 0 < gap < 0.5
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_reduced_vocabulary_is_filled_from_the_target(
+    form: str, trained: bool, tmp_path: Path, target: Target
+) -> None:
+    kept = torch.arange(0, 300, 2)
+    model = make_drafter(tmp_path / "drafter", target, kept=kept, trained=trained)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        hidden = model.base_model(IDS).last_hidden_state
+        others = target.model.get_output_embeddings()(hidden)
+    export_drafter(tmp_path / "drafter", form, tmp_path / "out", measuring=_lenient(measuring()))
+    found = reloaded_logits(tmp_path / "out", target)
+    torch.testing.assert_close(found[..., kept], expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found[..., 1::2], others[..., 1::2], rtol=0, atol=1e-6)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "150 tokens of the vocabulary" in card
+    assert "the target's output layer" in card
+    assert "as trained (reduced vocabulary)" in card
+
+
+def _lenient(asked: Measuring) -> Measuring:
+    """Prompts on which neither drafter is worth anything, so that nothing can be lost."""
+    return Measuring(asked.prompts, max_new_tokens=3)
+
+
+def test_another_hidden_size_is_filled_from_its_own_layer(tmp_path: Path, target: Target) -> None:
+    kept = torch.arange(100)
+    make_drafter(tmp_path / "drafter", target, kept=kept, hidden=16, heads=2, kv_heads=1)
+    export_drafter(tmp_path / "drafter", "hf", tmp_path / "out", measuring=_lenient(measuring()))
+    assert "before it was reduced" in check_export(tmp_path / "out")["facts"]["filled_from"]
+
+
+def test_a_reduced_vocabulary_must_be_measured(tmp_path: Path, target: Target) -> None:
+    make_drafter(tmp_path / "drafter", target, kept=torch.arange(100))
+    with pytest.raises(UserError, match=r"must be measured\. Give --prompts"):
+        export_drafter(tmp_path / "drafter", "hf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_accepts_less_is_refused(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target itself as a drafter is always accepted; with its weights spoilt on the way it is
+    not, and nothing is left behind."""
+    make_drafter(tmp_path / "drafter", target, layers=2, seed=0)
+    export_drafter(tmp_path / "drafter", "hf", tmp_path / "sound", measuring=measuring())
+    rows = check_export(tmp_path / "sound")["acceptance"]
+    assert [row["draft_efficiency"] for row in rows] == [1.0, 1.0]
+
+    form = type(FORMATS["hf"])
+    original = form.reload
+
+    def spoilt(self: Any, directory: Path, *, dtype: str, device: str) -> Any:
+        drafter: Any = original(self, directory, dtype=dtype, device=device)
+        with torch.no_grad():
+            drafter.lm.model.base_model.norm.weight.neg_()
+        return drafter
+
+    monkeypatch.setattr(form, "reload", spoilt)
+    with pytest.raises(UserError, match=r"accepts less.*Nothing was written"):
+        export_drafter(tmp_path / "drafter", "hf", tmp_path / "out", measuring=measuring())
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["drafter", "sound"]
+
+
+def test_the_gguf_has_the_tokenizer_of_the_targets(
+    tmp_path: Path, target: Target, target_file: Path
+) -> None:
+    make_drafter(tmp_path / "drafter", target)
+    export_drafter(tmp_path / "drafter", "gguf", tmp_path / "out")
+    ours = gguf.GGUFReader(tmp_path / "out" / "drafter.gguf").fields
+    theirs = gguf.GGUFReader(target_file).fields
+    names = [name for name in theirs if name.startswith("tokenizer.")]
+    assert len(names) >= 7
+    for name in names:
+        assert ours[name].contents() == theirs[name].contents()
+        assert ours[name].types == theirs[name].types
+
+
+def test_the_hf_export_drafts_a_constant_number(tmp_path: Path, target: Target) -> None:
+    make_drafter(tmp_path / "drafter", target)
+    export_drafter(tmp_path / "drafter", "hf", tmp_path / "out", gamma=5)
+    model = load_model_and_tokenizer(str(tmp_path / "out")).model
+    settings = model.generation_config
+    assert settings.num_assistant_tokens == 5
+    assert settings.num_assistant_tokens_schedule == "constant"
+    assert settings.assistant_confidence_threshold == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert config["torch_dtype"] == "float32"
+
+
+def test_the_readme_says_what_a_hub_page_should(tmp_path: Path, target: Target) -> None:
+    run = tmp_path / "run"
+    drafter = run / "stages" / "01-distill" / "drafter"
+    make_drafter(drafter, target)
+    evaluation = {
+        "draft_efficiency": 0.25, "acceptance_rate": 0.4, "tokens_per_step": 1.5, "drafted": 99,
+        "prompts": 7, "gamma": 2, "dtype": "bfloat16",
+    }  # fmt: skip
+    (run / "evaluations" / "03-distill").mkdir(parents=True)
+    record = {"stage": "distill", "drafter": "small_lm", "evaluation": evaluation}
+    (run / "evaluations" / "03-distill" / "evaluation.json").write_text(json.dumps(record))
+    export_drafter(drafter, "hf", tmp_path / "out", data_licence="MIT", repository="org/name")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlicense: other\n")
+    assert "| in its run | 7 | bfloat16 | 2 | 99 | 0.400 | 0.250 | 1.500 |" in card
+    assert "licence of the training data: MIT" in card
+    assert '"model": "org/name", "num_speculative_tokens": 2' in card
+    assert f"revision: `{target.revision}`" in card
+    assert "losses forward_kl: 1.0" in card
+    # The target's path on the exporter's disk is nobody's business.
+    assert str(tmp_path) not in card
+    assert str(Path(target.name).parent) not in card
+
+
+# Refusals
+
+
+def test_what_cannot_be_exported(tmp_path: Path, target: Target) -> None:
+    drafter = tmp_path / "drafter"
+    make_drafter(drafter, target)
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="vllm is an engine that reads a small_lm"):
+        export_drafter(drafter, "vllm", out)
+    with pytest.raises(UserError, match=r"unknown export format 'hg'.*hf"):
+        export_drafter(drafter, "hg", out)
+    with pytest.raises(UserError, match=r"llama\.cpp has no Medusa heads"):
+        format_for("gguf", "medusa")
+    with pytest.raises(UserError, match="hf cannot hold a medusa drafter"):
+        format_for("hf", "medusa")
+    with pytest.raises(UserError, match=r"ngram is not trained.*prompt_lookup"):
+        export_drafter(Path("ngram"), "hf", out)
+    with pytest.raises(UserError, match="does not exist"):
+        export_drafter(tmp_path / "nothing", "hf", out)
+    save_tiny(tmp_path / "plain")
+    with pytest.raises(UserError, match="is no drafter directory"):
+        export_drafter(tmp_path / "plain", "hf", out)
+    with pytest.raises(UserError, match="unknown dtype 'int8'"):
+        export_drafter(drafter, "hf", out, dtype="int8")
+    assert not out.exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, target: Target) -> None:
+    make_drafter(tmp_path / "drafter", target)
+    export_drafter(tmp_path / "drafter", "hf", tmp_path / "out")
+    for taken in (tmp_path / "out", tmp_path / "drafter" / "config.json"):
+        before = taken.stat().st_mtime_ns
+        with pytest.raises(UserError, match="exists, and an export overwrites nothing"):
+            export_drafter(tmp_path / "drafter", "hf", taken)
+        assert taken.stat().st_mtime_ns == before
+    (tmp_path / "empty").mkdir()
+    export_drafter(tmp_path / "drafter", "hf", tmp_path / "empty")
+
+
+def test_a_half_written_drafter_is_refused(tmp_path: Path, target: Target) -> None:
+    make_drafter(tmp_path / "drafter", target)
+    (tmp_path / "drafter" / "model.safetensors").unlink()
+    with pytest.raises(CorruptArtifact, match=r"model\.safetensors.*missing"):
+        export_drafter(tmp_path / "drafter", "hf", tmp_path / "out")
+
+
+def test_a_drafter_of_another_target_is_refused(tmp_path: Path, target: Target) -> None:
+    make_drafter(tmp_path / "drafter", target)
+    save_tiny(tmp_path / "other", vocab=320)
+    with pytest.raises(UserError, match="has another vocabulary than the target"):
+        export_drafter(
+            tmp_path / "drafter", "hf", tmp_path / "out",
+            target=str(tmp_path / "other"), measuring=measuring(),
+        )  # fmt: skip
+    with pytest.raises(UserError, match=r"takes the tokenizer from the target's GGUF.*--target"):
+        export_drafter(
+            tmp_path / "drafter", "gguf", tmp_path / "out", target=str(tmp_path / "other")
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "what"),
+    [
+        ("gpt2", {}, "is gpt2"),
+        ("llama", {"attention_bias": True}, "has biases"),
+        ("mistral", {"sliding_window": 64}, "a sliding window of 64"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type linear",
+        ),
+    ],
+)
+def test_gguf_refuses_what_it_would_write_wrongly(
+    family: str, shape: dict[str, Any], what: str, tmp_path: Path, target: Target
+) -> None:
+    make_drafter(tmp_path / "drafter", target, family, **shape)
+    with pytest.raises(UserError, match=f"{what}.*convert_hf_to_gguf"):
+        export_drafter(tmp_path / "drafter", "gguf", tmp_path / "out")
+
+
+# Schemas
+
+
+def test_tables_name_every_difference() -> None:
+    expected = {"a": TensorSpec((2, 3)), "b": TensorSpec((4,), ("F32",)), "c": TensorSpec((1,))}
+    found = {
+        "a": FoundTensor((3, 2), "F32"),
+        "b": FoundTensor((4,), "BF16", finite=False),
+        "d": FoundTensor((1,), "F32"),
+    }
+    assert tensor_problems(expected, found) == [
+        "tensor c is missing",
+        "tensor d is not expected",
+        "tensor a has shape [3, 2], expected [2, 3]",
+        "tensor b is BF16, expected F32",
+        "tensor b holds values that are NaN or infinite",
+    ]
+    wanted = {"x": 1, "y": lambda value: value > 0, "z": 2}
+    assert key_problems(wanted, {"x": 1, "y": -1}, "f") == [
+        "f: y is -1, which cannot be",
+        "f has no z",
+    ]
+
+
+def _edit_json(name: str, **changes: Any) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        values = json.loads((directory / name).read_text()) | changes
+        kept = {key: value for key, value in values.items() if value is not None}
+        (directory / name).write_text(json.dumps(kept))
+
+    return edit
+
+
+def _edit_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        weights = load_file(directory / "model.safetensors")
+        change(weights)
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_edit_weights(lambda w: w.pop(NORM)), f"tensor {NORM} is missing"),
+        (_edit_weights(lambda w: w.update(x=w[NORM].clone())), "tensor x is not expected"),
+        (_edit_weights(lambda w: w.update({NORM: torch.ones(31)})), r"shape \[31\]"),
+        (_edit_weights(lambda w: w.update({NORM: w[NORM].half()})), "is F16, expected F32"),
+        (_edit_weights(lambda w: w[NORM].fill_(torch.nan)), "NaN or infinite"),
+        (_edit_json("config.json", vocab_size=301), r"expected \[301, 32\]"),
+        (_edit_json("config.json", architectures=["LlamaModel"]), "architectures is"),
+        (_edit_json("config.json", rope_theta=None), "has no rope_theta"),
+        (
+            _edit_json("generation_config.json", num_assistant_tokens_schedule="heuristic"),
+            "num_assistant_tokens_schedule is 'heuristic'",
+        ),
+        (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"x" * 40), "cannot be read"),
+    ],
+)
+def test_hf_problems(
+    damage: Callable[[Path], Any], said: str, tmp_path: Path, target: Target
+) -> None:
+    make_drafter(tmp_path / "drafter", target)
+    export_drafter(tmp_path / "drafter", "hf", tmp_path / "out")
+    assert FORMATS["hf"].problems(tmp_path / "out") == []
+    damage(tmp_path / "out")
+    (problem, *_) = FORMATS["hf"].problems(tmp_path / "out")
+    assert re.search(said, problem)
+    with pytest.raises(CorruptArtifact):
+        check_export(tmp_path / "out")
+
+
+def _rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Write a GGUF file again with its keys and tensors changed."""
+    reader = gguf.GGUFReader(path)
+    keys = {name: (field.contents(), field) for name, field in reader.fields.items()}
+    values = {name: value for name, (value, _) in keys.items()}
+    tensors = {tensor.name: tensor.data.copy() for tensor in reader.tensors}
+    change(values, tensors)
+    writer = gguf.GGUFWriter(path.with_suffix(".new"), values["general.architecture"])
+    for name, (_, field) in keys.items():
+        if name in values and not name.startswith(("GGUF.", "general.architecture")):
+            array = field.types[0] == gguf.GGUFValueType.ARRAY
+            writer.add_key_value(
+                name, values[name], field.types[0], field.types[-1] if array else None
+            )
+    for name, data in tensors.items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.with_suffix(".new").replace(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda k, t: t.pop("blk.0.ffn_norm.weight"), "blk.0.ffn_norm.weight is missing"),
+        (lambda k, t: t.pop("output.weight"), "output.weight is missing"),
+        (lambda k, t: t.update(x=t["output_norm.weight"]), "tensor x is not expected"),
+        (
+            lambda k, t: k.update({"llama.attention.head_count": 8}),
+            "has shape [32, 32], expected [32, 64]",
+        ),
+        (lambda k, t: k.update({"llama.vocab_size": 299}), "vocab_size is 299, expected 300"),
+        (lambda k, t: k.update({"llama.block_count": 2}), "block_count is 2, expected 1"),
+        (lambda k, t: k.pop("llama.rope.freq_base"), "has no llama.rope.freq_base"),
+        (lambda k, t: k.update({"general.architecture": "gpt2"}), "architecture is 'gpt2'"),
+    ],
+)
+def test_gguf_problems(
+    change: Callable[[dict[str, Any], dict[str, Any]], Any],
+    said: str,
+    tmp_path: Path,
+    target: Target,
+) -> None:
+    make_drafter(tmp_path / "drafter", target, tie=False)
+    export_drafter(tmp_path / "drafter", "gguf", tmp_path / "out")
+    form, out = FORMATS["gguf"], tmp_path / "out"
+    _rewritten(out / "drafter.gguf", lambda keys, tensors: None)
+    assert form.problems(out) == []
+    _rewritten(out / "drafter.gguf", change)
+    assert said in form.problems(out)[0]
+
+
+def test_a_gguf_cut_short(tmp_path: Path, target: Target) -> None:
+    make_drafter(tmp_path / "drafter", target)
+    export_drafter(tmp_path / "drafter", "gguf", tmp_path / "out")
+    file = tmp_path / "out" / "drafter.gguf"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "cut short" in FORMATS["gguf"].problems(tmp_path / "out")[0]
+
+
+# The hub and the command line
+
+
+def test_push_hands_over_a_sound_directory(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_drafter(tmp_path / "drafter", target)
+    export_drafter(tmp_path / "drafter", "hf", tmp_path / "out")
+    calls: list[tuple[str, dict[str, Any]]] = []
+    standin = hub.huggingface_hub
+    monkeypatch.setattr(
+        standin, "create_repo", lambda name, **kw: calls.append(("create", {"id": name, **kw}))
+    )
+
+    def upload(**kw: Any) -> str:
+        calls.append(("upload", kw))
+        return "https://hub/org/name"
+
+    monkeypatch.setattr(standin, "upload_folder", upload)
+    assert hub.push(tmp_path / "out", "org/name") == "https://hub/org/name"
+    assert calls[0] == ("create", {"id": "org/name", "repo_type": "model", "exist_ok": True})
+    assert calls[1][1]["folder_path"] == tmp_path / "out"
+    assert calls[1][1]["repo_id"] == "org/name"
+
+    def refuses(**kw: Any) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(standin, "upload_folder", refuses)
+    with pytest.raises(UserError, match=r"was not pushed to org/name \(no route\)"):
+        hub.push(tmp_path / "out", "org/name")
+    calls.clear()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    with pytest.raises(CorruptArtifact):
+        hub.push(tmp_path / "out", "org/name")
+    assert calls == []
+
+
+def test_the_command(tmp_path: Path, target: Target) -> None:
+    make_drafter(tmp_path / "drafter", target)
+
+    def ask(*words: object) -> tuple[int, str]:
+        found = CliRunner().invoke(cli.app, ["export", *map(str, words)])
+        return found.exit_code, found.output
+
+    drafter, out = tmp_path / "drafter", tmp_path / "out"
+    assert ask(drafter, "--format", "hf", "--out", out)[0] == 0
+    status, said = ask("--check", out)
+    assert status == 0
+    assert "a sound hf export of a small_lm drafter" in said
+    for words, message in (
+        ((drafter,), "nothing to do"),
+        ((drafter, "--format", "hf"), "--format was given without --out"),
+        ((out, "--verify", "transformers"), "--verify needs --prompts"),
+        (("--check", drafter), "export.json"),
+        (("--check", tmp_path / "no"), "does not exist"),
+    ):
+        status, said = ask(*words)
+        assert status == 2, said
+        assert message in said
+
+
+def test_a_copy_without_its_manifest_is_no_export(tmp_path: Path, target: Target) -> None:
+    make_drafter(tmp_path / "drafter", target)
+    export_drafter(tmp_path / "drafter", "hf", tmp_path / "out")
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    (tmp_path / "copy" / MANIFEST).unlink()
+    with pytest.raises(CorruptArtifact):
+        check_export(tmp_path / "copy")
+    (tmp_path / "out" / EXPORT_FILE).unlink()
+    with pytest.raises(CorruptArtifact, match=EXPORT_FILE):
+        check_export(tmp_path / "out")

@@ -1,0 +1,263 @@
+"""The round trip through engines: transformers here; others, marked `engine`, when installed."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.errors import UserError
+from decode.store import save_drafter
+from decode.target import Target, load_target
+from tests.test_target import write_gguf
+from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
+from train.export.engines import ENGINES, Counting, Task
+from train.export.engines.server import serving
+from train.export.verify import agreement, count_ours, engine_for, verify
+from train.export.write import check_export, export_drafter, reload
+
+PROMPTS = [[3 + i, 17 + i, 250 - i, 9, 42 + i][: 2 + i % 4] for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    path = tmp_path_factory.mktemp("target") / "target.gguf"
+    write_gguf(path)
+    return load_target(str(path))
+
+
+def export(directory: Path, target: Target, form: str = "hf", noise: float = 0.06) -> Path:
+    """The target with noise on its weights, which it agrees with half of the time, exported."""
+    model = tiny_model("llama")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * weight.std() * torch.randn_like(weight)
+
+    def write(path: Path) -> None:
+        model.save_pretrained(path)
+        tiny_tokenizer().save_pretrained(path)
+
+    save_drafter(directory / "drafter", "small_lm", write, target=target, provenance={})
+    export_drafter(directory / "drafter", form, directory / "export", gamma=3)
+    return directory / "export"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
+    return export(tmp_path_factory.mktemp("hf"), target)
+
+
+def task(target: Target, path: Path, **changes: Any) -> Task:
+    asked = Task(target, target.name, path, PROMPTS, gamma=3, max_new_tokens=24)
+    return replace(asked, **changes)
+
+
+@pytest.mark.parametrize("eos", [True, False])
+def test_transformers_counts_what_our_loop_counts(
+    eos: bool, target: Target, exported: Path
+) -> None:
+    """To the token: same drafts, same verdicts, ends of texts included. With EOS a token that the
+    texts are full of stands for it."""
+    ends = (_common_token(target, exported),) if eos else ()
+    which = replace(target, eos_token_ids=ends)
+    found = verify("transformers", task(which, exported), min_drafted=100)
+    assert found.failures == []
+    assert found.equal == 1
+    assert found.run.drafted_tokens == found.drafted > 300
+    assert found.run.accepted_tokens == found.accepted
+    assert 0.1 < found.accepted / found.drafted < 0.9
+    assert any(len(text) < 24 for text in found.run.plain) == eos
+    assert found.to_dict()["our_efficiency"] == found.to_dict()["engine_efficiency"]
+
+
+def _common_token(target: Target, exported: Path) -> int:
+    texts = ENGINES["transformers"].run(task(replace(target, eos_token_ids=()), exported)).plain
+    tokens = torch.tensor([token for text in texts for token in text[6:]])
+    return int(tokens.bincount().argmax())
+
+
+def test_ways_of_counting_differ(target: Target, exported: Path) -> None:
+    ends = (_common_token(target, exported),)
+    which = replace(target, eos_token_ids=ends)
+    drafter = reload(exported, check_export(exported), which)
+    asked = task(which, exported)
+
+    def counted(**how: bool) -> tuple[int, int]:
+        return count_ours(asked, drafter, Counting(**how))
+
+    drafted, accepted = counted()
+    assert counted(past_end=True)[0] > drafted
+    assert counted(stops_at_eos=True)[0] <= drafted
+    assert counted(stops_at_eos=True)[1] == accepted
+    # One more pass for each text, which drafts γ tokens more.
+    assert counted(first_drafted=True)[0] > drafted
+
+
+def test_a_drafter_that_was_ignored_fails(
+    target: Target, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = type(ENGINES["transformers"])
+    original = engine.run
+
+    def ignoring(self: Any, asked: Task) -> Any:
+        run = original(self, asked)
+        return replace(run, drafted_tokens=0, accepted_tokens=0)
+
+    monkeypatch.setattr(engine, "run", ignoring)
+    found = verify("transformers", task(target, exported, prompts=PROMPTS[:4]))
+    assert found.failures == ["transformers drafted nothing: it ignored the drafter"]
+    assert found.to_dict()["engine_efficiency"] is None
+
+
+def test_another_acceptance_or_text_fails(
+    target: Target, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = type(ENGINES["transformers"])
+    original = engine.run
+
+    def broken(self: Any, asked: Task) -> Any:
+        run = original(self, asked)
+        texts = [[(token + 1) % 300 for token in text] for text in run.drafted]
+        accepted = run.accepted_tokens - int(0.04 * run.drafted_tokens)
+        return replace(run, accepted_tokens=accepted, drafted=texts)
+
+    monkeypatch.setattr(engine, "run", broken)
+    found = verify("transformers", task(target, exported, prompts=PROMPTS[:4]), min_drafted=10)
+    assert [failure.split()[0] for failure in found.failures] == ["draft", "100%"]
+    few = verify("transformers", task(target, exported, prompts=PROMPTS[:4])).failures[0]
+    assert "too few to judge by; 2000 are needed" in few
+
+
+def test_texts_may_differ_within_rounding(target: Target) -> None:
+    prompt, text = [5, 17], [9, 42, 7]
+    ids = torch.tensor([[*prompt, 9]])
+    with torch.no_grad():
+        logits = target.model(ids).logits[0, -1]
+    order = logits.argsort(descending=True).tolist()
+    spread = float((logits[order[0]] - logits[order[1]]) / logits.abs().max())
+    pair = [[9, order[0]]], [[9, order[1]]]
+    assert agreement(target, [prompt], *pair, rounding=1.01 * spread) == (0, 1)
+    assert agreement(target, [prompt], *pair, rounding=0.99 * spread) == (0, 0)
+    assert agreement(target, [prompt], [text], [text], rounding=0) == (1, 1)
+    # One went on where the other ended: as if it had said an end of text there.
+    assert agreement(target, [prompt], [text], [text[:1]], rounding=1e-6) == (0, 0)
+
+
+def test_engines_by_layout() -> None:
+    with pytest.raises(UserError, match=r"llama-server reads gguf.*verify it with transformers"):
+        engine_for("llama-server", "hf")
+    with pytest.raises(UserError, match="unknown engine 'lama'"):
+        engine_for("lama", "hf")
+
+
+def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"not installed\. Install it with: make engine-llama"):
+        engine_for("llama-server", "gguf")
+
+
+# Servers
+
+
+def _script(path: Path, body: str) -> list[str]:
+
+    path.write_text(body)
+    return [sys.executable, str(path), "{port}"]
+
+
+ANSWERS = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b'{"ok": 1}')
+    def do_POST(self):
+        print("about to die", flush=True)
+        import os; os._exit(3)
+    def log_message(self, *args): pass
+print("listening", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_stopped_whatever_happens(tmp_path: Path) -> None:
+    command = _script(tmp_path / "s.py", ANSWERS)
+    servers = []
+
+    def use() -> None:
+        with serving("it", command, "/health") as server:
+            servers.append(server)
+            assert server.ask("/anything") == {"ok": 1}
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        use()
+    assert servers[0]._process.poll() is not None
+
+
+def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
+    command = _script(tmp_path / "s.py", ANSWERS)
+    with (
+        pytest.raises(UserError, match=r"it gave no answer(?s:.)*about to die"),
+        serving("it", command, "/health") as server,
+    ):
+        server.ask("/completion", {})
+    command = _script(tmp_path / "d.py", "print('no such model'); raise SystemExit(7)")
+    with (
+        pytest.raises(UserError, match=r"exit status 7(?s:.)*no such model"),
+        serving("it", command, "/health"),
+    ):
+        pass
+    with (
+        pytest.raises(UserError, match="it cannot be started"),
+        serving("it", [str(tmp_path / "none")], "/health"),
+    ):
+        pass
+
+
+def test_a_server_that_never_gets_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.export.engines.server.READY_SECONDS", 0.5)
+    command = _script(tmp_path / "s.py", "import time; time.sleep(60)")
+    with (
+        pytest.raises(UserError, match="was not ready after"),
+        serving("it", command, "/health"),
+    ):
+        pass
+
+
+# Engines in environments of their own
+
+
+def needs(name: str) -> None:
+    missing = ENGINES[name].missing()
+    if missing:
+        pytest.skip(f"{missing}; install it with: {ENGINES[name].install}")
+
+
+@pytest.mark.engine
+def test_llama_server(tmp_path: Path, target: Target) -> None:
+    """The tiny target and drafter: drafts are made, and accepted as often as in our loop."""
+    needs("llama-server")
+    path = export(tmp_path, target, "gguf")
+    found = verify("llama-server", task(target, path), min_drafted=500)
+    assert found.failures == []
+    assert found.run.accepted_tokens > 100
+
+
+@pytest.mark.engine
+def test_llama_server_refuses_half_a_drafter(tmp_path: Path, target: Target) -> None:
+    needs("llama-server")
+    path = export(tmp_path, target, "gguf")
+    file = path / "drafter.gguf"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match="ended before it was ready"):
+        ENGINES["llama-server"].run(task(target, path, prompts=PROMPTS[:1]))
+
+
+def test_save_tiny_is_no_export(tmp_path: Path, target: Target) -> None:
+    save_tiny(tmp_path / "plain")
+    with pytest.raises(UserError, match="manifest"):
+        verify("transformers", task(target, tmp_path / "plain"))

@@ -1,0 +1,1 @@
+"""Drafters in the layouts that inference engines read, and the proof that the engines use them."""

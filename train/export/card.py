@@ -1,0 +1,147 @@
+"""The README of an export, fit for a model hub page."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from decode.embedded import EMBEDDED
+from decode.target import EMBEDDED_PREFIX
+from train.export.formats import Format
+
+UNSTATED = "not stated"
+
+
+def model_card(
+    form: Format,
+    description: dict[str, Any],
+    facts: dict[str, Any],
+    acceptance: list[dict[str, Any]],
+    *,
+    gamma: int,
+    repository: str,
+    data_licence: str | None,
+) -> str:
+    """The README.md's text.
+
+    acceptance: rows of figures, each {where, prompts, gamma, dtype, drafted, accepted,
+    draft_efficiency, acceptance_rate, tokens_per_step}. repository: where the export will be found.
+    """
+    target = description["target"]
+    hub_id = target_hub_id(target["name"])
+    served_target = hub_id or "TARGET"
+    lines = ["---", *_front_matter(hub_id, data_licence), "---", ""]
+    lines += [
+        f"# Drafter for {hub_id or _shown(target['name'])}",
+        "",
+        f"A {description['kind']} drafter for speculative decoding, written by draftsmith in "
+        f"format `{form.name}`: {_size(facts)}. On its own it is no useful language model. Served "
+        "beside its target it makes text come faster; the text stays the target's own.",
+        "",
+        "## Target",
+        "",
+        f"- model: `{_shown(target['name'])}`" + (f" ({hub_id})" if hub_id else ""),
+        f"- revision: `{target.get('revision') or UNSTATED}`",
+        f"- vocabulary: {target['fingerprint']['vocab_size']} tokens, hash "
+        f"`{target['fingerprint']['vocab_sha256'][:16]}`",
+        "",
+    ]
+    if facts.get("kept"):
+        lines += [
+            "## Vocabulary",
+            "",
+            f"It was trained to draft {facts['kept']} tokens of the vocabulary. No engine that "
+            "reads this format knows such a drafter, so here its output layer has a row for every "
+            f"token: those of the others are from {facts['filled_from']}. It was measured again "
+            "with them (below).",
+            "",
+        ]
+    lines += ["## Serving", ""]
+    for engine, language, snippet in form.serving(served_target, repository, gamma):
+        lines += [f"{engine}:", "", f"```{language}", snippet, "```", ""]
+    lines += ["## Measured acceptance", "", *_acceptance(acceptance), ""]
+    lines += [
+        "## Training",
+        "",
+        f"- licence of the training data: {data_licence or UNSTATED}",
+        *(f"- {line}" for line in _provenance(description.get("provenance") or {})),
+        "",
+        "`export.json` has the whole description; `manifest.json` a SHA-256 of every file.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def target_hub_id(name: str) -> str | None:
+    """The hub id of a target by the name it was loaded with; None where it is a local file."""
+    if name.startswith(EMBEDDED_PREFIX):
+        known = name.removeprefix(EMBEDDED_PREFIX)
+        return EMBEDDED[known].hub_id if known in EMBEDDED else None
+    path = Path(name)
+    is_local = path.is_absolute() or name.startswith((".", "~")) or path.exists()
+    return None if is_local or name.endswith(".gguf") or name.count("/") != 1 else name
+
+
+def _shown(name: str) -> str:
+    """A local path says where somebody's files are, and helps nobody else."""
+    return name if target_hub_id(name) else Path(name).name
+
+
+def _front_matter(hub_id: str | None, data_licence: str | None) -> list[str]:
+    lines = ["license: other", f"license_name: {json.dumps(data_licence or UNSTATED)}"]
+    if hub_id:
+        lines += [f"base_model: {hub_id}"]
+    return [
+        *lines,
+        "pipeline_tag: text-generation",
+        "tags: [speculative-decoding, draft-model, draftsmith]",
+    ]
+
+
+def _size(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['model_type']}, {facts['layers']} layers, {facts['parameters'] / 1e6:.1f}M "
+        f"parameters, {facts['dtype']}"
+    )
+
+
+def _acceptance(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return ["Not measured."]
+    lines = [
+        "In draftsmith's loop, greedy. Acceptance rate: accepted / positions reached; draft "
+        "efficiency: accepted / drafted, which engines print as acceptance.",
+        "",
+        "| drafter | prompts | dtype | γ | drafted | acceptance rate | draft efficiency "
+        "| tokens/step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        figures = " | ".join(
+            "–" if row.get(key) is None else f"{row[key]:.3f}"
+            for key in ("acceptance_rate", "draft_efficiency", "tokens_per_step")
+        )
+        lines.append(
+            f"| {row['where']} | {row['prompts']} | {row['dtype']} | {row['gamma']} "
+            f"| {row['drafted']} | {figures} |"
+        )
+    return lines
+
+
+def _provenance(provenance: dict[str, Any]) -> list[str]:
+    """What it was trained on and how, stage by stage, the last first."""
+    lines = []
+    stage: Any = provenance
+    while isinstance(stage, dict) and "stage" in stage:
+        settings = stage.get("settings") or {}
+        start = stage.get("start") or {}
+        parts = [f"stage `{stage['stage']}` of run `{stage.get('run', UNSTATED)}`"]
+        if settings.get("losses"):
+            parts.append("losses " + ", ".join(f"{k}: {v}" for k, v in settings["losses"].items()))
+        if stage.get("steps") is not None:
+            parts.append(f"{stage['steps']} steps on {stage.get('tokens', 0):,} tokens")
+        if settings.get("lora"):
+            parts.append("LoRA")
+        began = "the stage below" if "stage" in start else json.dumps(start)
+        lines.append("; ".join(parts) + f"; started from {began}")
+        stage = start
+    return lines or [json.dumps(provenance)]

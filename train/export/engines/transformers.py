@@ -1,0 +1,120 @@
+"""transformers' assisted generation, in this process."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from decode.target import load_model_and_tokenizer
+from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task
+
+
+class Transformers(Engine):
+    """γ tokens in every draft, the stop by confidence off."""
+
+    formats = ("hf",)
+    install = "make install"
+    counting = Counting(first_drafted=True, stops_at_eos=True)
+    # Sums in another order, in float32.
+    rounding = 4 * torch.finfo(torch.float32).eps
+
+    def missing(self) -> str | None:
+        return None
+
+    def run(self, task: Task) -> EngineRun:
+        target = task.target
+        dtype = str(target.dtype).removeprefix("torch.")
+        assistant = load_model_and_tokenizer(
+            str(task.export), dtype=dtype, device=str(target.device)
+        ).model
+        settings = assistant.generation_config
+        settings.num_assistant_tokens = task.gamma
+        settings.num_assistant_tokens_schedule = "constant"
+        settings.assistant_confidence_threshold = 0.0
+        plain, plain_seconds = _generate(task, None)
+        with _watched() as drafts:
+            drafted, drafted_seconds = _generate(task, assistant, drafts)
+        counted = [
+            _count(draft, len(prompt), text, last=place == len(of_text) - 1)
+            for prompt, text, of_text in zip(task.prompts, drafted, drafts, strict=True)
+            for place, draft in enumerate(of_text)
+        ]
+        return EngineRun(
+            transformers.__version__,
+            plain,
+            drafted,
+            sum(drafted for drafted, _ in counted),
+            sum(accepted for _, accepted in counted),
+            plain_seconds,
+            drafted_seconds,
+        )
+
+
+ENGINES.register("transformers")(Transformers())
+
+Drafts = list[list[tuple[int, list[int]]]]  # of each text: (where it starts, its tokens)
+
+
+def _generate(
+    task: Task, assistant: PreTrainedModel | None, drafts: Drafts | None = None
+) -> tuple[list[list[int]], float]:
+    eos = list(task.target.eos_token_ids)
+    settings = GenerationConfig(
+        max_new_tokens=task.max_new_tokens,
+        do_sample=False,
+        eos_token_id=eos or None,
+        pad_token_id=eos[0] if eos else 0,
+    )
+    texts = []
+    begin = time.perf_counter()
+    for prompt in task.prompts:
+        if drafts is not None:
+            drafts.append([])
+        ids = torch.tensor([list(prompt)], device=task.target.device)
+        with torch.inference_mode():
+            found = task.target.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=settings,
+                assistant_model=assistant,
+            )
+        texts.append(found[0, len(prompt) :].tolist())
+    return texts, time.perf_counter() - begin
+
+
+@contextmanager
+def _watched() -> Iterator[Drafts]:
+    """Notes every draft: transformers counts none itself. A text's list is added before it."""
+    drafts: Drafts = []
+    original = AssistedCandidateGenerator.get_candidates
+
+    def noting(self, input_ids, **options):  # type: ignore[no-untyped-def]
+        found = original(self, input_ids, **options)
+        begin = input_ids.shape[1]
+        drafts[-1].append((begin, found[0][0, begin:].tolist()))
+        return found
+
+    AssistedCandidateGenerator.get_candidates = noting
+    try:
+        yield drafts
+    finally:
+        AssistedCandidateGenerator.get_candidates = original
+
+
+def _count(
+    draft: tuple[int, list[int]], prompt: int, text: list[int], last: bool
+) -> tuple[int, int]:
+    """Drafted and accepted tokens of one draft; of a text's last, nothing behind the end."""
+    begin, tokens = draft
+    real = text[begin - prompt :]
+    within = tokens[: len(real)] if last else tokens
+    accepted = 0
+    for ours, theirs in zip(within, real, strict=False):
+        if ours != theirs:
+            break
+        accepted += 1
+    return len(within), accepted

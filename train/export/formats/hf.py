@@ -1,0 +1,182 @@
+"""A small LM as a plain Hugging Face directory: transformers, vLLM, SGLang, MLX-LM."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from decode.drafters import Drafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.target import DTYPES, load_model_and_tokenizer
+from train.export.formats import FORMATS, ExportJob, Format
+from train.export.schema import (
+    TensorSpec,
+    key_problems,
+    number,
+    safetensors_found,
+    tensor_problems,
+    whole,
+)
+from train.export.source import read_small_lm
+
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class HuggingFace(Format):
+    """config.json, model.safetensors, the tokenizer, and a generation_config.json that makes
+    transformers draft a constant γ tokens; its own default is 20, cut short by confidence."""
+
+    name = "hf"
+    kinds = ("small_lm",)
+    engines = ("transformers", "vllm", "sglang", "mlx")
+
+    def refuse(self, job: ExportJob) -> None:
+        return None
+
+    def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
+        source = read_small_lm(job.drafter, job.target)
+        dtype = job.dtype or source.dtype
+        model = source.model.to(DTYPES[dtype])
+        # Only what was trained: the target's own defaults for sampling are not the drafter's.
+        model.generation_config = transformers.GenerationConfig(
+            bos_token_id=source.config.bos_token_id,
+            eos_token_id=source.model.generation_config.eos_token_id,
+            pad_token_id=source.config.pad_token_id,
+            num_assistant_tokens=job.gamma,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
+        model.save_pretrained(directory)
+        source.tokenizer.save_pretrained(directory)
+        _for_older_readers(directory, dtype)
+        return {
+            "dtype": dtype,
+            "kept": source.kept,
+            "filled_from": source.filled_from,
+            "parameters": sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()),
+            "layers": source.config.num_hidden_layers,
+            "model_type": source.config.model_type,
+        }
+
+    def problems(self, directory: Path) -> list[str]:
+        config = _json(directory / "config.json")
+        if config is None:
+            return ["config.json is missing or no JSON"]
+        problems = key_problems(
+            {
+                "architectures": lambda x: (
+                    isinstance(x, list)
+                    and len(x) == 1
+                    and str(x[0]).endswith(("ForCausalLM", "LMHeadModel"))
+                ),
+                "model_type": lambda x: x in transformers.CONFIG_MAPPING,
+                "vocab_size": whole,
+                "dtype": lambda x: x in DTYPE_NAMES,
+                "torch_dtype": config.get("dtype"),
+            },
+            config,
+            "config.json",
+        )
+        if "rope_parameters" in config:
+            problems += key_problems({"rope_theta": number}, config, "config.json")
+        generation = _json(directory / "generation_config.json")
+        problems += key_problems(
+            {
+                "num_assistant_tokens": whole,
+                "num_assistant_tokens_schedule": "constant",
+                "assistant_confidence_threshold": 0.0,
+            },
+            generation or {},
+            "generation_config.json",
+        )
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if _json(directory / name) is None:
+                problems.append(f"{name} is missing or no JSON")
+        if problems:
+            return problems
+        found, unreadable = safetensors_found(sorted(directory.glob("*.safetensors")))
+        expected = expected_tensors(directory, DTYPE_NAMES[config["dtype"]])
+        return unreadable + tensor_problems(expected, found)
+
+    def reload(self, directory: Path, *, dtype: str, device: str) -> Drafter:
+        return SmallLMDrafter(
+            load_model_and_tokenizer(str(directory), dtype=dtype, device=device)[0]
+        )
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        speculative = json.dumps(
+            {"method": "draft_model", "model": repository, "num_speculative_tokens": gamma}
+        )
+        return [
+            (
+                "transformers",
+                "python",
+                f'assistant = AutoModelForCausalLM.from_pretrained("{repository}")\n'
+                "target.generate(**inputs, assistant_model=assistant)\n"
+                f"# γ = {gamma} comes from generation_config.json; to change it:\n"
+                f"assistant.generation_config.num_assistant_tokens = {gamma}",
+            ),
+            ("vLLM", "", f"vllm serve {target} --speculative-config '{speculative}'"),
+            (
+                "SGLang",
+                "",
+                f"python -m sglang.launch_server --model {target} \\\n"
+                "  --speculative-algorithm STANDALONE \\\n"
+                f"  --speculative-draft-model-path {repository} \\\n"
+                f"  --speculative-num-steps {gamma} --speculative-eagle-topk 1 \\\n"
+                f"  --speculative-num-draft-tokens {gamma + 1}",
+            ),
+            (
+                "MLX-LM",
+                "",
+                f"mlx_lm.generate --model {target} --draft-model {repository} "
+                f"--num-draft-tokens {gamma}",
+            ),
+        ]
+
+
+FORMATS.register("hf")(HuggingFace())
+
+
+def expected_tensors(directory: Path, dtype: str) -> dict[str, TensorSpec]:
+    """The tensors that a directory's config asks for, by the model's own class; a tensor that is
+    tied to another is stored once."""
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    tied = model.all_tied_weights_keys if config.tie_word_embeddings else {}
+    return {
+        name: TensorSpec(tuple(tensor.shape), (dtype,))
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }
+
+
+def _for_older_readers(directory: Path, dtype: str) -> None:
+    """Adds the names that transformers 4 and engines built on it look for."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    # What the target was once called says nothing of the drafter.
+    config.pop("_model_name_or_path", None)
+    config["dtype"] = config["torch_dtype"] = dtype
+    theta = (config.get("rope_parameters") or {}).get("rope_theta")
+    if theta is not None:
+        config["rope_theta"] = theta
+    file.write_text(json.dumps(config, indent=2))
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    for local in ("is_local", "local_files_only"):
+        settings.pop(local, None)
+    file.write_text(json.dumps(settings, indent=2))
+
+
+def _json(file: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,32 @@
+"""Hands an export to the hub."""
+
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from decode.errors import UserError
+from train.export.write import check_export
+
+
+def push(directory: Path, repository: str) -> str:
+    """Upload a checked export to a model repository, which is made if it is not there; its URL.
+
+    Raises UserError for an unsound export, and when the hub refuses or cannot be reached; the
+    directory stays as it is.
+    """
+    check_export(directory)
+    try:
+        huggingface_hub.create_repo(repository, repo_type="model", exist_ok=True)
+        done = huggingface_hub.upload_folder(
+            repo_id=repository,
+            repo_type="model",
+            folder_path=directory,
+            commit_message="Drafter exported by draftsmith",
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise UserError(
+            f"{directory} was not pushed to {repository} ({error}). The directory is complete: log "
+            "in with `hf auth login`, or check the name, and push it again"
+        ) from error
+    return str(done)

@@ -1,0 +1,125 @@
+"""A trained drafter as an export reads it: whole, with an output layer for every token."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from decode.artifact import MANIFEST, verify_directory
+from decode.drafters import DRAFTERS
+from decode.errors import UserError
+from decode.fingerprint import Fingerprint
+from decode.store import DRAFTER_FILE, describe_drafter
+from decode.target import DTYPES, Target, load_model_and_tokenizer
+from decode.vocabulary import load_vocabulary
+
+# Untrained drafters have nothing to export; this is how engines are asked for the same.
+BUILT_IN = (
+    "engines have prompt lookup built in: transformers `prompt_lookup_num_tokens`, vLLM "
+    '`{"method": "ngram"}`, llama-server `--spec-type ngram-simple`'
+)
+
+
+@dataclass
+class SmallLMSource:
+    """A small language model with its tokenizer, ready to be written.
+
+    kept: how many tokens its reduced draft vocabulary had; None: it had none. filled_from: where
+    the rows of the others came from. dtype: as its weights are stored.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    dtype: str
+    kept: int | None = None
+    filled_from: str | None = None
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+
+def describe_source(path: Path) -> dict[str, Any]:
+    """The description of a drafter directory, checked against its manifest.
+
+    Raises UserError for what is no trained drafter, or is damaged.
+    """
+    if (path / DRAFTER_FILE).exists():
+        return describe_drafter(path)
+    if str(path).partition(":")[0] in DRAFTERS and not path.exists():
+        raise UserError(f"drafter {path} is not trained, so there is nothing to export; {BUILT_IN}")
+    if (path / MANIFEST).exists():
+        verify_directory(path)
+        raise UserError(
+            f"{path} holds no {DRAFTER_FILE}: it is no drafter that draftsmith trained, or an "
+            "export already. Name the drafter/ directory of a stage"
+        )
+    found = "is no drafter directory" if path.is_dir() else "does not exist"
+    raise UserError(
+        f"{path} {found}: expected the drafter/ directory of a stage, with {DRAFTER_FILE}. A plain "
+        "model needs no export; engines read it as it is"
+    )
+
+
+def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
+    """The small LM in a drafter directory, with a whole output layer.
+
+    A reduced draft vocabulary is filled up: a row of its own for each token it kept; for the others
+    the target's row, where hidden sizes are equal, else the row it had before it was reduced.
+    Zeros would not do: their logit 0 is no "never". Raises UserError without a target that is
+    needed for that.
+    """
+    stored = json.loads((path / "config.json").read_text())
+    dtype = stored.get("dtype") or "float32"
+    if dtype not in DTYPES:
+        raise UserError(f"{path} has weights in {dtype}; expected one of {', '.join(DTYPES)}")
+    model, tokenizer, _ = load_model_and_tokenizer(str(path), dtype=dtype, device="cpu")
+    reduced = load_vocabulary(path, model)
+    if reduced is None:
+        return SmallLMSource(model, tokenizer, dtype)
+    own, before = model.get_output_embeddings(), reduced.whole
+    filled_from = "the output layer it had before it was reduced"
+    rows = before.weight.detach()
+    if target is not None:
+        theirs = target.model.get_output_embeddings().weight.detach()
+        if theirs.shape == rows.shape and (own.bias is None):
+            rows, filled_from = theirs.to(rows), "the target's output layer"
+    ids = reduced.ids.cpu()
+    weight = rows.clone()
+    weight[ids] = own.weight.detach()
+    model.set_output_embeddings(before)
+    if not torch.equal(weight, before.weight):
+        whole = nn.Linear(before.in_features, before.out_features, own.bias is not None)
+        whole.to(before.weight.dtype)
+        with torch.no_grad():
+            whole.weight.copy_(weight)
+            if own.bias is not None:
+                whole.bias.copy_(before.bias)
+                whole.bias[ids] = own.bias
+        model.set_output_embeddings(whole.requires_grad_(False))
+        model.config.tie_word_embeddings = False
+    return SmallLMSource(model, tokenizer, dtype, len(ids), filled_from)
+
+
+def made_for(description: dict[str, Any]) -> Fingerprint:
+    return Fingerprint.from_dict(description["target"]["fingerprint"])
+
+
+def found_in_run(path: Path) -> dict[str, Any] | None:
+    """The evaluation of this drafter in the run it was trained in: …/stages/NN-NAME/drafter has
+    one under …/evaluations, if it was evaluated. None where there is none."""
+    stage = path.resolve().parent
+    if path.name != "drafter" or stage.parent.name != "stages":
+        return None
+    name = re.sub(r"^\d+-", "", stage.name)
+    for file in sorted((stage.parents[1] / "evaluations").glob("*/evaluation.json")):
+        record = json.loads(file.read_text())
+        if record.get("stage") == name and record.get("drafter") not in (None, "none", "ngram"):
+            found: dict[str, Any] = record["evaluation"]
+            return found
+    return None

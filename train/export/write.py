@@ -1,0 +1,213 @@
+"""Writes an export, whole or not at all, and checks one."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
+from decode.drafters import Drafter
+from decode.errors import UserError
+from decode.fingerprint import require_same_vocabulary
+from decode.measure import Protocol, evaluate
+from decode.store import open_drafter
+from decode.target import DTYPES, Target, load_target
+from train.export.card import model_card
+from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format, format_for
+from train.export.source import describe_source, found_in_run, made_for
+
+FORMAT = 1
+# How much draft efficiency an export may lose to its drafter: by rounding to another dtype, or by
+# tokens that a reduced draft vocabulary left out and that are now drafted in place of better ones.
+LOSS_ALLOWED = 0.03
+DEFAULT_GAMMA = 4
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Measuring:
+    """On what an export is measured again. prompts: made of the target, as its tokenizer is needed
+    for that; token ids."""
+
+    prompts: Callable[[Target], Sequence[Sequence[int]]]
+    max_new_tokens: int = 64
+
+
+def export_drafter(
+    drafter: Path,
+    form: str,
+    out: Path,
+    *,
+    target: str | None = None,
+    dtype: str | None = None,
+    gamma: int | None = None,
+    measuring: Measuring | None = None,
+    data_licence: str | None = None,
+    repository: str | None = None,
+    say: Say = lambda line: None,
+) -> None:
+    """Write a drafter directory as an export to `out`, which must not exist or be empty.
+
+    target: default the one it was trained for. dtype: of the weights, default as they are stored.
+    gamma: γ that readers draft with by default; default that of its evaluation in its run, else 4.
+    repository: where it will be found, for the README.
+
+    A drafter with a reduced draft vocabulary is filled up (`read_small_lm`) and must be measured.
+    What is measured and loses more than LOSS_ALLOWED of draft efficiency is refused.
+    Raises UserError for that, for what cannot be exported, and for a target of another vocabulary.
+    """
+    out = Path(os.path.abspath(out))
+    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists, and an export overwrites nothing; name another --out")
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+    if gamma is not None and gamma < 1:
+        raise UserError(f"gamma is {gamma}; expected at least 1")
+    description = describe_source(drafter)
+    chosen = format_for(form, str(description["kind"]))
+    in_run = found_in_run(drafter)
+    gamma = gamma or int((in_run or {}).get("gamma") or DEFAULT_GAMMA)
+    spec = target or str(description["target"]["name"])
+    job = ExportJob(drafter, description, None, spec, dtype, gamma)
+    chosen.refuse(job)
+    reduced = (drafter / "draft_vocabulary.safetensors").exists()
+    if reduced and measuring is None:
+        raise UserError(
+            f"{drafter} drafts a reduced vocabulary, which no reader of format {form} knows: its "
+            "output layer is filled up, and that must be measured. Give --prompts FILE, with "
+            "prompts it was not trained on"
+        )
+    if reduced or measuring or chosen.needs_target:
+        job.target = load_target(spec)
+        require_same_vocabulary(
+            made_for(description), job.target.fingerprint, f"the target of drafter {drafter}"
+        )
+    rows = [_row("in its run", in_run)] if in_run else []
+
+    def fill(directory: Path) -> None:
+        facts = chosen.write(job, directory)
+        record = {
+            "format": FORMAT,
+            "layout": form,
+            "kind": job.kind,
+            "gamma": gamma,
+            "facts": facts,
+            "drafter": {"manifest_sha256": _sha256(drafter / MANIFEST), **description},
+        }
+        write_export_file = directory / EXPORT_FILE
+        write_export_file.write_text(json.dumps(record, indent=2, default=str))
+        _require_sound(chosen, directory, "what was just written")
+        acceptance = list(rows)
+        if measuring is not None:
+            assert job.target is not None
+            acceptance += _measured(job, chosen, directory, measuring, reduced, say)
+        record["acceptance"] = acceptance
+        write_export_file.write_text(json.dumps(record, indent=2, default=str))
+        card = model_card(
+            chosen,
+            description,
+            facts,
+            acceptance,
+            gamma=gamma,
+            repository=repository or out.name,
+            data_licence=data_licence,
+        )
+        (directory / "README.md").write_text(card)
+
+    write_directory(out, fill)
+
+
+def check_export(directory: Path) -> dict[str, Any]:
+    """What `export.json` says, after checking every file against the manifest and the format's own
+    schema. Raises UserError naming the first damaged file, or everything the schema finds."""
+    verify_directory(directory)
+    try:
+        record = json.loads((directory / EXPORT_FILE).read_text())
+        found, layout, _, _ = (record[key] for key in ("format", "layout", "kind", "facts"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptArtifact(
+            directory, EXPORT_FILE, f"does not say what was exported ({error})"
+        ) from error
+    if found != FORMAT:
+        raise UserError(
+            f"{directory} has export format {found}; this version of draftsmith reads {FORMAT}"
+        )
+    _require_sound(FORMATS[layout], directory, str(directory))
+    described: dict[str, Any] = record
+    return described
+
+
+def reload(directory: Path, record: dict[str, Any], target: Target) -> Drafter:
+    """A checked export in our own loop, in the target's dtype."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    form = FORMATS[record["layout"]]
+    return form.reload(directory, dtype=dtype, device=str(target.device))
+
+
+def _require_sound(form: Format, directory: Path, what: str) -> None:
+    problems = form.problems(directory)
+    if problems:
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        raise UserError(f"{what} is no sound {form.name} export:\n{listed}")
+
+
+def _measured(
+    job: ExportJob,
+    form: Format,
+    directory: Path,
+    measuring: Measuring,
+    reduced: bool,
+    say: Say,
+) -> list[dict[str, Any]]:
+    """Rows for the drafter and for its export. Raises UserError when too much was lost."""
+    target = job.target
+    assert target is not None
+    prompts = measuring.prompts(target)
+    protocol = Protocol(
+        gamma=job.gamma, max_new_tokens=measuring.max_new_tokens, timed_prompts=0, generate=False
+    )
+    rows = []
+    before = open_drafter(str(job.drafter), target)
+    after = form.reload(
+        directory,
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+    )
+    names = ("as trained (reduced vocabulary)" if reduced else "as trained", "this export")
+    for name, drafter in zip(names, (before, after), strict=True):
+        found = evaluate(target, drafter, prompts, protocol)
+        rows.append(_row(name, found.counts.to_dict() | {"prompts": len(prompts)}))
+        rows[-1] |= {"gamma": job.gamma, "dtype": found.dtype}
+        if rows[-1]["draft_efficiency"] is None:
+            raise UserError(
+                f"nothing was drafted on {len(prompts)} prompts, so the export cannot be measured; "
+                "give more prompts, or a larger --max-new-tokens"
+            )
+        say(f"draft efficiency {name}: {rows[-1]['draft_efficiency']:.3f}")
+    was, now = (row["draft_efficiency"] for row in rows)
+    if now < was - LOSS_ALLOWED:
+        reason = (
+            "the rows that its reduced vocabulary lacks are filled up, and they take tokens from "
+            "those it learnt; train it without draft_vocabulary"
+            if reduced
+            else "the weights were rounded; export it with --dtype float32"
+        )
+        raise UserError(
+            f"the export accepts less than the drafter: draft efficiency {now:.3f}, before it "
+            f"{was:.3f}, and {LOSS_ALLOWED} is allowed. Nothing was written: {reason}"
+        )
+    return rows
+
+
+def _row(where: str, figures: dict[str, Any]) -> dict[str, Any]:
+    keys = ("acceptance_rate", "draft_efficiency", "tokens_per_step", "drafted", "prompts")
+    also = ("gamma", "dtype")
+    return {"where": where} | {key: figures.get(key) for key in (*keys, *also)}
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
