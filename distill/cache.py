@@ -78,6 +78,28 @@ def text_sha256(tokens: Sequence[int], mask: Sequence[bool]) -> str:
     return hashlib.sha256(body.encode()).hexdigest()[:32]
 
 
+def require_same_teacher(
+    found: dict[str, Any], expected: dict[str, Any], target: Target, what: str
+) -> None:
+    """Raise UserError unless numbers described by `found` are those of the teacher `expected`, both
+    as of `describe_teacher` (k and temperature aside). what: names what holds them."""
+    made_for = Fingerprint.from_dict(found["fingerprint"])
+    require_same_vocabulary(made_for, target.fingerprint, f"the teacher of {what}")
+    for key, other in (
+        # Either of the first two changes the third, and says more.
+        ("revision", "another revision of the target"),
+        ("dtype", "the target in another dtype"),
+        ("weights", "a target with other weights"),
+        ("vocabulary", "another draft vocabulary"),
+    ):
+        if found[key] != expected[key]:
+            raise UserError(
+                f"{what} was made from {other}: found {found[key]!r} ({found['target']}), expected "
+                f"{expected[key]!r} ({target.name}). Make it again, or use the target it was made "
+                "from."
+            )
+
+
 def write_vocabulary(directory: Path, ids: Tensor) -> None:
     """Keep the draft vocabulary that the cache is over beside its parts."""
     write_directory(
@@ -143,7 +165,13 @@ class CachedTeacher:
         self.k, self.temperature = 0, 1.0
         for part in parts:
             teacher = verify_directory(part)["teacher"]
-            self._require_same_teacher(teacher, target)
+            expected = describe_teacher(
+                target,
+                k=teacher["k"],
+                temperature=teacher["temperature"],
+                vocabulary=self.vocabulary,
+            )
+            require_same_teacher(teacher, expected, target, f"the teacher cache {directory}")
             made_with = int(teacher["k"]), float(teacher["temperature"])
             if part is not parts[0] and made_with != (self.k, self.temperature):
                 raise UserError(
@@ -156,29 +184,6 @@ class CachedTeacher:
                 end = begin + row["tokens"]
                 self._places[row["id"]] = (part / FILE, begin, end, row["text"])
                 begin = end
-
-    def _require_same_teacher(self, found: dict[str, Any], target: Target) -> None:
-        expected = describe_teacher(
-            target,
-            k=found["k"],
-            temperature=found["temperature"],
-            vocabulary=self.vocabulary,
-        )
-        made_for = Fingerprint.from_dict(found["fingerprint"])
-        require_same_vocabulary(made_for, target.fingerprint, f"the teacher of {self.directory}")
-        for key, what in (
-            # Either of the first two changes the third, and says more.
-            ("revision", "another revision of the target"),
-            ("dtype", "the target in another dtype"),
-            ("weights", "a target with other weights"),
-            ("vocabulary", "another draft vocabulary"),
-        ):
-            if found[key] != expected[key]:
-                raise UserError(
-                    f"the teacher cache {self.directory} was made from {what}: found "
-                    f"{found[key]!r} ({found['target']}), expected {expected[key]!r} "
-                    f"({target.name}). Make it again, or use the target it was made from."
-                )
 
     def require(self, samples: Sequence[tuple[str, str]]) -> None:
         """Raise UserError unless it holds every (id, text_sha256)."""
