@@ -681,6 +681,70 @@ def test_learning_in_a_thread_while_others_are_served() -> None:
     assert sum(swaps) >= 3
 
 
+class Both:
+    """Adds up tensors of two threads, which stand for two processes."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.given: list[Tensor] = [torch.zeros(()), torch.zeros(())]
+
+    def of(self, rank: int) -> Callable[[Tensor], Tensor]:
+        def reduce(tensor: Tensor) -> Tensor:
+            self.given[rank] = tensor
+            self.barrier.wait()
+            total = self.given[0] + self.given[1]
+            self.barrier.wait()
+            return total
+
+        return reduce
+
+
+def test_two_processes_learn_what_one_does_of_all_their_requests() -> None:
+    """Each has half of the requests, the held-out ones all in one half; a third has nothing at
+    all in its last round."""
+    target, small = pair()
+    settings = {"steps": 1, "tokens_per_batch": 10**6, "holdout_every": 4}
+
+    def rank(requests: list[int], reduce: Any, found: dict[str, Any], name: str) -> None:
+        drafter = SmallLMDrafter(copy.deepcopy(small).requires_grad_(False))
+        online = online_of(drafter, vocab=40, **settings)
+        online.reduce = reduce
+        decoder = Decoder(target, drafter, gamma=2, observers=[online.observe])
+        rounds = []
+        for begin in (0, 8):
+            mine = [r for r in requests if begin <= r < begin + 8]
+            if mine:
+                online.collector.begin(mine)
+                decoder.decode([prompts_of(16)[r] for r in mine], 16, row_ids=mine)
+            assert online.due()
+            rounds.append(online.learn())
+            online.swap()
+        found[name] = (rounds, dict(drafter.lm.model.named_parameters()))
+
+    found: dict[str, Any] = {}
+    rank(list(range(16)), lambda tensor: tensor, found, "one")
+    for split in ([0, 2, 4, 6, 8, 10, 12, 14], [1, 2, 3, 5]):
+        both = Both()
+        halves = (split, [r for r in range(16) if r not in split])
+        threads = [
+            threading.Thread(target=rank, args=(own, both.of(i), found, f"rank {i}"))
+            for i, own in enumerate(halves)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for name in ("rank 0", "rank 1"):
+            for a, b in zip(found[name][0], found["one"][0], strict=True):
+                assert (a.kept, a.positions, a.held_out) == (b.kept, b.positions, b.held_out)
+                assert a.before == pytest.approx(b.before, abs=1e-6)
+                assert a.after == pytest.approx(b.after, abs=1e-4)
+            for key, weight in found[name][1].items():
+                assert torch.equal(weight, found["rank 0"][1][key])
+                # The same gradient in another order of sums, through AdamW's division by it.
+                torch.testing.assert_close(weight, found["one"][1][key], rtol=0, atol=2e-3)
+
+
 # --- the output's distribution --------------------------------------------------------------------
 
 

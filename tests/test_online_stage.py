@@ -1,25 +1,30 @@
 """The `online` stage: a stream is served and learnt from, and nothing is lost when it is killed."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from decode.errors import UserError
 from decode.store import describe_drafter, open_drafter
 from decode.target import Target
 from tests.stages import DRAFTER, drafter_weights, examples, make_stage, run_stage, stage_context
 from tests.test_on_policy import LOOP as DISTILL_LOOP
-from tests.tiny import tiny_target
+from tests.tiny import save_tiny, tiny_target
 from tests.training import Killed, ask_to_stop, assert_equal, scramble
-from train import plots
+from train import plots, versions
+from train.cli import app
 from train.online import Online
 from train.stage import StageContext
-from train.stages.online import OnlineStage
+from train.stages.online import OnlineStage, Progress
 from train.stopping import Stopped
 from train.versions import Versions
 
@@ -226,8 +231,6 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
 def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, monkeypatch):
     whole = run_stage(context, online_stage("whole"))
     calls = []
-    from train import versions
-
     original = versions.save_file
 
     def full(*args, **given):
@@ -277,8 +280,112 @@ def test_another_number_of_ranks_is_refused(context):
         state = json.loads((path / "progress.json").read_text())
         assert state["ranks"] == 1
     stage = online_stage("online")
-    from train.stages.online import Progress
-
     with pytest.raises(UserError, match="was begun by 2 ranks, not 1"):
         stage._require_same_ranks(context, Progress(2))
     stage._require_same_ranks(replace(context, allow_changes=True), Progress(2))
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+CONFIG = """
+name: {name}
+output_dir: {base}/runs
+trackers: []
+threads: 1
+target: {{model: {base}/target, dtype: float32, device: cpu}}
+data: {{train: a.jsonl, test: a.jsonl, stream: [a.jsonl, b.jsonl]}}
+evaluation:
+  {{prompts: 1, gamma: 2, max_new_tokens: 2, timed_prompts: 0, generate: false, baselines: []}}
+stages:
+  - name: online
+    kind: online
+    drafter: {{layers: [0]}}
+    batch_size: 5
+    gamma: 2
+    max_new_tokens: 8
+    learning:
+      every_requests: 5
+      steps: 2
+      tokens_per_batch: 200
+      holdout_every: 2
+      optimizer: {{lr: 1e-3, schedule: constant}}
+"""
+LAUNCH = """
+compute_environment: LOCAL_MACHINE
+use_cpu: false
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+mixed_precision: 'no'
+distributed_type: MULTI_GPU
+"""
+
+
+def write_run(base: Path, name: str) -> Path:
+    save_tiny(base / "target")
+    for file in ("a", "b"):
+        rows = [{"id": f"{file}-{i}", "prompt": e.prompt} for i, e in enumerate(examples(file, 8))]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (base / f"{file}.jsonl").write_text(text)
+    config = base / f"{name}.yaml"
+    config.write_text(CONFIG.format(base=base, name=name))
+    return config
+
+
+def test_a_run_serves_its_stream_and_reports_it(tmp_path):
+    config = write_run(tmp_path, "one")
+    done = CliRunner().invoke(app, ["train", str(config)])
+    assert done.exit_code == 0, done.output
+    (stage,) = json.loads((tmp_path / "runs" / "one" / "report.json").read_text())["stages"]
+    assert stage["summary"]["requests"] == 16
+    assert stage["summary"]["rounds"][-1]["requests"]
+    page = (tmp_path / "runs" / "one" / "report.html").read_text()
+    assert "Acceptance over the stream" in page
+    planned = CliRunner().invoke(app, ["train", str(config), "--dry-run", "name=dry"])
+    assert "serves 16 requests of at most 8 tokens; 2 steps every 5 requests" in " ".join(
+        planned.output.split()
+    )
+    stream = tmp_path / "b.jsonl"
+    stream.write_text(stream.read_text().replace("b-3", "b-33"))
+    again = CliRunner().invoke(app, ["train", str(config)])
+    assert "the data of stream changed" in " ".join(again.output.split())
+
+
+def test_a_stream_with_broken_lines_is_refused_by_file_and_line(tmp_path):
+    config = write_run(tmp_path, "broken")
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write('{"prompt": \n')
+    done = CliRunner().invoke(app, ["train", str(config)])
+    assert done.exit_code == 2
+    assert "b.jsonl:9" in done.output
+    (tmp_path / "b.jsonl").write_text("")
+    (tmp_path / "a.jsonl").write_text("")
+    assert "no row to use" in CliRunner().invoke(app, ["train", str(config)]).output
+
+
+@pytest.mark.slow
+def test_two_ranks_serve_a_share_each(tmp_path):
+    config = write_run(tmp_path, "two")
+    launch = tmp_path / "launch.yaml"
+    launch.write_text(LAUNCH)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch)]
+    done = subprocess.run(
+        [*command, "--main_process_port", "0", "-m", "train", str(config)],
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (stage,) = json.loads((tmp_path / "runs" / "two" / "report.json").read_text())["stages"]
+    summary = stage["summary"]
+    assert summary["requests"] == 16
+    assert [entry["served"] for entry in summary["rounds"]] == [5, 10, 15]
+    # Learnt from by either rank: the odd ones, as the even ones are held out.
+    learnt = {name for entry in summary["rounds"] for name in entry["requests"]}
+    assert learnt <= {f"{file}-{i}" for file in "ab" for i in (1, 3, 5, 7)}
+    assert len(learnt) >= 5
+    directory = tmp_path / "runs" / "two" / "stages" / "00-online"
+    for rank in (0, 1):
+        assert list((directory / f"rank-{rank}" / "buffer").glob("shard-*"))
