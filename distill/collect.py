@@ -46,8 +46,9 @@ class Collector:
 
     A row of a decode is a request, which begins where a row's text does not go on. `begin` gives
     the rows of the next decode their requests' numbers; else they are counted. What a text draws
-    hangs on its request's number alone, so it is the same in any batch. Calls from several threads
-    wait for each other.
+    hangs on its request's number alone, so it is the same in any batch. Until `take` a row holds
+    what was recorded of it, at most `distill.replay.bytes_per_position` for each token it emitted.
+    Calls from several threads wait for each other.
     """
 
     def __init__(
