@@ -155,13 +155,17 @@ class CachedLM:
         """
         require_slots(self.model, capacity if longest is None else longest)
         self.capacity = capacity
-        if self._packed:
-            self._packed.refresh()
+        self.refresh()
         self._window = _Window()
         layers = self.model.config.get_text_config().num_hidden_layers
         self._cache = Cache(
             layers=[_SlotLayer(rows, capacity, self._window) for _ in range(layers)]
         )
+
+    def refresh(self) -> None:
+        """Follow weights that were changed in place. What is cached stays as it was computed."""
+        if self._packed:
+            self._packed.refresh()
 
     def forward(
         self,

@@ -56,6 +56,15 @@ def ids_sha256(ids: Tensor) -> str:
     return hashlib.sha256(ids.to("cpu", torch.int64).contiguous().numpy().tobytes()).hexdigest()
 
 
+def require_same_teacher(
+    found: dict[str, Any], expected: dict[str, Any], target: Target, what: str
+) -> None:
+    """Raise UserError unless numbers described by `found` are those of the teacher `expected`, both
+    as of `describe_teacher` (k and temperature aside). what: names what holds them."""
+    require_same_target(found, target, what, f"the teacher of {what}")
+    require_same(found, expected, "vocabulary", "another draft vocabulary", what)
+
+
 def write_vocabulary(directory: Path, ids: Tensor) -> None:
     """Keep the draft vocabulary that the cache is over beside its parts."""
     write_directory(
@@ -106,7 +115,13 @@ class CachedTeacher:
         first, *_ = self._parts.metas
         for part, meta in self._parts.metas.items():
             teacher = meta["teacher"]
-            self._require_same_teacher(teacher, target)
+            expected = describe_teacher(
+                target,
+                k=teacher["k"],
+                temperature=teacher["temperature"],
+                vocabulary=self.vocabulary,
+            )
+            require_same_teacher(teacher, expected, target, f"the {WHAT} {directory}")
             made_with = int(teacher["k"]), float(teacher["temperature"])
             if part != first and made_with != (self.k, self.temperature):
                 raise UserError(
@@ -114,13 +129,6 @@ class CachedTeacher:
                     f"{(self.k, self.temperature)}; delete {directory} and make the cache again"
                 )
             self.k, self.temperature = made_with
-
-    def _require_same_teacher(self, found: dict[str, Any], target: Target) -> None:
-        require_same_target(found, target, self.directory, WHAT, "the teacher")
-        ids = self.vocabulary
-        expected = {"target": target.name, "vocabulary": None if ids is None else ids_sha256(ids)}
-        said = "another draft vocabulary"
-        require_same(found, expected, "vocabulary", said, self.directory, WHAT)
 
     def require(self, samples: Sequence[tuple[str, str]]) -> None:
         """Raise UserError unless it holds every (id, text_sha256)."""

@@ -125,36 +125,30 @@ class Parts:
             return [stored.get_slice(name)[begin:end] for name in names]
 
 
-def require_same_target(
-    found: dict[str, Any], target: Target, directory: Path, what: str, whose: str
-) -> None:
+def require_same_target(found: dict[str, Any], target: Target, what: str, whose: str) -> None:
     """Raises UserError unless `found`, as `describe_target` gives it, is this target.
 
-    what: what the directory holds; whose: whose vocabulary is compared, for messages."""
+    what: names what holds it; whose: names whose vocabulary is compared."""
     expected = describe_target(target)
     made_for = Fingerprint.from_dict(found["fingerprint"])
-    require_same_vocabulary(made_for, target.fingerprint, f"{whose} of {directory}")
+    require_same_vocabulary(made_for, target.fingerprint, whose)
     for key, said in (
         # Either of the first two changes the third, and says more.
         ("revision", "another revision of the target"),
         ("dtype", "the target in another dtype"),
         ("weights", "a target with other weights"),
     ):
-        require_same(found, expected, key, said, directory, what)
+        require_same(found, expected, key, said, what)
 
 
 def require_same(
-    found: dict[str, Any],
-    expected: dict[str, Any],
-    key: str,
-    said: str,
-    directory: Path,
-    what: str,
+    found: dict[str, Any], expected: dict[str, Any], key: str, said: str, what: str
 ) -> None:
-    """Raises UserError unless the two agree in `key`."""
+    """Raises UserError unless the two, which describe targets, agree in `key`. said: what else it
+    was made from when they do not."""
     if found[key] != expected[key]:
         raise UserError(
-            f"the {what} {directory} was made from {said}: found "
+            f"{what} was made from {said}: found "
             f"{found[key]!r} ({found['target']}), expected {expected[key]!r} "
             f"({expected['target']}). Make it again, or use the target it was made from."
         )

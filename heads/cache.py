@@ -51,7 +51,8 @@ class CachedFeatures:
         self.parts = Parts(directory, WHAT)
         self._taps = list(taps)
         for part, meta in self.parts.metas.items():
-            require_same_target(meta["teacher"], target, directory, WHAT, "the target")
+            what = f"the {WHAT} {directory}"
+            require_same_target(meta["teacher"], target, what, f"the target of {what}")
             lacking = [tap for tap in taps if tap not in meta["taps"]]
             if lacking:
                 raise UserError(

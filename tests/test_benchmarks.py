@@ -1,10 +1,12 @@
 """The benchmarks' settings and helpers; what they measure is not a test's business."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks import online
 from benchmarks.common import in_fresh_process, require
 from benchmarks.decode import ratios
 from benchmarks.decode_contest import Setting, hold, long_answers
@@ -129,3 +131,42 @@ def test_a_step_is_taken_apart(tiny_models):
         assert row["operations"]
     assert found["plain"]["draft_ms"] < found["speculative"]["draft_ms"]
     assert profile_table(found).row_count > 5
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_online_benchmark_is_two_sound_runs(quick: bool, tmp_path):
+    settings = {"quick": quick, "runs": tmp_path, "data": tmp_path, "temperature": 0.0}
+    first = validate_config(online.first_config(**settings), base_dir=tmp_path)
+    second = validate_config(online.second_config(24, **settings), base_dir=tmp_path)
+    start = {stage.name: stage for stage in first.stages}["start"].loop.max_steps
+    longer = {stage.name: stage for stage in second.stages}["start"].loop.max_steps
+    assert longer == start + 24
+    served = {s.name: s for run in (first, second) for s in run.stages if s.kind == "online"}
+    assert set(served) == {online._name(arm) for arm in online.ARMS}
+    # Nothing but what is learnt tells the arms apart.
+    alike = [s.model_dump(exclude={"name", "learning"}) for s in served.values()]
+    assert all(other == alike[0] for other in alike)
+    learnt = [served[online._name(arm)].learning for arm in online.ONLINE]
+    plain = [x.model_dump(exclude={"accepted"}) for x in learnt]
+    assert all(other == plain[0] for other in plain)
+    assert [x.accepted for x in learnt] == list(online.ONLINE.values())
+
+
+def test_prompts_to_serve_are_not_those_to_learn_from(tmp_path):
+    files = {}
+    for domain in online.DOMAINS:
+        files[domain] = tmp_path / f"{domain}.jsonl"
+        rows = [{"prompt": f"{domain} {i}", "reference": "known"} for i in range(10)]
+        files[domain].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    online.prepare(files, tmp_path / "data", {"train": 4, "stream": 6})
+    lines = {
+        split: (tmp_path / "data" / f"code-{split}.jsonl").read_text().splitlines()
+        for split in ("train", "stream")
+    }
+    assert [len(lines[split]) for split in ("train", "stream")] == [4, 6]
+    assert not {json.loads(x)["id"] for x in lines["train"]} & {
+        json.loads(x)["id"] for x in lines["stream"]
+    }
+    assert "known" not in "".join(lines["stream"])
+    with pytest.raises(UserError, match="expected all to be prompts, and 11 of them"):
+        online.prepare(files, tmp_path / "more", {"train": 5, "stream": 6})

@@ -15,7 +15,7 @@ from decode.sampling import Sampling
 from train.schema import StageConfig, Strict
 from train.stages import STAGES
 
-SPLITS = ("train", "dev", "test")
+SPLITS = ("train", "dev", "test", "stream")
 
 
 class TargetConfig(Strict):
@@ -32,13 +32,15 @@ class DataConfig(Strict):
     """Where the splits come from: files (relative to the config), or what `datasets` loads, as
     `org/name@split`.
 
-    system: a system message put before every conversation that has none of its own.
+    stream: prompts in the order in which an `online` stage serves them; several files one after the
+    other. system: a system message put before every conversation that has none of its own.
     on_bad: stop at the first row that cannot be read, or skip up to max_bad_rate of them.
     """
 
     train: str | list[str]
     dev: str | list[str] | None = None
     test: str | list[str]
+    stream: str | list[str] | None = None
     limit: int | None = Field(None, ge=1)
     system: str | None = None
     on_bad: Literal["stop", "skip"] = "stop"

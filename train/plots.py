@@ -332,6 +332,28 @@ def agreement(name: str, dev: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def stream(name: str, windows: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]]) -> str:
+    """Acceptance over a stream of requests by windows of it, and a tick where new weights came."""
+    points = [w for w in windows if w.get("acceptance_rate") is not None]
+    if not points:
+        return ""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _plain(2.7)
+        edges = [points[0]["first"], *(w["first"] + w["requests"] for w in points)]
+        rates = [w["acceptance_rate"] for w in points]
+        axes.stairs(rates, edges, color=SERIES[0], linewidth=2.2)
+        kept = [entry["served"] for entry in rounds if entry["kept"]]
+        axes.plot(kept, [0.0] * len(kept), "|", color=SERIES[1], markersize=9, clip_on=False)
+        axes.set_ylim(0, 1)
+        axes.margins(x=0.02)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("requests served" + ("   ( | new weights )" if kept else ""))
+        axes.set_ylabel("acceptance rate α")
+        axes.grid()
+        alt = f"Acceptance over the stream: {rates[0]:.2f} first, {rates[-1]:.2f} last."
+        return _svg(figure, name, alt)
+
+
 def _lines(
     name: str, points: Sequence[dict[str, Any]], keys: dict[str, str], *, axis: str, alt: str
 ) -> str:

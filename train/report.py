@@ -585,6 +585,10 @@ def _plots(report: dict[str, Any]) -> dict[str, Markup]:
     for index, stage in enumerate(report["stages"]):
         training = stage["summary"].get("training") or {}
         made[f"loss-{index}"] = plots.curves(f"loss-{index}", training.get("history") or [])
+        summary = stage["summary"]
+        made[f"stream-{index}"] = plots.stream(
+            f"stream-{index}", summary.get("windows") or [], summary.get("rounds") or []
+        )
         made[f"dev-{index}"] = plots.agreement(f"dev-{index}", training.get("dev") or [])
     return {name: Markup(svg) for name, svg in made.items()}  # plots escape what they write
 
@@ -639,6 +643,8 @@ def _stage(index: int, stage: dict[str, Any]) -> dict[str, Any]:
     """A stage for the page: its name, kind and figures, and its plot's name."""
     summary = dict(stage["summary"])
     training = dict(summary.pop("training", None) or {})
+    for plotted in ("windows", "rounds"):
+        summary.pop(plotted, None)
     losses = [e["loss"] for e in training.pop("history", None) or [] if e.get("loss") is not None]
     figures = {"loss": f"{losses[0]:.3f} → {losses[-1]:.3f}"} if losses else {}
     for dev in (training.pop("dev", None) or [])[-1:]:
@@ -659,6 +665,7 @@ def _stage(index: int, stage: dict[str, Any]) -> dict[str, Any]:
 
 STAGE_PLOTS = {
     "loss": "Training loss. Bold: running mean over a tenth of the steps.",
+    "stream": "Acceptance over the stream, by windows of requests in their order.",
     "dev": "Agreement with the target on text it wrote for dev prompts.",
 }
 # Endings of keys that say how a value is shown.

@@ -26,7 +26,7 @@ from accelerate.utils import set_seed
 from decode.artifact import recover, write_file
 from decode.errors import UserError
 from decode.target import Target, load_target
-from train.config import RunConfig, differences, dump_config, validate_config
+from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import Example, data_fingerprint, read_examples
@@ -146,7 +146,7 @@ class Run:
         """All splits. Raises UserError for missing, broken or empty data (file:line)."""
         data = self.config.data
         examples = {}
-        for split in ("train", "dev", "test"):
+        for split in SPLITS:
             source = getattr(data, split)
             if source is None:
                 continue

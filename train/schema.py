@@ -21,13 +21,13 @@ class StageConfig(Strict):
     kind: str
 
 
-def closest_stage(name: str, stages: Sequence[StageConfig], kind: str) -> StageConfig:
-    """The earlier stage of this kind with this name; UserError naming what there is."""
-    fitting = {stage.name: stage for stage in stages if stage.kind == kind}
+def closest_stage(name: str, stages: Sequence[StageConfig], *kinds: str) -> StageConfig:
+    """The earlier stage of one of these kinds with this name; UserError naming what there is."""
+    fitting = {stage.name: stage for stage in stages if stage.kind in kinds}
     if name not in fitting:
         close = difflib.get_close_matches(name, list(fitting), n=1)
         raise UserError(
-            f"no earlier stage {name!r} of kind {kind}; there "
+            f"no earlier stage {name!r} of kind {' or '.join(kinds)}; there "
             f"{'is' if fitting else 'are'} {', '.join(fitting) or 'none'}."
             + (f' Did you mean "{close[0]}"?' if close else "")
         )

@@ -23,6 +23,8 @@ from train.data.read import spread
 from train.schema import Strict
 from train.stage import StageContext
 
+# Kinds of stages whose drafters are small language models that others can go on with.
+DRAFTER_STAGES = ("distill", "online")
 # On which the mass is measured that a draft vocabulary loses.
 LOST_MASS_SAMPLES = 16
 
@@ -32,7 +34,7 @@ class StudentConfig(Strict):
 
     layers: a subset of the target's layers. model: an existing smaller model of the same
     vocabulary (hub id, directory, GGUF file). config: changes to the target's config, for random
-    weights. stage: the drafter of an earlier distill stage.
+    weights. stage: the drafter of an earlier distill or online stage.
     """
 
     layers: list[int] | None = None
@@ -78,6 +80,14 @@ def make_student(
     own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
     require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
     return loaded.model.train(), load_vocabulary(Path(spec), loaded.model)
+
+
+def choose_trained(model: PreTrainedModel, *, embeddings: bool) -> None:
+    """Which weights are trained: all, or all but the token embeddings and the output layer."""
+    model.requires_grad_(True)
+    if not embeddings:
+        model.get_input_embeddings().requires_grad_(False)
+        model.get_output_embeddings().requires_grad_(False)
 
 
 def frequent_tokens(

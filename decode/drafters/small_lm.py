@@ -1,5 +1,6 @@
 """A smaller language model of the same vocabulary that drafts a chain or a tree."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,29 @@ class SmallLMDrafter(Drafter):
     def keep_rows(self, rows: torch.Tensor) -> None:
         self.lm.keep_rows(rows.to(self.lm.device))
         self._cached = self._cached[rows.cpu().numpy()]
+
+    def require_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise UserError unless its model has parameters of these names and shapes."""
+        own = dict(self.lm.model.named_parameters())
+        for name, tensor in weights.items():
+            if name not in own or own[name].shape != tensor.shape:
+                found = f"one of shape {tuple(own[name].shape)}" if name in own else "none"
+                raise UserError(
+                    f"new weights bring {name} of shape {tuple(tensor.shape)} and the drafter "
+                    f"{type(self.lm.model).__name__} has {found}; use weights of the same model"
+                )
+
+    @torch.no_grad()
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on with other values of some weights, also in the middle of texts: what is cached is
+        of the old ones, and is computed again. Never while it drafts: q is that of one set of
+        weights. Raises UserError, with nothing changed, as `require_weights`."""
+        self.require_weights(weights)
+        own = dict(self.lm.model.named_parameters())
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+        self.lm.refresh()
+        self._cached = np.zeros_like(self._cached)
 
 
 class _LMGrowth(Growth):

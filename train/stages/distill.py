@@ -34,7 +34,13 @@ from train.optimizer import OptimizerConfig
 from train.samples import TextConfig, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
-from train.student import StudentConfig, frequent_tokens, make_student
+from train.student import (
+    DRAFTER_STAGES,
+    StudentConfig,
+    choose_trained,
+    frequent_tokens,
+    make_student,
+)
 from train.text import FixedText, Text
 from train.trainer import LoopConfig, Task, Trainer, describe
 
@@ -94,7 +100,7 @@ class DistillStage(Stage):
             for name in stages_of(settings.dev.text):
                 closest_stage(name, earlier, "generate")
         if settings.drafter.stage is not None:
-            closest_stage(settings.drafter.stage, earlier, "distill")
+            closest_stage(settings.drafter.stage, earlier, *DRAFTER_STAGES)
             self._refuse(
                 draft_vocabulary=f"the drafter of {settings.drafter.stage} keeps its own",
             )
@@ -163,7 +169,7 @@ class DistillStage(Stage):
                 begun.memory_bytes,
             )
         model, _ = make_student(settings.drafter, context)
-        self._freeze(model)
+        choose_trained(model, embeddings=settings.train_embeddings)
         student = Trainable(model, lora=settings.lora).model
         trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
         # float32 weights, gradients and AdamW's two moments; the target; a chunk's logits of
@@ -186,7 +192,7 @@ class DistillStage(Stage):
         # Random weights and adapters are the stage's own, whatever ran before it.
         torch.manual_seed(settings.loop.seed)
         model, vocabulary, coverage = self._student(context, samples, cache)
-        self._freeze(model)
+        choose_trained(model, embeddings=settings.train_embeddings)
         student = Trainable(model, vocabulary, settings.lora)
         if context.accelerator.is_main_process and settings.drafter.stage is None:
             start = context.directory / "start"
@@ -281,12 +287,6 @@ class DistillStage(Stage):
                     "cache first and start the drafter from it"
                 )
         return model, vocabulary, {}
-
-    def _freeze(self, model: PreTrainedModel) -> None:
-        model.requires_grad_(True)
-        if not self.config.train_embeddings:
-            model.get_input_embeddings().requires_grad_(False)
-            model.get_output_embeddings().requires_grad_(False)
 
     def _cache(self, context: StageContext, samples: Sequence[Sample]) -> CachedTeacher | None:
         settings: DistillConfig = self.config

@@ -1,0 +1,243 @@
+"""What a target said of texts that it verified, kept within bounds for a drafter to learn from.
+
+A request's text is stored once for all of its recorded tokens, since each rejection's context is a
+prefix of it. A recorded token takes `bytes_per_position(k, V)` bytes, a token of text 4.
+
+Shapes: T tokens of a text, n of them recorded, k likeliest tokens of a distribution, V (draft)
+vocabulary.
+"""
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from decode.artifact import recover, remove_directory, verify_directory, write_directory
+from decode.errors import UserError
+from decode.target import Target
+from distill.cache import bytes_per_token, require_same_teacher
+from distill.signal import TopK
+
+SHARD = "shard"
+FILE = "records.safetensors"
+# Below it a probability is 0 in float16 too; an infinite log-probability would make 0·∞ = NaN.
+LEAST = -6e4
+
+
+def bytes_per_position(k: int, vocab_size: int) -> int:
+    """What a recorded token takes, in memory and on disk: the target's k likeliest tokens with
+    their log-probabilities and the tail, its place in the text and whether it was rejected there.
+    """
+    return bytes_per_token(k, vocab_size) + 4 + 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """Some tokens of one request's text, with the target's distribution for each.
+
+    request: which one. tokens: int32 [T], prompt included, up to the last recorded token. places:
+    int32 [n], ascending, each ≥ 1: the distribution is that of tokens[place] after those before
+    it. rejected: bool [n], the drafter's token was rejected there. ids [n, k] unsigned or int32,
+    log_p float16 [n, k], log_tail float32 [n]: as `distill.signal.TopK`, at temperature 1 and
+    before any processor.
+    """
+
+    request: int
+    tokens: np.ndarray
+    places: np.ndarray
+    rejected: np.ndarray
+    ids: np.ndarray
+    log_p: np.ndarray
+    log_tail: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self._arrays())
+
+    def _arrays(self) -> Iterator[np.ndarray]:
+        return (x for x in vars(self).values() if isinstance(x, np.ndarray))
+
+    def windows(self, most: int) -> list["Record"]:
+        """The same recorded tokens in texts of at most `most` ≥ 2 tokens, for models that see no
+        more. A token keeps the last tokens before it: all there are, or at least half of `most`.
+        """
+        if len(self.tokens) <= most:
+            return [self]
+        step = most // 2
+        found, done = [], 0
+        for begin in range(0, len(self.tokens), step):
+            end = begin + most
+            here = (self.places >= done) & (self.places < end)
+            done = end
+            if here.any():
+                places = self.places[here] - begin
+                tokens = self.tokens[begin : begin + int(places[-1]) + 1]
+                parts = {
+                    name: getattr(self, name)[here]
+                    for name in ("rejected", "ids", "log_p", "log_tail")
+                }
+                found.append(replace(self, tokens=tokens, places=places, **parts))
+        return found
+
+
+def signal_of(records: Sequence[Record], device: torch.device) -> TopK:
+    """The target's word on all recorded tokens, one text after the other."""
+
+    def joined(name: str, dtype: torch.dtype) -> Tensor:
+        whole = np.concatenate([getattr(record, name) for record in records])
+        # NumPy's unsigned integers are not all known to torch.
+        whole = whole.astype(np.int64) if dtype == torch.int64 else whole
+        return torch.as_tensor(whole).to(device, dtype)
+
+    log_p, log_tail = joined("log_p", torch.float32), joined("log_tail", torch.float32)
+    # float16 leaves a sum of 1 but for a thousandth, and losses in closed form count on 1.
+    total = torch.logaddexp(log_p.logsumexp(-1), log_tail)
+    return TopK(joined("ids", torch.int64), log_p - total[:, None], log_tail - total)
+
+
+class ReplayBuffer:
+    """The newest records that fit into `max_bytes`; those before them are forgotten.
+
+    A record alone larger than that is not taken in. With a `directory` every `commit` writes what
+    came since the last one into a shard there, whole or not at all, and deletes shards whose
+    records are all forgotten; `restore` reads them after a restart. made_with: as
+    `distill.cache.describe_teacher` gives it, what the numbers depend on.
+    """
+
+    def __init__(
+        self, max_bytes: int, made_with: dict[str, Any], directory: Path | None = None
+    ) -> None:
+        self.max_bytes, self.made_with, self.directory = max_bytes, made_with, directory
+        self._records: deque[Record] = deque()
+        self.first = 0  # the number of the oldest record that is kept, counted from the beginning
+        self.nbytes = 0
+        self._written = 0  # records below this number are on disk, or were forgotten before
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    @property
+    def next(self) -> int:
+        """The number that the next record will get."""
+        return self.first + len(self._records)
+
+    @property
+    def positions(self) -> int:
+        """How many tokens are recorded."""
+        return sum(len(record.places) for record in self._records)
+
+    def add(self, records: Iterable[Record]) -> None:
+        for record in records:
+            if record.nbytes > self.max_bytes:
+                continue
+            self._records.append(record)
+            self.nbytes += record.nbytes
+            while self.nbytes > self.max_bytes:
+                self._forget()
+
+    def keep_newest(self, count: int) -> None:
+        """Forget all but the newest `count` records."""
+        while len(self._records) > count:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.nbytes -= self._records.popleft().nbytes
+        self.first += 1
+
+    def commit(self) -> None:
+        """Bring the directory up to date. UserError where it cannot be written (a full disk, say);
+        all that was there before is whole then."""
+        if self.directory is None:
+            return
+        begin = max(self._written, self.first)
+        new = list(self._records)[begin - self.first :]
+        if new:
+            meta = {"made_with": self.made_with, "first": begin, "count": len(new)}
+            write_directory(
+                self.directory / f"{SHARD}-{begin}", lambda path: _store(path, new), meta=meta
+            )
+        self._written = self.next
+        for number, path in _shards(self.directory):
+            following = [n for n, _ in _shards(self.directory) if n > number]
+            if following and following[0] <= self.first:
+                remove_directory(path)
+
+    def restore(self, target: Target, *, first: int = 0, end: int | None = None) -> None:
+        """Read the directory's records numbered first … end−1; None: to the last.
+
+        Raises UserError when they were made from another target, revision, dtype, vocabulary or k,
+        and CorruptArtifact, naming the file, for a shard that is damaged. A shard that was deleted
+        is only missed.
+        """
+        assert self.directory is not None, "a buffer in memory has nothing to restore"
+        recover(self.directory)
+        self._records.clear()
+        self.nbytes, self.first = 0, first
+        for number, path in _shards(self.directory):
+            if end is not None and number >= end:
+                remove_directory(path)  # written after the state that is gone back to
+                continue
+            meta = verify_directory(path)
+            self._require_same(meta["made_with"], target, path)
+            records = _load(path)[max(first - number, 0) : None if end is None else end - number]
+            self._records.extend(records)
+            self.nbytes += sum(record.nbytes for record in records)
+            end_of_shard = number + int(meta["count"])
+            if end is None:
+                self.first = end_of_shard - len(self._records)
+        if end is not None:
+            self.first = end - len(self._records)
+        self._written = self.next
+        while self.nbytes > self.max_bytes:
+            self._forget()
+
+    def _require_same(self, found: dict[str, Any], target: Target, path: Path) -> None:
+        require_same_teacher(found, self.made_with, target, f"the replay buffer {path}")
+        if found["k"] != self.made_with["k"]:
+            raise UserError(
+                f"the replay buffer {path} keeps the {found['k']} likeliest tokens, expected "
+                f"{self.made_with['k']}; delete it, or set k as it was"
+            )
+
+
+def _shards(directory: Path) -> list[tuple[int, Path]]:
+    found = []
+    for path in directory.glob(f"{SHARD}-*"):
+        match = re.fullmatch(rf"{SHARD}-(\d+)", path.name)
+        if match:
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def _store(path: Path, records: Sequence[Record]) -> None:
+    names = ("tokens", "places", "rejected", "ids", "log_p", "log_tail")
+    save_file(
+        {name: np.concatenate([getattr(r, name) for r in records]) for name in names}, path / FILE
+    )
+    rows = [[r.request, len(r.tokens), len(r.places)] for r in records]
+    (path / "records.json").write_text(json.dumps(rows))
+
+
+def _load(path: Path) -> list[Record]:
+    whole = load_file(path / FILE)
+    records = []
+    token, place = 0, 0
+    for request, tokens, places in json.loads((path / "records.json").read_text()):
+        here = slice(place, place + places)
+        parts = {
+            name: whole[name][here] for name in ("places", "rejected", "ids", "log_p", "log_tail")
+        }
+        records.append(Record(request, whole["tokens"][token : token + tokens], **parts))
+        token, place = token + tokens, place + places
+    return records

@@ -1,0 +1,388 @@
+"""The `online` stage: a stream is served and learnt from, and nothing is lost when it is killed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.errors import UserError
+from decode.store import describe_drafter, open_drafter
+from decode.target import Target
+from tests.stages import DRAFTER, drafter_weights, examples, make_stage, run_stage, stage_context
+from tests.test_on_policy import LOOP as DISTILL_LOOP
+from tests.test_run import command
+from tests.tiny import save_tiny, tiny_target
+from tests.training import Killed, ask_to_stop, assert_equal, scramble
+from train import plots, versions
+from train.online import Online
+from train.stage import StageContext
+from train.stages.online import OnlineStage, Progress
+from train.stopping import Stopped
+from train.versions import Versions
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+LEARNING: dict[str, Any] = {
+    "every_requests": 4,
+    "steps": 2,
+    "tokens_per_batch": 250,
+    "holdout_every": 2,
+    "k": 16,
+    "optimizer": {"lr": 2e-3, "warmup_steps": 2, "schedule": "constant"},
+}
+STAGE: dict[str, Any] = {
+    "drafter": {"layers": [0]},
+    "batch_size": 4,
+    "gamma": 2,
+    "max_new_tokens": 10,
+    "temperature": 1.0,
+    "train_embeddings": True,
+    "learning": LEARNING,
+    "window": 6,
+}
+REQUESTS = 22
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture
+def context(tmp_path: Path, target: Target) -> StageContext:
+    return with_stream(stage_context(tmp_path, target))
+
+
+def with_stream(context: StageContext) -> StageContext:
+    context.examples["stream"] = examples("stream", REQUESTS)
+    return context
+
+
+def online_stage(name: str, *earlier: Any, **settings: Any) -> Any:
+    return make_stage("online", name, *earlier, **(STAGE | settings))
+
+
+def without_times(summary: dict[str, Any]) -> dict[str, Any]:
+    found = {k: v for k, v in summary.items() if "second" not in k}
+    found["rounds"] = [{k: v for k, v in e.items() if k != "seconds"} for e in summary["rounds"]]
+    found["windows"] = [
+        {k: v for k, v in w.items() if k != "tokens_per_second"} for w in summary["windows"]
+    ]
+    return found
+
+
+def test_a_stream_is_served_in_order_and_learnt_from(context, target):
+    outcome = run_stage(context, online_stage("online"))
+    summary = outcome.summary
+    assert summary["requests"] == REQUESTS
+    assert [w["first"] for w in summary["windows"]] == [0, 8, 16]
+    assert sum(w["requests"] for w in summary["windows"]) == REQUESTS
+    assert [entry["served"] for entry in summary["rounds"]] == [4, 8, 12, 16, 20]
+    kept = [entry for entry in summary["rounds"] if entry["kept"]]
+    assert summary["versions_kept"] == len(kept) > 0
+    assert summary["optimizer_steps"] == 2 * len(kept)
+    # Held out, or not served yet.
+    assert set(summary["rounds"][0]["requests"]) <= {"stream-1", "stream-3"}
+    assert outcome.drafter is not None
+    provenance = describe_drafter(outcome.drafter)["provenance"]
+    assert provenance["rounds"] == kept
+    assert provenance["version"] == len(kept)
+    stored = sorted(p.name for p in (context.outcomes["online"] / "versions").iterdir())
+    assert f"version-{len(kept)}" in stored
+    assert len(stored) <= 4
+    newest = context.outcomes["online"] / "versions" / f"version-{len(kept)}"
+    made_by = describe_drafter(newest)["provenance"]
+    assert made_by["round"]["version"] == len(kept)
+    assert made_by["round"]["requests"]
+    open_drafter(str(newest), target)
+    assert "new weights" in plots.stream("s", summary["windows"], summary["rounds"])
+
+
+def test_without_learning_the_drafter_stays_as_it_is(context):
+    online = run_stage(context, online_stage("online"))
+    frozen = run_stage(context, online_stage("frozen", learning=None))
+    assert frozen.summary["rounds"] == []
+    start = context.outcomes["frozen"] / "versions" / "version-0"
+    weights = drafter_weights(frozen)
+    shutil.copytree(start, context.directory / "copy")
+    (context.directory / "copy" / "moments.safetensors").unlink()
+    assert_equal(weights, drafter_weights(replace(frozen, drafter=context.directory / "copy")))
+    assert any(not torch.equal(x, weights[n]) for n, x in drafter_weights(online).items())
+
+
+def test_it_goes_on_with_a_distilled_drafter_and_its_vocabulary(context):
+    distilled = make_stage(
+        "distill", "distil", **(DRAFTER | {"draft_vocabulary": 80, "loop": DISTILL_LOOP})
+    )
+    run_stage(context, distilled)
+    stage = online_stage("online", distilled, drafter={"stage": "distil"}, train_embeddings=False)
+    outcome = run_stage(context, stage)
+    assert outcome.summary["rounds"]
+    weights, before = (
+        drafter_weights(outcome),
+        drafter_weights(replace(outcome, drafter=context.outcomes["distil"] / "drafter")),
+    )
+    same = {name for name in weights if torch.equal(weights[name], before[name])}
+    assert {name for name in weights if "embed" in name or "vocabulary" in name} <= same
+    assert outcome.summary["versions_kept"] == 0 or len(same) < len(weights)
+    more = make_stage("distill", "more", stage, **(DRAFTER | {"drafter": {"stage": "online"}}))
+    assert more.config.drafter.stage == "online"
+
+
+# --- kills ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["serve", "learn", "swap", "version", "progress", "buffer"])
+def test_killed_anywhere_it_ends_with_the_same_weights(context, monkeypatch, place):
+    """Each time in the second call of the place, and once more where it then goes on."""
+    whole = run_stage(context, online_stage("whole"))
+    where = {
+        "serve": (OnlineStage, "_serve"),
+        "learn": (Online, "_learn"),
+        "swap": (Online, "swap"),
+        "version": (Versions, "save_version"),
+        "progress": (Versions, "save_progress"),
+        "buffer": (Online, "gather"),
+    }
+    kind, name = where[place]
+    for after in (False, True):
+        calls = []
+        original = getattr(kind, name)
+
+        def dying(self, *args, calls=calls, original=original, after=after, **given):
+            calls.append(1)
+            if len(calls) == 2 and not after:
+                raise Killed
+            found = original(self, *args, **given)
+            if len(calls) == 2:
+                raise Killed
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, dying)
+            with pytest.raises(Killed):
+                run_stage(context, online_stage("killed"))
+        scramble()
+    killed = run_stage(context, online_stage("killed"))
+    assert_equal(drafter_weights(killed), drafter_weights(whole))
+    assert without_times(killed.summary) == without_times(whole.summary)
+
+
+def test_asked_to_stop_it_saves_and_goes_on(context, monkeypatch):
+    whole = run_stage(context, online_stage("whole"))
+    original = OnlineStage._serve
+    calls = []
+
+    def serve(self, *args):
+        calls.append(1)
+        if len(calls) == 3:
+            ask_to_stop()
+        return original(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OnlineStage, "_serve", serve)
+        with pytest.raises(Stopped, match="after 12 of 22 requests"):
+            run_stage(context, online_stage("stopped"))
+    stopped = run_stage(context, online_stage("stopped"))
+    assert "going on after 12 of 22 requests" in str(context.reporter)
+    assert_equal(drafter_weights(stopped), drafter_weights(whole))
+
+
+def test_what_is_damaged_is_passed_over(context, monkeypatch):
+    whole = run_stage(context, online_stage("whole"))
+
+    def interrupted(number):
+        calls = []
+        original = OnlineStage._serve
+
+        def serve(self, *args):
+            calls.append(1)
+            if len(calls) == number:
+                raise Killed
+            return original(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(OnlineStage, "_serve", serve)
+            with pytest.raises(Killed):
+                run_stage(context, online_stage("damaged"))
+
+    interrupted(5)
+    directory = context.directory / "damaged"
+    newest = max((directory / "progress").iterdir(), key=lambda p: int(p.name.split("-")[1]))
+    (newest / "progress.json").write_text("{}")
+    damaged = run_stage(context, online_stage("damaged"))
+    assert "passing over what is damaged" in str(context.reporter)
+    assert damaged.summary["requests"] == REQUESTS
+    assert whole.summary["requests"] == REQUESTS
+    shutil.rmtree(directory / "drafter")
+    for path in (directory / "progress").iterdir():
+        (path / "progress.json").write_text("{}")
+    with pytest.raises(UserError, match=r"nothing that was saved in .* is complete"):
+        run_stage(context, online_stage("damaged"))
+
+
+def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, monkeypatch):
+    whole = run_stage(context, online_stage("whole"))
+    calls = []
+    original = versions.save_file
+
+    def full(*args, **given):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        return original(*args, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "save_file", full)
+        with pytest.raises(UserError, match=r"cannot write .*version-2: the disk is full"):
+            run_stage(context, online_stage("full"))
+    found = run_stage(context, online_stage("full"))
+    assert_equal(drafter_weights(found), drafter_weights(whole))
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_stream_without_prompts_is_refused(context):
+    bare = [replace(e, messages=None, text=e.prompt) for e in context.examples["stream"]]
+    context = replace(context, examples={"stream": bare})
+    with pytest.raises(UserError, match="the stream split has no prompts to answer"):
+        run_stage(context, online_stage("online"))
+    with pytest.raises(UserError, match=r"which data lacks; set data\.stream"):
+        run_stage(replace(context, examples={}), online_stage("online"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"drafter": {"stage": "none"}}, "no earlier stage 'none' of kind distill or online"),
+        ({"losses": {"forwardkl": 1.0}}, "forwardkl"),
+        ({"rule": "greedy"}, "greedy"),
+        ({"learning": {"holdout_every": 1}}, "greater than or equal to 2"),
+        ({"split": "test"}, "'stream', 'train' or 'dev'"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_loaded(settings, said):
+    with pytest.raises((UserError, ValueError), match=said):
+        online_stage("online", **settings)
+
+
+def test_another_number_of_ranks_is_refused(context):
+    run_stage(context, online_stage("online"))
+    for path in (context.directory / "online" / "progress").iterdir():
+        state = json.loads((path / "progress.json").read_text())
+        assert state["ranks"] == 1
+    stage = online_stage("online")
+    with pytest.raises(UserError, match="was begun by 2 ranks, not 1"):
+        stage._require_same_ranks(context, Progress(2))
+    stage._require_same_ranks(replace(context, allow_changes=True), Progress(2))
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+CONFIG = """
+name: {name}
+output_dir: {base}/runs
+trackers: []
+threads: 1
+target: {{model: {base}/target, dtype: float32, device: cpu}}
+data: {{train: a.jsonl, test: a.jsonl, stream: [a.jsonl, b.jsonl]}}
+evaluation:
+  {{prompts: 1, gamma: 2, max_new_tokens: 2, timed_prompts: 0, generate: false, baselines: []}}
+stages:
+  - name: online
+    kind: online
+    drafter: {{layers: [0]}}
+    batch_size: 5
+    gamma: 2
+    max_new_tokens: 8
+    learning:
+      every_requests: 5
+      steps: 2
+      tokens_per_batch: 200
+      holdout_every: 2
+      optimizer: {{lr: 1e-3, schedule: constant}}
+"""
+LAUNCH = """
+compute_environment: LOCAL_MACHINE
+use_cpu: false
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+mixed_precision: 'no'
+distributed_type: MULTI_GPU
+"""
+
+
+def write_run(base: Path, name: str) -> Path:
+    save_tiny(base / "target")
+    for file in ("a", "b"):
+        rows = [{"id": f"{file}-{i}", "prompt": e.prompt} for i, e in enumerate(examples(file, 8))]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (base / f"{file}.jsonl").write_text(text)
+    config = base / f"{name}.yaml"
+    config.write_text(CONFIG.format(base=base, name=name))
+    return config
+
+
+def test_a_run_serves_its_stream_and_reports_it(tmp_path):
+    config = write_run(tmp_path, "one")
+    done = command("train", str(config))
+    assert done.exit_code == 0, done.output
+    (stage,) = json.loads((tmp_path / "runs" / "one" / "report.json").read_text())["stages"]
+    assert stage["summary"]["requests"] == 16
+    assert stage["summary"]["rounds"][-1]["requests"]
+    page = (tmp_path / "runs" / "one" / "report.html").read_text()
+    assert "Acceptance over the stream" in page
+    planned = command("train", str(config), "--dry-run", "name=dry")
+    assert {"serves", "16", "128"} <= set(planned.output.split())  # 128 tokens at most
+    stream = tmp_path / "b.jsonl"
+    stream.write_text(stream.read_text().replace("b-3", "b-33"))
+    again = command("train", str(config))
+    assert "the data of stream changed" in " ".join(again.output.split())
+
+
+def test_a_stream_with_broken_lines_is_refused_by_file_and_line(tmp_path):
+    config = write_run(tmp_path, "broken")
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write('{"prompt": \n')
+    done = command("train", str(config))
+    assert done.exit_code == 2
+    assert "b.jsonl:9" in done.output
+    (tmp_path / "b.jsonl").write_text("")
+    (tmp_path / "a.jsonl").write_text("")
+    assert "no row to use" in command("train", str(config)).output
+
+
+@pytest.mark.slow
+def test_two_ranks_serve_a_share_each(tmp_path):
+    config = write_run(tmp_path, "two")
+    launch = tmp_path / "launch.yaml"
+    launch.write_text(LAUNCH)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch)]
+    done = subprocess.run(
+        [*command, "--main_process_port", "0", "-m", "train", str(config)],
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (stage,) = json.loads((tmp_path / "runs" / "two" / "report.json").read_text())["stages"]
+    summary = stage["summary"]
+    assert summary["requests"] == 16
+    assert [entry["served"] for entry in summary["rounds"]] == [5, 10, 15]
+    # Learnt from by either rank: the odd ones, as the even ones are held out.
+    learnt = {name for entry in summary["rounds"] for name in entry["requests"]}
+    assert learnt <= {f"{file}-{i}" for file in "ab" for i in (1, 3, 5, 7)}
+    assert len(learnt) >= 5
+    directory = tmp_path / "runs" / "two" / "stages" / "00-online"
+    for rank in (0, 1):
+        assert list((directory / f"rank-{rank}" / "buffer").glob("shard-*"))
