@@ -99,6 +99,11 @@ class Decoder:
         siblings = drafter.siblings(self.draft_sampling)
         require_fitting(self.rule, type(drafter).__name__, drafter.branches, siblings)
         self.lm = CachedLM(model, taps=drafter.taps)
+        if self.policy.watches and drafter.branches:
+            raise UserError(
+                f"the draft-length policy {type(self.policy).__name__} watches a chain grow, and "
+                f"{type(drafter).__name__} drafts trees; leave one of them out"
+            )
         if self.policy.most >= self.lm.max_positions:
             raise UserError(
                 f"drafts of depth {self.policy.most} do not fit into the target's context of "
@@ -192,7 +197,7 @@ class Decoder:
             if not draft.is_chain:
                 self.lm.commit(start, verdict.places())
             if on_step:
-                on_step(trace_rows(rows, draft, scores, accepted, block))
+                on_step(trace_rows(rows, draft, scores, verdict, block))
 
             for observer in self.observers:
                 observer(Verified(rows, contexts, draft, scores, verdict, accepted, block))

@@ -48,6 +48,11 @@ class DecodeSettings:
         shape = self.make_shape()
         name = f"shape {Choice.of(self.shape)}"
         require_fitting(rule, name, shape.branches, shape.siblings(sampling))
+        if self.policy is None and shape.depth is not None and shape.depth > self.gamma:
+            raise UserError(
+                f"the {name} is {shape.depth} deep and gamma would cut it to {self.gamma}; set "
+                f"gamma to {shape.depth}, or give a tree no deeper"
+            )
         if policy.watches and shape.branches:
             raise UserError(
                 f"the draft-length policy {Choice.of(self.policy or 'fixed').name} watches a chain "

@@ -14,6 +14,7 @@ import torch
 from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.composite import CompositeDrafter
+from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError, nearest
 from decode.fingerprint import Fingerprint, fingerprint, require_same_vocabulary
@@ -75,8 +76,8 @@ def describe_drafter(path: Path) -> dict[str, Any]:
 def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
     """A drafter from what a user names: `none`, `ngram`, `store`, a drafter directory, any smaller
     causal LM of the same vocabulary (directory, GGUF file or hub id), or several of these with `+`
-    between them, such as `ngram+runs/x/drafter`, which are asked in that order. The untrained have
-    options: `ngram:max_n=4`.
+    between them, such as `ngram+runs/x/drafter`, which are asked in that order, or with `++`, whose
+    drafts become one tree. The untrained have options: `ngram:max_n=4`.
 
     dtype: of the drafter's weights; default the target's. Raises UserError when the drafter's
     vocabulary is not the target's, its directory is damaged, or it has no such option.
@@ -84,8 +85,10 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     path = Path(spec).expanduser()
     first, plus, others = spec.partition("+")
     if plus and _kind(first) in DRAFTERS and not path.exists():
-        parts = [open_drafter(part, target, dtype=dtype) for part in (first, others)]
-        return CompositeDrafter(parts)
+        merge = others.startswith("+")
+        named = (first, others.removeprefix("+"))
+        parts = [open_drafter(part, target, dtype=dtype) for part in named]
+        return SeveralDrafters(parts) if merge else CompositeDrafter(parts)
     wanted = dtype or target.dtype
     name = next((name for name, value in DTYPES.items() if value == wanted), None)
     if name is None:

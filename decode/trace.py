@@ -6,6 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from decode.draft import Draft
+from decode.rules import Verdict
 from decode.sampling import Sampling
 from decode.scores import Scores
 
@@ -38,7 +39,7 @@ def trace_rows(
     rows: np.ndarray,
     draft: Draft,
     scores: Scores,
-    accepted: np.ndarray,
+    verdict: Verdict,
     block: np.ndarray,
 ) -> TraceStep:
     """Describe a step. Greedy decoding has no p of its own; p at temperature 1 is shown."""
@@ -53,19 +54,18 @@ def trace_rows(
         q_all = draft.q.gather(1, draft.rows_of_q()[..., None].expand(-1, -1, draft.q.shape[2]))
         q = q_all.gather(2, draft.tokens[..., None])[..., 0].tolist()
     steps = []
+    paths, accepted = verdict.path.tolist(), verdict.accepted.tolist()
     for place, row in enumerate(rows):
         parents = (judged_in[place] - 1).tolist()
         tokens = draft.tokens[place].tolist()
-        kept: list[int] = []
+        kept = paths[place][: accepted[place]]
         drafted = []
         for node in range(int(draft.sizes[place])):
-            depth = len(kept)
-            follows = parents[node] == (kept[-1] if kept else -1)
-            if follows and depth < accepted[place] and tokens[node] == block[place, depth]:
-                kept.append(node)
-                verdict = "accepted"
-            else:
-                verdict = "rejected" if follows else "not reached"
+            # Judged were the children of the text and of every token that stays, up to the one
+            # that was accepted.
+            elders = [other for other in kept if parents[other] == parents[node] and other < node]
+            judged = parents[node] in (-1, *kept) and not elders
+            became = "accepted" if node in kept else "rejected" if judged else "not reached"
             drafted.append(
                 DraftedToken(
                     node,
@@ -73,7 +73,7 @@ def trace_rows(
                     tokens[node],
                     p[place][node],
                     q[place][node] if q else 1.0,
-                    verdict,
+                    became,
                 )
             )
         steps.append(RowTrace(int(row), drafted, int(block[place, accepted[place]])))

@@ -18,9 +18,12 @@ from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
+from decode.policies import POLICIES
+from decode.rules import Verdict
 from decode.sampling import Noise, Sampling
+from decode.scores import Scores
 from decode.stats import Counts
-from decode.trace import RowTrace, TraceStep, format_trace
+from decode.trace import RowTrace, TraceStep, format_trace, trace_rows
 from tests.tiny import FAMILIES, PAD_ID, VOCAB, tiny_model, tiny_tokenizer
 
 # Ragged; the last one repeats itself, so that prompt lookup finds something at once.
@@ -451,6 +454,22 @@ def test_traces_agree_with_the_text_and_the_counts(name: str) -> None:
         parents = {node.parent for node in row.drafted}
         reached += sum(node in parents for node in [-1, *path])
     assert reached == run.counts.reached.sum()
+
+
+def test_a_trace_follows_the_path_that_was_taken_among_equal_siblings() -> None:
+    """Draws of several drafters may be equal; what follows them hangs on one of the two."""
+    draft = Draft(torch.tensor([[7, 7, 5]]), np.array([3]), parents=torch.tensor([[-1, -1, 1]]))
+    contexts = Contexts(np.array([[1, 2]]), np.array([2]))
+    scores = Scores(torch.zeros(1, 4, 16), Sampling(), draft, contexts)
+    verdict = Verdict(torch.tensor([[1, 2]]), *(torch.tensor([n]) for n in (2, 2, 9)))
+    (row,) = trace_rows(np.array([0]), draft, scores, verdict, np.array([[7, 5, 9]]))
+    assert [node.verdict for node in row.drafted] == ["rejected", "accepted", "accepted"]
+    assert row.next_token == 9
+
+
+def test_a_policy_that_watches_a_chain_is_refused_with_trees() -> None:
+    with pytest.raises(UserError, match=r"Confidence watches a chain grow, and RandomTrees drafts"):
+        Decoder(model("llama"), RandomTrees("llama"), policy=POLICIES["confidence"]())
 
 
 def test_a_trace_shows_the_probabilities_that_were_compared() -> None:

@@ -215,6 +215,32 @@ def test_page(tmp_path: Path) -> None:
         assert heading in text
 
 
+def test_heads_are_plotted_one_by_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ROWS)
+    history = [
+        {
+            "loss": 9.0,
+            "head1/top1": 0.2,
+            "head1/forward_kl": 4.0,
+            "head2/forward_kl": 5.0,
+            "step": 3,
+        }
+    ]
+    dev = [{"head1/top1": 0.25, "head2/top1": 0.1, "tokens_per_step": 1.3, "step": 3}]
+    training = {"steps": 3, "tokens_per_second": None, "history": history, "dev": dev}
+    summary = {"training": training, "losses": {"forward_kl": 1.0}}
+    done = {"drafter": True, "summary": summary}
+    (run / "stages/01-one/done.json").write_text(json.dumps(done))
+    make_report(run)
+    alts = [alt for alt in Page((run / "report.html").read_text()).alts if alt]
+    (agreement,) = [alt for alt in alts if alt.startswith("Agreement")]
+    assert agreement.endswith("at step 3: head1, top-1 0.25, head2, top-1 0.10.")
+    text = (run / "report.html").read_text()
+    assert "head2/forward_kl" in text
+    # No figure of its kind: it is not drawn on the loss's axis.
+    assert "tokens_per_step<" not in text
+
+
 def test_names_are_text(tmp_path: Path) -> None:
     """Neither HTML nor matplotlib's or rich's markup."""
     name = "[red]<i>$x_1^2$</i>"

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 from decode.detokenize import decode
 from decode.drafters.composite import CompositeDrafter
 from decode.drafters.none import NoDrafter
+from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.store import save_drafter
@@ -232,5 +233,8 @@ def test_several_drafters_by_name(saved: Path) -> None:
     assert isinstance(ours.drafter, CompositeDrafter)
     wanted = [decode(tokenizer(), generated(tokenizer()(text).input_ids)) for text in TEXTS]
     assert ours.generate(TEXTS, max_new_tokens=NEW) == wanted
+    merged = generator(f"ngram++{saved}")
+    assert isinstance(merged.drafter, SeveralDrafters)
+    assert merged.generate(TEXTS, max_new_tokens=NEW) == wanted
     with pytest.raises(UserError, match="nothing/here/at/all does not exist"):
         generator("ngram+nothing/here/at/all")

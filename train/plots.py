@@ -9,7 +9,7 @@ Rows run downwards in the order given; a value that does not exist is None.
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 from typing import Any
 
@@ -291,13 +291,14 @@ def by_position(
         return _svg(figure, name, f"Acceptance rate by position in the draft. {'; '.join(rows)}.")
 
 
-def curves(name: str, history: Sequence[dict[str, Any]]) -> str:
-    """The loss by optimizer step, and its terms where it is a sum of several."""
-    other = {"step", "epoch", "lr", "gradient_norm", "loss"}
+def curves(name: str, history: Sequence[dict[str, Any]], losses: Collection[str]) -> str:
+    """The loss by optimizer step, and its terms where it is a sum of several: those of `losses`,
+    of the whole drafter or, as `head1/forward_kl`, of its parts."""
     points = [entry for entry in history if entry.get("loss") is not None]
     if not points:
         return ""
-    terms = list(dict.fromkeys(key for entry in points for key in entry if key not in other))
+    keys = dict.fromkeys(key for entry in points for key in entry)
+    terms = [key for key in keys if key.rpartition("/")[2] in losses]
     if len(terms) == 1:
         terms = []  # the loss itself under its own name
     first, final = points[0], points[-1]
@@ -320,13 +321,21 @@ AGREEMENT = {
 
 def agreement(name: str, dev: Sequence[dict[str, Any]]) -> str:
     """Agreement with the target on a dev slice by optimizer step."""
-    if not dev:
+    named = AGREEMENT | {
+        key: f"{head}, top-1"
+        for entry in dev
+        for key in entry
+        for head, _, figure in [key.partition("/")]
+        if figure == "top1"
+    }
+    shown = {key: label for key, label in named.items() if dev and key in dev[-1]}
+    if not shown:
         return ""
-    final = ", ".join(f"{AGREEMENT[k]} {v:.2f}" for k, v in dev[-1].items() if k in AGREEMENT)
+    final = ", ".join(f"{label} {dev[-1][key]:.2f}" for key, label in shown.items())
     return _lines(
         name,
         dev,
-        {key: label for key, label in AGREEMENT.items() if key in dev[-1]},
+        shown,
         axis="acceptance on dev text",
         alt=f"Agreement with the target on dev text, at step {dev[-1]['step']}: {final}.",
     )

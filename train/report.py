@@ -583,9 +583,11 @@ def _plots(report: dict[str, Any]) -> dict[str, Markup]:
         "time": _time_plot(names, evaluations),
     }
     for index, stage in enumerate(report["stages"]):
-        training = stage["summary"].get("training") or {}
-        made[f"loss-{index}"] = plots.curves(f"loss-{index}", training.get("history") or [])
         summary = stage["summary"]
+        training = summary.get("training") or {}
+        made[f"loss-{index}"] = plots.curves(
+            f"loss-{index}", training.get("history") or [], summary.get("losses") or []
+        )
         made[f"stream-{index}"] = plots.stream(
             f"stream-{index}", summary.get("windows") or [], summary.get("rounds") or []
         )
