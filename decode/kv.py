@@ -289,12 +289,18 @@ class CachedLM:
         blocked = torch.finfo(self._mask_dtype).min
         return torch.zeros_like(seen, dtype=self._mask_dtype).masked_fill_(~seen, blocked)
 
-    def commit(self, start: np.ndarray, columns_BM: Tensor) -> None:
-        """Keep a path of the last forward: column `columns_BM[b, m]` moves to slot start_b + m.
+    def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:
+        """Keep a path of the last forward: column `columns_BM[b, m]` moves to slot start_b + m, for
+        the first counts[b] columns, int [B].
 
-        One gather per layer. A chain's accepted tokens lie where they belong and need no call.
+        One gather per layer, and none where all lie where they belong, as a chain's do.
         """
         assert self._cache is not None
+        places_M = np.arange(columns_BM.shape[1])
+        moved = (columns_BM.cpu().numpy() != places_M) & (places_M < counts[:, None])
+        if not moved.any():
+            return
+        columns_BM = columns_BM[:, : int(np.flatnonzero(moved.any(0))[-1]) + 1]
         first_B1 = torch.as_tensor(start, device=self.device)[:, None]
         rows_B1 = torch.arange(len(start), device=self.device)[:, None]
         source_BM = first_B1 + columns_BM

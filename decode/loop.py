@@ -195,7 +195,7 @@ class Decoder:
             if broken.any():
                 raise self._unusable(scores, verdict, broken, rows, contexts, len(steps) + 1)
             if not draft.is_chain:
-                self.lm.commit(start, verdict.places())
+                self.lm.commit(start, verdict.places(), accepted + 1)
             if on_step:
                 on_step(trace_rows(rows, draft, scores, verdict, block))
 
