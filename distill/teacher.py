@@ -59,7 +59,7 @@ class LiveTeacher:
     ) -> Callable[[slice], Whole]:
         """See `TeacherSource`; the logits of a slice are made when it is asked for."""
         with self._timed():
-            hidden = self._hidden(input_ids, attention_mask, loss_mask, ids)
+            hidden = self.hidden(input_ids, attention_mask, loss_mask, ids)
 
         @torch.no_grad()
         def teacher(part: slice) -> Whole:
@@ -68,7 +68,7 @@ class LiveTeacher:
 
         return teacher
 
-    def _hidden(
+    def hidden(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Tensor:
         """[n, H] of the predicted tokens, from memory or by a forward."""

@@ -40,6 +40,11 @@ def _name(tap: int) -> str:
     return f"tap{tap}"
 
 
+def holds_features(directory: Path) -> bool:
+    """Whether a cache is of hidden states. Raises UserError for a directory that holds no cache."""
+    return all("taps" in meta for meta in Parts(directory, "cache").metas.values())
+
+
 class CachedFeatures:
     """Hidden states from a cache, in the place of `heads.features.LiveFeatures`.
 

@@ -96,6 +96,24 @@ def test_training_from_it_is_training_beside_the_target(context: Any) -> None:
     assert_equal(drafter_weights(run_stage(context, by_path)), ours)
 
 
+def test_a_small_lm_distilled_from_it_is_one_distilled_beside_the_target(context: Any) -> None:
+    def distilled(name: str, **settings: Any) -> Any:
+        settings |= {"drafter": {"layers": [0]}, "draft_vocabulary": 100, "loop": HEADS["loop"]}
+        return run_stage(context, make_stage("distill", name, cache_stage(), **settings))
+
+    run_stage(context, cache_stage(taps=[0, FINAL]))
+    live = distilled("live-lm", teacher_temperature=0.9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.stages.distill.LiveTeacher", None)
+        cached = distilled("cached-lm", teacher_temperature=0.9, teacher="cache")
+    ours, theirs = drafter_weights(cached), drafter_weights(live)
+    assert cached.summary["training"]["history"][0]["loss"] > 0.1
+    for name, weights in theirs.items():
+        torch.testing.assert_close(ours[name], weights, rtol=1e-3, atol=1e-4)
+    with pytest.raises(UserError, match="remember_teacher cannot be set here: there is no live"):
+        distilled("both", teacher="cache", remember_teacher=True)
+
+
 def test_a_killed_cache_goes_on_with_the_next_part(
     context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from decode.drafters import Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
+from decode.features import FINAL
 from decode.store import save_drafter
 from decode.vocabulary import ReducedVocabulary, reduce_output, save_with_vocabulary
 from distill.agreement import Agreement
@@ -25,6 +26,8 @@ from distill.output import split_model
 from distill.parts import text_sha256
 from distill.sharding import shard_layers
 from distill.teacher import LiveTeacher, TeacherSource
+from heads.cache import CachedFeatures, holds_features
+from heads.teacher import CachedStatesTeacher
 from train.clock import Clock
 from train.data.batches import Inputs
 from train.data.chat import Sample
@@ -48,7 +51,8 @@ from train.trainer import LoopConfig, Task, Trainer, describe
 class DistillConfig(TextConfig):
     """losses: {name: weight}, or {name: {weight: …, option: …}}; see `distill.losses`.
 
-    teacher: live, or a teacher_cache stage's name, or the directory of one. remember_teacher: keep
+    teacher: live, or the name of a teacher_cache stage (the target's likeliest tokens) or of a
+    feature_cache stage (all it says), or the directory of one. remember_teacher: keep
     the live target's hidden states of the text in memory after their first use. shard_teacher:
     share the live target out over the ranks while this stage runs.
     on_policy: the drafter writes a part of the text itself. dev: figures on a dev slice.
@@ -105,15 +109,19 @@ class DistillStage(Stage):
                 draft_vocabulary=f"the drafter of {settings.drafter.stage} keeps its own",
             )
         if self._cached:
-            if not Path(settings.teacher).is_dir():
-                closest_stage(settings.teacher, earlier, "teacher_cache")
+            if Path(settings.teacher).is_dir():
+                states = holds_features(Path(settings.teacher))
+            else:
+                made_by = closest_stage(settings.teacher, earlier, "teacher_cache", "feature_cache")
+                states = made_by.kind == "feature_cache"
+            if not states:
+                self._refuse(draft_vocabulary="the cache has its own")
             self._refuse(
-                draft_vocabulary="the cache has its own",
                 on_policy="the cache has no word on text that is still to be written",
                 remember_teacher="there is no live target to remember",
                 shard_teacher="there is no live target to shard",
             )
-            if settings.teacher_temperature != 1:
+            if settings.teacher_temperature != 1 and not states:
                 raise UserError(
                     f"stage {settings.name} learns from a cache, which has the temperature that "
                     "it was made at; set `temperature` of the teacher_cache stage instead of "
@@ -264,7 +272,10 @@ class DistillStage(Stage):
         return Outcome(context.directory / "drafter", summary)
 
     def _student(
-        self, context: StageContext, samples: Sequence[Sample], cache: CachedTeacher | None
+        self,
+        context: StageContext,
+        samples: Sequence[Sample],
+        cache: CachedTeacher | CachedFeatures | None,
     ) -> tuple[PreTrainedModel, ReducedVocabulary | None, dict[str, float]]:
         """The model to train on the CPU, its draft vocabulary, and what that covers of the text, if
         it was chosen here."""
@@ -275,7 +286,7 @@ class DistillStage(Stage):
                 self._refuse(draft_vocabulary="the model it starts from has one")
             ids, coverage = frequent_tokens(context, samples, settings.draft_vocabulary)
             return model, reduce_output(model, ids), coverage
-        if cache is not None:
+        if isinstance(cache, CachedTeacher):
             wanted, own = cache.vocabulary, None if vocabulary is None else vocabulary.ids
             if own is None and wanted is not None:
                 return model, reduce_output(model, wanted), {}
@@ -288,21 +299,35 @@ class DistillStage(Stage):
                 )
         return model, vocabulary, {}
 
-    def _cache(self, context: StageContext, samples: Sequence[Sample]) -> CachedTeacher | None:
+    def _cache(
+        self, context: StageContext, samples: Sequence[Sample]
+    ) -> CachedTeacher | CachedFeatures | None:
         settings: DistillConfig = self.config
         if not self._cached:
             return None
         directory = context.outcomes.get(settings.teacher, Path(settings.teacher))
-        cache = CachedTeacher(directory, context.target)
+        cache: CachedTeacher | CachedFeatures
+        if holds_features(directory):
+            cache = CachedFeatures(directory, context.target, [FINAL])
+        else:
+            cache = CachedTeacher(directory, context.target)
         cache.require([(s.id, text_sha256(s.tokens, s.mask)) for s in samples])
         return cache
 
     def _teacher(
-        self, target: PreTrainedModel, cache: CachedTeacher | None, ids: Tensor | None, clock: Clock
+        self,
+        target: PreTrainedModel,
+        cache: CachedTeacher | CachedFeatures | None,
+        ids: Tensor | None,
+        clock: Clock,
     ) -> TeacherSource | None:
         settings: DistillConfig = self.config
         if not settings.terms.needs_teacher:
             return None
+        if isinstance(cache, CachedFeatures):
+            return CachedStatesTeacher(
+                split_model(target), cache, vocabulary=ids, timed=lambda: clock("teacher")
+            )
         if cache is not None:
             return cache
         return LiveTeacher(
