@@ -22,7 +22,7 @@ from decode.observe import Observer, Verified
 from decode.policies import Policy
 from decode.policies.fixed import Fixed
 from decode.processors import LogitsProcessor
-from decode.rules import RULES, Rule, Verdict, require_fitting, used_rule
+from decode.rules import RULES, Rule, Verdict, default_rule, require_fitting, used_rule
 from decode.sampling import Noise, Sampling
 from decode.scores import Scores
 from decode.stats import Counts, Step, Tally, Timing
@@ -60,7 +60,8 @@ class Decoder:
     """A target, a drafter, a rule and a draft-length policy, ready to decode.
 
     gamma: how deep every draft is, ≥ 1; policy: what decides that instead. rule: one, or a name
-    from `RULES`; at temperature 0 exact match is used for those that come to it. sampling: how
+    from `RULES`; None: `speculative`, for trees `multi_round`; at temperature 0 exact match is used
+    for those that come to it. sampling: how
     text is drawn; draft_sampling: how the drafter draws, where that shall differ. processors: as
     `transformers`' LogitsProcessorList, applied to the target's logits before temperature and
     filters, after the repetition penalty; they must keep nothing between calls, as they are shown
@@ -81,7 +82,7 @@ class Decoder:
         *,
         eos_token_ids: Sequence[int] = (),
         gamma: int = 4,
-        rule: str | Rule = "speculative",
+        rule: str | Rule | None = None,
         sampling: Sampling | None = None,
         draft_sampling: Sampling | None = None,
         policy: Policy | None = None,
@@ -93,11 +94,18 @@ class Decoder:
         self.policy = policy or Fixed(gamma)
         self.sampling = sampling or Sampling()
         self.draft_sampling = draft_sampling or self.sampling
+        rule = rule or default_rule(drafter.branches)
         chosen = RULES[rule]() if isinstance(rule, str) else rule
         self.rule: Rule = used_rule(chosen, self.sampling)
         self.drafter = drafter
         siblings = drafter.siblings(self.draft_sampling)
         require_fitting(self.rule, type(drafter).__name__, drafter.branches, siblings)
+        if self.policy.watches and drafter.branches:
+            raise UserError(
+                f"the draft-length policy {type(self.policy).__name__} watches a chain grow, and "
+                f"{type(drafter).__name__} drafts trees; leave the policy out, or let it draft in "
+                "the shape chain"
+            )
         self.lm = CachedLM(model, taps=drafter.taps)
         if self.policy.watches and drafter.branches:
             raise UserError(

@@ -54,7 +54,9 @@ class Protocol(DecodeSettings):
 
 @dataclass
 class Evaluation:
-    """The figures of one drafter under one protocol; `to_dict` is what reports are made of."""
+    """The figures of one drafter under one protocol; `to_dict` is what reports are made of.
+
+    drafts: in words, such as `chain`."""
 
     protocol: Protocol
     dtype: str
@@ -69,6 +71,7 @@ class Evaluation:
     identical_within_rounding: float | None
     steps: list[Step] = field(default_factory=list)
     measured_costs: Costs | None = None
+    drafts: str = "chain"
 
     def steps_to_dict(self) -> dict[str, Any]:
         """Every step as JSON values: `acceptance` of the run over all prompts, `timed` of each
@@ -88,6 +91,7 @@ class Evaluation:
         result: dict[str, Any] = {
             **self.counts.to_dict(),
             **self.protocol.to_dict(),
+            "drafts": self.drafts,
             "lossless": self.lossless,
             "dtype": self.dtype,
             "prompts": len(self.outputs),
@@ -151,6 +155,7 @@ def evaluate(
     if not prompts:
         raise UserError("there are no prompts to evaluate on")
     report = progress or (lambda what, done, of: None)
+    protocol = replace(protocol, rule=protocol.for_drafter(drafter).rule)
 
     timed = np.linspace(0, len(prompts) - 1, min(protocol.timed_prompts, len(prompts))).astype(int)
     speculative, costs = protocol.decoder(target, drafter, min(prompts, key=len))
@@ -195,6 +200,7 @@ def evaluate(
         close,
         steps,
         costs,
+        speculative.drafter.describe_drafts(),
     )
 
 

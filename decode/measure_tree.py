@@ -64,6 +64,16 @@ def probe(width: int, depth: int) -> Structure:
     return Structure([(*[0] * above, rank) for above in range(depth) for rank in range(width)])
 
 
+def require_shaped(drafter: Drafter) -> Shape:
+    """The drafter's shape; UserError for a drafter without one."""
+    shape = getattr(drafter, "shape", None)
+    if not isinstance(shape, Shape):
+        raise UserError(
+            f"{type(drafter).__name__} drafts in no shape, so there is no tree to calibrate"
+        )
+    return shape
+
+
 def measure_acceptance(
     model: PreTrainedModel,
     drafter: Drafter,
@@ -84,11 +94,7 @@ def measure_acceptance(
     without a shape, and as `Decoder` does.
     """
     shaped: Any = drafter
-    shape = getattr(drafter, "shape", None)
-    if not isinstance(shape, Shape):
-        raise UserError(
-            f"{type(drafter).__name__} drafts in no shape, so there is no tree to calibrate"
-        )
+    shape = require_shaped(drafter)
     if not prompts:
         raise UserError("there are no prompts to measure acceptance on")
     counts = np.zeros((2, tree.depth, int(tree.ranks.max()) + 1), dtype=np.int64)

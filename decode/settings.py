@@ -11,7 +11,7 @@ from decode.loop import Decoder
 from decode.measure_costs import measure_costs
 from decode.policies import POLICIES, Policy
 from decode.registry import Choice, options_of
-from decode.rules import RULES, Rule, require_fitting, used_rule
+from decode.rules import RULES, Rule, default_rule, require_fitting, used_rule
 from decode.sampling import Sampling
 from decode.shapes import SHAPES, Shape
 from decode.stops import Stop
@@ -25,9 +25,10 @@ class DecodeSettings:
     """Which parts decode, and how text is drawn.
 
     gamma: how deep drafts are at most, where the policy does not say. rule, policy, shape: parts
-    by name, with options; policy None: `fixed`; shape None: the drafter's own. draft_temperature:
-    the drafter's, where it shall differ. Raises UserError for what is unknown, out of range, or
-    does not go together; nothing is loaded for that.
+    by name, with options; rule None: `speculative`, for trees `multi_round`; policy None: `fixed`;
+    shape None: the drafter's own. draft_temperature: the drafter's, where it shall differ. Raises
+    UserError for what is unknown, out of range, or does not go together; nothing is loaded for
+    that.
 
     >>> settings = DecodeSettings(rule="exact", policy="heuristic:most=8")
     >>> settings.make_policy().most
@@ -36,7 +37,7 @@ class DecodeSettings:
 
     gamma: int = 4
     sampling: Sampling = field(default_factory=Sampling)
-    rule: Part = "speculative"
+    rule: Part | None = None
     policy: Part | None = None
     shape: Part | None = None
     draft_temperature: float | None = None
@@ -46,6 +47,7 @@ class DecodeSettings:
         if self.shape is None:
             return
         shape = self.make_shape()
+        rule = self.make_rule(shape.branches)
         name = f"shape {Choice.of(self.shape)}"
         require_fitting(rule, name, shape.branches, shape.siblings(sampling))
         if self.policy is None and shape.depth is not None and shape.depth > self.gamma:
@@ -65,9 +67,15 @@ class DecodeSettings:
             return self.sampling
         return replace(self.sampling, temperature=self.draft_temperature)
 
-    def make_rule(self) -> Rule:
-        """The rule that is used: at temperature 0 most come to exact match."""
-        rule: Rule = RULES.make(self.rule)
+    def for_drafter(self, drafter: Drafter) -> "DecodeSettings":
+        """The same with the rule that judges this drafter's drafts, where none was named."""
+        branches = self.make_shape().branches if self.shape is not None else drafter.branches
+        return replace(self, rule=self.rule or default_rule(branches))
+
+    def make_rule(self, branches: bool = False) -> Rule:
+        """The rule that is used for drafts that branch, or do not: at temperature 0 most come to
+        exact match."""
+        rule: Rule = RULES.make(self.rule or default_rule(branches))
         return used_rule(rule, self.sampling)
 
     def make_policy(self) -> Policy:
@@ -132,7 +140,7 @@ class DecodeSettings:
             target.model,
             drafter,
             eos_token_ids=target.eos_token_ids,
-            rule=self.make_rule(),
+            rule=self.make_rule(drafter.branches),
             sampling=self.sampling,
             draft_sampling=self.draft_sampling,
             policy=policy,
@@ -143,7 +151,7 @@ class DecodeSettings:
         """As JSON values. gamma: how deep a draft may be; parts as `Choice` writes them."""
         return {
             "gamma": self.make_policy().most,
-            "rule": str(Choice.of(self.rule)),
+            "rule": None if self.rule is None else str(Choice.of(self.rule)),
             "policy": str(Choice.of(self.policy or "fixed")),
             "shape": None if self.shape is None else str(Choice.of(self.shape)),
             "sampling": vars(self.sampling),

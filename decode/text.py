@@ -72,7 +72,7 @@ class SpeculativeGenerator:
         drafter: Drafter | PreTrainedModel | str = "ngram",
         *,
         gamma: int = 4,
-        rule: str | Rule = "speculative",
+        rule: str | Rule | None = None,
         policy: Policy | str | None = None,
         shape: Shape | str | None = None,
         eos_token_ids: Sequence[int] | None = None,

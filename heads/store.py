@@ -18,13 +18,13 @@ from decode.errors import UserError
 from decode.packed import can_pack, pack_layers
 from decode.same_weights import require_same_weights, sample_weights
 from decode.shapes import Shape
-from decode.shapes.static import Static
 from decode.shapes.structure import Structure
 from decode.store import save_drafter
+from decode.stored_tree import TREE, stored_shape
 from decode.target import Target
 from heads.base import HEADS, HeadOptions, Heads, output_layer
 
-CONFIG, WEIGHTS, TREE = "config.json", "heads.safetensors", "tree.json"
+CONFIG, WEIGHTS = "config.json", "heads.safetensors"
 # Beside the weights in their file.
 IDS, SAMPLE = "draft_vocabulary", "target_sample"
 
@@ -127,5 +127,4 @@ def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, S
     except RuntimeError as error:
         raise CorruptArtifact(path, WEIGHTS, f"does not hold these heads ({error})") from error
     make_ready(heads, target, dtype)
-    shape = Static(file=str(path / TREE)) if (path / TREE).exists() else None
-    return heads, shape
+    return heads, stored_shape(path)

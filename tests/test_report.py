@@ -320,7 +320,11 @@ def test_draft_lengths_that_vary(tmp_path: Path) -> None:
     assert "never" not in "".join(lines)
     notes = " ".join(footnotes(report))
     assert "≤ 8 by heuristic:most=8 (ngram: 8)" in notes
-    assert "shape chain (ngram: its own)" in notes
+    assert "shape" not in notes  # all are chains
+    varied = figures(1.5, 0.8, drafts="tree of 5 nodes, 2 deep")
+    stored = make_report(write_run(tmp_path / "tree", [ROWS[0], ("two", "medusa", varied)]))
+    notes = " ".join(footnotes(stored))
+    assert "shape its own, a tree of 5 nodes, 2 deep (ngram: chain)" in notes
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     for shown in ("4.50", "0.62", "25%", "1.50, 20.00, 0.25"):
         assert shown in text

@@ -32,7 +32,10 @@ DrafterOption = Annotated[
         "with + between them"
     ),
 ]
-GammaOption = Annotated[int, typer.Option(help="how many tokens a draft is deep")]
+GammaOption = Annotated[
+    int | None,
+    typer.Option(help="how many tokens a draft is deep; default 4, or as the drafter's own tree"),
+]
 TemperatureOption = Annotated[float, typer.Option(help="0: greedy")]
 TopKOption = Annotated[int, typer.Option(help="0: off")]
 TopPOption = Annotated[float, typer.Option(help="1: off")]
@@ -41,15 +44,27 @@ PenaltyOption = Annotated[float, typer.Option("--repetition-penalty", help="1: o
 DraftTemperatureOption = Annotated[
     float | None, typer.Option(help="the drafter's temperature; default the target's")
 ]
-RuleOption = Annotated[str, typer.Option(help="verification rule: NAME or NAME:option=value,…")]
+RuleOption = Annotated[
+    str | None,
+    typer.Option(
+        help="verification rule: NAME or NAME:option=value,…; default speculative, for trees "
+        "multi_round"
+    ),
+]
 PolicyOption = Annotated[
     str, typer.Option(help="draft-length policy: NAME or NAME:option=value,…; most is --gamma")
 ]
 ShapeOption = Annotated[
-    str | None, typer.Option(help="shape of the drafts: NAME or NAME:option=value,…")
+    str | None,
+    typer.Option(
+        help="shape of the drafts: NAME or NAME:option=value,…; default the tree that the drafter "
+        "is stored with, or a chain"
+    ),
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")]
+# Tokens of a draft where nothing says otherwise.
+GAMMA = 4
 TokensOption = Annotated[int, typer.Option(help="length limit of an answer, in tokens")]
 
 
@@ -160,10 +175,10 @@ def evaluate(
     target: TargetOption,
     drafter: DrafterOption,
     prompts: Annotated[Path, typer.Option(help="JSONL file with prompt or messages")],
-    rule: RuleOption = "speculative",
+    rule: RuleOption = None,
     policy: PolicyOption = "fixed",
     shape: ShapeOption = None,
-    gamma: GammaOption = 4,
+    gamma: GammaOption = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
@@ -183,6 +198,8 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a drafter: acceptance on all prompts, time on a few, beside plain decoding."""
+    from dataclasses import replace
+
     import heads  # noqa: F401  (makes its drafters known)
     from decode.artifact import write_file
     from decode.measure import Protocol
@@ -198,7 +215,7 @@ def evaluate(
 
     quieten()
     protocol = Protocol(
-        gamma=gamma,
+        gamma=gamma or GAMMA,
         sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
         rule=rule,
         policy=policy,
@@ -214,6 +231,7 @@ def evaluate(
     reporter = Reporter()
     loaded = load_target(target, dtype=dtype, device=device)
     which = open_drafter(drafter, loaded)
+    protocol = replace(protocol, gamma=gamma or usual_depth(which, shape))
     chosen = [prompt_tokens(e, loaded.tokenizer) for e in spread(examples, limit)]
     with reporter.bar("evaluating", len(chosen)) as bar:
 
@@ -244,10 +262,10 @@ def generate(
     target: TargetOption,
     prompt: Annotated[str, typer.Argument(help="what to ask; - reads standard input")],
     drafter: DrafterOption = "ngram",
-    rule: RuleOption = "speculative",
+    rule: RuleOption = None,
     policy: PolicyOption = "fixed",
     shape: ShapeOption = None,
-    gamma: GammaOption = 4,
+    gamma: GammaOption = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
@@ -267,6 +285,8 @@ def generate(
     seed: int = 0,
 ) -> None:
     """Answer one prompt, streaming the text as it becomes certain."""
+    from dataclasses import replace
+
     import torch
 
     import heads  # noqa: F401  (makes its drafters known)
@@ -285,7 +305,7 @@ def generate(
     if not asked.strip():
         raise UserError("the prompt is empty; say what to answer")
     settings = DecodeSettings(
-        gamma=gamma,
+        gamma=gamma or GAMMA,
         sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
         rule=rule,
         policy=policy,
@@ -297,7 +317,9 @@ def generate(
     example = Example("prompt", (message,), asked, None, None, "the command line")
     ids = prompt_tokens(example, loaded.tokenizer, system)
     stops = StopStrings(loaded.tokenizer, stop) if stop else None
-    decoder, _ = settings.decoder(loaded, open_drafter(drafter, loaded), ids, stop=stops)
+    which = open_drafter(drafter, loaded)
+    settings = replace(settings, gamma=gamma or usual_depth(which, shape))
+    decoder, _ = settings.decoder(loaded, which, ids, stop=stops)
 
     pieces = TextPieces(loaded.tokenizer, lambda piece: typer.echo(piece, nl=False))
 
@@ -320,7 +342,8 @@ def generate(
     counts, seconds = done.counts, done.timing.total
     typer.echo(
         f"\n[{len(done.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} tokens "
-        f"per step, acceptance rate {counts.acceptance_rate:.2f}]",
+        f"per step, acceptance rate {counts.acceptance_rate:.2f}; drafts: "
+        f"{decoder.drafter.describe_drafts()}; rule {settings.for_drafter(which).rule}]",
         err=True,
     )
 
@@ -334,7 +357,7 @@ def calibrate(
     thresholds: Annotated[str, typer.Option(help="θ to try")] = "0.15,0.20,0.25,0.30,0.35",
     acceptance: Annotated[str, typer.Option(help="acceptance to be within")] = "0.6,0.8",
     policy: PolicyOption = "fixed",
-    gamma: GammaOption = 4,
+    gamma: GammaOption = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
@@ -355,6 +378,7 @@ def calibrate(
     from decode.calibrate import calibrate_threshold
     from decode.sampling import Sampling
     from decode.settings import DecodeSettings
+    from decode.shapes.chain import Chain
     from decode.stats import finite
     from decode.store import open_drafter
     from decode.target import load_target
@@ -368,7 +392,7 @@ def calibrate(
     if len(bounds) != 2:
         raise UserError(f"acceptance is {acceptance!r}; expected two numbers, such as 0.6,0.8")
     settings = DecodeSettings(
-        gamma=gamma,
+        gamma=gamma or GAMMA,
         sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
         rule={"name": "threshold", "threshold": tried[0]},
         policy=policy,
@@ -378,6 +402,8 @@ def calibrate(
     reporter = Reporter()
     loaded = load_target(target, dtype=dtype, device=device)
     which = open_drafter(drafter, loaded)
+    if which.branches:
+        which = which.with_shape(Chain())  # what the rule judges
     chosen = [prompt_tokens(e, loaded.tokenizer) for e in spread(examples, limit)]
     with reporter.bar("calibrating", len(chosen)) as bar:
         found = calibrate_threshold(
@@ -407,6 +433,76 @@ def calibrate(
     reporter.say(found.verdict)
     if json_file:
         write_file(json_file, json.dumps(found.to_dict(), indent=2))
+
+
+def usual_depth(drafter: Any, shape: str | None) -> int:
+    """γ where none is asked for: the depth of the drafter's own tree, if that is drafted in."""
+    own = None if shape else getattr(drafter, "shape", None)
+    return getattr(own, "depth", None) or GAMMA
+
+
+@app.command()
+@shows_errors
+def calibrate_tree(
+    target: TargetOption,
+    drafter: Annotated[str, typer.Option(help="a drafter directory; with --out any model")],
+    prompts: Annotated[Path, typer.Option(help="JSONL file with prompts of the dev split")],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="calibrated: by acceptance at each depth (Medusa); sequoia: by dynamic programming"
+        ),
+    ] = "calibrated",
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="so many nodes (sequoia: at most); default as many as pay at the measured costs",
+        ),
+    ] = None,
+    depth: Annotated[int, typer.Option(min=1, help="how deep at most")] = 6,
+    width: Annotated[int, typer.Option(min=1, help="of the likeliest tokens of each node")] = 8,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: PenaltyOption = 1.0,
+    max_new_tokens: TokensOption = 64,
+    limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = 32,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    seed: int = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="write the tree to this file, not to the drafter")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+) -> None:
+    """Choose the tree that a drafter drafts in by what the target accepts on dev prompts, and
+    store it with the drafter, whose default shape it is from then on."""
+    import heads  # noqa: F401  (makes its drafters known)
+    from decode.sampling import Sampling
+    from train.calibrate_tree import Asked, run
+    from train.console import Reporter
+
+    quieten()
+    asked = Asked(
+        target=target,
+        drafter=drafter,
+        prompts=prompts,
+        method=method,
+        nodes=nodes,
+        depth=depth,
+        width=width,
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        max_new_tokens=max_new_tokens,
+        limit=limit,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        out=out,
+        json_file=json_file,
+    )
+    run(asked, Reporter())
 
 
 def numbers(what: str, text: str) -> list[float]:
@@ -472,6 +568,7 @@ def coverage(
 def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]) -> None:
     """Check a drafter directory against its manifest and print what it is."""
     from decode.store import describe_drafter
+    from decode.stored_tree import stored_shape
 
     description = describe_drafter(drafter)
     config = json.loads((drafter / "config.json").read_text())
@@ -482,6 +579,8 @@ def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]
         if key in config
     )
     typer.echo(f"{drafter}: whole, {size / 1e6:.1f} MB of weights ({shape})")
+    stored = stored_shape(drafter)
+    typer.echo(f"drafts in a {stored.describe() if stored else 'chain'} by default")
     typer.echo(json.dumps(description, indent=2))
 
 

@@ -54,7 +54,9 @@ class EvaluationConfig(Strict):
     baselines: untrained drafters that get a row of their own, each at the best of baseline_gammas
     where the policy is `fixed`.
     rule, policy, shape: parts by name, as `NAME`, `NAME:option=value,…` or a mapping of name and
-    options. The shape is that of trained drafters. draft_temperature: None: the target's.
+    options; rule None: `speculative`, for trees `multi_round`. The shape is that of trained
+    drafters; None: their own, a chain or the tree they are stored with. draft_temperature: None:
+    the target's.
     """
 
     split: Literal["dev", "test"] = "test"
@@ -62,7 +64,7 @@ class EvaluationConfig(Strict):
     baselines: list[str] = ["ngram"]
     baseline_gammas: list[int] = [2, 4, 8]
     gamma: int = Field(4, ge=1)
-    rule: str | dict[str, Any] = "speculative"
+    rule: str | dict[str, Any] | None = None
     policy: str | dict[str, Any] = "fixed"
     shape: str | dict[str, Any] | None = None
     temperature: float = Field(0.0, ge=0)

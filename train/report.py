@@ -312,6 +312,12 @@ def rule_name(evaluation: dict[str, Any]) -> str:
     return f"{evaluation.get('rule')} (lossless)"
 
 
+def drafted_in(evaluation: dict[str, Any]) -> str:
+    """'chain', 'sequoia:nodes=8', or 'its own, a tree of 12 nodes, 4 deep' for a stored one."""
+    drafts = evaluation.get("drafts") or "chain"
+    return evaluation.get("shape") or (drafts if drafts == "chain" else f"its own, a {drafts}")
+
+
 def machine(report: dict[str, Any]) -> str:
     """The machine of the run's last start."""
     found = (report["provenance"] or [{}])[-1].get("machine") or {}
@@ -339,9 +345,8 @@ def _each(
 
 
 def _shapes(report: dict[str, Any]) -> str:
-    if not any(row["evaluation"].get("shape") for row in report["rows"]):
-        return ""
-    return f"; shape {_each(report, 'shape', lambda e: e.get('shape') or 'its own')}"
+    shapes = {drafted_in(row["evaluation"]) for row in report["rows"]}
+    return "" if shapes == {"chain"} else f"; shape {_each(report, 'shape', drafted_in)}"
 
 
 def _bare(label: str) -> str:

@@ -58,6 +58,13 @@ class Drafter(ABC):
         """How many nodes one row's draft may have; more than `gamma` for trees."""
         return gamma
 
+    def describe_drafts(self) -> str:
+        """In a few words what its drafts are, such as `chain`."""
+        shape = getattr(self, "shape", None)
+        if isinstance(shape, Shape):
+            return shape.describe()
+        return "tree" if self.branches else "chain"
+
     def with_shape(self, shape: Shape) -> "Drafter":
         """The same drafter, drafting in another shape; UserError where it has no choice of one."""
         raise UserError(f"{type(self).__name__} does not draft in shapes; leave the shape out")

@@ -59,6 +59,9 @@ class CompositeDrafter(Drafter):
             )
         return drawn.pop() if drawn else "chosen"
 
+    def describe_drafts(self) -> str:
+        return " or ".join(dict.fromkeys(drafter.describe_drafts() for drafter in self.drafters))
+
     def most_nodes(self, gamma: int) -> int:
         return max(drafter.most_nodes(gamma) for drafter in self.drafters)
 

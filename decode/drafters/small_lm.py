@@ -16,6 +16,7 @@ from decode.kv import CachedLM, sliding_window
 from decode.sampling import Noise, Sampling
 from decode.shapes import Shape
 from decode.shapes.chain import Chain
+from decode.stored_tree import stored_shape
 from decode.target import Target, load_model_and_tokenizer
 from decode.vocabulary import load_vocabulary
 
@@ -56,11 +57,12 @@ class SmallLMDrafter(Drafter):
 
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> "SmallLMDrafter":
-        """A directory as `decode.vocabulary.save_with_vocabulary` writes it."""
+        """A directory as `decode.vocabulary.save_with_vocabulary` writes it, in the shape that is
+        stored there."""
         place = str(target.device)
         model = load_model_and_tokenizer(str(path), dtype=dtype, device=place).model
         reduced = load_vocabulary(path, model)
-        return cls(model, reduced.ids if reduced else None)
+        return cls(model, reduced.ids if reduced else None, stored_shape(path))
 
     @property
     def vocab_size(self) -> int:

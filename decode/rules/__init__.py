@@ -66,6 +66,12 @@ class Rule(ABC):
 RULES: Registry[type[Rule]] = Registry("verification rule")
 
 
+def default_rule(branches: bool) -> str:
+    """The rule for drafts that branch, or do not, where none is asked for: speculative sampling,
+    which over trees is `multi_round`."""
+    return "multi_round" if branches else "speculative"
+
+
 def used_rule(rule: Rule, sampling: Sampling) -> Rule:
     """The rule itself, or exact match where at temperature 0 it comes to that."""
     return RULES["exact"]() if sampling.greedy and rule.exact_when_greedy else rule
@@ -79,7 +85,8 @@ def require_fitting(rule: Rule, drafter: str, branches: bool, siblings: Siblings
     raise UserError(
         f"{drafter} drafts trees of {siblings} siblings and the rule {type(rule).__name__} judges "
         f"{judged}; rules for such trees: "
-        f"{', '.join(name for name in RULES if RULES[name].judges(branches, siblings))}"
+        f"{', '.join(name for name in RULES if RULES[name].judges(branches, siblings))}; or let it "
+        "draft in the shape chain"
     )
 
 

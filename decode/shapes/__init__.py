@@ -26,6 +26,10 @@ class Shape(ABC):
     branches: bool = True
     depth: int | None = None
 
+    def describe(self) -> str:
+        """In a few words, such as `chain`."""
+        return type(self).__name__.lower()
+
     @abstractmethod
     def siblings(self, sampling: Sampling) -> Siblings:
         """How the children of one node come about under this sampling."""

@@ -108,6 +108,9 @@ class FixedTree(Shape):
         self.depth = structure.depth
         self._plans: dict[tuple[int, torch.device], _Plan] = {}
 
+    def describe(self) -> str:
+        return f"tree of {len(self.structure)} nodes, {self.depth} deep"
+
     def siblings(self, sampling: Sampling) -> Siblings:
         if sampling.greedy or self.draw == "top":
             return "chosen"

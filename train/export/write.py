@@ -167,8 +167,13 @@ def _measured(
     target = job.target
     assert target is not None
     prompts = measuring.prompts(target)
+    # As a chain, whatever tree it is stored with: that is what the layouts can say.
     protocol = Protocol(
-        gamma=job.gamma, max_new_tokens=measuring.max_new_tokens, timed_prompts=0, generate=False
+        gamma=job.gamma,
+        shape="chain",
+        max_new_tokens=measuring.max_new_tokens,
+        timed_prompts=0,
+        generate=False,
     )
     rows = []
     before = open_drafter(str(job.drafter), target)

@@ -1,0 +1,316 @@
+"""Trees that are calibrated by a command, stored with the drafter, and drafted in from then on."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from decode.artifact import CorruptArtifact, verify_directory
+from decode.calibrate_tree import calibrate_tree, cheapest
+from decode.costs import Costs
+from decode.drafters import DRAFTERS
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.sampling import Sampling
+from decode.settings import DecodeSettings
+from decode.shapes.structure import Structure
+from decode.store import describe_drafter, open_drafter, save_drafter
+from decode.stored_tree import TREE, store_tree, stored_shape
+from decode.target import load_target
+from distill.losses import Terms
+from heads.base import HeadOptions
+from heads.features import LiveFeatures
+from heads.store import new_heads, save_heads
+from heads.training import HeadTraining
+from tests.tiny import save_tiny, tiny_tokenizer
+from train.cli import app
+from train.data.chat import prompt_tokens
+from train.data.read import read_examples
+
+WORDS = ("the dog", "a fox and the sea", "two", "it sells a shell", "one token", "the drafter")
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, dev prompts, and two drafters that are sometimes right: a small LM, which is the
+    target with noise, and heads that were shown its answers."""
+    base = tmp_path_factory.mktemp("trees")
+    rows = [json.dumps({"prompt": words}) + "\n" for words in WORDS]
+    (base / "dev.jsonl").write_text("".join(rows))
+    save_tiny(base / "target")
+    target = load_target(str(base / "target"), dtype="float32", device="cpu")
+    noisy = copy.deepcopy(target.model)
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in noisy.model.layers.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=g)
+
+    def write(directory: Path) -> None:
+        noisy.save_pretrained(directory)
+        tiny_tokenizer().save_pretrained(directory)
+
+    save_drafter(base / "small", "small_lm", write, target=target, provenance={"steps": 3})
+    examples, _ = read_examples(str(base / "dev.jsonl"))
+    prompts = [prompt_tokens(e, target.tokenizer) for e in examples]
+    plain = Decoder(target.model, DRAFTERS["none"]()).decode(prompts, NEW).outputs
+    heads = new_heads(HeadOptions.of({"type": "medusa", "heads": 3}), target, None)
+    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target.model)
+    optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
+    for _ in range(25):
+        for prompt, answer in zip(prompts, plain, strict=True):
+            ids = torch.tensor([[*prompt, *answer]])
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            features = LiveFeatures(target.model, module.taps).features(ids, mask.long(), [])
+            loss, _ = module(ids, mask, features, heads.sub_losses(0.0))
+            optimizer.zero_grad()
+            (loss / mask.sum()).backward()
+            optimizer.step()
+    save_heads(base / "heads", heads, target=target, provenance={})
+    return base
+
+
+@pytest.fixture
+def drafters(base: Path, tmp_path: Path) -> Path:
+    """Copies that a test may change."""
+    for name in ("small", "heads"):
+        shutil.copytree(base / name, tmp_path / name)
+    return tmp_path
+
+
+def command(name: str, base: Path, drafter: Path | str, *more: str) -> Result:
+    words = [name, "--target", str(base / "target"), "--drafter", str(drafter)]
+    return CliRunner().invoke(app, [*words, "--dtype", "float32", "--device", "cpu", *more])
+
+
+def calibrate(base: Path, drafter: Path | str, *more: str) -> Result:
+    few = ("--prompts", str(base / "dev.jsonl"), "--max-new-tokens", str(NEW))
+    return command("calibrate-tree", base, drafter, *few, "--depth", "4", "--width", "4", *more)
+
+
+def evaluate(base: Path, drafter: Path | str, file: Path, *more: str) -> tuple[str, Any]:
+    few = ("--prompts", str(base / "dev.jsonl"), "--max-new-tokens", str(NEW))
+    found = command(
+        "evaluate", base, drafter, *few, "--timed-prompts", "2", "--json", str(file), *more
+    )
+    assert found.exit_code == 0, found.output
+    return " ".join(found.output.split()), json.loads(file.read_text())["rows"][0]["evaluation"]
+
+
+@pytest.mark.parametrize(
+    ("which", "method", "deepest"),
+    [("small", "calibrated", 4), ("small", "sequoia", 4), ("heads", "calibrated", 3)],
+)
+def test_a_tree_is_measured_stored_and_then_the_default(
+    base: Path, drafters: Path, which: str, method: str, deepest: int
+) -> None:
+    path = drafters / which
+    before = {f.name: f.read_bytes() for f in path.iterdir()}
+    figures = drafters / "figures.json"
+    more = ("--method", method, "--nodes", "9", "--json", str(figures))
+    found = calibrate(base, path, *more)
+    assert found.exit_code == 0, found.output
+    told = json.loads(figures.read_text())
+
+    # Everything else is as it was, and the manifest knows the new file.
+    verify_directory(path)
+    after = {f.name: f.read_bytes() for f in path.iterdir()}
+    assert {k: v for k, v in after.items() if k not in (TREE, "manifest.json")} == {
+        k: v for k, v in before.items() if k != "manifest.json"
+    }
+    assert json.loads(after["manifest.json"])["files"][TREE]
+    shape = stored_shape(path)
+    assert shape is not None
+    assert [list(p) for p in shape.structure.paths] == told["paths"]
+    assert 1 <= len(told["paths"]) <= 9
+    assert shape.structure.depth <= deepest
+    if method == "calibrated":
+        assert len(told["paths"]) == 9
+    assert json.loads(after[TREE])["about"]["method"] == method
+    assert json.loads(after[TREE])["about"]["prompts"] == len(WORDS)
+
+    # What was promised is what the loop emits where the tree is a chain's worth of acceptance;
+    # with siblings the ranks' independence is an approximation.
+    assert told["promised_tokens_per_step"] == pytest.approx(told["tokens_per_step"], rel=0.35)
+    target = load_target(str(base / "target"), dtype="float32", device="cpu")
+    drafter: Any = open_drafter(str(path), target)
+    assert drafter.shape.structure == shape.structure
+    counts = DecodeSettings(gamma=shape.structure.depth).decoder(target, drafter)[0]
+    examples, _ = read_examples(str(base / "dev.jsonl"))
+    prompts = [prompt_tokens(e, target.tokenizer) for e in examples]
+    done = counts.decode(prompts, NEW)
+    assert done.counts.tokens_per_step == pytest.approx(told["tokens_per_step"])
+    plain = Decoder(target.model, DRAFTERS["none"]()).decode(prompts, NEW)
+    assert done.outputs == plain.outputs
+    assert told["tokens_per_step"] > 1.2
+
+    # A second calibration puts another tree in its place.
+    assert calibrate(base, path, "--nodes", "2").exit_code == 0
+    again = stored_shape(path)
+    assert again is not None
+    assert len(again.structure) == 2
+    verify_directory(path)
+
+
+@pytest.mark.parametrize("which", ["small", "heads"])
+def test_evaluate_and_generate_use_and_name_the_stored_tree(
+    base: Path, drafters: Path, which: str
+) -> None:
+    path, file = drafters / which, drafters / "evaluation.json"
+    said, figures = evaluate(base, path, file)
+    assert figures["drafts"] == "chain"
+    assert figures["rule"] == "speculative"
+    assert "shape" not in said
+
+    tree = Structure([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+    store_tree(path, tree, {})
+    said, figures = evaluate(base, path, file)
+    assert figures["drafts"] == "tree of 7 nodes, 3 deep"
+    assert figures["gamma"] == 3  # as deep as the tree
+    assert "shape its own, a tree of 7 nodes, 3 deep" in said
+    assert figures["nodes_per_step"] > 4
+    assert figures["identical_to_plain"] == 1.0
+
+    # Sampled: the default is a rule that judges trees, and it is lossless.
+    said, figures = evaluate(base, path, file, "--temperature", "0.8")
+    assert (figures["rule"], figures["lossless"]) == ("multi_round", True)
+    assert "rule multi_round (lossless)" in said
+    for temperature in ("0", "0.8"):
+        _, figures = evaluate(base, path, file, "--rule", "typical", "--temperature", temperature)
+        assert figures["rule"] == "typical"
+        # At temperature 0 typical acceptance comes to exact match.
+        assert figures["lossless"] == (temperature == "0")
+        assert figures["nodes_per_step"] > 4
+    _, figures = evaluate(base, path, file, "--rule", "exact", "--temperature", "0.8")
+    assert (figures["rule"], figures["lossless"]) == ("exact", True)
+
+    # Another shape takes its place, and a rule for chains is refused with the way out.
+    said, figures = evaluate(base, path, file, "--shape", "chain", "--temperature", "0.8")
+    assert (figures["rule"], figures["drafts"], figures["gamma"]) == ("speculative", "chain", 4)
+    chains = command(
+        "evaluate",
+        base,
+        path,
+        "--prompts",
+        str(base / "dev.jsonl"),
+        "--rule",
+        "speculative",
+        "--temperature",
+        "0.8",
+    )
+    assert chains.exit_code == 2
+    assert "or let it draft in the shape chain" in " ".join(chains.stderr.split())
+    stops = command("generate", base, path, "the dog", "--policy", "confidence")
+    assert stops.exit_code == 2
+    assert "watches a chain grow" in " ".join(stops.stderr.split())
+
+    few = ("the dog", "--max-new-tokens", "8")
+    answer = command("generate", base, path, *few)
+    assert "drafts: tree of 7 nodes, 3 deep; rule multi_round" in answer.stderr
+    assert answer.stdout == command("generate", base, "none", *few).stdout
+    sampled = command("generate", base, path, *few, "--temperature", "0.7")
+    assert sampled.exit_code == 0, sampled.stderr
+    shown = CliRunner().invoke(app, ["inspect", str(path)])
+    assert "drafts in a tree of 7 nodes, 3 deep by default" in shown.output
+
+
+def test_the_number_of_nodes_follows_the_costs() -> None:
+    """Where wider passes cost nothing all nodes that add something pay; where they cost as much as
+    a plain step, only those that bring more than that."""
+    table = [[0.5, 0.25, 0.1], [0.4, 0.2, 0.0]]
+    free = cheapest(table, Costs(0.05, 1, 0.0, (1, 64), (1.0, 1.0)), most=20)
+    assert len(free.structure) == 9  # three first ones, and two that are ever right below each
+    assert free.tokens_per_step == pytest.approx(1 + 0.85 + 0.85 * 0.6)
+    assert free.cost_per_token == pytest.approx(1 / free.tokens_per_step)
+    dear = cheapest(table, Costs(0.05, 1, 0.3, (1, 2, 3), (1.0, 1.2, 2.2)), most=20)
+    assert dear.structure.paths == [(0,)]
+    assert dear.cost_per_token == pytest.approx((0.3 + 1.2) / 1.5)
+    with pytest.raises(UserError, match="0 for all first tokens"):
+        cheapest([[0.0, 0.0]], Costs(0.05, 1, 0.3, (1, 2), (1.0, 1.2)))
+
+
+def test_calibrating_for_sampled_text_measures_draws(base: Path) -> None:
+    """At temperature 1 no candidate is right as often as the greedy one at temperature 0."""
+    target = load_target(str(base / "target"), dtype="float32", device="cpu")
+    drafter = open_drafter(str(base / "small"), target)
+    examples, _ = read_examples(str(base / "dev.jsonl"))
+    prompts = [prompt_tokens(e, target.tokenizer) for e in examples]
+    found = [
+        calibrate_tree(
+            target,
+            drafter,
+            prompts,
+            nodes=4,
+            depth=2,
+            width=4,
+            max_new_tokens=NEW,
+            sampling=Sampling(temperature),
+        )
+        for temperature in (0.0, 1.5)
+    ]
+    greedy, drawn = (x.acceptance.by_rank()[0] for x in found)
+    assert greedy > drawn
+    assert found[1].to_dict()["temperature"] == 1.5
+    assert isinstance(drafter, SmallLMDrafter)
+    assert drafter.describe_drafts() == "chain"  # its own shape was put back
+    assert np.isfinite(found[0].plan.cost_per_token)
+
+
+def test_without_a_place_for_it_the_tree_goes_into_a_file(base: Path, drafters: Path) -> None:
+    out = drafters / "trees" / "tree.json"
+    refused = calibrate(base, base / "target")
+    assert refused.exit_code == 2
+    assert "cannot be stored with it" in refused.stderr
+    found = calibrate(base, base / "target", "--nodes", "3", "--out", str(out))
+    assert found.exit_code == 0, found.output
+    _, figures = evaluate(
+        base, base / "target", drafters / "e.json", "--shape", f"static:file={out}"
+    )
+    assert figures["drafts"] == "tree of 3 nodes, 3 deep"  # it is the target itself: a chain is all
+
+
+def test_what_cannot_be_calibrated_is_refused(base: Path, drafters: Path) -> None:
+    out = ("--out", str(drafters / "tree.json"))
+    for words, message in (
+        (("ngram", *out), "NgramDrafter drafts in no shape"),
+        ((f"ngram+{base / 'small'}", *out), "CompositeDrafter drafts in no shape"),
+        ((str(base / "small"), "--method", "medusa"), "expected one of calibrated, sequoia"),
+        ((str(base / "heads"), "--width", "400"), "make the tree narrower"),
+    ):
+        found = calibrate(base, *words)
+        assert found.exit_code == 2, found.output
+        assert message in " ".join(found.stderr.split())
+    # A damaged drafter is not calibrated, and stays as it is.
+    file = drafters / "heads" / "heads.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    found = calibrate(base, drafters / "heads")
+    assert found.exit_code == 2
+    assert "heads.safetensors" in found.stderr
+    assert not (drafters / "heads" / TREE).exists()
+    with pytest.raises(CorruptArtifact):
+        store_tree(drafters / "heads", Structure([(0,)]), {})
+
+
+def test_a_kill_while_storing_leaves_the_drafter_as_it_was(
+    base: Path, drafters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = drafters / "small"
+
+    def dying(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("decode.artifact._seal", dying)
+        with pytest.raises(KeyboardInterrupt):
+            store_tree(path, Structure([(0,), (1,)]), {})
+    assert stored_shape(path) is None
+    assert describe_drafter(path)["provenance"] == {"steps": 3}
+    assert sorted(p.name for p in drafters.iterdir()) == ["heads", "small"]
