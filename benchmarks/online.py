@@ -285,7 +285,7 @@ def _training(run: Run, name: str) -> dict[str, float]:
 
 
 def _counts(run: Run, arm: str) -> np.ndarray:
-    """int [requests, 4]: see `train.stages.online.COUNTS`."""
+    """int [requests, 4]: see `train.stream.COUNTS`."""
     saves = (_directory(run, _name(arm)) / "progress").glob("progress-*")
     newest = max(saves, key=lambda path: int(path.name.rpartition("-")[2]))
     return np.array(json.loads((newest / "progress.json").read_text())["counts"])

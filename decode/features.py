@@ -39,6 +39,20 @@ class Features:
         rows_B1 = torch.arange(len(places), device=places.device)[:, None]
         return Features({tap: x[rows_B1, places] for tap, x in self.values.items()}, counts)
 
+    def newest(self, taps: Sequence[int]) -> Tensor:
+        """[B, T·H]: of each row's last token that counts; without meaning where none does."""
+        values = self.of(taps)
+        places = torch.as_tensor(np.maximum(self.counts - 1, 0), device=values.device)
+        return values[torch.arange(len(places), device=values.device), places]
+
+    def keep_rows(self, rows: np.ndarray) -> "Features":
+        """Of these rows only, int [B'], in this order."""
+        chosen = {
+            tap: x.index_select(0, torch.as_tensor(rows, device=x.device))
+            for tap, x in self.values.items()
+        }
+        return Features(chosen, self.counts[rows])
+
 
 class Recorder:
     """Takes the hidden states of a model's forwards, by hooks, so that any causal LM will do and

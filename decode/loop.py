@@ -164,8 +164,10 @@ class Decoder:
         emitted, ended = self._cut(rows, block, first, ends - contexts.lengths)
         self._append(contexts, block, emitted)
         self.drafter.start(contexts)
+        read: Features | None = None
         if self.drafter.taps and fed.any():
-            self.drafter.read(Features(self.lm.features, fed))
+            read = Features(self.lm.features, fed)
+            self.drafter.read(read)
         self.policy.start(len(rows))
         clock.mark("prefill")
 
@@ -181,6 +183,8 @@ class Decoder:
                     break
                 self._keep(going, contexts, noise)
                 rows, ends = rows[going], ends[going]
+                if read is not None and self.observers:
+                    read = read.keep_rows(going)
             clock.mark("overhead")
 
             noise.next_round(contexts.lengths)
@@ -208,10 +212,11 @@ class Decoder:
                 on_step(trace_rows(rows, draft, scores, verdict, block))
 
             for observer in self.observers:
-                observer(Verified(rows, contexts, draft, scores, verdict, accepted, block))
+                observer(Verified(rows, contexts, draft, scores, verdict, accepted, block, read))
             if self.drafter.taps:
                 seen = Features(self.lm.features, accepted + 1)
-                self.drafter.read(seen.at(verdict.places(), accepted + 1))
+                read = seen.at(verdict.places(), accepted + 1)
+                self.drafter.read(read)
 
             emitted, ended = self._cut(rows, block, accepted + 1, left)
             by_depth = draft.nodes_by_depth()

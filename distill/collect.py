@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decode.observe import Verified
 from distill.cache import top_k
-from distill.replay import LEAST, Record
+from distill.replay import LEAST, Drafted, Record, to_numpy
 
 # Distributions whose logarithm is taken together, float32 each.
 CHUNK = 64
@@ -31,6 +31,9 @@ class _Open:
     places: list[int] = field(default_factory=list)
     rejected: list[bool] = field(default_factory=list)
     signals: list[tuple[np.ndarray, ...]] = field(default_factory=list)  # ids, log_p, log_tail
+    depths: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    features: list[np.ndarray] = field(default_factory=list)
 
 
 class Collector:
@@ -43,6 +46,10 @@ class Collector:
     Distributions are the target's at temperature 1 before all processors, its k likeliest tokens
     and the tail; over the draft `vocabulary`, int64 [V'] ascending, renormalised, where one is
     given. k ≥ V keeps all of them.
+
+    taps: of heads on the target, the hidden states that they read: then recorded are only places
+    that a head drafted for, with its number and what it read there. The head d of a draft after L
+    tokens drafts for place L + d − 1, from the hidden states of the token at L − 2.
 
     A row of a decode is a request, which begins where a row's text does not go on. `begin` gives
     the rows of the next decode their requests' numbers; else they are counted. What a text draws
@@ -60,9 +67,10 @@ class Collector:
         holdout_every: int = 0,
         vocabulary: Tensor | None = None,
         eos_token_ids: Sequence[int] = (),
+        taps: Sequence[int] = (),
         seed: int = 0,
     ) -> None:
-        self.vocabulary = vocabulary
+        self.vocabulary, self.taps = vocabulary, tuple(taps)
         self.k = min(k, vocab_size if vocabulary is None else len(vocabulary))
         self._ids = np.uint16 if vocab_size <= 1 << 16 else np.int32
         self.accepted, self.holdout_every, self.seed = accepted, holdout_every, seed
@@ -115,8 +123,8 @@ class Collector:
         rejected = emitted & (columns == accepted[:, None]) & (reached > accepted)[:, None]
         drawn = np.stack([row.random.random(depth) for row in rows])
         shares = np.array([1.0 if row.held_out else self.accepted for row in rows])
-        chosen = rejected | (emitted & (drawn < shares[:, None]))
-        picked = np.nonzero(chosen)
+        others = emitted & (columns < accepted[:, None]) if self.taps else emitted
+        picked = np.nonzero(rejected | (others & (drawn < shares[:, None])))
         ids, log_p, tail = self._distributions(seen, *picked)
         for at, (place, column) in enumerate(zip(*picked, strict=True)):
             row = rows[place]
@@ -124,6 +132,16 @@ class Collector:
             row.rejected.append(bool(rejected[place, column]))
             row.signals.append((ids[at], log_p[at], tail[at]))
             self.rejections += bool(rejected[place, column]) and not row.held_out
+            if self.taps:
+                row.depths.append(int(column) + 1)
+        if self.taps and len(picked[0]):
+            assert seen.read is not None, "a draft by heads follows hidden states"
+            drafted = np.unique(picked[0])
+            newest = seen.read.newest(self.taps)
+            features = to_numpy(newest[torch.as_tensor(drafted, device=newest.device)])
+            for at, place in enumerate(drafted):
+                rows[place].read.append(int(lengths[place]) - 2)
+                rows[place].features.append(features[at])
         for place, row in enumerate(rows):
             row.text += seen.block[place, : accepted[place] + 1].tolist()
 
@@ -172,6 +190,10 @@ class Collector:
         if not row.places:
             return
         ids, log_p, tail = (np.stack(parts) for parts in zip(*row.signals, strict=True))
+        drafted = None
+        if self.taps:
+            depths, read = np.array(row.depths, dtype=np.uint8), np.array(row.read, dtype=np.int32)
+            drafted = Drafted(depths, read, np.stack(row.features))
         record = Record(
             row.request,
             np.array(row.text[: row.places[-1] + 1], dtype=np.int32),
@@ -180,9 +202,11 @@ class Collector:
             ids,
             log_p,
             tail,
+            drafted,
         )
         self._closed.append((row.held_out, record))
         row.places, row.rejected, row.signals = [], [], []
+        row.depths, row.read, row.features = [], [], []
 
     def _close(self) -> None:
         for row in self._open.values():

@@ -10,6 +10,7 @@ Shapes: B texts, T tokens of the longest, n recorded tokens.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from decode.drafters import Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.kv import sliding_window
+from decode.new_weights import require_weights
 from decode.vocabulary import ReducedVocabulary, save_with_vocabulary
 from distill.losses import Terms
 from distill.module import Distillation
@@ -29,17 +31,29 @@ class OnlineStudent(ABC):
     """The copy of a drafter that learns.
 
     kind: of the drafter, in `decode.drafters.DRAFTERS`. module: holds the weights; those that
-    require a gradient are trained. window: how many tokens of a text it is shown at most.
+    require a gradient are trained. window: how many tokens of a text it is shown at most. ids:
+    int64 [V'], ascending, a reduced draft vocabulary; None: all tokens. heads: how many heads on
+    the target it is, and taps: the hidden states that they read, `features` numbers in all; none
+    for a model of its own.
     """
 
     kind: str
     module: nn.Module
     terms: Terms
     window: int
+    ids: Tensor | None
+    heads: int = 0
+    taps: tuple[int, ...] = ()
+    features: int = 0
 
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
+
+    @property
+    def parameter_count(self) -> int:
+        """How many, trained or not."""
+        return sum(p.numel() for p in self.module.parameters())
 
     @abstractmethod
     def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
@@ -67,12 +81,25 @@ class OnlineStudent(ABC):
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
 
+def require_same_ids(own: Tensor | None, theirs: Tensor | None) -> None:
+    """Raise UserError unless the draft vocabularies of a learning copy and its drafter are one."""
+    same = own is theirs or (
+        own is not None and theirs is not None and torch.equal(own.cpu(), theirs.cpu())
+    )
+    if not same:
+        raise UserError(
+            "the drafter has another draft vocabulary than the copy that learns; make both from "
+            "one drafter directory"
+        )
+
+
 class SmallLMStudent(OnlineStudent):
     """A small language model, float32; `model` itself is trained, in eval mode: without dropout, so
     that what it learns can be repeated.
 
     vocabulary: what its output layer was reduced to. max_length: of a text, in tokens; None: as far
-    as the model sees. Raises UserError for a model that `distill.output` refuses.
+    as the model sees. tokenizer: is stored with it, and names the padding; None: `pad_id` does.
+    Raises UserError for a model that `distill.output` refuses.
     """
 
     kind = "small_lm"
@@ -84,12 +111,14 @@ class SmallLMStudent(OnlineStudent):
         vocabulary: ReducedVocabulary | None = None,
         *,
         max_length: int | None = None,
+        tokenizer: Any = None,
         pad_id: int = 0,
         chunk: int = 256,
     ) -> None:
         self.model, self.terms, self.vocabulary = model.eval(), terms, vocabulary
         ids = None if vocabulary is None else vocabulary.ids.to(model.device)
-        self.ids, self.pad_id = ids, pad_id
+        self.ids, self.tokenizer = ids, tokenizer
+        self.pad_id = pad_id if tokenizer is None else tokenizer.pad_token_id or 0
         self.module = Distillation(model, terms, chunk=chunk, vocabulary=ids)
         judged = Terms({"total_variation": 1.0})
         self._judge = Distillation(model, judged, chunk=chunk, vocabulary=ids)
@@ -129,16 +158,8 @@ class SmallLMStudent(OnlineStudent):
                 f"{type(drafter).__name__} cannot take the weights of a small language model; "
                 "expected the small_lm drafter that they are a copy of"
             )
-        own, theirs = self.ids, drafter.vocabulary
-        same = own is theirs or (
-            own is not None and theirs is not None and torch.equal(own.cpu(), theirs.cpu())
-        )
-        if not same:
-            raise UserError(
-                "the drafter has another draft vocabulary than the copy that learns; make both "
-                "from one drafter directory"
-            )
-        drafter.require_weights({self._name(n): p for n, p in self.trained().items()})
+        require_same_ids(self.ids, drafter.vocabulary)
+        require_weights(drafter.lm.model, {self._name(n): p for n, p in self.trained().items()})
 
     def hand_over(self, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
         assert isinstance(drafter, SmallLMDrafter)
@@ -150,3 +171,5 @@ class SmallLMStudent(OnlineStudent):
 
     def write(self, directory: Path) -> None:
         save_with_vocabulary(self.model, self.vocabulary, directory)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)

@@ -1,10 +1,12 @@
 """What a target said of texts that it verified, kept within bounds for a drafter to learn from.
 
 A request's text is stored once for all of its recorded tokens, since each rejection's context is a
-prefix of it. A recorded token takes `bytes_per_position(k, V)` bytes, a token of text 4.
+prefix of it. A recorded token takes `bytes_per_position(k, V)` bytes, a token of text 4. Of heads
+on the target it takes one more, for which head it was, and each draft with recorded tokens takes
+`bytes_per_draft`, for the hidden states that it was made from.
 
 Shapes: T tokens of a text, n of them recorded, k likeliest tokens of a distribution, V (draft)
-vocabulary.
+vocabulary; m drafts, F numbers of hidden state that heads read.
 """
 
 import json
@@ -30,6 +32,8 @@ SHARD = "shard"
 FILE = "records.safetensors"
 # Below it a probability is 0 in float16 too; an infinite log-probability would make 0·∞ = NaN.
 LEAST = -6e4
+EACH = ("places", "rejected", "ids", "log_p", "log_tail")  # one row of each recorded token
+DRAFTED = ("depths", "read", "features")
 
 
 def bytes_per_position(k: int, vocab_size: int) -> int:
@@ -37,6 +41,45 @@ def bytes_per_position(k: int, vocab_size: int) -> int:
     their log-probabilities and the tail, its place in the text and whether it was rejected there.
     """
     return bytes_per_token(k, vocab_size) + 4 + 1
+
+
+def bytes_per_draft(features: int, dtype: torch.dtype) -> int:
+    """What the hidden states that a draft was made from take, F numbers in the target's dtype, with
+    the place they are from; stored once for all recorded tokens of the draft."""
+    return features * dtype.itemsize + 4
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    """A copy on the host, to the bit; of bfloat16, which NumPy does not know, its bits as int16."""
+    x = x.detach().to("cpu", copy=True)
+    found: np.ndarray = (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+    return found
+
+
+def from_numpy(x: np.ndarray) -> Tensor:
+    """What `to_numpy` was given."""
+    found = torch.as_tensor(x)
+    return found.view(torch.bfloat16) if x.dtype == np.int16 else found
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """By which heads, from what, a record's tokens were drafted.
+
+    depths: uint8 [n], the head of each recorded token, from 1, which read the hidden states of
+    tokens[place − depth − 1]. read: int32 [m], ascending, all such tokens. features: [m, F], their
+    hidden states as `to_numpy` gives them, in the target's dtype.
+    """
+
+    depths: np.ndarray
+    read: np.ndarray
+    features: np.ndarray
+
+    def part(self, places: np.ndarray, here: np.ndarray, begin: int) -> "Drafted":
+        """Of the recorded tokens `here` (bool [n]) only, in the text from token `begin` on."""
+        depths = self.depths[here]
+        kept = np.isin(self.read, places[here] - depths - 1)
+        return Drafted(depths, self.read[kept] - begin, self.features[kept])
 
 
 @dataclass(frozen=True)
@@ -48,6 +91,8 @@ class Record:
     it. rejected: bool [n], the drafter's token was rejected there. ids [n, k] unsigned or int32,
     log_p float16 [n, k], log_tail float32 [n]: as `distill.signal.TopK`, at temperature 1 and
     before any processor.
+
+    drafted: of heads on the target; None for a small language model.
     """
 
     request: int
@@ -57,17 +102,17 @@ class Record:
     ids: np.ndarray
     log_p: np.ndarray
     log_tail: np.ndarray
+    drafted: Drafted | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self._arrays())
-
-    def _arrays(self) -> Iterator[np.ndarray]:
-        return (x for x in vars(self).values() if isinstance(x, np.ndarray))
+        whole = [*vars(self).values(), *(vars(self.drafted).values() if self.drafted else ())]
+        return sum(x.nbytes for x in whole if isinstance(x, np.ndarray))
 
     def windows(self, most: int) -> list["Record"]:
         """The same recorded tokens in texts of at most `most` ≥ 2 tokens, for models that see no
-        more. A token keeps the last tokens before it: all there are, or at least half of `most`.
+        more. A token keeps the last tokens before it: all there are, or at least half of `most`,
+        among which must be the one that its head read.
         """
         if len(self.tokens) <= most:
             return [self]
@@ -78,13 +123,13 @@ class Record:
             here = (self.places >= done) & (self.places < end)
             done = end
             if here.any():
-                places = self.places[here] - begin
-                tokens = self.tokens[begin : begin + int(places[-1]) + 1]
-                parts = {
-                    name: getattr(self, name)[here]
-                    for name in ("rejected", "ids", "log_p", "log_tail")
-                }
-                found.append(replace(self, tokens=tokens, places=places, **parts))
+                own = self.places[here]
+                tokens = self.tokens[begin : int(own[-1]) + 1]
+                parts = {name: getattr(self, name)[here] for name in EACH[1:]}
+                drafted = self.drafted and self.drafted.part(self.places, here, begin)
+                found.append(
+                    replace(self, tokens=tokens, places=own - begin, drafted=drafted, **parts)
+                )
         return found
 
 
@@ -209,6 +254,12 @@ class ReplayBuffer:
                 f"the replay buffer {path} keeps the {found['k']} likeliest tokens, expected "
                 f"{self.made_with['k']}; delete it, or set k as it was"
             )
+        theirs, own = (x.get("heads") for x in (found, self.made_with))
+        if theirs != own:
+            raise UserError(
+                f"the replay buffer {path} was recorded for {_heads(theirs)}, and the drafter that "
+                f"learns is {_heads(own)}; delete it, or go on with the drafter it was made for"
+            )
 
 
 def _shards(directory: Path) -> list[tuple[int, Path]]:
@@ -220,24 +271,36 @@ def _shards(directory: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def _heads(made_for: dict[str, Any] | None) -> str:
+    if made_for is None:
+        return "a small language model"
+    return f"{made_for['count']} heads on the hidden states {made_for['taps']}"
+
+
 def _store(path: Path, records: Sequence[Record]) -> None:
-    names = ("tokens", "places", "rejected", "ids", "log_p", "log_tail")
-    save_file(
-        {name: np.concatenate([getattr(r, name) for r in records]) for name in names}, path / FILE
-    )
-    rows = [[r.request, len(r.tokens), len(r.places)] for r in records]
+    parts = {name: [getattr(r, name) for r in records] for name in ("tokens", *EACH)}
+    drafted = [r.drafted for r in records if r.drafted is not None]
+    if drafted:
+        parts |= {name: [getattr(d, name) for d in drafted] for name in DRAFTED}
+    save_file({name: np.concatenate(arrays) for name, arrays in parts.items()}, path / FILE)
+    rows = [
+        [r.request, len(r.tokens), len(r.places), len(r.drafted.read) if r.drafted else 0]
+        for r in records
+    ]
     (path / "records.json").write_text(json.dumps(rows))
 
 
 def _load(path: Path) -> list[Record]:
     whole = load_file(path / FILE)
     records = []
-    token, place = 0, 0
-    for request, tokens, places in json.loads((path / "records.json").read_text()):
-        here = slice(place, place + places)
-        parts = {
-            name: whole[name][here] for name in ("places", "rejected", "ids", "log_p", "log_tail")
-        }
-        records.append(Record(request, whole["tokens"][token : token + tokens], **parts))
-        token, place = token + tokens, place + places
+    at = [0, 0, 0]
+    for request, *counts in json.loads((path / "records.json").read_text()):
+        text, each, drafts = (slice(i, i + n) for i, n in zip(at, counts, strict=True))
+        drafted = None
+        if "depths" in whole:
+            own = zip(DRAFTED, (each, drafts, drafts), strict=True)
+            drafted = Drafted(*(whole[name][rows] for name, rows in own))
+        parts = {name: whole[name][each] for name in EACH}
+        records.append(Record(request, whole["tokens"][text], **parts, drafted=drafted))
+        at = [i + n for i, n in zip(at, counts, strict=True)]
     return records

@@ -113,9 +113,14 @@ class Heads(nn.Module, ABC):
         """Set the weights that training starts from. Draws from torch's random state."""
         self.output.start_from(output_layer(model), self.vocabulary)
 
-    def borrow(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-        """Take what is the target's own and not stored, on its device; in `dtype`, or its own."""
-        self.output.borrow(output_layer(model), self.vocabulary, dtype)
+    def borrow(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Take what is the target's own and not stored, in `dtype` and on `device`, or its own."""
+        self.output.borrow(output_layer(model), self.vocabulary, dtype, device)
 
     @abstractmethod
     def sub_losses(self, uniform: float) -> dict[int, float]:

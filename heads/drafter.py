@@ -4,6 +4,7 @@ Shapes: B rows, n tokens, F features of a token.
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +17,7 @@ from decode.drafters import Contexts, Drafter, Limits
 from decode.errors import UserError
 from decode.features import Features
 from decode.growth import Growth
+from decode.new_weights import take_weights
 from decode.sampling import Noise, Sampling
 from decode.shapes import Shape
 from decode.shapes.chain import Chain
@@ -79,10 +81,7 @@ class HeadsDrafter(Drafter):
         self._read = np.zeros(len(contexts.lengths), dtype=bool)
 
     def read(self, features: Features) -> None:
-        values = features.of(self.taps)
-        places = torch.as_tensor(np.maximum(features.counts - 1, 0), device=values.device)
-        self.last = values[torch.arange(len(places), device=values.device), places]
-        self.last = self.last.to(next(self.heads.parameters()).dtype)
+        self.last = features.newest(self.taps).to(next(self.heads.parameters()).dtype)
         self._read = features.counts > 0
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
@@ -93,6 +92,12 @@ class HeadsDrafter(Drafter):
         within = Limits(depths, limits.stops)
         growth = self.growth(contexts, sampling, within.deepest)
         return self.shape.grow(growth, within, sampling, noise)
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on with other values of some of the heads' weights, also in the middle of texts: what
+        the heads read is the target's. Never while they draft: q is that of one set of weights.
+        Raises UserError, with nothing changed, for weights that they do not have."""
+        take_weights(self.heads, weights)
 
     def keep_rows(self, rows: Tensor) -> None:
         self._read = self._read[rows.cpu().numpy()]

@@ -32,7 +32,11 @@ class HeadOutput(nn.Module):
                 parameter.copy_(rows)
 
     def borrow(
-        self, layer: nn.Linear, vocabulary: Tensor | None, dtype: torch.dtype | None
+        self,
+        layer: nn.Linear,
+        vocabulary: Tensor | None,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
     ) -> None:
         """Take the target's rows, where these heads have no layers of their own."""
         if len(self.layers):
@@ -41,7 +45,7 @@ class HeadOutput(nn.Module):
         with torch.device("meta"):
             borrowed = _empty(layer, len(weight))
         for name, rows in zip(("weight", "bias"), (weight, *bias), strict=False):
-            own = rows.to(dtype or rows.dtype)
+            own = rows.to(device or rows.device, dtype or rows.dtype)
             setattr(borrowed, name, nn.Parameter(own, requires_grad=False))
         self._borrowed = [borrowed]
 

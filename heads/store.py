@@ -17,7 +17,7 @@ from decode.artifact import CorruptArtifact
 from decode.errors import UserError
 from decode.packed import can_pack, pack_layers
 from decode.same_weights import require_same_weights, sample_weights
-from decode.shapes import Shape
+from decode.shapes.static import Static
 from decode.shapes.structure import Structure
 from decode.store import save_drafter
 from decode.stored_tree import TREE, stored_shape
@@ -77,6 +77,15 @@ def save_heads(
     tree: Structure | None = None,
 ) -> None:
     """Write a drafter directory, whole or not at all."""
+
+    def write(directory: Path) -> None:
+        write_heads(directory, heads, target, tree)
+
+    save_drafter(path, heads.options.type, write, target=target, provenance=provenance)
+
+
+def write_heads(directory: Path, heads: Heads, target: Target, tree: Structure | None) -> None:
+    """Write what `load_heads` reads."""
     config = {
         "model_type": heads.options.type,
         "options": heads.options.model_dump(mode="json"),
@@ -89,18 +98,22 @@ def save_heads(
     weights[SAMPLE] = sample_weights(target.model)
     if heads.vocabulary is not None:
         weights[IDS] = heads.vocabulary.cpu()
-
-    def write(directory: Path) -> None:
-        (directory / CONFIG).write_text(json.dumps(config, indent=2))
-        save_file(weights, directory / WEIGHTS)
-        if tree is not None:
-            tree.save(directory / TREE)
-
-    save_drafter(path, heads.options.type, write, target=target, provenance=provenance)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2))
+    save_file(weights, directory / WEIGHTS)
+    if tree is not None:
+        tree.save(directory / TREE)
 
 
-def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, Shape | None]:
+def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, Static | None]:
     """The heads in a directory, on the target's device, and the shape stored with them, if any.
+    Raises UserError as `read_heads` does."""
+    heads, shape = read_heads(path, target)
+    make_ready(heads, target, dtype)
+    return heads, shape
+
+
+def read_heads(path: Path, target: Target) -> tuple[Heads, Static | None]:
+    """The heads in a directory as they were stored, on the CPU, and the shape stored with them.
 
     Raises UserError where they were made for another hidden size or for other weights than this
     target's, and for files that do not fit together. (`decode.store.open_drafter` has compared the
@@ -126,5 +139,4 @@ def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, S
         heads.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise CorruptArtifact(path, WEIGHTS, f"does not hold these heads ({error})") from error
-    make_ready(heads, target, dtype)
     return heads, stored_shape(path)

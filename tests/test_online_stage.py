@@ -15,6 +15,7 @@ import torch
 from decode.errors import UserError
 from decode.store import describe_drafter, open_drafter
 from decode.target import Target
+from heads.medusa import MedusaDrafter
 from tests.stages import DRAFTER, drafter_weights, examples, make_stage, run_stage, stage_context
 from tests.test_on_policy import LOOP as DISTILL_LOOP
 from tests.test_run import command
@@ -23,8 +24,9 @@ from tests.training import Killed, ask_to_stop, assert_equal, scramble
 from train import plots, versions
 from train.online import Online
 from train.stage import StageContext
-from train.stages.online import OnlineStage, Progress
+from train.stages.online import OnlineStage
 from train.stopping import Stopped
+from train.stream import Progress
 from train.versions import Versions
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -70,7 +72,9 @@ def online_stage(name: str, *earlier: Any, **settings: Any) -> Any:
 
 def without_times(summary: dict[str, Any]) -> dict[str, Any]:
     found = {k: v for k, v in summary.items() if "second" not in k}
-    found["rounds"] = [{k: v for k, v in e.items() if k != "seconds"} for e in summary["rounds"]]
+    found["rounds"] = [
+        {k: v for k, v in e.items() if k not in ("seconds", "waited")} for e in summary["rounds"]
+    ]
     found["windows"] = [
         {k: v for k, v in w.items() if k != "tokens_per_second"} for w in summary["windows"]
     ]
@@ -135,13 +139,90 @@ def test_it_goes_on_with_a_distilled_drafter_and_its_vocabulary(context):
     assert more.config.drafter.stage == "online"
 
 
+HEADS: dict[str, Any] = {
+    "heads": {"type": "medusa", "heads": 2},
+    "loop": {"epochs": 1, "tokens_per_batch": 150},
+}
+
+
+def heads_stage(**settings: Any) -> Any:
+    return make_stage("heads", "medusa", **(HEADS | settings))
+
+
+def on_heads(name: str, *earlier: Any, **settings: Any) -> Any:
+    settings = {"drafter": {"stage": "medusa"}, "train_embeddings": False} | settings
+    return online_stage(name, *(earlier or [heads_stage()]), **settings)
+
+
+@pytest.fixture
+def with_heads(context):
+    run_stage(context, heads_stage())
+    return context
+
+
+def test_heads_go_on_learning_and_stay_drafter_directories(with_heads, target):
+    context = with_heads
+    outcome = run_stage(context, on_heads("online"))
+    summary = outcome.summary
+    assert summary["versions_kept"] > 0
+    assert [entry["served"] for entry in summary["rounds"]] == [4, 8, 12, 16, 20]
+    # 16 of 300 tokens; the hidden size is 32.
+    assert summary["bytes_per_position"] == 16 * 4 + 4 + 5 + 1
+    assert summary["bytes_per_draft"] == 32 * 4 + 4
+    newest = context.outcomes["online"] / "versions" / f"version-{summary['versions_kept']}"
+    for path in (newest, outcome.drafter):
+        assert describe_drafter(path)["kind"] == "medusa"
+        assert isinstance(open_drafter(str(path), target), MedusaDrafter)
+    before = drafter_weights(replace(outcome, drafter=context.outcomes["medusa"] / "drafter"))
+    after = drafter_weights(outcome)
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(x, before[name]) for name, x in after.items())
+    # And a further stage takes it from there.
+    more = on_heads("more", heads_stage(), on_heads("online"), drafter={"stage": "online"})
+    assert run_stage(context, more).summary["versions_kept"] >= 0
+
+
+@pytest.mark.parametrize("place", ["serve", "learn", "version", "progress"])
+def test_heads_killed_anywhere_end_with_the_same_weights(with_heads, monkeypatch, place):
+    assert_same_after_kills(with_heads, monkeypatch, place, on_heads)
+
+
+def test_a_tree_of_heads_is_kept_and_judged_by_a_rule_for_trees(context):
+    tree = {"nodes": 4, "width": 3, "prompts": 2, "max_new_tokens": 6}
+    stage = heads_stage(tree=tree)
+    with pytest.raises(UserError, match=r"draft in a tree, and the rule speculative.*multi_round"):
+        on_heads("online", stage)
+    run_stage(context, stage)
+    settings = {"rule": "multi_round", "prompts": 8}
+    outcome = run_stage(context, on_heads("online", stage, **settings))
+    stored = context.outcomes["medusa"] / "drafter" / "tree.json"
+    assert stored.exists() == (outcome.drafter / "tree.json").exists()
+
+
+def test_what_is_not_for_heads_is_refused():
+    with pytest.raises(UserError, match="heads are trained whole, so train_embeddings"):
+        on_heads("online", train_embeddings=True)
+    with pytest.raises(UserError, match="the drafter of online is heads on the target"):
+        make_stage(
+            "distill",
+            "more",
+            heads_stage(),
+            on_heads("online"),
+            **(DRAFTER | {"drafter": {"stage": "online"}}),
+        )
+
+
 # --- kills ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["serve", "learn", "swap", "version", "progress", "buffer"])
 def test_killed_anywhere_it_ends_with_the_same_weights(context, monkeypatch, place):
+    assert_same_after_kills(context, monkeypatch, place, online_stage)
+
+
+def assert_same_after_kills(context, monkeypatch, place, stage_of):
     """Each time in the second call of the place, and once more where it then goes on."""
-    whole = run_stage(context, online_stage("whole"))
+    whole = run_stage(context, stage_of("whole"))
     where = {
         "serve": (OnlineStage, "_serve"),
         "learn": (Online, "_learn"),
@@ -167,9 +248,9 @@ def test_killed_anywhere_it_ends_with_the_same_weights(context, monkeypatch, pla
         with monkeypatch.context() as patch:
             patch.setattr(kind, name, dying)
             with pytest.raises(Killed):
-                run_stage(context, online_stage("killed"))
+                run_stage(context, stage_of("killed"))
         scramble()
-    killed = run_stage(context, online_stage("killed"))
+    killed = run_stage(context, stage_of("killed"))
     assert_equal(drafter_weights(killed), drafter_weights(whole))
     assert without_times(killed.summary) == without_times(whole.summary)
 
@@ -261,7 +342,7 @@ def test_a_stream_without_prompts_is_refused(context):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"drafter": {"stage": "none"}}, "no earlier stage 'none' of kind distill or online"),
+        ({"drafter": {"stage": "none"}}, "no earlier stage 'none' of kind heads or distill"),
         ({"losses": {"forwardkl": 1.0}}, "forwardkl"),
         ({"rule": "greedy"}, "greedy"),
         ({"learning": {"holdout_every": 1}}, "greater than or equal to 2"),

@@ -142,9 +142,12 @@ class Online:
             holdout_every=settings.holdout_every,
             vocabulary=vocabulary,
             eos_token_ids=eos_token_ids,
+            taps=student.taps,
             seed=settings.seed,
         )
         made_with = made_with | {"k": self.collector.k}
+        if student.heads:
+            made_with["heads"] = {"count": student.heads, "taps": list(student.taps)}
         most = int(settings.buffer_mib * 2**20)
         self.buffer, self.held_out = (
             ReplayBuffer(most, made_with, directory / name if directory else None)

@@ -15,13 +15,11 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from decode.artifact import newest_complete, recover, remove_directory, write_directory
 from decode.errors import UserError
 from decode.store import describe_drafter, save_drafter
-from decode.target import Target, load_model_and_tokenizer
-from decode.vocabulary import ReducedVocabulary, load_vocabulary
+from decode.target import Target
 from distill.online import OnlineStudent
 from train.console import Reporter
 
@@ -57,7 +55,6 @@ class Versions:
 
         def write(directory: Path) -> None:
             student.write(directory)
-            self.target.tokenizer.save_pretrained(directory)
             save_file(
                 {k: v.detach().cpu().contiguous() for k, v in moments.items()}, directory / MOMENTS
             )
@@ -115,12 +112,6 @@ class Versions:
     def _say(self, damaged: list[Any]) -> None:
         for error in damaged:
             self.reporter.say(f"  passing over what is damaged: {error}")
-
-    def student(self, version: int) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
-        """A version's model, float32 on the CPU, and its draft vocabulary."""
-        path = self.path(version)
-        model = load_model_and_tokenizer(str(path), dtype="float32", device="cpu").model
-        return model, load_vocabulary(path, model)
 
     def moments(self, version: int) -> dict[str, Tensor]:
         return load_file(self.path(version) / MOMENTS)

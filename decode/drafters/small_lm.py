@@ -13,6 +13,7 @@ from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.errors import UserError
 from decode.growth import Growth
 from decode.kv import CachedLM, sliding_window
+from decode.new_weights import take_weights
 from decode.sampling import Noise, Sampling
 from decode.shapes import Shape
 from decode.shapes.chain import Chain
@@ -112,26 +113,12 @@ class SmallLMDrafter(Drafter):
         self.lm.keep_rows(rows.to(self.lm.device))
         self._cached = self._cached[rows.cpu().numpy()]
 
-    def require_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise UserError unless its model has parameters of these names and shapes."""
-        own = dict(self.lm.model.named_parameters())
-        for name, tensor in weights.items():
-            if name not in own or own[name].shape != tensor.shape:
-                found = f"one of shape {tuple(own[name].shape)}" if name in own else "none"
-                raise UserError(
-                    f"new weights bring {name} of shape {tuple(tensor.shape)} and the drafter "
-                    f"{type(self.lm.model).__name__} has {found}; use weights of the same model"
-                )
-
-    @torch.no_grad()
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Go on with other values of some weights, also in the middle of texts: what is cached is
         of the old ones, and is computed again. Never while it drafts: q is that of one set of
-        weights. Raises UserError, with nothing changed, as `require_weights`."""
-        self.require_weights(weights)
-        own = dict(self.lm.model.named_parameters())
-        for name, tensor in weights.items():
-            own[name].copy_(tensor)
+        weights. Raises UserError, with nothing changed, for weights that its model does not have.
+        """
+        take_weights(self.lm.model, weights)
         self.lm.refresh()
         self._cached = np.zeros_like(self._cached)
 

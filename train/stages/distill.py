@@ -32,6 +32,7 @@ from train.clock import Clock
 from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.dev import DevConfig, DevSlice, Judging
+from train.learners import heads_stage
 from train.on_policy import OnPolicyConfig, OnPolicyText
 from train.optimizer import OptimizerConfig
 from train.samples import TextConfig, fitting_samples, planned_tokens, stages_of
@@ -105,6 +106,11 @@ class DistillStage(Stage):
                 closest_stage(name, earlier, "generate")
         if settings.drafter.stage is not None:
             closest_stage(settings.drafter.stage, earlier, *DRAFTER_STAGES)
+            if heads_stage(settings.drafter.stage, earlier) is not None:
+                raise UserError(
+                    f"stage {settings.name} trains a small language model, and the drafter of "
+                    f"{settings.drafter.stage} is heads on the target; name another stage"
+                )
             self._refuse(
                 draft_vocabulary=f"the drafter of {settings.drafter.stage} keeps its own",
             )

@@ -1,50 +1,51 @@
 """`online`: a drafter serves a stream of prompts and learns from what the target rejects
 (Online Speculative Decoding, 2310.07177)."""
 
-import copy
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object
-from pydantic import Field
-from transformers import PreTrainedModel
+from pydantic import Field, model_validator
 
-from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.rules import RULES
 from decode.sampling import Sampling
-from decode.stats import finite
 from decode.store import save_drafter
-from decode.vocabulary import ReducedVocabulary
 from distill.cache import describe_teacher
 from distill.losses import Terms
-from distill.online import SmallLMStudent
-from distill.replay import bytes_per_position
+from distill.online import OnlineStudent
+from distill.replay import bytes_per_draft, bytes_per_position
+from train.background import Background
 from train.data.chat import prompt_tokens
 from train.data.read import Example
-from train.online import Online, OnlineConfig
-from train.schema import StageConfig, closest_stage
+from train.learners import Learning, heads_stage
+from train.online import Online, OnlineConfig, Round
+from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 from train.stopping import Stopped, StopRequest
-from train.student import DRAFTER_STAGES, StudentConfig, choose_trained, make_student
+from train.stream import COUNTS, Progress, rate
+from train.student import StudentConfig, choose_trained, make_student
 from train.versions import Versions
-
-# Of a request: verification passes, tokens they emitted, positions reached, tokens accepted.
-COUNTS = ("steps", "emitted", "reached", "accepted")
 
 
 class OnlineStageConfig(StageConfig):
     """split: whose prompts are served, in their order; prompts: so many of them. They are decoded
     batch_size at a time with gamma, rule, temperature, top_k and top_p.
 
-    learning: when and what is learnt; null: nothing, the drafter stays as it is. losses: as of a
-    `distill` stage. train_embeddings: off, token embeddings and output layer stay as they are.
-    keep_versions: so many of the newest stay on disk. window: requests in a row of the summary.
+    drafter: as of a `distill` stage; with `stage` also one of heads. learning: when and what is
+    learnt; null: nothing, the drafter stays as it is. losses: as of a `distill` stage.
+    train_embeddings: off, token embeddings and output layer of a small language model stay as they
+    are; heads are trained whole. background: learn in a thread, while requests are served, on
+    `device`, such as cuda:1; null: where the stage runs. Which version drafts when then hangs on
+    the clock, so that a run is not repeated to the bit. keep_versions: so many of the newest stay
+    on disk. window: requests in a row of the summary.
     """
 
     kind: Literal["online"] = "online"
@@ -62,41 +63,23 @@ class OnlineStageConfig(StageConfig):
     learning: OnlineConfig | None = OnlineConfig()
     losses: dict[str, Any] = {"forward_kl": 1.0}
     train_embeddings: bool = False
+    background: bool = False
+    device: str | None = None
     chunk_tokens: int = Field(256, ge=1)
     keep_versions: int = Field(2, ge=1)
     window: int = Field(32, ge=1)
 
-
-@dataclass
-class Progress:
-    """Where the stream stands; stored with every save.
-
-    served: requests that were answered. version: of the weights that decode. counts: of every
-    request, see COUNTS. batches: [requests served after it, seconds of decoding]. rounds: as
-    `train.online.Round`, each with the requests `served` before it. seconds: by activity.
-    online: as of `Online.state`, and buffers: [first, next] of both, for each rank.
-    """
-
-    ranks: int
-    served: int = 0
-    version: int = 0
-    counts: list[list[int]] = field(default_factory=list)
-    batches: list[tuple[int, float]] = field(default_factory=list)
-    rounds: list[dict[str, Any]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    online: list[dict[str, int]] = field(default_factory=list)
-    buffers: list[list[int]] = field(default_factory=list)
-
-    def spend(self, activity: str, begin: float) -> float:
-        """Add the seconds since `begin`."""
-        passed = time.perf_counter() - begin
-        self.seconds[activity] = self.seconds.get(activity, 0.0) + passed
-        return passed
+    @model_validator(mode="after")
+    def _fits(self) -> "OnlineStageConfig":
+        if self.learning is None and (self.background or self.device):
+            raise ValueError("background and device say how to learn, and learning is null")
+        return self
 
 
 @STAGES.register("online")
 class OnlineStage(Stage):
-    """Serves the stream, learns in between, and writes the last version to `drafter/`.
+    """Serves the stream, learns in between or in the background, and writes the last version to
+    `drafter/`.
 
     Under `accelerate launch` every rank decodes its share of each batch and keeps records of that,
     and the gradients are added up: no rank idles while another decodes, all have the same weights,
@@ -108,14 +91,29 @@ class OnlineStage(Stage):
 
     def check(self, earlier: Sequence[StageConfig]) -> None:
         settings: OnlineStageConfig = self.config
-        if settings.drafter.stage is not None:
-            closest_stage(settings.drafter.stage, earlier, *DRAFTER_STAGES)
         Terms(settings.losses)
-        RULES[settings.rule]
+        rule = RULES[settings.rule]
+        if settings.drafter.stage is None:
+            return
+        heads: Any = heads_stage(settings.drafter.stage, earlier)
+        if heads is None:
+            return
+        if settings.train_embeddings:
+            raise UserError(
+                f"stage {settings.name}: heads are trained whole, so train_embeddings would do "
+                "nothing; leave it out"
+            )
+        if heads.tree is not None and settings.temperature and not rule.trees:
+            raise UserError(
+                f"stage {settings.name}: the heads of {heads.name} draft in a tree, and the rule "
+                f"{settings.rule} judges chains only; set rule: multi_round, or leave tree out of "
+                f"{heads.name}"
+            )
 
     def plan(self, context: StageContext) -> Plan:
         settings: OnlineStageConfig = self.config
         stream = self._stream(context)
+        self._device(context)
         learning = settings.learning
         what = f"serves {len(stream)} requests of at most {settings.max_new_tokens} tokens"
         if learning is None:
@@ -130,6 +128,7 @@ class OnlineStage(Stage):
                 if count is not None
             ]
             what += f"; {learning.steps} steps every {' or '.join(when)}"
+            what += " in the background" * settings.background
         tokens = len(stream) * settings.max_new_tokens
         target = sum(p.numel() * p.element_size() for p in context.target.model.parameters())
         if settings.drafter.stage is not None:
@@ -157,63 +156,39 @@ class OnlineStage(Stage):
         if found is not None:
             number, at = found[0], Progress(**found[1])
             self._require_same_ranks(context, at)
-            model, vocabulary = versions.student(at.version)
             context.reporter.say(
                 f"  going on after {at.served} of {len(stream)} requests, version {at.version}"
             )
-        else:
-            # Random weights are the stage's own, whatever ran before it.
-            torch.manual_seed(settings.seed)
-            model, vocabulary = make_student(settings.drafter, context)
-        choose_trained(model, embeddings=settings.train_embeddings)
-        student, drafter = self._student(context, model, vocabulary)
-        online = self._online(context, student, drafter, vocabulary)
+        student, drafter = self._learner(context, versions.path(at.version) if found else None)
+        online = self._online(context, student, drafter)
         if found is None:
             self._save_version(context, versions, student, online, at)
         elif online is not None:
             self._resume(context, online, at, versions)
-        decoder = Decoder(
-            context.target.model,
-            drafter,
-            eos_token_ids=context.target.eos_token_ids,
-            gamma=settings.gamma,
-            rule=settings.rule,
-            sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
-            observers=[online.observe] if online else [],
-        )
-        request = StopRequest()
-        saved = at.served
-        with request.listening(), context.reporter.bar("serving", len(stream)) as bar:
-            bar.update(at.served)
-            while at.served < len(stream):
-                stopping = self._serve(context, decoder, online, stream, at, request)
-                learnt = online is not None and self._learn(context, online, stream, at, versions)
-                last = at.served == len(stream)
-                if learnt or stopping or last or at.served - saved >= settings.window:
-                    number, saved = number + 1, at.served
-                    self._save(context, versions, online, at, number)
-                bar.update(at.served, f"acceptance {_rate(at.counts[-settings.window :]):.2f}")
-                if stopping:
-                    raise Stopped(f"stopped after {at.served} of {len(stream)} requests")
+        with ExitStack() as stack:
+            background = None
+            if online is not None and settings.background:
+                background = stack.enter_context(Background(online))
+            self._serve_all(context, drafter, online, background, stream, at, versions, number)
         if accelerator.is_main_process:
             provenance = self._provenance(context, at) | {
                 "version": at.version,
                 "rounds": [entry for entry in at.rounds if entry["kept"]],
             }
-
-            def write(directory: Any) -> None:
-                student.write(directory)
-                context.target.tokenizer.save_pretrained(directory)
-
             save_drafter(
                 context.directory / "drafter",
                 student.kind,
-                write,
+                student.write,
                 target=context.target,
                 provenance=provenance,
             )
         accelerator.wait_for_everyone()
-        return Outcome(context.directory / "drafter", self._summary(at, student, online))
+        summary = at.summary(settings.window) | {"parameters": student.parameter_count}
+        if online is not None:
+            summary |= self._buffer_figures(context, online)
+        return Outcome(context.directory / "drafter", summary)
+
+    # How it begins.
 
     def _stream(self, context: StageContext) -> list[Example]:
         settings: OnlineStageConfig = self.config
@@ -230,6 +205,25 @@ class OnlineStage(Stage):
             )
         return prompts[: settings.prompts]
 
+    def _device(self, context: StageContext) -> torch.device:
+        """Where is learnt."""
+        settings: OnlineStageConfig = self.config
+        ranks = context.accelerator.num_processes
+        if ranks > 1 and (settings.background or settings.device):
+            raise UserError(
+                f"stage {settings.name}: {ranks} ranks learn together, between requests and each "
+                "on its own device; leave background and device out, or launch one process"
+            )
+        if settings.device is None:
+            return context.accelerator.device
+        try:
+            return torch.zeros(1, device=settings.device).device
+        # AssertionError: a torch without that kind of device says so.
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(
+                f"stage {settings.name} cannot learn on device {settings.device!r}: {error}"
+            ) from error
+
     def _require_same_ranks(self, context: StageContext, at: Progress) -> None:
         now = context.accelerator.num_processes
         if at.ranks == now:
@@ -242,38 +236,33 @@ class OnlineStage(Stage):
             )
         at.ranks = now
 
-    def _student(
-        self, context: StageContext, model: PreTrainedModel, vocabulary: ReducedVocabulary | None
-    ) -> tuple[SmallLMStudent, SmallLMDrafter]:
-        """The copy that learns and the drafter that decodes."""
+    def _learner(self, context: StageContext, version: Any | None) -> tuple[OnlineStudent, Drafter]:
+        """The copy that learns and the drafter that decodes: a version's, or those of the start."""
         settings: OnlineStageConfig = self.config
-        target, accelerator = context.target, context.accelerator
-        served = copy.deepcopy(model).requires_grad_(False).eval()
-        served.to(target.device, target.dtype)
-        ids = None if vocabulary is None else vocabulary.ids
-        drafter = SmallLMDrafter(served, None if ids is None else ids.to(target.device))
-        student = SmallLMStudent(
-            model.to(accelerator.device),
+        how = Learning(
+            self._device(context),
             Terms(settings.losses),
-            vocabulary,
-            max_length=settings.learning.max_length if settings.learning else None,
-            pad_id=target.tokenizer.pad_token_id or 0,
-            chunk=settings.chunk_tokens,
+            settings.learning.max_length if settings.learning else None,
+            settings.chunk_tokens,
+            settings.train_embeddings,
         )
-        return student, drafter
+        if version is not None:
+            return how.of_directory(version, context.target)
+        if settings.drafter.stage is not None:
+            path = context.outcomes[settings.drafter.stage] / "drafter"
+            return how.of_directory(path, context.target)
+        # Random weights are the stage's own, whatever ran before it.
+        torch.manual_seed(settings.seed)
+        return how.of_model(*make_student(settings.drafter, context), context.target)
 
     def _online(
-        self,
-        context: StageContext,
-        student: SmallLMStudent,
-        drafter: SmallLMDrafter,
-        vocabulary: ReducedVocabulary | None,
+        self, context: StageContext, student: OnlineStudent, drafter: Drafter
     ) -> Online | None:
         settings: OnlineStageConfig = self.config
         if settings.learning is None:
             return None
         target, accelerator = context.target, context.accelerator
-        ids = None if vocabulary is None else vocabulary.ids.to(target.device)
+        ids = None if student.ids is None else student.ids.to(target.device)
         return Online(
             drafter,
             student,
@@ -297,6 +286,54 @@ class OnlineStage(Stage):
         if at.online:
             state = at.online[min(rank, len(at.online) - 1)]
             online.resume(state, versions.moments(at.version))
+
+    # How it goes on.
+
+    def _serve_all(
+        self,
+        context: StageContext,
+        drafter: Drafter,
+        online: Online | None,
+        background: Background | None,
+        stream: list[Example],
+        at: Progress,
+        versions: Versions,
+        number: int,
+    ) -> None:
+        settings: OnlineStageConfig = self.config
+        observers: list[Any] = [online.observe] if online else []
+        decoder = Decoder(
+            context.target.model,
+            drafter,
+            eos_token_ids=context.target.eos_token_ids,
+            gamma=settings.gamma,
+            rule=settings.rule,
+            sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
+            observers=[*observers, *([background.swap] if background else [])],
+        )
+        request = StopRequest()
+        saved = at.served
+        with request.listening(), context.reporter.bar("serving", len(stream)) as bar:
+            bar.update(at.served)
+            while at.served < len(stream):
+                stopping = self._serve(context, decoder, online, stream, at, request)
+                last = at.served == len(stream)
+                begin = time.perf_counter()
+                found = self._learn(online, background, wait=stopping or last)
+                if online is not None and found is not None:
+                    waited = at.spend("learning", begin)
+                    self._note(context, online, found, waited, stream, at, versions)
+                due = found is not None or stopping or last
+                # A round that is under way would be saved by half; its end is the next chance.
+                whole = background is None or not background.busy
+                if whole and (due or at.served - saved >= settings.window):
+                    number, saved = number + 1, at.served
+                    self._save(context, versions, online, at, number)
+                if background and online and online.due() and not (stopping or last):
+                    background.begin()
+                bar.update(at.served, f"acceptance {rate(at.counts[-settings.window :]):.2f}")
+                if stopping:
+                    raise Stopped(f"stopped after {at.served} of {len(stream)} requests")
 
     def _serve(
         self,
@@ -333,39 +370,48 @@ class OnlineStage(Stage):
         at.batches.append((at.served, at.spend("decoding", begin)))
         return bool(stop[0])
 
-    def _learn(
+    @staticmethod
+    def _learn(online: Online | None, background: Background | None, *, wait: bool) -> Round | None:
+        """A round that was learnt now, or that ended in the background."""
+        found = None
+        if background is not None:
+            found = background.ended(wait=wait)
+        elif online is not None and online.due():
+            found = online.learn()
+        if online is not None:
+            online.swap()
+        return found
+
+    def _note(
         self,
         context: StageContext,
         online: Online,
+        found: Round,
+        waited: float,
         stream: list[Example],
         at: Progress,
         versions: Versions,
-    ) -> bool:
-        """Learn where it is due; whether a round came of it."""
-        if not online.due():
-            return False
-        begin = time.perf_counter()
-        found = online.learn()
-        online.swap()
-        at.spend("learning", begin)
-        if found is None:
-            return False
+    ) -> None:
         requests = sorted(set(gather_object(found.requests)))
         at.rounds.append(
-            asdict(found) | {"served": at.served, "requests": [stream[i].id for i in requests]}
+            asdict(found)
+            | {
+                "served": at.served,
+                "waited": waited,
+                "requests": [stream[i].id for i in requests],
+            }
         )
         at.version = online.version
         if found.kept:
             begin = time.perf_counter()
             self._save_version(context, versions, online.student, online, at)
             at.spend("saving", begin)
-        return True
 
     def _save_version(
         self,
         context: StageContext,
         versions: Versions,
-        student: Any,
+        student: OnlineStudent,
         online: Online | None,
         at: Progress,
     ) -> None:
@@ -408,65 +454,15 @@ class OnlineStage(Stage):
         context.accelerator.wait_for_everyone()
         at.spend("saving", begin)
 
-    def _summary(
-        self, at: Progress, student: SmallLMStudent, online: Online | None
-    ) -> dict[str, Any]:
-        settings: OnlineStageConfig = self.config
-        kept = sum(entry["kept"] for entry in at.rounds)
-        seconds = sum(at.seconds.values())
-        emitted = sum(row[1] for row in at.counts)
-        found: dict[str, Any] = {
-            "requests": at.served,
-            "acceptance_rate": finite(_rate(at.counts)),
-            "tokens": emitted,
-            "tokens_per_second": emitted / seconds,
-            "decoding_seconds": at.seconds.get("decoding", 0.0),
-            "learning_seconds": at.seconds.get("learning", 0.0),
-            "saving_seconds": at.seconds.get("saving", 0.0),
-            "versions_kept": kept,
-            "versions_rolled_back": len(at.rounds) - kept,
-            "optimizer_steps": at.rounds[-1]["steps"] if at.rounds else 0,
-            "parameters": student.model.num_parameters(),
-            "windows": _windows(at, settings.window),
-            "rounds": at.rounds,
+    @staticmethod
+    def _buffer_figures(context: StageContext, online: Online) -> dict[str, Any]:
+        target, student = context.target, online.student
+        found = {
+            "buffer_bytes": online.buffer.nbytes,
+            "buffered_positions": online.buffer.positions,
+            "bytes_per_position": bytes_per_position(online.collector.k, target.vocab_size),
         }
-        if online is not None:
-            buffer = online.buffer
-            found |= {
-                "buffer_bytes": buffer.nbytes,
-                "buffered_positions": buffer.positions,
-                "bytes_per_position": bytes_per_position(
-                    online.collector.k, student.model.config.get_text_config().vocab_size
-                ),
-            }
+        if student.heads:
+            found["bytes_per_position"] += 1
+            found["bytes_per_draft"] = bytes_per_draft(student.features, target.dtype)
         return found
-
-
-def _rate(counts: Sequence[Sequence[int]]) -> float:
-    """Accepted / reached over some requests."""
-    reached, accepted = (sum(row[i] for row in counts) for i in (2, 3))
-    return accepted / reached if reached else float("nan")
-
-
-def _windows(at: Progress, size: int) -> list[dict[str, Any]]:
-    """The stream in windows of whole batches, each of at least `size` requests but the last:
-    requests from `first` on, their figures, and the seconds with learning included."""
-    found, first, seconds = [], 0, 0.0
-    learning = [(entry["served"], entry["seconds"]) for entry in at.rounds]
-    for served, spent in at.batches:
-        seconds += spent + sum(s for place, s in learning if place == served)
-        if served - first < size and served < at.served:
-            continue
-        rows = at.counts[first:served]
-        steps, emitted = (sum(row[i] for row in rows) for i in (0, 1))
-        found.append(
-            {
-                "first": first,
-                "requests": served - first,
-                "acceptance_rate": finite(_rate(rows)),
-                "tokens_per_step": emitted / steps if steps else None,
-                "tokens_per_second": emitted / seconds,
-            }
-        )
-        first, seconds = served, 0.0
-    return found
