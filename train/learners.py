@@ -63,7 +63,7 @@ class Learning:
             heads,
             self.terms,
             target,
-            tree=shape and shape.structure,
+            tree=None if shape is None else shape.structure,
             device=self.device,
             max_length=self.max_length,
             chunk=self.chunk,
