@@ -182,6 +182,30 @@ def test_a_run_leaves_everything_behind(base):
     )
 
 
+def test_a_small_lm_and_heads_share_one_pass_of_the_target(base):
+    """The quickstart in small: hidden states are cached once, and two of three drafters judged."""
+    text = (base / "config.yaml").read_text()
+    states = "  - {name: states, kind: feature_cache, text: answers}\n  - name: words\n"
+    text = text.replace("  - name: words\n", states)
+    text = text.replace("remember_teacher: true", "teacher: states")
+    heads = {
+        "name": "medusa",
+        "kind": "heads",
+        "text": "answers",
+        "features": "states",
+        "heads": {"type": "medusa", "heads": 2, "output": "shared"},
+        "losses": {"forward_kl": 1.0},
+        "tree": {"nodes": 3, "width": 2, "prompts": 2, "max_new_tokens": 8},
+        "loop": {"epochs": 2, "tokens_per_batch": 120, "log_every": 1},
+    }
+    (base / "config.yaml").write_text(text + f"  - {json.dumps(heads)}\n")
+    report = start(base, "evaluation.stages=[distill, medusa]")
+    rows = {row["stage"]: row for row in report["rows"]}
+    assert list(rows) == ["before", "distill", "medusa"]
+    assert rows["medusa"]["drafter"] == "medusa"
+    assert all(row["evaluation"]["identical_to_plain"] == 1 for row in rows.values())
+
+
 def test_a_second_start_says_that_it_is_done(base, monkeypatch):
     first = start(base)
     kill_at(monkeypatch, 1)  # any training would die

@@ -50,6 +50,7 @@ class DataConfig(Strict):
 class EvaluationConfig(Strict):
     """How every drafter of the run is judged; see `decode.measure.Protocol`.
 
+    stages: whose drafters are judged; None: those of all stages that make one.
     prompts: how many prompts of the split, spread evenly over it; None: all.
     baselines: untrained drafters that get a row of their own, each at the best of baseline_gammas
     where the policy is `fixed`.
@@ -60,6 +61,7 @@ class EvaluationConfig(Strict):
     """
 
     split: Literal["dev", "test"] = "test"
+    stages: list[str] | None = None
     prompts: int | None = Field(None, ge=1)
     baselines: list[str] = ["ngram"]
     baseline_gammas: list[int] = [2, 4, 8]
@@ -175,6 +177,12 @@ def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
             raise UserError(f"two stages are called {name!r}; give each a name of its own")
     for index, settings in enumerate(stages):
         STAGES[settings.kind](settings).check(stages[:index])
+    for name in config.evaluation.stages or []:
+        if name not in names:
+            raise UserError(
+                f"evaluation.stages names {name!r}; there are {', '.join(names)}."
+                + nearest(name, names)
+            )
     data = config.data.model_copy(
         update={split: _resolve(getattr(config.data, split), base_dir) for split in SPLITS}
     )

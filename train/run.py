@@ -93,7 +93,8 @@ class Run:
             directory = self.directory / "stages" / f"{index:02d}-{settings.name}"
             outcome = self._stage(settings, directory, outcomes, examples)
             outcomes[settings.name] = directory
-            if outcome.drafter is not None:
+            judged = self.config.evaluation.stages
+            if outcome.drafter is not None and (judged is None or settings.name in judged):
                 evaluate_drafter(self, index, settings.name, outcome.drafter, examples)
         report: dict[str, Any] = {}
         if self.accelerator.is_main_process:
