@@ -649,43 +649,6 @@ def test_what_cannot_be_set_is_refused() -> None:
             OnlineConfig.model_validate(given)
 
 
-def test_learning_in_a_thread_while_others_are_served() -> None:
-    """The texts stay the target's own, and the versions arrive."""
-    target, small = pair()
-    drafter = SmallLMDrafter(copy.deepcopy(small).requires_grad_(False))
-    online = online_of(drafter, vocab=40)
-    stop, problems = threading.Event(), []
-
-    def learner() -> None:
-        try:
-            while not stop.is_set():
-                online.learn()
-        except BaseException as error:
-            problems.append(error)
-
-    swaps: list[bool] = []
-
-    def observer(seen: Verified) -> None:
-        online.observe(seen)
-        swaps.append(online.swap())
-
-    decoder = Decoder(target, drafter, gamma=2, observers=[observer])
-    plain = Decoder(target, NoDrafter())
-    thread = threading.Thread(target=learner)
-    thread.start()
-    try:
-        for begin in range(0, 400, 8):
-            batch = prompts_of(400)[begin : begin + 8]
-            assert decoder.decode(batch, 16).outputs == plain.decode(batch, 16).outputs
-            if sum(swaps) >= 3:
-                break
-    finally:
-        stop.set()
-        thread.join()
-    assert not problems
-    assert sum(swaps) >= 3
-
-
 class Both:
     """Adds up tensors of two threads, which stand for two processes."""
 
