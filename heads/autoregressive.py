@@ -46,10 +46,15 @@ class AutoregressiveHeads(Heads):
         # In a list, as it is neither stored nor moved with the module.
         self._rotary: list[Rotary] = []
 
-    def borrow(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-        super().borrow(model, dtype)
-        self.embeddings.borrow(model, dtype)
-        self._rotary = [Rotary(self.config, model.device)]
+    def borrow(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().borrow(model, dtype, device)
+        self.embeddings.borrow(model, dtype, device)
+        self._rotary = [Rotary(self.config, device or model.device)]
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:

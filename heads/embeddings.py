@@ -26,10 +26,12 @@ class BorrowedEmbeddings:
     def __init__(self) -> None:
         self._table: Tensor | None = None
 
-    def borrow(self, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
-        """In `dtype`, or the target's own."""
+    def borrow(
+        self, model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None
+    ) -> None:
+        """In `dtype` and on `device`, or as the target has it."""
         table = model.get_input_embeddings().weight.detach()
-        self._table = table.to(dtype or table.dtype)
+        self._table = table.to(device or table.device, dtype or table.dtype)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """[..., H] of token ids, int64 [...]."""
