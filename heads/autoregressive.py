@@ -230,4 +230,4 @@ class _Growth(Growth):
         return self.heads.step(states, tokens, positions, attend)
 
     def _logits(self, states: Tensor) -> Tensor:
-        return self.heads.output.logits(self.heads.readout(states))
+        return self.heads.output.at(1, self.heads.readout(states))

@@ -39,15 +39,18 @@ from tests.training import Killed, assert_equal
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 DEPTH = 3
-KINDS: dict[str, dict[str, Any]] = {"eagle1": {"type": "eagle1", "depth": DEPTH}}
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle1": {"type": "eagle1", "depth": DEPTH},
+    "eagle3": {"type": "eagle3", "steps": DEPTH},
+    "hydra": {"type": "hydra", "heads": DEPTH},
+}
 kinds = pytest.mark.parametrize("kind", KINDS)
 IDS = torch.arange(0, VOCAB, 2)
-LAYERS = 2
 
 
 @functools.cache
 def target(kind: str = "eagle1") -> Target:
-    return tiny_target(layers=LAYERS)
+    return tiny_target(layers=7 if kind == "eagle3" else 2)
 
 
 def make(kind: str, ids: torch.Tensor | None = None, *, dtype: Any = torch.float32) -> Any:
@@ -105,7 +108,70 @@ def eagle1_states(
     return states[-1]
 
 
-STATES = {"eagle1": eagle1_states}
+def normed(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def eagle3_states(
+    heads: Any, features: torch.Tensor, embedded: torch.Tensor, depth: int
+) -> torch.Tensor:
+    """The same from features [t + 1, 3·H], by plain sums, one key after the other."""
+    layer, config = heads.midlayer, heads.config
+    size, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        """[N, D] rotated, from [N·D]."""
+        x = x.unflatten(-1, (-1, size))
+        half = size // 2
+        angles = position / 10000.0 ** (torch.arange(half, dtype=x.dtype) / half)
+        a, b = x[:, :half], x[:, half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def step(state: torch.Tensor, word: torch.Tensor, position: int, keys: Any) -> torch.Tensor:
+        read = torch.cat(
+            [normed(layer.input_layernorm.weight, word), normed(layer.hidden_norm.weight, state)]
+        )
+        attention = layer.self_attn
+        query = turned(attention.q_proj.weight @ read, position)
+        value = (attention.v_proj.weight @ read).unflatten(-1, (-1, size))
+        keys.append((turned(attention.k_proj.weight @ read, position), value))
+        heads_out = []
+        for head, q in enumerate(query):
+            scores = torch.stack([q @ k[head // groups] for k, _ in keys]) / size**0.5
+            weights = scores.softmax(-1)
+            values = torch.stack([v[head // groups] for _, v in keys])
+            heads_out.append(weights @ values)
+        state = state + attention.o_proj.weight @ torch.cat(heads_out)
+        inner = normed(layer.post_attention_layernorm.weight, state)
+        mlp = layer.mlp
+        gated = F.silu(mlp.gate_proj.weight @ inner) * (mlp.up_proj.weight @ inner)
+        return state + mlp.down_proj.weight @ gated
+
+    keys: list[Any] = []
+    fused = features @ heads.fc.weight.T
+    for place, state in enumerate(fused):
+        last = step(state, embedded[place], place, keys)
+    for further in range(len(fused), len(fused) + depth - 1):
+        last = step(last, embedded[further], further, keys)
+    return last
+
+
+def hydra_states(
+    heads: Any, features: torch.Tensor, embedded: torch.Tensor, depth: int
+) -> torch.Tensor:
+    read = torch.cat([features[-1], *embedded[-depth:]])
+    for block in heads.blocks[depth - 1]:
+        skipped = block.skip.weight @ read + block.skip.bias
+        read = skipped + F.silu(block.linear.weight @ read + block.linear.bias)
+    return read
+
+
+STATES = {"eagle1": eagle1_states, "eagle3": eagle3_states, "hydra": hydra_states}
+
+
+def readout(heads: Any, state: torch.Tensor) -> torch.Tensor:
+    return normed(heads.norm.weight, state) if heads.options.type == "eagle3" else state
 
 
 def hand_logits(
@@ -114,7 +180,7 @@ def hand_logits(
     """The step's state [H] and its logits [V'], from features [T, F] and token ids [T]."""
     table = target(kind).model.get_input_embeddings().weight.to(features.dtype)
     state = STATES[kind](heads, features[: t + 1], table[ids[1 : t + depth + 1]], depth)
-    return state, F.linear(heads.readout(state), *heads.output.of(depth))
+    return state, F.linear(readout(heads, state), *heads.output.of(depth))
 
 
 @pytest.mark.parametrize("reduced", [False, True])
