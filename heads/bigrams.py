@@ -1,12 +1,14 @@
-"""The plainest drafter there is, as a yardstick: which token most often follows a token."""
+"""Yardsticks for what heads guess of a text: two drafters that need hardly any training."""
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from decode.drafters.ngram import NgramDrafter, NgramIndex
+
 
 class Bigrams:
-    """Counted on some texts, given as (tokens, mask); only masked tokens are learnt or judged. Of
+    """Which token most often follows a token. Counted on some texts, given as (tokens, mask); only masked tokens are learnt or judged. Of
     equally frequent followers the one with the lowest id counts."""
 
     def __init__(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> None:
@@ -21,6 +23,20 @@ class Bigrams:
         before, after = _pairs(texts)
         guesses = np.array([self._best.get(token, -1) for token in before.tolist()])
         return float((guesses == after).mean()) if len(after) else 0.0
+
+
+def lookup_top1(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
+    """The share of the masked tokens that prompt lookup guesses from the text before them."""
+    right = count = 0
+    usual = NgramDrafter()
+    for tokens, mask in texts:
+        index = NgramIndex(usual.min_n, usual.max_n)
+        for token, learnt in zip(tokens, mask, strict=True):
+            if learnt:
+                count += 1
+                right += index.continuation(1) == [token]
+            index.extend([token])
+    return right / count if count else 0.0
 
 
 def _pairs(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> tuple[np.ndarray, np.ndarray]:

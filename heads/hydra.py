@@ -86,9 +86,14 @@ class HydraHeads(Heads):
             if isinstance(block, _Block):
                 block.start_from()
 
-    def borrow(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-        super().borrow(model, dtype)
-        self.embeddings.borrow(model, dtype)
+    def borrow(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().borrow(model, dtype, device)
+        self.embeddings.borrow(model, dtype, device)
 
     def sub_losses(self, uniform: float) -> dict[int, float]:
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}

@@ -29,7 +29,7 @@ from decode.target import Target
 from distill.losses import Terms
 from distill.vocabulary import positions
 from heads.base import HeadOptions, Heads, ahead, trained_places
-from heads.bigrams import Bigrams
+from heads.bigrams import Bigrams, lookup_top1
 from heads.features import LiveFeatures
 from heads.store import new_heads, save_heads
 from heads.training import HeadTraining
@@ -274,6 +274,13 @@ def test_bigrams_are_counted_on_learnt_tokens() -> None:
         table.top1([([1, 2, 1, 3, 1, 9, 5], [False, True, True, True, True, True, True])]) == 3 / 6
     )
     assert table.top1([]) == 0.0
+
+
+def test_lookup_guesses_what_followed_the_same_tokens_before() -> None:
+    learnt = [False, False, True, True, True, True]
+    # After 1 2: nothing known; 1 again: 2 followed it; 1 2: 1; then 1 2 1, followed by 9.
+    assert lookup_top1([([1, 2, 1, 2, 1, 9], learnt)]) == 2 / 4
+    assert lookup_top1([]) == 0.0
 
 
 # --- what is drafted ------------------------------------------------------------------------------

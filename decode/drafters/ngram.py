@@ -8,7 +8,7 @@ from decode.errors import UserError
 from decode.sampling import Noise, Sampling
 
 
-class _Index:
+class NgramIndex:
     """Where each n-gram of one text last ended, for n in min_n … max_n; grown token by token."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
@@ -50,10 +50,10 @@ class NgramDrafter(Drafter):
                 f"n-gram sizes min_n={min_n}, max_n={max_n}; expected 1 ≤ min_n ≤ max_n"
             )
         self.min_n, self.max_n = min_n, max_n
-        self._rows: list[_Index] = []
+        self._rows: list[NgramIndex] = []
 
     def start(self, contexts: Contexts) -> None:
-        self._rows = [_Index(self.min_n, self.max_n) for _ in contexts.lengths]
+        self._rows = [NgramIndex(self.min_n, self.max_n) for _ in contexts.lengths]
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         found = []

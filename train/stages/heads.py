@@ -22,7 +22,7 @@ from distill.losses import Terms
 from distill.output import split_model
 from distill.parts import text_sha256
 from heads.base import HeadOptions, Heads
-from heads.bigrams import Bigrams
+from heads.bigrams import Bigrams, lookup_top1
 from heads.cache import CachedFeatures
 from heads.features import FeatureSource, LiveFeatures
 from heads.store import build_heads, make_ready, new_heads, save_heads
@@ -322,11 +322,15 @@ class HeadsStage(Stage):
     def _bigrams(
         self, context: StageContext, samples: Sequence[Sample], dev: DevSlice | None
     ) -> dict[str, float]:
-        """How often a bigram table of the training text guesses the dev slice's tokens: what the
-        first head must beat."""
+        """How often a bigram table of the training text, and prompt lookup, guess the dev slice's
+        tokens: what the first head must beat."""
         if dev is None:
             return {}
         table = Bigrams((s.tokens, s.mask) for s in samples)
         found = table.top1((s.tokens, s.mask) for s in dev.samples)
-        context.reporter.say(f"  a bigram table guesses {found:.1%} of the dev slice's tokens")
-        return {"bigram_top1": found}
+        looked_up = lookup_top1((s.tokens, s.mask) for s in dev.samples)
+        context.reporter.say(
+            f"  of the dev slice's tokens a bigram table guesses {found:.1%}, prompt lookup "
+            f"{looked_up:.1%}"
+        )
+        return {"bigram_top1": found, "lookup_top1": looked_up}
