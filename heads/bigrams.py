@@ -8,8 +8,9 @@ from decode.drafters.ngram import NgramDrafter, NgramIndex
 
 
 class Bigrams:
-    """Which token most often follows a token. Counted on some texts, given as (tokens, mask); only masked tokens are learnt or judged. Of
-    equally frequent followers the one with the lowest id counts."""
+    """Which token most often follows a token. Counted on some texts, given as (tokens, mask); only
+    masked tokens are learnt or judged. Of equally frequent followers the one with the lowest id
+    counts."""
 
     def __init__(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> None:
         before, after = _pairs(texts)

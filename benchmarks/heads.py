@@ -1,0 +1,295 @@
+"""What small modules on SmolLM2-135M's hidden states are worth, kind by kind, beside a small LM.
+
+    python -m benchmarks.heads [--quick] [--json FILE] [--plots DIR] [--runs DIR]
+
+One run: the target answers the shipped training prompts, its hidden states are cached once, and
+every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1 and EAGLE-3, and a small
+LM of the target's first two layers. Each is stored with the tree that pays at this machine's costs.
+What then counts are the shipped test prompts: how often the first head's guess is the target's next
+but one token, beside a bigram table of the same text and prompt lookup; tokens per step; and the
+speed-up over plain decoding in the same loop, greedy, in bfloat16. In float32 every arm's greedy
+text must be plain decoding's, token by token, and that is checked. Runs are kept and go on where
+they were.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from accelerate import Accelerator
+from rich.table import Table
+
+from benchmarks.common import describe_machine, write_json
+from decode.drafters import DRAFTERS
+from decode.loop import Decoder
+from decode.settings import DecodeSettings
+from decode.store import open_drafter
+from decode.target import Target, load_target
+from train.cli import cores, quieten, shows_errors
+from train.config import validate_config
+from train.console import Reporter
+from train.data.read import spread
+from train.run import Run
+
+PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"
+TARGET = "embedded:smollm2-135m"
+TEXT = ["answers", "variants"]
+# The heads, and the losses of their stage: all learn the target's distribution, of which one pass
+# over the text is at hand anyway. EAGLE-1's weight for it is its paper's, beside its regression.
+HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "medusa": ({"type": "medusa", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
+    "blockwise": ({"type": "blockwise", "k": 4}, {"forward_kl": 1.0}),
+    "hydra": ({"type": "hydra", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
+    "eagle1": ({"type": "eagle1", "depth": 4}, {"forward_kl": 0.1}),
+    "eagle3": ({"type": "eagle3", "steps": 3}, {"forward_kl": 1.0}),
+}
+SMALL_LM = "small_lm"
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="little text, one epoch")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    plots: Annotated[Path | None, typer.Option(help="write heads.png here")] = None,
+    runs: Annotated[Path, typer.Option(help="where trained drafters are kept")] = Path("runs"),
+) -> None:
+    """Train every arm, measure it, print the table."""
+    quieten()
+    torch.set_num_threads(cores())
+    reporter = Reporter()
+    config = validate_config(run_config(quick=quick, runs=runs), base_dir=PROMPTS)
+    run = Run(config, Accelerator(cpu=True), reporter)
+    report = run.execute()
+    found = figures(report)
+    identical = same_text(run, reporter, prompts=3 if quick else 12)
+    reporter.table(table(found, identical))
+    if plots:
+        plot(found, plots / "heads.png")
+    if json_file:
+        write_json(
+            json_file,
+            {
+                "ratios": ratios(found),
+                "arms": found,
+                "identical_in_float32": identical,
+                "settings": config.model_dump(mode="json"),
+                "machine": describe_machine(),
+            },
+        )
+
+
+def run_config(*, quick: bool, runs: Path) -> dict[str, Any]:
+    """The texts, their hidden states, and a stage for every arm."""
+    answer = {"kind": "generate", "max_new_tokens": 80, "batch_size": 32, "part_prompts": 96}
+    loop = {"epochs": 1 if quick else 3, "tokens_per_batch": 1024, "log_every": 40}
+    learning: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
+    # Nothing is chosen by these figures, so they may be of test text.
+    judged = {"text": "test-answers", "samples": 42, "every": 10**6}
+    stages: list[dict[str, Any]] = [
+        answer | {"name": "answers", "prompts": 64 if quick else None},
+        answer
+        | {"name": "variants", "prompts": 32 if quick else 240}
+        | {"temperature": 0.8, "top_k": 50, "samples": 3},
+        answer | {"name": "test-answers", "split": "test", "prompts": 42, "max_new_tokens": 64},
+        {
+            "name": "states",
+            "kind": "feature_cache",
+            "text": TEXT,
+            # What the output layer reads, and what EAGLE-3 does of a target with 30 layers.
+            "taps": [-1, 1, 14, 26],
+        },
+        {
+            "name": "words",
+            "kind": "distill",
+            "drafter": {"layers": [0, 1]},
+            "draft_vocabulary": 8000,
+            "losses": {"cross_entropy": 1.0},
+            "train_embeddings": False,
+            **learning,
+            "loop": loop | {"max_steps": 30},
+        },
+        {
+            "name": SMALL_LM,
+            "kind": "distill",
+            "drafter": {"stage": "words"},
+            "teacher": "states",
+            "losses": {"forward_kl": 1.0},
+            "train_embeddings": False,
+            **learning,
+        },
+    ]
+    for name, (heads, losses) in HEADS.items():
+        stages.append(
+            {
+                "name": name,
+                "kind": "heads",
+                "heads": heads,
+                "losses": losses,
+                "features": "states",
+                "draft_vocabulary": 8000,
+                "dev": judged,
+                "tree": {"width": 6, "prompts": 12},
+                **learning,
+            }
+        )
+    return {
+        "name": "heads-quick" if quick else "heads",
+        "output_dir": str(runs),
+        "trackers": [],
+        "precision": "bf16",
+        "target": {"model": TARGET, "dtype": "bfloat16", "device": "cpu"},
+        "data": {split: f"{split}.jsonl" for split in ("train", "dev", "test")},
+        "evaluation": {
+            "stages": [SMALL_LM, *HEADS],
+            "prompts": 6 if quick else 42,
+            "gamma": 4,
+            "max_new_tokens": 24 if quick else 64,
+            "timed_prompts": 3 if quick else 12,
+            "timed_tokens": 24 if quick else 48,
+        },
+        "stages": stages,
+    }
+
+
+def figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of each arm, and of prompt lookup, what its evaluation and its stage say."""
+    rows = {
+        "ngram" if row["stage"] == "before" else row["stage"]: row["evaluation"]
+        for row in report["rows"]
+    }
+    done = {stage["name"]: stage["summary"] for stage in report["stages"]}
+    found = {}
+    for name, evaluation in rows.items():
+        summary = done.get(name, {})
+        training = summary.get("training") or {}
+        last = (training.get("dev") or [{}])[-1]
+        found[name] = {
+            **{
+                key: evaluation[key]
+                for key in ("tokens_per_step", "acceptance_rate", "c", "v", "speedup", "drafts")
+            },
+            "top1": last.get("head1/top1"),
+            "top5": last.get("head1/top5"),
+            "bigram_top1": summary.get("bigram_top1"),
+            "lookup_top1": summary.get("lookup_top1"),
+            "trained_parameters": summary.get("trained_parameters"),
+            "seconds": training.get("training_seconds"),
+        }
+    return found
+
+
+@torch.inference_mode()
+def same_text(run: Run, reporter: Reporter, *, prompts: int) -> dict[str, float]:
+    """The share of test prompts whose greedy text in float32 is plain decoding's, by arm."""
+    target = load_target(TARGET, dtype="float32", device="cpu")
+    texts = run.prompts(spread(run.read_data()["test"], prompts))
+    plain = _decode(target, "none", texts)
+    found = {}
+    for index, stage in enumerate(run.config.stages):
+        if stage.name in (SMALL_LM, *HEADS):
+            directory = run.directory / "stages" / f"{index:02d}-{stage.name}" / "drafter"
+            drafted = _decode(target, str(directory), texts)
+            same = [ours == theirs for ours, theirs in zip(drafted, plain, strict=True)]
+            found[stage.name] = sum(same) / len(same)
+            reporter.say(f"{stage.name}: {found[stage.name]:.0%} of float32 texts identical")
+    return found
+
+
+def _decode(target: Target, spec: str, texts: list[list[int]]) -> list[list[int]]:
+    drafter = DRAFTERS[spec]() if spec == "none" else open_drafter(spec, target)
+    decoder: Decoder = DecodeSettings().decoder(target, drafter)[0]
+    return decoder.decode(texts, 48).outputs
+
+
+def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """speedup_…: over plain decoding. top1_gain_…: the first head's share of right guesses less a
+    bigram table's, absolute. tokens_per_step_…_vs_small_lm: as named."""
+    shown = {}
+    for name, row in found.items():
+        if row["speedup"] is not None:
+            shown[f"speedup_{name}"] = row["speedup"]["value"]
+        if row["top1"] is not None:
+            shown[f"top1_gain_{name}"] = row["top1"] - row["bigram_top1"]
+        if name != SMALL_LM:
+            shown[f"tokens_per_step_{name}_vs_small_lm"] = (
+                row["tokens_per_step"] / found[SMALL_LM]["tokens_per_step"]
+            )
+    return shown
+
+
+def table(found: dict[str, dict[str, Any]], identical: dict[str, float]) -> Table:
+    some: dict[str, Any] = next((x for x in found.values() if x["bigram_top1"] is not None), {})
+    title = "heads on the target's hidden states"
+    if some:
+        title += (
+            f"; of the test text a bigram table guesses {some['bigram_top1']:.1%}, prompt lookup "
+            f"{some['lookup_top1']:.1%}"
+        )
+    shown = Table(title=title)
+    for column in (
+        "drafter",
+        "trained",
+        "seconds",
+        "first head: top-1",
+        "top-5",
+        "drafts",
+        "tokens/step",
+        "c",
+        "v",
+        "speed-up",
+        "same text, float32",
+    ):
+        shown.add_column(column)
+
+    def cell(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
+
+    for name, row in found.items():
+        speedup = row["speedup"]
+        shown.add_row(
+            name,
+            cell(row["trained_parameters"], ",d"),
+            cell(row["seconds"], ".0f"),
+            cell(row["top1"], ".1%"),
+            cell(row["top5"], ".1%"),
+            row["drafts"],
+            cell(row["tokens_per_step"], ".2f"),
+            cell(row["c"], ".3f"),
+            cell(row["v"], ".2f"),
+            "–"
+            if speedup is None
+            else f"{speedup['value']:.2f} [{speedup['low']:.2f}, {speedup['high']:.2f}]",
+            cell(identical.get(name), ".0%"),
+        )
+    return shown
+
+
+def plot(found: dict[str, dict[str, Any]], file: Path) -> None:
+    """Tokens per step and speed-up of every arm."""
+    from matplotlib.figure import Figure
+
+    names = list(found)[::-1]
+    figure = Figure(figsize=(8, 0.4 * len(names) + 1.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.barh(names, [found[name]["tokens_per_step"] - 1 for name in names], left=1.0)
+    left.set_xlabel("tokens per step (plain decoding: 1)", fontsize=9)
+    for place, name in enumerate(names):
+        speedup = found[name]["speedup"]
+        if speedup is not None:
+            value = speedup["value"]
+            errors = [[value - speedup["low"]], [speedup["high"] - value]]
+            right.errorbar(value, place, xerr=errors, fmt="o", color="#0067a5", capsize=2)
+    right.axvline(1.0, color="#5a6674", linestyle=":")
+    right.set_xlabel("speed-up over plain decoding, 95% interval", fontsize=9)
+    for side in (left, right):
+        side.tick_params(labelsize=9)
+        side.grid(axis="x", alpha=0.3)
+        side.set_axisbelow(True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_show_locals=False)
+    app.command()(shows_errors(main))
+    app()
