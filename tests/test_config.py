@@ -54,6 +54,11 @@ def test_a_good_config_is_read_whole(tmp_path):
         (", kind: generate", "", "stages.0 has no kind"),
         ("text: answers", "text: answer", 'no earlier stage .*Did you mean "answers"'),
         ("name: run", "name: run\nevaluation: {stages: [distil]}", 'Did you mean "distill"'),
+        (
+            "kind: generate",
+            "kind: generate, split: test",
+            "would train on the answers of answers to the test split",
+        ),
         ("name: distill", "name: answers", "two stages are called 'answers'"),
         ("text: answers", "losses: {forward_lk: 1.0}", 'Did you mean "forward_kl"'),
         ("text: answers", "text: answers\n    text: data", "'text' stands twice.*line"),

@@ -1,13 +1,15 @@
 """The texts that stages train on, from the data or from what earlier stages wrote."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from pydantic import Field
 
+from decode.errors import UserError
 from train.answers import read_answers
 from train.data.batches import fit
 from train.data.chat import Sample, to_sample
-from train.schema import StageConfig
+from train.schema import StageConfig, closest_stage
 from train.stage import StageContext
 
 
@@ -25,6 +27,18 @@ class TextConfig(StageConfig):
     def text_stages(self) -> list[str]:
         """The generate stages whose answers are the text; none for the data's own responses."""
         return stages_of(self.text)
+
+
+def check_text(settings: TextConfig, earlier: Sequence[StageConfig]) -> None:
+    """UserError where a stage that the text comes from is none that wrote any, or answered test
+    prompts, which nothing may be trained on."""
+    for name in settings.text_stages:
+        answers: Any = closest_stage(name, earlier, "generate")
+        if answers.split == "test":
+            raise UserError(
+                f"stage {settings.name} would train on the answers of {name} to the test split, on "
+                "which drafters are judged; name a stage that answers train or dev prompts"
+            )
 
 
 def stages_of(text: str | list[str]) -> list[str]:

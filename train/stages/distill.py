@@ -35,7 +35,7 @@ from train.dev import DevConfig, DevSlice, Judging
 from train.learners import heads_stage
 from train.on_policy import OnPolicyConfig, OnPolicyText
 from train.optimizer import OptimizerConfig
-from train.samples import TextConfig, fitting_samples, planned_tokens, stages_of
+from train.samples import TextConfig, check_text, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 from train.student import (
@@ -99,8 +99,7 @@ class DistillStage(Stage):
     def check(self, earlier: Sequence[StageConfig]) -> None:
         settings: DistillConfig = self.config
         terms = settings.terms
-        for name in settings.text_stages:
-            closest_stage(name, earlier, "generate")
+        check_text(settings, earlier)
         if settings.dev is not None:
             for name in stages_of(settings.dev.text):
                 closest_stage(name, earlier, "generate")

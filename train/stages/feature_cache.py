@@ -11,8 +11,8 @@ from heads.cache import CachedFeatures, bytes_per_token, split_rows, write_featu
 from heads.features import LiveFeatures
 from train.data.chat import Sample
 from train.parts import batches_of, size, write_parts
-from train.samples import TextConfig, fitting_samples, planned_tokens, read_samples
-from train.schema import StageConfig, closest_stage
+from train.samples import TextConfig, check_text, fitting_samples, planned_tokens, read_samples
+from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 
 
@@ -34,8 +34,7 @@ class FeatureCacheStage(Stage):
 
     def check(self, earlier: Sequence[StageConfig]) -> None:
         settings: FeatureCacheConfig = self.config
-        for name in settings.text_stages:
-            closest_stage(name, earlier, "generate")
+        check_text(settings, earlier)
         if len(set(settings.taps)) < len(settings.taps):
             raise UserError(
                 f"stage {settings.name}: taps {settings.taps} name a layer twice; name it once"

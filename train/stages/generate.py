@@ -25,13 +25,14 @@ from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 
 
 class GenerateConfig(StageConfig):
-    """prompts: so many of the split, spread evenly over it. samples: answers per prompt (they
+    """split: whose prompts are answered; no stage trains on answers to the test split. prompts: so
+    many of the split, spread evenly over it. samples: answers per prompt (they
     differ when temperature > 0). num_beams > 1: beam search, by `transformers` `generate()`, as
     Blockwise distillation wants it. part_prompts: answers are saved after this many; a killed
     stage loses at most one part."""
 
     kind: Literal["generate"] = "generate"
-    split: Literal["train", "dev"] = "train"
+    split: Literal["train", "dev", "test"] = "train"
     prompts: int | None = Field(None, ge=1)
     max_new_tokens: int = Field(128, ge=1)
     batch_size: int = Field(16, ge=1)

@@ -33,7 +33,7 @@ from train.data.chat import Sample, prompt_tokens
 from train.data.read import spread
 from train.dev import DevConfig, DevSlice, Judging
 from train.optimizer import OptimizerConfig
-from train.samples import TextConfig, fitting_samples, planned_tokens, stages_of
+from train.samples import TextConfig, check_text, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, Strict, closest_stage
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 from train.student import frequent_tokens
@@ -106,10 +106,8 @@ class HeadsStage(Stage):
                 f"stage {settings.name}: no loss reads the teacher, so teacher_temperature would "
                 "do nothing; leave it out"
             )
-        for name in [
-            *settings.text_stages,
-            *(stages_of(settings.dev.text) if settings.dev else []),
-        ]:
+        check_text(settings, earlier)
+        for name in stages_of(settings.dev.text) if settings.dev else []:
             closest_stage(name, earlier, "generate")
         if settings.features != "live":
             if not Path(settings.features).is_dir():

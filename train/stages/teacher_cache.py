@@ -21,8 +21,8 @@ from distill.signal import TopK
 from distill.teacher import LiveTeacher
 from train.data.chat import Sample
 from train.parts import batches_of, size, write_parts
-from train.samples import TextConfig, fitting_samples, planned_tokens
-from train.schema import StageConfig, closest_stage
+from train.samples import TextConfig, check_text, fitting_samples, planned_tokens
+from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 from train.student import frequent_tokens
 
@@ -49,8 +49,7 @@ class TeacherCacheStage(Stage):
 
     def check(self, earlier: Sequence[StageConfig]) -> None:
         settings: TeacherCacheConfig = self.config
-        for name in settings.text_stages:
-            closest_stage(name, earlier, "generate")
+        check_text(settings, earlier)
         if settings.draft_vocabulary is not None and settings.k > settings.draft_vocabulary:
             raise UserError(
                 f"stage {settings.name}: k is {settings.k}, of a draft vocabulary of "
