@@ -25,6 +25,10 @@ Progress = Callable[[str], None]  # what is done next
 MOST_NODES = 64
 
 
+class NothingAccepted(UserError):
+    """The target took none of the drafter's first tokens, so there is nothing to plan with."""
+
+
 @dataclass(frozen=True)
 class TreeCalibration:
     """A tree and what it was chosen by.
@@ -118,9 +122,9 @@ def calibrate_tree(
         seed=seed,
     )
     if not found.hits[0].any():
-        raise UserError(
+        raise NothingAccepted(
             f"not one of the {width} likeliest first tokens was the target's in "
-            f"{int(found.reached[0, 0])} drafts, so no tree can be made; train the drafter more"
+            f"{int(found.reached[0, 0])} drafts, so no tree can be made; train the drafter more."
         )
     progress("costs")
     settings = DecodeSettings(gamma=deepest, sampling=sampling)

@@ -95,6 +95,9 @@ class Heads(nn.Module, ABC):
 
     Options: ClassVar[type[HeadOptions]]
     taps: tuple[int, ...] = (FINAL,)
+    # λ₀, the weight of the heads' loss beside the target's own where both are trained; None: this
+    # kind is for a frozen target only.
+    joint_weight: float | None = None
 
     def __init__(
         self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None

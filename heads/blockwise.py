@@ -37,6 +37,9 @@ class BlockwiseHeads(ParallelHeads):
         self, options: BlockwiseOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.k - 1, model, vocabulary)
+        # The mean over p₁ … p_k weighs the target's loss as each of the k − 1 others'; their own
+        # weights, or their chances to be drawn, add up to 1.
+        self.joint_weight = float(self.depth)
         width = options.hidden or feed_forward_size(model.config.get_text_config())
         self.up = nn.Linear(self.hidden_size, self.depth * width)
         self.down = nn.Linear(self.depth * width, self.depth * self.hidden_size)

@@ -39,6 +39,7 @@ class MedusaHeads(ParallelHeads):
     output layer, so that every head starts as the target's own next-token distribution."""
 
     Options = MedusaOptions
+    joint_weight = 0.2
 
     def __init__(
         self, options: MedusaOptions, model: PreTrainedModel, vocabulary: Tensor | None = None

@@ -3,6 +3,8 @@
 Shapes: H hidden size, V' rows (draft vocabulary), D heads.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -23,6 +25,7 @@ class HeadOutput(nn.Module):
         self.layers = nn.ModuleList(_empty(layer, rows) for _ in range(count))
         # In a list, which hides it from `parameters` and from engines.
         self._borrowed: list[nn.Module] = []
+        self._lent: tuple[Tensor, Tensor | None] | None = None
 
     def start_from(self, layer: nn.Linear, vocabulary: Tensor | None) -> None:
         """Copy the target's rows into every layer."""
@@ -49,6 +52,15 @@ class HeadOutput(nn.Module):
             setattr(borrowed, name, nn.Parameter(own, requires_grad=False))
         self._borrowed = [borrowed]
 
+    @contextmanager
+    def lent(self, weight: Tensor, bias: Tensor | None) -> Iterator[None]:
+        """Within it these rows, which may be trained, stand for what is borrowed."""
+        self._lent = None if len(self.layers) else (weight, bias)
+        try:
+            yield
+        finally:
+            self._lent = None
+
     def pack(self) -> None:
         """Pack what is borrowed (`decode.packed`); its own layers are seen to as all others."""
         if self._borrowed and isinstance(self._borrowed[0], nn.Linear):
@@ -56,6 +68,8 @@ class HeadOutput(nn.Module):
 
     def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
         """Weight [V', H] and bias [V'] of the head at depth 1, 2, …"""
+        if self._lent is not None:
+            return self._lent
         layer = self._layer(depth)
         assert isinstance(layer, nn.Linear | PackedLinear)
         return layer.weight, layer.bias

@@ -107,13 +107,13 @@ def write_heads(directory: Path, heads: Heads, target: Target, tree: Structure |
 def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, Static | None]:
     """The heads in a directory, on the target's device, and the shape stored with them, if any.
     Raises UserError as `read_heads` does."""
-    heads, shape = read_heads(path, target)
+    heads = read_heads(path, target)
     make_ready(heads, target, dtype)
-    return heads, shape
+    return heads, stored_shape(path)
 
 
-def read_heads(path: Path, target: Target) -> tuple[Heads, Static | None]:
-    """The heads in a directory as they were stored, on the CPU, and the shape stored with them.
+def read_heads(path: Path, target: Target) -> Heads:
+    """The heads in a directory as they are stored, on the CPU, with what they borrow missing.
 
     Raises UserError where they were made for another hidden size or for other weights than this
     target's, and for files that do not fit together. (`decode.store.open_drafter` has compared the
@@ -139,4 +139,4 @@ def read_heads(path: Path, target: Target) -> tuple[Heads, Static | None]:
         heads.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise CorruptArtifact(path, WEIGHTS, f"does not hold these heads ({error})") from error
-    return heads, stored_shape(path)
+    return heads

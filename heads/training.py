@@ -3,7 +3,8 @@
 Shapes: B rows, T tokens, n learnt tokens, H hidden size, V' draft vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,22 @@ class HeadTraining(nn.Module):
             weight if ids is None else weight[ids],
             layer.bias if ids is None or layer.bias is None else layer.bias[ids],
         )
+
+    @contextmanager
+    def following(self, layer: nn.Linear) -> Iterator[None]:
+        """Within it the target's output layer is this one as it is now, of a target that is trained
+        too: heads that borrow it train it with themselves."""
+        ids, kept = self.heads.vocabulary, self._teacher
+        weight, bias = (
+            x if ids is None or x is None else x[ids] for x in (layer.weight, layer.bias)
+        )
+        assert weight is not None
+        self._teacher = weight.detach(), None if bias is None else bias.detach()
+        try:
+            with self.heads.output.lent(weight, bias):
+                yield
+        finally:
+            self._teacher = kept
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parent.parent
 WORDS = ["the", "a", "dog", "fox", "sea", "shell", "target", "drafter", "token", "sells", "jumps"]
 STAGES = {"00-tied": 50, "01-reduced": 50, "02-frozen": 10, "03-own": 8}
-STAGES |= {"04-medusa": 8, "05-blockwise": 8}
+STAGES |= {"04-medusa": 8, "05-blockwise": 8, "06-both": 6, "07-tuned": 6}
 # In these some steps are not clipped.
-GENTLE = {"03-own", "04-medusa", "05-blockwise"}
+GENTLE = {"03-own", "04-medusa", "05-blockwise", "06-both", "07-tuned"}
 # One process has nobody to share its teacher with.
 SHARDED = "stages.frozen.shard_teacher=true"
 # Every step is clipped: the gradients of tiny models are larger than 0.5.
@@ -82,6 +82,21 @@ stages:
     heads: {{type: blockwise, k: 3}}
     loop: {{max_steps: 8, tokens_per_batch: 120, accumulation: 2, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: both
+    kind: heads
+    heads: {{type: medusa, heads: 2}}
+    start: medusa
+    backbone: {{lora: {{r: 4}}, losses: {{forward_kl: 0.5, cross_entropy: 0.5}}, ramp: 0.5}}
+    dev: {{text: data, samples: 3, every: 4, decode_prompts: 2, gamma: 2, max_new_tokens: 6}}
+    loop: {{max_steps: 6, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: tuned
+    kind: heads
+    heads: {{type: blockwise, k: 3, sub_loss: mean}}
+    draft_vocabulary: 120
+    backbone: {{lora: null}}
+    loop: {{max_steps: 6, tokens_per_batch: 120, accumulation: 2, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1, ema: 0.5}}
 """
 # 50 steps of the first training and 24 of the second, whose newest checkpoint is then step 15.
 DIE_BEFORE = 75
@@ -191,6 +206,12 @@ def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max((a[name].double() - b[name].double()).abs().max().item() for name in b)
 
 
+def weight_files(stage: Path) -> list[str]:
+    """Of its drafter, and of its new target, if it made one."""
+    found = (stage.glob(f"{part}/*.safetensors") for part in ("drafter", "target"))
+    return sorted(str(path.relative_to(stage)) for paths in found for path in paths)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_ranks_train_as_one_and_go_on_after_a_kill(base, engine):
     _, kind, share, resident, file = ENGINES[engine]
@@ -241,9 +262,9 @@ def test_two_ranks_train_as_one_and_go_on_after_a_kill(base, engine):
         for figure in ("loss", "gradient_norm", "lr"):
             figures = [entry[figure] for entry in alone]
             assert [entry[figure] for entry in two] == pytest.approx(figures, rel=1e-4), figure
-        files = sorted(path.name for path in theirs.glob("drafter/*.safetensors"))
-        assert files == sorted(path.name for path in ours.glob("drafter/*.safetensors"))
+        files = weight_files(theirs)
+        assert files == weight_files(ours)
+        assert any("target/" in name for name in files) == (stage in ("06-both", "07-tuned"))
         for name in files:
             # Equal names too: a tied output layer is in neither file.
-            saved = load_file(ours / "drafter" / name)
-            assert largest(saved, load_file(theirs / "drafter" / name)) < 1e-4
+            assert largest(load_file(ours / name), load_file(theirs / name)) < 1e-4

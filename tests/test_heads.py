@@ -682,7 +682,7 @@ def test_a_tree_is_calibrated_and_stored(context: Any) -> None:
     outcome = run_stage(context, heads)
     drafter: Any = open_drafter(str(outcome.drafter), target())
     paths = drafter.shape.structure.paths
-    assert outcome.summary["tree"] == paths
+    assert outcome.summary["tree"]["paths"] == paths
     assert 1 <= len(paths) <= 5
     assert drafter.branches
     plain = Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, NEW)

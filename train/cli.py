@@ -210,6 +210,7 @@ def evaluate(
     from train.console import Reporter
     from train.data.chat import prompt_tokens
     from train.data.read import read_examples, spread
+    from train.evaluate import drift_of
     from train.report import footnotes, table
     from train.run import describe_process
 
@@ -240,7 +241,7 @@ def evaluate(
             bar.update(done, what=f"evaluating: {what}")
 
         found = measure(loaded, which, chosen, protocol, progress)
-    figures = found.to_dict()
+    figures = found.to_dict() | {"drift": drift_of(drafter)}
     report = {
         "name": "evaluate",
         "rows": [{"stage": "–", "drafter": drafter, "order": 0, "evaluation": figures}],

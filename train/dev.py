@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.target import Target
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat import prompt_tokens
 from train.data.read import spread
@@ -41,14 +42,14 @@ class Judging:
     """How one kind of drafter is looked at while it is trained.
 
     sums: float64 sums about a batch of samples, which add up over batches and ranks; figures: what
-    they come to. prefix, drafter: which of the module's weights make a drafter on the target's
-    device, and how.
+    they come to. prefix, decoded: which of the module's weights make a drafter on the target's
+    device, and how; with it comes the target that it drafts for, which may be trained as well.
     """
 
     sums: Callable[[nn.Module, Inputs, Sequence[str]], Tensor]
     figures: Callable[[Tensor], dict[str, float]]
     prefix: str
-    drafter: Callable[[dict[str, Tensor]], Drafter]
+    decoded: Callable[[dict[str, Tensor]], tuple[Target, Drafter]]
 
 
 class DevSlice:
@@ -96,13 +97,13 @@ class DevSlice:
 
     def _decode(self, weights: Weights) -> float:
         """The loop's acceptance rate, measured by the main process."""
-        target = self.context.target
         gathered = weights(self.judging.prefix)
         rate = [0.0]
         if self.context.accelerator.is_main_process:
+            target, drafter = self.judging.decoded(gathered)
             decoder = Decoder(
                 target.model,
-                self.judging.drafter(gathered),
+                drafter,
                 eos_token_ids=target.eos_token_ids,
                 gamma=self.settings.gamma,
             )

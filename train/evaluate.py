@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from decode.artifact import verify_directory, write_directory
 from decode.measure import Evaluation, evaluate, fastest_gamma
 from decode.registry import Choice
-from decode.store import describe_drafter, open_drafter
+from decode.store import DRAFTER_FILE, describe_drafter, open_drafter
+from train.backbone import load_like
 from train.data.read import Example, spread
+from train.stage import Outcome
 
 if TYPE_CHECKING:
     from train.run import Run
@@ -51,9 +53,12 @@ def evaluate_baselines(run: "Run", examples: dict[str, list[Example]]) -> None:
 
 
 def evaluate_drafter(
-    run: "Run", index: int, stage: str, directory: Path, examples: dict[str, list[Example]]
+    run: "Run", index: int, stage: str, outcome: Outcome, examples: dict[str, list[Example]]
 ) -> None:
-    """A row for the drafter a stage made, after one for what it started from, if it kept that."""
+    """A row for the drafter a stage made, after one for what it started from, if it kept that. One
+    that is for a new target is judged on that, beside its plain decoding."""
+    directory = outcome.drafter
+    assert directory is not None
     gamma = run.config.evaluation.gamma
     order = len(run.config.evaluation.baselines) + 2 * index
     start = directory.parent / "start"
@@ -65,7 +70,9 @@ def evaluate_drafter(
             _evaluate(run, order, label, shown, kind, str(start), gamma, examples)
         run.accelerator.wait_for_everyone()
     if _must_do(run, order + 1, stage):
-        _evaluate(run, order + 1, stage, stage, kind, str(directory), gamma, examples)
+        _evaluate(
+            run, order + 1, stage, stage, kind, str(directory), gamma, examples, outcome.target
+        )
     run.accelerator.wait_for_everyone()
 
 
@@ -93,12 +100,15 @@ def _evaluate(
     spec: str,
     gamma: int,
     examples: dict[str, list[Example]],
+    moved: Path | None = None,
 ) -> None:
-    """kind: the kind of drafter; one that is its own spec is a baseline."""
+    """kind: the kind of drafter; one that is its own spec is a baseline. moved: the directory of
+    its own target; None: the run's."""
     settings = run.config.evaluation
+    target = run.target if moved is None else load_like(run.target, moved)
     chosen = spread(examples[settings.split], settings.prompts)
     prompts = run.prompts(chosen)
-    drafter = open_drafter(spec, run.target)
+    drafter = open_drafter(spec, target)
     with run.reporter.bar("evaluating", len(prompts)) as bar:
 
         def progress(what: str, done: int, of: int) -> None:
@@ -106,12 +116,12 @@ def _evaluate(
             bar.update(done, what=f"evaluating {stage}: {what}")
 
         protocol = settings.protocol(gamma, trained=spec != kind)
-        found = evaluate(run.target, drafter, prompts, protocol, progress)
+        found = evaluate(target, drafter, prompts, protocol, progress)
     record = {
         "stage": stage,
         "drafter": kind,
         "order": order,
-        "evaluation": found.to_dict(),
+        "evaluation": found.to_dict() | {"drift": drift_of(spec)},
         "samples": _samples(run, found, chosen),
     }
 
@@ -119,6 +129,16 @@ def _evaluate(
         (target / "evaluation.json").write_text(json.dumps(record, indent=2))
 
     write_directory(_directory(run, order, label), fill)
+
+
+def drift_of(spec: str) -> dict[str, float] | None:
+    """How far the target of a drafter (by what a user names it) has moved from the one it was
+    trained from, as its stage measured it; None where it did not."""
+    path = Path(spec).expanduser()
+    if not (path / DRAFTER_FILE).exists():
+        return None
+    found: dict[str, float] | None = describe_drafter(path)["provenance"].get("drift")
+    return found
 
 
 def _samples(run: "Run", found: Evaluation, examples: list[Example]) -> list[dict[str, str]]:

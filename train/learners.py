@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from decode.drafters import Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.store import describe_drafter, open_drafter
+from decode.stored_tree import stored_shape
 from decode.target import Target, load_model_and_tokenizer
 from decode.vocabulary import ReducedVocabulary, load_vocabulary
 from distill.losses import Terms
@@ -58,7 +59,7 @@ class Learning:
             model = load_model_and_tokenizer(str(path), dtype="float32", device="cpu").model
             return self.of_model(model, load_vocabulary(path, model), target)
         drafter = open_drafter(str(path), target)
-        heads, shape = read_heads(path, target)
+        heads, shape = read_heads(path, target), stored_shape(path)
         student = HeadStudent(
             heads,
             self.terms,

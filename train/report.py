@@ -192,10 +192,13 @@ def duration(seconds: float | None) -> str:
 
 
 def drafter_name(row: Row) -> str:
-    """The drafter, with its rule where that does not keep the target's distribution."""
+    """The drafter, with its rule where that does not keep the target's distribution, and a word
+    where the target is not the run's."""
     evaluation = row["evaluation"]
     lossy = evaluation.get("lossless") is False
-    return row["drafter"] + (f" ({evaluation.get('rule')}, LOSSY)" if lossy else "")
+    notes = [f"{evaluation.get('rule')}, LOSSY"] if lossy else []
+    notes += ["new target"] if evaluation.get("drift") else []
+    return row["drafter"] + (f" ({', '.join(notes)})" if notes else "")
 
 
 # The columns of the table: heading, and the cell of a row.
@@ -235,8 +238,29 @@ DETAILS: dict[str, Callable[[dict[str, Any]], str]] = {
     "identical to plain": lambda e: percent(e.get("identical_to_plain")),
     "identical within rounding": lambda e: percent(e.get("identical_within_rounding")),
     "repetition": lambda e: percent(e.get("repetition")),
+    "KL(original‖new target), nats per token": lambda e: number(
+        (e.get("drift") or {}).get("kl"), 4
+    ),
+    "perplexity of held-out text, original → new target": lambda e: _perplexities(e),
     "verification passes": lambda e: f"{e['steps']:,}" if e.get("steps") is not None else NONE,
 }
+
+
+def _perplexities(evaluation: dict[str, Any]) -> str:
+    drift = evaluation.get("drift")
+    if not drift:
+        return NONE
+    return f"{number(drift['perplexity_original'])} → {number(drift['perplexity_new'])}"
+
+
+def moved(evaluation: dict[str, Any]) -> str:
+    """Of a drafter whose target was trained too: what its figures are towards, and the drift."""
+    drift = evaluation["drift"]
+    return (
+        "the target was trained too; speed-up and losslessness are towards the new target. On "
+        f"{drift['tokens']:,} held-out tokens KL(original‖new) is {drift['kl']:.4f} nats per token "
+        f"and perplexity {_perplexities(evaluation)}"
+    )
 
 
 def _milliseconds(evaluation: dict[str, Any]) -> str:
@@ -284,6 +308,9 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         "them timed; intervals are 95% bootstrap intervals over the timed prompts",
         f"target {target.get('model', NONE)} in {_dtype(report)}; {machine(report)}",
     ]
+    for label, row in zip(labels(report), rows, strict=True):
+        if row["evaluation"].get("drift"):
+            lines.append(f"{_bare(label)}: {moved(row['evaluation'])}")
     plain = [r["value"] for r in _all(rows, "plain_vs_generate")]
     if plain:
         line = f"plain decoding runs at {_range(plain, '{:.2f}×')} the speed of generate()"
@@ -418,6 +445,9 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
             f"The rule {evaluation.get('rule')} is LOSSY: the text is not distributed as the "
             "target's. Do not compare this speed-up with lossless ones."
         )
+    if evaluation.get("drift"):
+        found = moved(evaluation)
+        warnings.append(f"{found[0].upper()}{found[1:]}. The original target's text is another.")
     within = evaluation.get("identical_within_rounding")
     if evaluation.get("lossless") and within is not None and within < 1:
         warnings.append(

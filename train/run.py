@@ -95,7 +95,7 @@ class Run:
             outcomes[settings.name] = directory
             judged = self.config.evaluation.stages
             if outcome.drafter is not None and (judged is None or settings.name in judged):
-                evaluate_drafter(self, index, settings.name, outcome.drafter, examples)
+                evaluate_drafter(self, index, settings.name, outcome, examples)
         report: dict[str, Any] = {}
         if self.accelerator.is_main_process:
             report = make_report(self.directory)
@@ -207,7 +207,8 @@ class Run:
             stored = json.loads(done.read_text())
             self.reporter.say(f"stage {settings.name}: done")
             drafter = directory / "drafter" if stored["drafter"] else None
-            return Outcome(drafter, stored["summary"])
+            moved = directory / "target" if stored.get("target") else None
+            return Outcome(drafter, stored["summary"], moved)
         self.reporter.say(f"stage {settings.name} ({settings.kind})")
         begin = time.perf_counter()
         if self.accelerator.is_main_process:
@@ -221,7 +222,11 @@ class Run:
         outcome.summary["seconds"] = time.perf_counter() - begin
         outcome.summary["peak_memory_bytes"] = peak_memory()
         if self.accelerator.is_main_process:
-            record = {"drafter": outcome.drafter is not None, "summary": outcome.summary}
+            record = {
+                "drafter": outcome.drafter is not None,
+                "target": outcome.target is not None,
+                "summary": outcome.summary,
+            }
             write_file(done, json.dumps(record, indent=2))
         self.accelerator.wait_for_everyone()
         return outcome

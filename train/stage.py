@@ -52,10 +52,12 @@ class StageContext:
 
 @dataclass
 class Outcome:
-    """What a stage made. drafter: the directory of the drafter it trained, which is then judged."""
+    """What a stage made. drafter: the directory of the drafter it trained, which is then judged.
+    target: the directory of the new target that it is for, where the run's own was trained too."""
 
     drafter: Path | None = None
     summary: dict[str, Any] = field(default_factory=dict)
+    target: Path | None = None
 
 
 class Stage(ABC):

@@ -137,6 +137,7 @@ class Trainer:
             accelerator, directory / "checkpoints", reporter, allow_changes=allow_changes
         )
         self.total_steps = 0
+        self.at = Progress()  # where training stands
 
     def fit(self) -> Progress:
         """Train to the end.
@@ -145,7 +146,7 @@ class Trainer:
         checkpoint when the process was asked to end.
         """
         stored = self.checkpoints.load(self._load_average)
-        at = Progress(**stored) if stored else Progress()
+        self.at = at = Progress(**stored) if stored else Progress()
         self.clock.seconds |= at.clock
         begin = time.perf_counter() - at.seconds
         self.total_steps = self._total_steps()

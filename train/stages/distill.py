@@ -16,6 +16,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.features import FINAL
 from decode.store import save_drafter
+from decode.target import Target
 from decode.vocabulary import ReducedVocabulary, reduce_output, save_with_vocabulary
 from distill.agreement import Agreement
 from distill.cache import CachedTeacher
@@ -374,13 +375,13 @@ class DistillStage(Stage):
             signal = teacher.signal(**given, ids=names)
             return module(**given, agreement_with=signal)[1]
 
-        def drafter(weights: dict[str, Tensor]) -> Drafter:
+        def decoded(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
             model, vocabulary = student.plain(weights)
             model.to(context.target.device, context.target.dtype)
             ids = None if vocabulary is None else vocabulary.ids.to(context.target.device)
-            return SmallLMDrafter(model, ids)
+            return context.target, SmallLMDrafter(model, ids)
 
-        judging = Judging(sums, lambda x: asdict(Agreement.from_sums(x)), "student.", drafter)
+        judging = Judging(sums, lambda x: asdict(Agreement.from_sums(x)), "student.", decoded)
         return DevSlice(settings, context, self.config.name, judging)
 
     def _save(

@@ -13,11 +13,12 @@ import torch
 from pydantic import Field, SerializeAsAny, field_validator
 from torch import Tensor, nn
 
+from decode.calibrate_tree import TreeCalibration
 from decode.drafters import DRAFTERS, Drafter
 from decode.errors import UserError
-from decode.measure_tree import measure_acceptance, probe
-from decode.shapes.calibrated import grow_greedily
-from decode.shapes.structure import Structure
+from decode.store import describe_drafter
+from decode.target import Target
+from distill.drift import Drift
 from distill.losses import Terms
 from distill.output import split_model
 from distill.parts import text_sha256
@@ -25,35 +26,28 @@ from heads.base import HeadOptions, Heads
 from heads.bigrams import Bigrams, lookup_top1
 from heads.cache import CachedFeatures
 from heads.features import FeatureSource, LiveFeatures
-from heads.store import build_heads, make_ready, new_heads, save_heads
+from heads.joint import JointTraining
+from heads.store import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.training import HeadTraining
+from train.backbone import Backbone, BackboneConfig
 from train.clock import Clock
 from train.data.batches import Inputs
-from train.data.chat import Sample, prompt_tokens
-from train.data.read import spread
+from train.data.chat import Sample
 from train.dev import DevConfig, DevSlice, Judging
+from train.head_tree import TreeConfig, calibrated_tree
 from train.optimizer import OptimizerConfig
 from train.samples import TextConfig, check_text, fitting_samples, planned_tokens, stages_of
-from train.schema import StageConfig, Strict, closest_stage
+from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 from train.student import frequent_tokens
 from train.text import FixedText
 from train.trainer import LoopConfig, Task, Trainer, describe
 
 
-class TreeConfig(Strict):
-    """The tree that the drafter is stored with, calibrated on the dev split (Medusa, section
-    2.3.3): of `nodes` nodes, from the acceptance of the `width` likeliest tokens of each head, over
-    so many prompts (spread evenly over the split) and tokens of text."""
-
-    nodes: int = Field(32, ge=1)
-    width: int = Field(10, ge=1)
-    prompts: int = Field(32, ge=1)
-    max_new_tokens: int = Field(48, ge=2)
-
-
 class HeadsConfig(TextConfig):
-    """heads: their type and options, as {type: medusa, heads: 5}; see `heads`.
+    """heads: their type and options, as {type: medusa, heads: 5}; see `heads`. start: an earlier
+    heads stage on the same target, with whose heads this one goes on. backbone: train the target
+    too, which then is a new target, written to `target/`; None: it stays as it is.
 
     losses: {name: weight}, between each head and the token it predicts; one that reads the teacher
     distils the target's distribution at the head's own position. draft_vocabulary: the so many most
@@ -66,6 +60,8 @@ class HeadsConfig(TextConfig):
 
     kind: Literal["heads"] = "heads"
     heads: SerializeAsAny[HeadOptions]
+    start: str | None = None
+    backbone: BackboneConfig | None = None
     losses: dict[str, Any] = {"cross_entropy": 1.0}
     teacher_temperature: float = 1.0
     drafter_temperature: float = 1.0
@@ -109,6 +105,10 @@ class HeadsStage(Stage):
         check_text(settings, earlier)
         for name in stages_of(settings.dev.text) if settings.dev else []:
             closest_stage(name, earlier, "generate")
+        if settings.start is not None:
+            self._check_start(settings.start, earlier)
+        if settings.backbone is not None:
+            self._check_backbone(settings.backbone, earlier)
         if settings.features != "live":
             if not Path(settings.features).is_dir():
                 closest_stage(settings.features, earlier, "feature_cache")
@@ -118,23 +118,62 @@ class HeadsStage(Stage):
                     "live target to remember; leave it out"
                 )
 
+    def _check_start(self, start: str, earlier: Sequence[StageConfig]) -> None:
+        settings: HeadsConfig = self.config
+        begun: Any = closest_stage(start, earlier, "heads")
+        if begun.backbone is not None:
+            raise UserError(
+                f"stage {settings.name} starts from the heads of {start}, which belong to the new "
+                f"target that {start} made; name a stage whose target stayed as it was, or start a "
+                "run with that new target"
+            )
+        if begun.heads != settings.heads:
+            raise UserError(
+                f"stage {settings.name} goes on with the heads of {start}, which are "
+                f"{begun.heads}, and names {settings.heads}; expected the same"
+            )
+        if settings.draft_vocabulary is not None:
+            raise UserError(
+                f"stage {settings.name}: draft_vocabulary cannot be set here: the heads of {start} "
+                "keep their own; leave it out"
+            )
+
+    def _check_backbone(self, backbone: BackboneConfig, earlier: Sequence[StageConfig]) -> None:
+        settings: HeadsConfig = self.config
+        backbone.check(settings.name, earlier)
+        if settings.features != "live" or settings.remember_features:
+            key = "remember_features" if settings.remember_features else "features"
+            raise UserError(
+                f"stage {settings.name}: {key} cannot be set here: the target is trained, so its "
+                "hidden states change with every step; leave it out"
+            )
+
     def plan(self, context: StageContext) -> Plan:
         settings: HeadsConfig = self.config
         target = context.target
         self._require_dev(context)
         heads = build_heads(settings.heads, target, self._planned_vocabulary(context), "meta")
+        self._require_joint(heads)
+        begun = None if settings.start is None else context.plans[settings.start]
         trained = sum(p.numel() for p in heads.parameters())
+        trained = trained if begun is None else begun.trained_parameters
         # float32 weights, gradients and AdamW's two moments; the target; a chunk's logits of heads
         # and target.
         teacher = sum(p.numel() * p.element_size() for p in target.model.parameters())
-        chunk = 2 * 4 * settings.chunk_tokens * heads.rows
+        memory = 16 * trained + teacher + 2 * 4 * settings.chunk_tokens * heads.rows
         options = settings.heads.model_dump(exclude={"type"})
+        what = f"{settings.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
+        if settings.backbone is not None:
+            own = settings.backbone.trained_parameters(target)
+            trained += own
+            # Its float32 copy that is trained, and one that stays whole.
+            memory += 12 * own + 2 * 4 * target.model.num_parameters()
+            what += f"the target too ({'LoRA' if settings.backbone.lora else 'all weights'}); "
         return Plan(
-            f"{settings.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
-            f"{settings.loop.epochs} epochs",
+            f"{what}{settings.loop.epochs} epochs",
             trained_parameters=trained,
             tokens=planned_tokens(context, settings) * settings.loop.epochs,
-            memory_bytes=16 * trained + teacher + chunk,
+            memory_bytes=memory,
         )
 
     def run(self, context: StageContext) -> Outcome:
@@ -150,7 +189,15 @@ class HeadsStage(Stage):
             vocabulary, coverage = frequent_tokens(context, samples, settings.draft_vocabulary)
         # Random weights, and the draws of sub-losses, are the stage's own, whatever ran before it.
         torch.manual_seed(settings.loop.seed)
-        heads = new_heads(settings.heads, target, vocabulary)
+        start: Any = None
+        if settings.start is None:
+            heads = new_heads(settings.heads, target, vocabulary)
+        else:
+            begun = context.outcomes[settings.start] / "drafter"
+            start = describe_drafter(begun)["provenance"]
+            heads = read_heads(begun, target)
+            vocabulary = heads.vocabulary
+        self._require_joint(heads)
         # Engines may take the module apart; this copy stays whole, on the CPU.
         whole = copy.deepcopy(heads)
         heads.to(device)
@@ -159,16 +206,29 @@ class HeadsStage(Stage):
         # Without autocast the products are float32, and so must be what is borrowed.
         heads.borrow(target.model, torch.float32 if accelerator.mixed_precision == "no" else None)
         clock = Clock(device)
-        module = HeadTraining(heads, settings.terms, target.model, chunk=settings.chunk_tokens)
-        source = self._source(context, module.taps, samples, clock)
+        training = HeadTraining(heads, settings.terms, target.model, chunk=settings.chunk_tokens)
+        module: HeadTraining | JointTraining = training
+        backbone: Backbone | None = None
+        optimizer = settings.optimizer
+        if settings.backbone is not None:
+            backbone = Backbone(settings.backbone, context, settings.name, clock)
+            module = backbone.join(training, settings.chunk_tokens)
+            optimizer = settings.backbone.optimizer(optimizer)
+        else:
+            source = self._source(context, training.taps, samples, clock)
 
         def step(module: nn.Module, given: Inputs, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-            # Of torch's random state, which is the same on all ranks and part of a checkpoint.
-            return self._forward(
-                module, source, given, names, heads.sub_losses(float(torch.rand(())))
-            )
+            # Of torch's random state, which is part of a checkpoint, and the same on all ranks (but
+            # for those of an adapter's dropout).
+            losses = heads.sub_losses(float(torch.rand(())))
+            if backbone is None:
+                return self._forward(module, source, given, names, losses)
+            # Never 0: what is left where self-distillation begins would be rounding, and Adam makes
+            # steps of any gradient.
+            weight = backbone.weight(heads, (trainer.at.step + 1) / trainer.total_steps)
+            return backbone.forward(module, given, names, losses, weight)
 
-        dev = self._dev(context, module, whole)
+        dev = self._dev(context, module, whole, backbone)
         trainer = Trainer(
             accelerator,
             context.reporter,
@@ -184,26 +244,40 @@ class HeadsStage(Stage):
                 figures=module.figures,
             ),
             settings.loop,
-            settings.optimizer,
+            optimizer,
             context.directory,
             clock=clock,
             allow_changes=context.allow_changes,
         )
         trained = trainer.fit()
         with trainer.final_weights():
-            whole.load_state_dict(trainer.weights("heads."))
-        tree = None
+            weights = trainer.weights()
+        whole.load_state_dict(_heads_in(weights, backbone))
+        tree: TreeCalibration | None = None
+        drift: Drift | None = None
         if accelerator.is_main_process:
-            tree = self._tree(context, whole)
+            if backbone is not None:
+                target, drift = backbone.save(weights, context.directory / "target")
+            if settings.tree is not None:
+                drafter = self._drafter(target, whole)
+                tree = calibrated_tree(settings.tree, context, target, drafter, whole)
             provenance = {
                 "stage": settings.name,
                 "run": context.run_name,
                 "settings": settings.model_dump(mode="json"),
                 "steps": trained.step,
                 "tokens": trained.tokens,
+                "start": start,
+                "drift": drift and drift.to_dict(),
             }
             path = context.directory / "drafter"
-            save_heads(path, whole, target=target, provenance=provenance, tree=tree)
+            save_heads(
+                path,
+                whole,
+                target=target,
+                provenance=provenance,
+                tree=None if tree is None else tree.structure,
+            )
         summary = {
             "training": describe(trained),
             "samples": counts,
@@ -212,12 +286,14 @@ class HeadsStage(Stage):
             "trained_parameters": trainer.trained_parameters,
             "losses": settings.losses,
             "draft_vocabulary": None if vocabulary is None else len(vocabulary),
-            "tree": tree and tree.paths,
+            "tree": tree and tree.to_dict() | {"paths": tree.structure.paths},
+            "drift": drift and drift.to_dict(),
             **coverage,
             **self._bigrams(context, samples, dev),
         }
         accelerator.free_memory()
-        return Outcome(context.directory / "drafter", summary)
+        moved = None if backbone is None else context.directory / "target"
+        return Outcome(context.directory / "drafter", summary, moved)
 
     def _source(
         self, context: StageContext, taps: Sequence[int], samples: Sequence[Sample], clock: Clock
@@ -265,57 +341,50 @@ class HeadsStage(Stage):
                 "leave tree out"
             )
 
-    def _drafter(self, context: StageContext, whole: Heads) -> Drafter:
+    def _require_joint(self, heads: Heads) -> None:
+        if self.config.backbone is not None and heads.joint_weight is None:
+            raise UserError(
+                f"stage {self.config.name}: heads of type {self.config.heads.type} are for a "
+                "target that stays as it is; leave backbone out"
+            )
+
+    def _drafter(self, target: Target, whole: Heads) -> Drafter:
         """Of heads on the CPU, as it would be loaded."""
-        target = context.target
         heads = copy.deepcopy(whole)
         make_ready(heads, target, target.dtype)
         kind: Any = DRAFTERS[self.config.heads.type]
         drafter: Drafter = kind(heads, target.vocab_size)
         return drafter
 
-    def _dev(self, context: StageContext, module: HeadTraining, whole: Heads) -> DevSlice | None:
+    def _dev(
+        self,
+        context: StageContext,
+        module: HeadTraining | JointTraining,
+        whole: Heads,
+        backbone: Backbone | None,
+    ) -> DevSlice | None:
         settings: HeadsConfig = self.config
         if settings.dev is None:
             return None
-        source = LiveFeatures(context.target.model, module.taps, remember=True)
         losses = dict.fromkeys(range(1, whole.depth + 1), 1.0)
         names = module.sums
+        if isinstance(module, HeadTraining):
+            source = LiveFeatures(context.target.model, module.taps, remember=True)
 
         def sums(prepared: nn.Module, given: Inputs, ids: Sequence[str]) -> Tensor:
+            if backbone is not None:
+                return backbone.forward(prepared, given, ids, losses, 1.0)[1]
             return self._forward(prepared, source, given, ids, losses)[1]
 
-        def drafter(weights: dict[str, Tensor]) -> Drafter:
-            whole.load_state_dict(weights)
-            return self._drafter(context, whole)
+        def decoded(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
+            whole.load_state_dict(_heads_in(weights, backbone))
+            target = context.target if backbone is None else backbone.new_target(weights)
+            return target, self._drafter(target, whole)
 
         def figures(found: Tensor) -> dict[str, float]:
             return module.figures(dict(zip(names, found.tolist(), strict=True)))
 
-        return DevSlice(
-            settings.dev, context, settings.name, Judging(sums, figures, "heads.", drafter)
-        )
-
-    def _tree(self, context: StageContext, whole: Heads) -> Structure | None:
-        settings = self.config.tree
-        if settings is None:
-            return None
-        target = context.target
-        context.reporter.say("  calibrating the tree on dev prompts")
-        chosen = spread(context.examples["dev"], settings.prompts)
-        prompts = [prompt_tokens(e, target.tokenizer, context.system) for e in chosen]
-        found = measure_acceptance(
-            target.model,
-            self._drafter(context, whole),
-            prompts,
-            tree=probe(min(settings.width, whole.rows), whole.depth),
-            max_new_tokens=settings.max_new_tokens,
-            eos_token_ids=target.eos_token_ids,
-        )
-        if not found.hits[0].any():
-            context.reporter.say("  no draft of the first head was right; it drafts chains")
-            return None
-        return grow_greedily(found.table(), settings.nodes)
+        return DevSlice(settings.dev, context, settings.name, Judging(sums, figures, "", decoded))
 
     def _bigrams(
         self, context: StageContext, samples: Sequence[Sample], dev: DevSlice | None
@@ -332,3 +401,9 @@ class HeadsStage(Stage):
             f"{looked_up:.1%}"
         )
         return {"bigram_top1": found, "lookup_top1": looked_up}
+
+
+def _heads_in(weights: Mapping[str, Tensor], backbone: Backbone | None) -> dict[str, Tensor]:
+    """The heads' own among the weights of the module that is trained."""
+    prefix = "heads." if backbone is None else "heads.heads."
+    return {k.removeprefix(prefix): x for k, x in weights.items() if k.startswith(prefix)}

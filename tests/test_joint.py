@@ -1,0 +1,518 @@
+"""The target trained together with its heads: the losses, the new target, and what is said of it.
+
+Shapes: B rows, T tokens.
+"""
+
+import copy
+import functools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from decode import measure
+from decode.drafters import DRAFTERS
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.shapes.chain import Chain
+from decode.store import describe_drafter, open_drafter
+from decode.target import Target, load_target
+from distill.drift import measure_drift
+from distill.lora import LoraConfig
+from distill.losses import Terms
+from distill.output import split_model
+from distill.teacher import LiveTeacher
+from heads.base import HeadOptions, ahead, trained_places
+from heads.joint import JointTraining
+from heads.store import new_heads
+from heads.training import HeadTraining
+from tests.stages import (
+    LOOP,
+    WORDS,
+    drafter_weights,
+    examples,
+    kill_at_step,
+    make_stage,
+    run_stage,
+    stage_context,
+)
+from tests.tiny import VOCAB, save_tiny, tiny_target
+from tests.training import Killed, assert_equal
+from train.backbone import Backbone, BackboneConfig
+from train.clock import Clock
+from train.config import load_config
+from train.console import Reporter
+from train.data.chat import prompt_tokens
+from train.optimizer import GroupConfig, OptimizerConfig, make_optimizer
+from train.report import footnotes, headline, html
+from train.run import Run
+from train.samples import read_samples
+from train.stage import StageContext
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_accelerate"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # peft's affair
+]
+
+MEDUSA = {"type": "medusa", "heads": 2}
+BLOCKWISE = {"type": "blockwise", "k": 3, "hidden": 24, "sub_loss": "mean"}
+KINDS: dict[str, dict[str, Any]] = {"medusa": MEDUSA, "blockwise": BLOCKWISE}
+LORA = {"r": 4, "alpha": 8.0, "dropout": 0.0}
+STAGE = {"loop": LOOP, "optimizer": {"lr": 1e-2, "warmup_steps": 2}}
+IDS = torch.arange(0, VOCAB, 2)
+
+
+@functools.cache
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> StageContext:
+    made = stage_context(tmp_path, target())
+    made.examples["test"] = examples("test", 3)
+    return made
+
+
+def batch() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (3, 10), generator=g)
+    attention = torch.ones_like(ids)
+    attention[0, 7:] = 0
+    mask = torch.zeros(3, 10, dtype=torch.bool)
+    mask[0, 4:7] = True
+    mask[1, 1:] = True
+    return {"input_ids": ids, "attention_mask": attention, "loss_mask": mask}
+
+
+# --- the losses -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("losses", [{"cross_entropy": 1.0}, {"forward_kl": 1.0}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_combined_loss_and_its_gradients_by_hand(kind: str, losses: Any, reduced: bool) -> None:
+    """L_backbone + λ₀·Σ λᵏ·CE, gradients in the target's weights too, its output layer among them,
+    through which Blockwise's heads read. float64, so that nothing hides behind rounding."""
+    model = copy.deepcopy(target().model).double().requires_grad_(True)
+    heads = new_heads(HeadOptions.of(KINDS[kind]), target(), IDS if reduced else None).double()
+    with torch.no_grad():
+        g = torch.Generator().manual_seed(2)
+        for parameter in heads.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=g, dtype=torch.float64)
+    training = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model, chunk=5)
+    module = JointTraining(model, training, Terms(losses), chunk=4)
+    given = batch()
+    original = copy.deepcopy(target().model).double()
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter *= 1.1  # or there would be no divergence
+    teacher = LiveTeacher(split_model(original)).signal(**given, ids=[])
+    weights = heads.sub_losses(0.0)
+    loss, sums = module(**given, losses=weights, weight=0.3, teacher=teacher)
+    parameters = dict(module.named_parameters())
+    ours = torch.autograd.grad(loss, list(parameters.values()))
+
+    ids, mask = given["input_ids"], given["loss_mask"]
+    hidden = model.base_model(ids, attention_mask=given["attention_mask"]).last_hidden_state
+    logits = model.lm_head(hidden)
+    predicted = mask[:, 1:]
+    if "cross_entropy" in losses:
+        own = F.cross_entropy(logits[:, :-1][predicted], ids[:, 1:][predicted], reduction="sum")
+    else:
+        told = original(ids, attention_mask=given["attention_mask"]).logits[:, :-1][predicted]
+        q = logits[:, :-1][predicted].log_softmax(-1)
+        own = F.kl_div(q, told.log_softmax(-1), log_target=True, reduction="sum")
+    expected = own
+    states: Any = heads.states  # type: ignore[attr-defined]
+    for k, weight in weights.items():
+        places = trained_places(mask, k)
+        made = states(hidden[places], [k])[:, 0]
+        if kind == "medusa":
+            layer = heads.output.layers[k - 1]
+            said = F.linear(made, layer.weight, layer.bias)  # type: ignore[arg-type]
+        else:
+            said = F.linear(made, model.lm_head.weight[IDS] if reduced else model.lm_head.weight)
+        labels = ahead(ids, k + 1)[places]
+        if reduced:
+            labels = torch.where(labels % 2 == 0, labels // 2, -100)
+        value = F.cross_entropy(said, labels, reduction="sum", ignore_index=-100)
+        expected = expected + 0.3 * weight * value
+    torch.testing.assert_close(loss, expected.to(loss.dtype))
+    theirs = torch.autograd.grad(expected, list(parameters.values()))
+    for name, one, other in zip(parameters, ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+    figures = dict(zip(module.sums, sums.tolist(), strict=True))
+    assert figures["backbone/tokens"] == int(predicted.sum())
+    assert module.figures(figures)[f"backbone/{next(iter(losses))}"] == pytest.approx(
+        own.item() / int(predicted.sum())
+    )
+    # Outside a forward what is borrowed is nobody's: nothing of the graph is kept.
+    assert heads.output._lent is None
+
+
+def test_distilled_heads_learn_what_the_moving_target_says() -> None:
+    """The heads' own teacher is the target as it is by now, and no gradient goes through it."""
+    model = copy.deepcopy(target().model).requires_grad_(True)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    heads = new_heads(HeadOptions.of(MEDUSA), target(), None)
+    training = HeadTraining(heads, Terms({"forward_kl": 1.0}), target().model)
+    module = JointTraining(model, training, Terms({"cross_entropy": 1.0}))
+    given = batch()
+    loss, _ = module(**given, losses={1: 1.0}, weight=1.0)
+    alone, _ = module(**given, losses={1: 1.0}, weight=0.0)
+    hidden = model.base_model(given["input_ids"], attention_mask=given["attention_mask"])
+    hidden = hidden.last_hidden_state
+    places = trained_places(given["loss_mask"], 1)
+    p = F.linear(ahead(hidden, 1)[places], model.lm_head.weight).detach().log_softmax(-1)
+    q = F.linear(hidden[places], heads.output.layers[0].weight).log_softmax(-1)  # type: ignore
+    theirs = F.kl_div(q, p, log_target=True, reduction="sum")
+    torch.testing.assert_close((loss - alone).float(), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_switched_off_is_the_untouched_target(context: Any) -> None:
+    """So self-distillation begins at 0, with a gradient of 0, and is towards the run's target."""
+    torch.manual_seed(0)
+    config = BackboneConfig(lora=LoraConfig(**LORA), losses={"forward_kl": 1.0})
+    backbone = Backbone(config, context, "two", Clock(torch.device("cpu")))
+    heads = new_heads(HeadOptions.of(MEDUSA), target(), None)
+    training = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
+    module = backbone.join(training, 64)
+    given: Any = batch()
+    loss, _ = backbone.forward(module, given, [], {1: 1.0}, 0.0)
+    assert abs(loss.item()) < 1e-6
+    adapters = {n: p for n, p in module.backbone.named_parameters() if p.requires_grad}
+    assert adapters
+    assert all("lora" in name for name in adapters)
+    assert all(g.abs().max() < 1e-6 for g in torch.autograd.grad(loss, list(adapters.values())))
+    ids = given["input_ids"]
+    with torch.no_grad():
+        for name, parameter in adapters.items():
+            if "lora_B" in name:
+                parameter.fill_(0.05)
+        moved, wrapped = module.backbone(ids).logits, backbone.trainable
+        loss, _ = backbone.forward(module, given, [], {1: 1.0}, 0.0)
+        for layer in module.backbone.modules():
+            if isinstance(layer, BaseTunerLayer):
+                layer.enable_adapters(False)
+        off = module.backbone(ids).logits
+    assert loss.item() > 0.01
+    assert wrapped.model is module.backbone
+    assert torch.equal(off, target().model(ids).logits)
+    assert not torch.allclose(moved, off)
+
+
+def test_the_weight_of_the_heads_rises_with_the_ramp(context: Any) -> None:
+    medusa, blockwise = (new_heads(HeadOptions.of(KINDS[k]), target(), None) for k in KINDS)
+    clock = Clock(torch.device("cpu"))
+    paper = Backbone(BackboneConfig(), context, "two", clock)
+    assert paper.weight(medusa, 0.0) == 0.2
+    assert paper.weight(blockwise, 0.0) == 2.0  # the mean over three, times three
+    ramp = Backbone(BackboneConfig(ramp=0.5, heads_weight=0.4), context, "two", clock)
+    found = [ramp.weight(medusa, done) for done in (0.0, 0.25, 0.5, 1.0)]
+    assert found == pytest.approx([0.0, 0.4 * math.sin(math.pi / 4), 0.4, 0.4])
+
+
+def test_the_target_has_a_learning_rate_of_its_own(context: Any) -> None:
+    config = BackboneConfig(lora=LoraConfig(**LORA))
+    module = Backbone(config, context, "two", Clock(torch.device("cpu"))).join(
+        HeadTraining(
+            new_heads(HeadOptions.of(MEDUSA), target(), None),
+            Terms({"cross_entropy": 1.0}),
+            target().model,
+        ),
+        64,
+    )
+    settings = config.optimizer(OptimizerConfig(lr=4e-3))
+    names = {id(p): name for name, p in module.named_parameters()}
+    rates = {
+        names[id(p)].partition(".")[0]: group["base_lr"]
+        for group in make_optimizer(module, settings).param_groups
+        for p in group["params"]
+    }
+    assert rates == {"backbone": 1e-3, "heads": 4e-3}  # a quarter: the heads' is 4 times as large
+    named = OptimizerConfig(lr=4e-3, groups={"backbone.*layers.0.*": GroupConfig(lr=5e-4)})
+    groups = make_optimizer(module, config.optimizer(named)).param_groups
+    assert sorted(group["base_lr"] for group in groups) == [5e-4, 1e-3, 4e-3]
+
+
+def test_drift_by_hand() -> None:
+    model = copy.deepcopy(target().model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.2)
+    given = batch()
+    tensors = (given["input_ids"], given["attention_mask"], given["loss_mask"])
+    same = measure_drift(split_model(target().model), split_model(target().model), [tensors])
+    assert same.kl == 0.0
+    assert same.perplexity_new == same.perplexity_original
+    halves = [tuple(x[rows] for x in tensors) for rows in ([0, 2], [1])]
+    found = measure_drift(split_model(target().model), split_model(model), halves, chunk=3)
+    kl, before, after, count = 0.0, 0.0, 0.0, 0
+    for row in range(3):
+        length = int(given["attention_mask"][row].sum())
+        ids = given["input_ids"][row, :length]
+        p, q = (m(ids[None]).logits[0].log_softmax(-1) for m in (target().model, model))
+        for t in range(1, length):
+            if given["loss_mask"][row, t]:
+                kl += float((p[t - 1].exp() * (p[t - 1] - q[t - 1])).sum())
+                before -= float(p[t - 1, ids[t]])
+                after -= float(q[t - 1, ids[t]])
+                count += 1
+    assert found.tokens == count
+    assert found.kl == pytest.approx(kl / count, rel=1e-4)
+    assert found.perplexity_original == pytest.approx(math.exp(before / count), rel=1e-4)
+    assert found.perplexity_new == pytest.approx(math.exp(after / count), rel=1e-4)
+
+
+# --- the stage ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "backbone"),
+    [
+        ("medusa", {"lora": LORA, "losses": {"forward_kl": 1.0}, "ramp": 0.5}),
+        ("blockwise", {"lora": None}),
+    ],
+)
+def test_a_stage_makes_a_new_target_and_leaves_the_old_one(
+    context: Any, kind: str, backbone: Any
+) -> None:
+    before = {name: x.clone() for name, x in target().model.state_dict().items()}
+    dev = {"every": 3, "samples": 2, "decode_prompts": 2, "gamma": 2, "max_new_tokens": 8}
+    stage = make_stage(
+        "heads",
+        "two",
+        heads=KINDS[kind],
+        backbone=backbone,
+        dev=dev,
+        draft_vocabulary=150,
+        tree={"nodes": 4, "width": 3, "prompts": 2, "max_new_tokens": 8},
+        **(STAGE | {"loop": LOOP | {"epochs": 4}}),
+    )
+    plan = stage.plan(context)
+    outcome = run_stage(context, stage)
+    assert_equal(dict(target().model.state_dict()), before)
+    assert not any(p.requires_grad for p in target().model.parameters())
+    assert plan.trained_parameters == outcome.summary["trained_parameters"]
+    assert plan.trained_parameters > sum(
+        p.numel() for p in new_heads(HeadOptions.of(KINDS[kind]), target(), IDS[:150]).parameters()
+    )
+
+    # Beside the drafter lies a plain model; the drafter is for that one, and for no other.
+    assert outcome.target == outcome.drafter.parent / "target"  # type: ignore[union-attr]
+    new = load_target(str(outcome.target), dtype="float32", device="cpu")
+    moved = [not torch.equal(x, before[n]) for n, x in new.model.state_dict().items()]
+    assert any(moved)
+    assert not any("lora" in name for name in new.model.state_dict())
+    drafter = open_drafter(str(outcome.drafter), new)
+    with pytest.raises(UserError, match="its hidden states mean something else"):
+        open_drafter(str(outcome.drafter), target())
+    description = describe_drafter(outcome.drafter)  # type: ignore[arg-type]
+    assert description["target"]["name"] == str(outcome.target)
+    drift = description["provenance"]["drift"]
+    assert drift == outcome.summary["drift"]
+    assert drift["kl"] > 0
+    held_out = read_samples(context, "data", "test")
+    assert drift["tokens"] == sum(sum(sample.mask[1:]) for sample in held_out)
+    prompts = [[5, 17, 250], [7]]
+    plain = Decoder(new.model, DRAFTERS["none"]()).decode(prompts, 10)
+    assert Decoder(new.model, drafter).decode(prompts, 10).outputs == plain.outputs
+
+    history = outcome.summary["training"]["history"]
+    name = f"backbone/{next(iter(backbone.get('losses', {'cross_entropy': 1})))}"
+    assert all(name in entry for entry in history)
+    # The acceptance while it trained is that of the new target too.
+    last = outcome.summary["training"]["dev"][-1]
+    assert last[name] >= 0
+    chosen = [context.examples["dev"][i] for i in (0, 3)]
+    tokens = [prompt_tokens(e, target().tokenizer) for e in chosen]
+    eos = target().eos_token_ids
+    run = Decoder(new.model, drafter.with_shape(Chain()), gamma=2, eos_token_ids=eos)
+    assert last["acceptance_rate"] == run.decode(tokens, 8).counts.acceptance_rate
+
+
+def test_merged_weights_are_those_that_were_trained(context: Any) -> None:
+    torch.manual_seed(0)
+    backbone = Backbone(
+        BackboneConfig(lora=LoraConfig(**LORA)), context, "two", Clock(torch.device("cpu"))
+    )
+    model = backbone.trainable.model.eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    weights = {f"backbone.{n}": p for n, p in model.named_parameters() if p.requires_grad}
+    made, drift = backbone.save(weights, context.directory / "target")
+    ids = batch()["input_ids"]
+    torch.testing.assert_close(made.model(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    assert drift.kl > 0
+    # In the dtype of the run's target, and the same in a run of that dtype.
+    half = replace(target(), model=copy.deepcopy(target().model).bfloat16())
+    other = Backbone(
+        BackboneConfig(lora=LoraConfig(**LORA)),
+        replace(context, target=half),
+        "two",
+        Clock(torch.device("cpu")),
+    )
+    made, _ = other.save(weights, context.directory / "half")
+    assert made.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("lora", [LORA | {"dropout": 0.2}, None])
+def test_a_killed_stage_ends_with_the_same_target(
+    context: Any, lora: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = {"lora": lora, "ramp": 0.7, "losses": {"forward_kl": 1.0}, "remember_teacher": True}
+    settings: Any = STAGE | {"heads": MEDUSA, "backbone": backbone}
+    whole = run_stage(context, make_stage("heads", "whole", **settings))
+    stage = make_stage("heads", "killed", **settings)
+    with monkeypatch.context() as patch:
+        kill_at_step(patch, 4)
+        with pytest.raises(Killed):
+            run_stage(context, stage)
+    context.accelerator.free_memory()
+    again = run_stage(context, stage)
+    assert_equal(drafter_weights(again), drafter_weights(whole))
+    targets = [load_target(str(o.target), device="cpu").model for o in (again, whole)]
+    assert_equal(*(dict(model.state_dict()) for model in targets))
+    assert again.summary["training"]["history"] == whole.summary["training"]["history"]
+    assert again.summary["drift"] == whole.summary["drift"]
+
+
+def test_heads_alone_first_and_then_both(context: Any) -> None:
+    """Two stages: the second begins with the first one's heads, and its draft vocabulary."""
+    first = make_stage("heads", "one", heads=MEDUSA, draft_vocabulary=150, **STAGE)
+    run_stage(context, first)
+    settings: Any = {"heads": MEDUSA, "start": "one", "backbone": {"lora": LORA}}
+    tiny = {"loop": LOOP | {"max_steps": 1}, "optimizer": {"lr": 1e-9, "warmup_steps": 0}}
+    second = make_stage("heads", "two", first, **settings, **tiny)
+    context.plans = {"one": first.plan(context)}
+    plan = second.plan(context)
+    outcome = run_stage(context, second)
+    assert plan.trained_parameters == outcome.summary["trained_parameters"]
+    assert outcome.summary["draft_vocabulary"] == 150
+    one = drafter_weights(replace(outcome, drafter=context.outcomes["one"] / "drafter"))
+    two = drafter_weights(outcome)
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-6)
+    begun = describe_drafter(outcome.drafter)["provenance"]["start"]  # type: ignore[arg-type]
+    assert begun["stage"] == "one"
+    # Without a backbone it is simply a longer training of the same heads.
+    longer = make_stage("heads", "three", first, heads=MEDUSA, start="one", **STAGE)
+    assert run_stage(context, longer).target is None
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings:UserWarning")
+def test_a_stage_refuses_what_does_not_go_together(context: Any) -> None:
+    first = make_stage("heads", "one", heads=MEDUSA, **STAGE)
+    both = make_stage("heads", "two", first, heads=MEDUSA, backbone={}, start="one", **STAGE)
+    text = make_stage("generate", "text")
+    for message, settings in (
+        ("no earlier stage 'zero' of kind heads", {"start": "zero"}),
+        ("belong to the new target that two made", {"start": "two"}),
+        ("expected the same", {"start": "one", "heads": MEDUSA | {"heads": 3}}),
+        ("draft_vocabulary cannot be set here", {"start": "one", "draft_vocabulary": 99}),
+        ("remember_features cannot be set here", {"backbone": {}, "remember_features": True}),
+        ("features cannot be set here", {"backbone": {}, "features": str(context.directory)}),
+        ("backbone.remember_teacher would do nothing", {"backbone": {"remember_teacher": True}}),
+        ("unknown loss 'cross'", {"backbone": {"losses": {"cross": 1.0}}}),
+        ("answered the train split, which is not held out", {"backbone": {"held_out": "text"}}),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_stage("heads", "new", first, both, text, **({"heads": MEDUSA} | settings))
+    adapter = {"lora": LORA | {"targets": ["lm_head"]}}
+    with pytest.raises(UserError, match="gives the output layer an adapter"):
+        run_stage(context, make_stage("heads", "a", heads=MEDUSA, backbone=adapter, **STAGE))
+    nothing = {"lora": LORA | {"targets": ["none"]}}
+    with pytest.raises(UserError, match=r"lora.targets \['none'\]"):
+        run_stage(context, make_stage("heads", "b", heads=MEDUSA, backbone=nothing, **STAGE))
+    context.examples["test"] = [
+        replace(e, messages=e.messages[:1]) for e in context.examples["test"]
+    ]
+    with pytest.raises(UserError, match="has no response tokens to measure the drift on"):
+        run_stage(context, make_stage("heads", "c", heads=MEDUSA, backbone={}, **STAGE))
+    frozen_only = make_stage("heads", "d", heads=MEDUSA, backbone={}, **STAGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("heads.medusa.MedusaHeads.joint_weight", None)
+        with pytest.raises(UserError, match="medusa are for a target that stays as it is"):
+            frozen_only.plan(context)
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+CONFIG = """
+name: moved
+output_dir: {base}/runs
+trackers: []
+threads: 1
+target: {{model: {base}/target, dtype: float32, device: cpu}}
+data: {{train: train.jsonl, dev: dev.jsonl, test: dev.jsonl}}
+evaluation:
+  {{prompts: 2, gamma: 2, max_new_tokens: 6, batch_size: 4, timed_prompts: 1, timed_tokens: 6,
+    generate: false, baselines: [ngram], baseline_gammas: [2]}}
+stages:
+  - name: alone
+    kind: heads
+    heads: {{type: medusa, heads: 2}}
+    loop: {{epochs: 2, tokens_per_batch: 120, log_every: 1}}
+  - name: both
+    kind: heads
+    heads: {{type: medusa, heads: 2}}
+    start: alone
+    backbone: {{lora: {{r: 4}}}}
+    loop: {{epochs: 3, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 2e-2, warmup_steps: 1}}
+"""
+
+
+def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path / "target")
+    rows = [
+        json.dumps({"prompt": " ".join(WORDS[i : i + 3]), "response": " ".join(WORDS[i:])}) + "\n"
+        for i in range(6)
+    ]
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(rows))
+    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path))
+    config = load_config(tmp_path / "config.yaml")
+    judged = []
+    evaluate = measure.evaluate
+
+    def watched(target: Target, *args: Any) -> Any:
+        judged.append(target.name)
+        return evaluate(target, *args)
+
+    monkeypatch.setattr("train.evaluate.evaluate", watched)
+    report = Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
+    stages = config.run_dir / "stages"
+    assert judged == [*[str(tmp_path / "target")] * 2, str(stages / "01-both" / "target")]
+    ngram, alone, both = (row["evaluation"] for row in report["rows"])
+    assert ngram["drift"] is None
+    assert alone["drift"] is None
+    assert both["drift"]["kl"] > 0
+    assert both["identical_to_plain"] == 1.0
+    notes = " ".join(footnotes(report))
+    said = "both: the target was trained too; speed-up and losslessness are towards the new target"
+    assert said in notes
+    assert f"KL(original‖new) is {both['drift']['kl']:.4f} nats per token" in notes
+    best = headline(report)
+    assert best is not None
+    page = html(report, {})
+    assert "medusa (new target)" in page
+    assert "perplexity of held-out text, original → new target" in page
+    # Done is done, and it is found again with its target.
+    again = Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
+    assert again["rows"] == report["rows"]
+    assert len(judged) == 3

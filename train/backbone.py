@@ -1,0 +1,208 @@
+"""The target of a `heads` stage while it is trained itself, and the new target it becomes."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from decode.artifact import write_directory
+from decode.errors import UserError
+from decode.target import Target, load_target
+from distill.drift import Drift, measure_drift
+from distill.lora import LoraConfig, Trainable
+from distill.losses import Terms
+from distill.output import split_model
+from distill.teacher import LiveTeacher
+from heads.base import Heads
+from heads.joint import JointTraining
+from heads.training import HeadTraining
+from train.clock import Clock
+from train.data.batches import Batches, Inputs, collate, inputs
+from train.data.chat import Sample
+from train.data.read import spread
+from train.optimizer import GroupConfig, OptimizerConfig
+from train.samples import read_samples
+from train.schema import StageConfig, Strict, closest_stage
+from train.stage import StageContext
+
+PREFIX = "backbone."
+
+
+class BackboneConfig(Strict):
+    """The target is trained together with its heads: Medusa-2 (2401.10774, section 2.2.2), and
+    Blockwise's fine-tuned variant (1811.03115, section 6).
+
+    lora: adapters on the target, merged in the end; None: all of its weights. losses: of the target
+    itself, {name: weight}: cross_entropy with the text, or one that reads the teacher, as
+    forward_kl: self-distillation from the target as it was. heads_weight: λ₀; None: what the heads'
+    paper has. lr_ratio: the target's learning rate, as a share of `optimizer.lr`, which is that of
+    the heads. ramp: over this share of the steps λ₀ rises from 0, as a quarter of a sine.
+    remember_teacher: keep the untouched target's hidden states in memory after their first use.
+    held_out, held_out_samples: the text on which the drift is measured: `data`, for the test
+    split's own responses, or a generate stage that answered the dev split; and how many of its
+    samples.
+    """
+
+    lora: LoraConfig | None = LoraConfig(r=32, alpha=16, dropout=0.05)
+    losses: dict[str, Any] = {"cross_entropy": 1.0}
+    heads_weight: float | None = Field(None, gt=0)
+    lr_ratio: float = Field(0.25, gt=0)
+    ramp: float = Field(0.0, ge=0, le=1)
+    remember_teacher: bool = False
+    held_out: str = "data"
+    held_out_samples: int = Field(64, ge=1)
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.losses)
+
+    def check(self, stage: str, earlier: Sequence[StageConfig]) -> None:
+        """Raise UserError for settings that do not fit together."""
+        reads_teacher = self.terms.needs_teacher
+        if self.remember_teacher and not reads_teacher:
+            raise UserError(
+                f"stage {stage}: no loss of the backbone reads the teacher, so "
+                "backbone.remember_teacher would do nothing; leave it out"
+            )
+        if self.held_out == "data":
+            return
+        answers: Any = closest_stage(self.held_out, earlier, "generate")
+        if answers.split == "train":
+            raise UserError(
+                f"stage {stage}: backbone.held_out {self.held_out} answered the train split, which "
+                "is not held out; name a generate stage with split: dev"
+            )
+
+    def optimizer(self, config: OptimizerConfig) -> OptimizerConfig:
+        """With the target's own learning rate; groups that the config names come first."""
+        own = GroupConfig(lr=config.lr * self.lr_ratio)
+        return config.model_copy(update={"groups": config.groups | {f"{PREFIX}*": own}})
+
+    def trained_parameters(self, target: Target) -> int:
+        """How many of the target's weights are trained, adapters counted as such."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(target.model.config)
+            model = Trainable(model, lora=self.lora).model
+        return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+class Backbone:
+    """A float32 copy of the run's target that is trained; the target itself stays as it is.
+
+    Raises UserError for adapters that match no layer or the output layer, and where no held-out
+    text has response tokens.
+    """
+
+    def __init__(
+        self, config: BackboneConfig, context: StageContext, stage: str, clock: Clock
+    ) -> None:
+        """stage: its name, for messages. Draws from torch's random state."""
+        self.config, self.context = config, context
+        self.held_out = self._held_out(stage)
+        original = context.target.model
+        model = copy.deepcopy(original).to("cpu", torch.float32).train().requires_grad_(True)
+        self.trainable = Trainable(model, lora=config.lora)
+        if not isinstance(model.get_output_embeddings(), nn.Linear):
+            raise UserError(
+                f"stage {stage}: backbone.lora.targets gives the output layer an adapter, which "
+                "heads and losses read directly; leave that layer out"
+            )
+        self.teacher = None
+        if config.terms.needs_teacher:
+            self.teacher = LiveTeacher(
+                split_model(original),
+                remember=config.remember_teacher,
+                timed=lambda: clock("teacher"),
+            )
+
+    def join(self, training: HeadTraining, chunk: int) -> JointTraining:
+        """The module that is trained, on the accelerator's device."""
+        model = self.trainable.model.to(self.context.accelerator.device)
+        return JointTraining(model, training, self.config.terms, chunk=chunk)
+
+    def weight(self, heads: Heads, done: float) -> float:
+        """λ₀ where a share `done` of the steps was taken."""
+        weight = self.config.heads_weight or heads.joint_weight
+        assert weight is not None, "the stage refuses such heads"
+        if done >= self.config.ramp:
+            return weight
+        return weight * math.sin(math.pi / 2 * done / self.config.ramp)
+
+    def forward(
+        self,
+        module: nn.Module,
+        given: Inputs,
+        names: Sequence[str],
+        losses: Mapping[int, float],
+        weight: float,
+    ) -> tuple[Tensor, Tensor]:
+        """A batch through the prepared `JointTraining`."""
+        signal = None
+        if self.teacher is not None:
+            signal = self.teacher.signal(**given, ids=names)
+        found: tuple[Tensor, Tensor] = module(**given, losses=losses, weight=weight, teacher=signal)
+        return found
+
+    def new_target(self, weights: Mapping[str, Tensor]) -> Target:
+        """What the target is with these weights (named as in `JointTraining`), adapters merged: in
+        the dtype and on the device of the original."""
+        original = self.context.target
+        own = {k.removeprefix(PREFIX): x for k, x in weights.items() if k.startswith(PREFIX)}
+        model, _ = self.trainable.plain(own)
+        model.to(original.device, original.dtype)
+        return replace(original, model=model, revision=None)
+
+    def save(self, weights: Mapping[str, Tensor], path: Path) -> tuple[Target, Drift]:
+        """Write the new target as a model directory, whole or not at all; it as it is loaded from
+        there, and how far it drifted from the original."""
+        original = self.context.target
+        made = self.new_target(weights)
+
+        def fill(directory: Path) -> None:
+            made.model.save_pretrained(directory)
+            original.tokenizer.save_pretrained(directory)
+
+        write_directory(path, fill)
+        new = load_like(original, path)
+        say = self.context.reporter.say
+        found = measure_drift(split_model(original.model), split_model(new.model), self._batches())
+        say(
+            f"  the new target {path}: KL(original‖new) {found.kl:.4f} nats per token, perplexity "
+            f"{found.perplexity_original:.2f} → {found.perplexity_new:.2f} on {found.tokens} "
+            "held-out tokens"
+        )
+        return new, found
+
+    def _held_out(self, stage: str) -> list[Sample]:
+        text = self.config.held_out
+        found = [s for s in read_samples(self.context, text, "test") if any(s.mask[1:])]
+        if not found:
+            raise UserError(
+                f"stage {stage}: backbone.held_out {text} has no response tokens to measure the "
+                "drift on; have a generate stage answer the dev split and name it there"
+            )
+        return spread(found, self.config.held_out_samples)
+
+    def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        target = self.context.target
+        lengths = [len(sample.tokens) for sample in self.held_out]
+        batches = Batches(lengths, tokens_per_batch=2048, seed=0, epoch=0)
+        found = []
+        for number in range(len(batches)):
+            rows = [self.held_out[i] for i in batches.batch(number)]
+            given = inputs(collate(rows, target.tokenizer.pad_token_id or 0), target.device)
+            found.append((given["input_ids"], given["attention_mask"], given["loss_mask"]))
+        return found
+
+
+def load_like(original: Target, path: Path) -> Target:
+    """The target in a directory, in the dtype and on the device of another."""
+    dtype = str(original.dtype).removeprefix("torch.")
+    return load_target(str(path), dtype=dtype, device=str(original.device))
