@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import online
+from benchmarks import online, online_runs, online_tables
 from benchmarks.common import in_fresh_process, require
 from benchmarks.decode import ratios
 from benchmarks.decode_contest import Setting, hold, long_answers
@@ -135,26 +137,68 @@ def test_a_step_is_taken_apart(tiny_models):
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_online_benchmark_is_two_sound_runs(quick: bool, tmp_path):
-    settings = {"quick": quick, "runs": tmp_path, "data": tmp_path, "temperature": 0.0}
-    first = validate_config(online.first_config(**settings), base_dir=tmp_path)
-    second = validate_config(online.second_config(24, **settings), base_dir=tmp_path)
-    start = {stage.name: stage for stage in first.stages}["start"].loop.max_steps
-    longer = {stage.name: stage for stage in second.stages}["start"].loop.max_steps
-    assert longer == start + 24
+    settings = online_runs.Settings(quick, tmp_path, tmp_path, requests=100)
+    taken = {online_runs.SMALL_LM: 24, online_runs.HEADS: 20}
+    first = validate_config(online_runs.first_config(settings), base_dir=tmp_path)
+    second = validate_config(online_runs.second_config(taken, settings), base_dir=tmp_path)
+    for family, more in taken.items():
+        start, longer = (
+            {stage.name: stage for stage in run.stages}[online_runs.START[family]]
+            for run in (first, second)
+        )
+        assert longer.loop.max_steps == start.loop.max_steps + more
+        assert {"loop", "optimizer", "losses"} <= set(start.model_dump())
+        same = [x.model_dump(exclude={"loop"}) for x in (start, longer)]
+        assert same[0] == same[1]
     served = {s.name: s for run in (first, second) for s in run.stages if s.kind == "online"}
-    assert set(served) == {online._name(arm) for arm in online.ARMS}
-    # Nothing but what is learnt tells the arms apart.
-    alike = [s.model_dump(exclude={"name", "learning"}) for s in served.values()]
+    assert set(served) == {arm.stage for arm in settings.arms}
+    # Nothing but where they start and what is learnt tells the arms apart.
+    alike = [s.model_dump(exclude={"name", "learning", "drafter"}) for s in served.values()]
     assert all(other == alike[0] for other in alike)
-    learnt = [served[online._name(arm)].learning for arm in online.ONLINE]
-    plain = [x.model_dump(exclude={"accepted"}) for x in learnt]
+    learning = {arm: served[arm.stage].learning for arm in settings.arms if arm.share}
+    plain = [x.model_dump(exclude={"accepted"}) for x in learning.values()]
     assert all(other == plain[0] for other in plain)
-    assert [x.accepted for x in learnt] == list(online.ONLINE.values())
+    assert all(x.accepted == online_runs.SHARES[arm.share] for arm, x in learning.items())
+    assert {arm.family for arm in settings.arms} == set(online_runs.FAMILIES)
+
+
+def test_the_online_benchmarks_figures_are_of_the_counts():
+    """20 requests a domain with 10 positions each: the frozen arm accepts 5, 1 and 1 of them; the
+    learning one 5, then 3, then 4."""
+
+    def counts(*accepted: int) -> np.ndarray:
+        rows = [[8, 16, 10, a] for a in accepted for _ in range(20)]
+        return np.array(rows)
+
+    def figures(*accepted: int, learning: float) -> dict[str, Any]:
+        summary = {
+            "decoding_seconds": 10.0,
+            "learning_seconds": learning,
+            "tokens": 960,
+            "versions_kept": 1,
+            "versions_rolled_back": 0,
+        }
+        return online_tables.row(counts(*accepted), summary, 20)
+
+    rows = {}
+    for family in online_runs.FAMILIES:
+        rows[online_runs.Arm(family)] = figures(5, 1, 1, learning=0.0)
+        rows[online_runs.Arm(family, "mix")] = figures(5, 3, 4, learning=5.0)
+        rows[online_runs.Arm(family, offline=True)] = figures(4, 4, 4, learning=0.0)
+    found = online_tables.ratios(rows)
+    assert found["heads_acceptance_gain_code"] == pytest.approx(0.2)
+    assert found["small_LM_acceptance_gain_maths"] == 0
+    assert found["small_LM_acceptance_code_vs_offline"] == pytest.approx(0.75)
+    assert found["heads_net_speed_vs_frozen"] == pytest.approx(10 / 15)
+    own = rows[online_runs.Arm("heads", "mix")]
+    assert own["learning_share"] == pytest.approx(1 / 3)
+    assert own["tokens_per_step"] == 2
+    assert own["recovered_after"] == {"maths": 0, "code": 0, "general": 0}
 
 
 def test_prompts_to_serve_are_not_those_to_learn_from(tmp_path):
     files = {}
-    for domain in online.DOMAINS:
+    for domain in online_runs.DOMAINS:
         files[domain] = tmp_path / f"{domain}.jsonl"
         rows = [{"prompt": f"{domain} {i}", "reference": "known"} for i in range(10)]
         files[domain].write_text("".join(json.dumps(row) + "\n" for row in rows))
