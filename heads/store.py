@@ -101,6 +101,15 @@ def save_heads(
 
 def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, Shape | None]:
     """The heads in a directory, on the target's device, and the shape stored with them, if any.
+    Raises UserError as `read_heads` does."""
+    heads = read_heads(path, target)
+    make_ready(heads, target, dtype)
+    shape = Static(file=str(path / TREE)) if (path / TREE).exists() else None
+    return heads, shape
+
+
+def read_heads(path: Path, target: Target) -> Heads:
+    """The heads in a directory as they are stored, on the CPU, with what they borrow missing.
 
     Raises UserError where they were made for another hidden size or for other weights than this
     target's, and for files that do not fit together. (`decode.store.open_drafter` has compared the
@@ -126,6 +135,4 @@ def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, S
         heads.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise CorruptArtifact(path, WEIGHTS, f"does not hold these heads ({error})") from error
-    make_ready(heads, target, dtype)
-    shape = Static(file=str(path / TREE)) if (path / TREE).exists() else None
-    return heads, shape
+    return heads
