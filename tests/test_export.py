@@ -164,8 +164,8 @@ def test_an_export_that_accepts_less_is_refused(
     form = type(FORMATS["hf"])
     original = form.reload
 
-    def spoilt(self: Any, directory: Path, *, dtype: str, device: str) -> Any:
-        drafter: Any = original(self, directory, dtype=dtype, device=device)
+    def spoilt(self: Any, directory: Path, target: Target) -> Any:
+        drafter: Any = original(self, directory, target)
         with torch.no_grad():
             drafter.lm.model.base_model.norm.weight.neg_()
         return drafter
@@ -234,13 +234,13 @@ def test_what_cannot_be_exported(tmp_path: Path, target: Target) -> None:
     drafter = tmp_path / "drafter"
     make_drafter(drafter, target)
     out = tmp_path / "out"
-    with pytest.raises(UserError, match="vllm is an engine that reads a small_lm"):
-        export_drafter(drafter, "vllm", out)
+    with pytest.raises(UserError, match="tgi cannot hold a small_lm drafter; use --format"):
+        export_drafter(drafter, "tgi", out)
     with pytest.raises(UserError, match=r"unknown export format 'hg'.*hf"):
         export_drafter(drafter, "hg", out)
     with pytest.raises(UserError, match=r"llama\.cpp has no Medusa heads"):
         format_for("gguf", "medusa")
-    with pytest.raises(UserError, match="hf cannot hold a medusa drafter"):
+    with pytest.raises(UserError, match="hf cannot hold a medusa drafter; use --format medusa"):
         format_for("hf", "medusa")
     with pytest.raises(UserError, match=r"ngram is not trained.*prompt_lookup"):
         export_drafter(Path("ngram"), "hf", out)
@@ -252,6 +252,14 @@ def test_what_cannot_be_exported(tmp_path: Path, target: Target) -> None:
     with pytest.raises(UserError, match="unknown dtype 'int8'"):
         export_drafter(drafter, "hf", out, dtype="int8")
     assert not out.exists()
+
+
+def test_an_engine_may_be_named_for_its_format(tmp_path: Path, target: Target) -> None:
+    make_drafter(tmp_path / "drafter", target)
+    for engine, layout in (("vllm", "hf"), ("mlx", "hf"), ("llama-server", "gguf")):
+        export_drafter(tmp_path / "drafter", engine, tmp_path / engine)
+        assert check_export(tmp_path / engine)["layout"] == layout
+    assert format_for("vllm", "medusa").name == "medusa"
 
 
 def test_nothing_is_overwritten(tmp_path: Path, target: Target) -> None:

@@ -1,24 +1,26 @@
 """The round trip through engines: transformers here; others, marked `engine`, when installed."""
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from decode.errors import UserError
 from decode.store import save_drafter
 from decode.target import Target, load_target
+from tests.export import PROMPTS, SHAPE, needs, save_target, task
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from train.export.engines import ENGINES, Counting, Task
+from train.export.engines.child import run_child
 from train.export.engines.server import serving
 from train.export.verify import agreement, count_ours, engine_for, verify
 from train.export.write import check_export, export_drafter, reload
-
-PROMPTS = [[3 + i, 17 + i, 250 - i, 9, 42 + i][: 2 + i % 4] for i in range(40)]
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +30,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(str(path))
 
 
-def export(directory: Path, target: Target, form: str = "hf", noise: float = 0.06) -> Path:
+def export(
+    directory: Path, target: Target, form: str = "hf", noise: float = 0.06, **shape: Any
+) -> Path:
     """The target with noise on its weights, which it agrees with half of the time, exported."""
-    model = tiny_model("llama")
+    model = tiny_model("llama", **shape)
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -48,11 +52,6 @@ def export(directory: Path, target: Target, form: str = "hf", noise: float = 0.0
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
     return export(tmp_path_factory.mktemp("hf"), target)
-
-
-def task(target: Target, path: Path, **changes: Any) -> Task:
-    asked = Task(target, target.name, path, PROMPTS, gamma=3, max_new_tokens=24)
-    return replace(asked, **changes)
 
 
 @pytest.mark.parametrize("eos", [True, False])
@@ -92,6 +91,9 @@ def test_ways_of_counting_differ(target: Target, exported: Path) -> None:
     assert counted(past_end=True)[0] > drafted
     assert counted(stops_at_eos=True)[0] <= drafted
     assert counted(stops_at_eos=True)[1] == accepted
+    # As if no text ended but by its end-of-text token: the last drafts are longer.
+    assert counted(past_length=True)[0] > drafted
+    assert counted(past_length=True, past_end=True)[0] % 3 == 0
     # One more pass for each text, which drafts γ tokens more.
     assert counted(first_drafted=True)[0] > drafted
 
@@ -160,11 +162,69 @@ def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
         engine_for("llama-server", "gguf")
 
 
+def test_an_export_for_another_target(tmp_path: Path, exported: Path) -> None:
+    other = load_target(str(save_tiny(tmp_path / "other", vocab=320)))
+    with pytest.raises(UserError, match="has another vocabulary than the target"):
+        verify("transformers", task(other, exported))
+
+
+# Children
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An engine `it` whose environment is ours; where its script is to be written."""
+    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path))
+    (tmp_path / "it" / "bin").mkdir(parents=True)
+    (tmp_path / "it" / "bin" / "python").symlink_to(sys.executable)
+    return tmp_path / "script.py"
+
+
+ECHO = """
+import os, pathlib, sys
+job, answer, progress = map(pathlib.Path, sys.argv[1:])
+progress.write_text(".")
+answer.write_text(f'[{job.read_text()}, "{os.environ["GIVEN"]}"]')
+"""
+
+
+def test_a_child_answers(python: Path) -> None:
+    python.write_text(ECHO)
+    assert run_child("it", python, {"a": [1, 2]}, {"GIVEN": "x"}) == [{"a": [1, 2]}, "x"]
+
+
+def test_a_child_that_fails_says_why(python: Path) -> None:
+    python.write_text("raise SystemExit('no such head size')")
+    with pytest.raises(UserError, match=r"it ended with exit status 1(?s:.)*no such head size"):
+        run_child("it", python, {})
+    python.write_text("print('all is well')")
+    with pytest.raises(UserError, match=r"it left no answer(?s:.)*all is well"):
+        run_child("it", python, {})
+
+
+def test_a_child_that_hangs_is_ended_with_its_own(
+    python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.export.engines.child.HANG_SECONDS", 2.0)
+    python.write_text(
+        "import os, pathlib, time\n"
+        "child = os.fork()\n"
+        "if child: pathlib.Path(os.environ['FILE']).write_text(str(child))\n"
+        "time.sleep(60)"
+    )
+    file = python.with_name("pid")
+    with pytest.raises(UserError, match="it made no progress for 2 s"):
+        run_child("it", python, {}, {"FILE": str(file)})
+    child = (
+        psutil.Process(int(file.read_text())) if psutil.pid_exists(int(file.read_text())) else None
+    )
+    assert child is None or child.status() == psutil.STATUS_ZOMBIE
+
+
 # Servers
 
 
 def _script(path: Path, body: str) -> list[str]:
-
     path.write_text(body)
     return [sys.executable, str(path), "{port}"]
 
@@ -231,12 +291,6 @@ def test_a_server_that_never_gets_ready(tmp_path: Path, monkeypatch: pytest.Monk
 # Engines in environments of their own
 
 
-def needs(name: str) -> None:
-    missing = ENGINES[name].missing()
-    if missing:
-        pytest.skip(f"{missing}; install it with: {ENGINES[name].install}")
-
-
 @pytest.mark.engine
 def test_llama_server(tmp_path: Path, target: Target) -> None:
     """The tiny target and drafter: drafts are made, and accepted as often as in our loop."""
@@ -255,6 +309,35 @@ def test_llama_server_refuses_half_a_drafter(tmp_path: Path, target: Target) -> 
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(UserError, match="ended before it was ready"):
         ENGINES["llama-server"].run(task(target, path, prompts=PROMPTS[:1]))
+
+
+@pytest.fixture(scope="module")
+def for_vllm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
+    """A target that vLLM has kernels for, and a drafter for it."""
+    place = tmp_path_factory.mktemp("vllm")
+    target = save_target(place / "target")
+    return target, export(place, target, **SHAPE)
+
+
+@pytest.mark.engine
+def test_vllm(for_vllm: tuple[Target, Path]) -> None:
+    """To the token: same drafts, same verdicts."""
+    needs("vllm")
+    found = verify("vllm", task(*for_vllm), min_drafted=500)
+    assert found.failures == []
+    assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
+    assert found.accepted > 100
+
+
+@pytest.mark.engine
+def test_vllm_refuses_half_a_drafter(for_vllm: tuple[Target, Path], tmp_path: Path) -> None:
+    needs("vllm")
+    target, path = for_vllm
+    half = Path(shutil.copytree(path, tmp_path / "half"))
+    file = half / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match=r"vllm ended with exit status 1(?s:.)*[Ss]afetensor"):
+        ENGINES["vllm"].run(task(target, half, prompts=PROMPTS[:1]))
 
 
 def test_save_tiny_is_no_export(tmp_path: Path, target: Target) -> None:

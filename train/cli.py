@@ -592,7 +592,8 @@ def export(
         Path, typer.Argument(help="a drafter directory; without --format, an export")
     ],
     form: Annotated[
-        str | None, typer.Option("--format", help="write this layout: hf or gguf")
+        str | None,
+        typer.Option("--format", help="a layout (hf, gguf, medusa) or its engine"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="the directory to write; not yet there")] = None,
     target: Annotated[
@@ -603,7 +604,7 @@ def export(
     ] = False,
     verify: Annotated[
         str | None,
-        typer.Option(help="run it in this engine and compare: transformers or llama-server"),
+        typer.Option(help="run it in this engine: transformers, llama-server or vllm"),
     ] = None,
     push_to_hub: Annotated[
         str | None, typer.Option(help="upload it to this repository (org/name)")

@@ -1,12 +1,10 @@
 """The README of an export, fit for a model hub page."""
 
 import json
-from pathlib import Path
 from typing import Any
 
-from decode.embedded import EMBEDDED
-from decode.target import EMBEDDED_PREFIX
 from train.export.formats import Format
+from train.export.source import shown_name, target_hub_id
 
 UNSTATED = "not stated"
 
@@ -31,7 +29,7 @@ def model_card(
     served_target = hub_id or "TARGET"
     lines = ["---", *_front_matter(hub_id, data_licence), "---", ""]
     lines += [
-        f"# Drafter for {hub_id or _shown(target['name'])}",
+        f"# Drafter for {hub_id or shown_name(target['name'])}",
         "",
         f"A {description['kind']} drafter for speculative decoding, written by draftsmith in "
         f"format `{form.name}`: {_size(facts)}. On its own it is no useful language model. Served "
@@ -39,7 +37,7 @@ def model_card(
         "",
         "## Target",
         "",
-        f"- model: `{_shown(target['name'])}`" + (f" ({hub_id})" if hub_id else ""),
+        f"- model: `{shown_name(target['name'])}`" + (f" ({hub_id})" if hub_id else ""),
         f"- revision: `{target.get('revision') or UNSTATED}`",
         f"- vocabulary: {target['fingerprint']['vocab_size']} tokens, hash "
         f"`{target['fingerprint']['vocab_sha256'][:16]}`",
@@ -71,21 +69,6 @@ def model_card(
     return "\n".join(lines)
 
 
-def target_hub_id(name: str) -> str | None:
-    """The hub id of a target by the name it was loaded with; None where it is a local file."""
-    if name.startswith(EMBEDDED_PREFIX):
-        known = name.removeprefix(EMBEDDED_PREFIX)
-        return EMBEDDED[known].hub_id if known in EMBEDDED else None
-    path = Path(name)
-    is_local = path.is_absolute() or name.startswith((".", "~")) or path.exists()
-    return None if is_local or name.endswith(".gguf") or name.count("/") != 1 else name
-
-
-def _shown(name: str) -> str:
-    """A local path says where somebody's files are, and helps nobody else."""
-    return name if target_hub_id(name) else Path(name).name
-
-
 def _front_matter(hub_id: str | None, data_licence: str | None) -> list[str]:
     lines = ["license: other", f"license_name: {json.dumps(data_licence or UNSTATED)}"]
     if hub_id:
@@ -98,10 +81,7 @@ def _front_matter(hub_id: str | None, data_licence: str | None) -> list[str]:
 
 
 def _size(facts: dict[str, Any]) -> str:
-    return (
-        f"{facts['model_type']}, {facts['layers']} layers, {facts['parameters'] / 1e6:.1f}M "
-        f"parameters, {facts['dtype']}"
-    )
+    return f"{facts['size']}, {facts['parameters'] / 1e6:.1f}M parameters, {facts['dtype']}"
 
 
 def _acceptance(rows: list[dict[str, Any]]) -> list[str]:

@@ -5,6 +5,7 @@ vocabulary switches speculation off without a word. A schema names every tensor 
 dtypes, and every setting; anything missing, left over or different is a problem, said in one line.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-FLOATS = ("F32", "BF16", "F16")
+# safetensors' names of the dtypes that weights are stored in.
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+FLOATS = tuple(DTYPE_NAMES.values())
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,15 @@ def safetensors_found(files: Iterable[Path]) -> tuple[dict[str, FoundTensor], li
         except (SafetensorError, OSError) as error:
             problems.append(f"{file.name} cannot be read ({error})")
     return found, problems
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is none."""
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def whole(value: Any) -> bool:

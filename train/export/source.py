@@ -12,10 +12,12 @@ from transformers import PreTrainedModel
 
 from decode.artifact import MANIFEST, verify_directory
 from decode.drafters import DRAFTERS
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.embedded import EMBEDDED
 from decode.errors import UserError
 from decode.fingerprint import Fingerprint
 from decode.store import DRAFTER_FILE, describe_drafter
-from decode.target import DTYPES, Target, load_model_and_tokenizer
+from decode.target import DTYPES, EMBEDDED_PREFIX, Target, load_model_and_tokenizer
 from decode.vocabulary import load_vocabulary
 
 # Untrained drafters have nothing to export; this is how engines are asked for the same.
@@ -106,8 +108,38 @@ def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
     return SmallLMSource(model, tokenizer, dtype, len(ids), filled_from)
 
 
+def load_small_lm(path: Path, target: Target) -> SmallLMDrafter:
+    """A model directory or GGUF file as a drafter, in the target's dtype and on its device."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    loaded = load_model_and_tokenizer(str(path), dtype=dtype, device=str(target.device))
+    return SmallLMDrafter(loaded.model)
+
+
+def is_reduced(path: Path) -> bool:
+    """Whether the drafter in a directory has a reduced draft vocabulary."""
+    config = json.loads((path / "config.json").read_text())
+    reduced = config.get("draft_vocab_size", config["vocab_size"]) < config["vocab_size"]
+    return reduced or (path / "draft_vocabulary.safetensors").exists()
+
+
 def made_for(description: dict[str, Any]) -> Fingerprint:
     return Fingerprint.from_dict(description["target"]["fingerprint"])
+
+
+def target_hub_id(name: str) -> str | None:
+    """The hub id of a target by the name it was loaded with; None where it is a local file."""
+    if name.startswith(EMBEDDED_PREFIX):
+        known = name.removeprefix(EMBEDDED_PREFIX)
+        return EMBEDDED[known].hub_id if known in EMBEDDED else None
+    path = Path(name)
+    is_local = path.is_absolute() or name.startswith((".", "~")) or path.exists()
+    return None if is_local or name.endswith(".gguf") or name.count("/") != 1 else name
+
+
+def shown_name(name: str) -> str:
+    """A target's name for others to read: a local path says where somebody's files are, and helps
+    nobody else."""
+    return name if target_hub_id(name) else Path(name).name
 
 
 def found_in_run(path: Path) -> dict[str, Any] | None:

@@ -8,10 +8,12 @@ import torch
 
 from decode.drafters import Drafter
 from decode.errors import UserError
+from decode.fingerprint import require_same_vocabulary
 from decode.loop import Decoder
 from decode.target import Target
 from decode.trace import TraceStep
 from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task
+from train.export.source import made_for
 from train.export.write import check_export, reload
 
 # Above chance: with 2,000 drafted tokens the standard error of a share is at most 0.011.
@@ -91,6 +93,12 @@ def verify(
     """
     record = check_export(task.export)
     engine = engine_for(name, record["layout"])
+    require_same_vocabulary(
+        made_for(record["drafter"]), task.target.fingerprint, f"the target of {task.export}"
+    )
+    deepest = record["facts"].get("deepest")
+    if deepest is not None and task.gamma > deepest:
+        raise UserError(f"gamma is {task.gamma}, and {task.export} drafts at most {deepest} tokens")
     run = engine.run(task)
     task.say("our own loop")
     drafter = reload(task.export, record, task.target)
@@ -132,12 +140,19 @@ def count_ours(task: Task, drafter: Drafter, counting: Counting) -> tuple[int, i
     )
     eos = set(target.eos_token_ids)
     drafted = accepted = 0
+    # So much room that a draft which begins within a text is γ long.
+    room = task.max_new_tokens + (task.gamma if counting.past_length else 0)
+    lengths: dict[int, int] = {}  # of the texts so far
 
     def count(step: TraceStep) -> None:
         nonlocal drafted, accepted
         for row in step:
             tokens = [token.token for token in row.drafted]
             kept = sum(token.verdict == "accepted" for token in row.drafted)
+            length = lengths.get(row.row, int(decoder.first_target))
+            lengths[row.row] = length + kept + 1
+            if length >= task.max_new_tokens:
+                continue
             first_eos = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
             if counting.stops_at_eos:
                 tokens = tokens[: first_eos + 1]
@@ -150,7 +165,8 @@ def count_ours(task: Task, drafter: Drafter, counting: Counting) -> tuple[int, i
             accepted += kept
 
     for begin in range(0, len(task.prompts), BATCH):
-        decoder.decode(task.prompts[begin : begin + BATCH], task.max_new_tokens, on_step=count)
+        lengths.clear()
+        decoder.decode(task.prompts[begin : begin + BATCH], room, on_step=count)
     return drafted, accepted
 
 

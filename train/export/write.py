@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,12 @@ from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.fingerprint import require_same_vocabulary
 from decode.measure import Protocol, evaluate
+from decode.shapes.chain import Chain
 from decode.store import open_drafter
 from decode.target import DTYPES, Target, load_target
 from train.export.card import model_card
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format, format_for
-from train.export.source import describe_source, found_in_run, made_for
+from train.export.source import describe_source, found_in_run, is_reduced, made_for
 
 FORMAT = 1
 # How much draft efficiency an export may lose to its drafter: by rounding to another dtype, or by
@@ -52,6 +54,7 @@ def export_drafter(
 ) -> None:
     """Write a drafter directory as an export to `out`, which must not exist or be empty.
 
+    form: a format, or the engine that is to read it.
     target: default the one it was trained for. dtype: of the weights, default as they are stored.
     gamma: γ that readers draft with by default; default that of its evaluation in its run, else 4.
     repository: where it will be found, for the README.
@@ -70,16 +73,19 @@ def export_drafter(
     description = describe_source(drafter)
     chosen = format_for(form, str(description["kind"]))
     in_run = found_in_run(drafter)
-    gamma = gamma or int((in_run or {}).get("gamma") or DEFAULT_GAMMA)
+    deepest = chosen.deepest(drafter)
+    if gamma is not None and deepest is not None and gamma > deepest:
+        raise UserError(f"gamma is {gamma}, and {drafter} drafts at most {deepest} tokens")
+    gamma = gamma or min(int((in_run or {}).get("gamma") or DEFAULT_GAMMA), deepest or sys.maxsize)
     spec = target or str(description["target"]["name"])
     job = ExportJob(drafter, description, None, spec, dtype, gamma)
     chosen.refuse(job)
-    reduced = (drafter / "draft_vocabulary.safetensors").exists()
+    reduced = is_reduced(drafter)
     if reduced and measuring is None:
         raise UserError(
-            f"{drafter} drafts a reduced vocabulary, which no reader of format {form} knows: its "
-            "output layer is filled up, and that must be measured. Give --prompts FILE, with "
-            "prompts it was not trained on"
+            f"{drafter} drafts a reduced vocabulary, which no reader of format {chosen.name} "
+            "knows: its output layer is filled up, and that must be measured. Give --prompts FILE, "
+            "with prompts it was not trained on"
         )
     if reduced or measuring or chosen.needs_target:
         job.target = load_target(spec)
@@ -92,10 +98,10 @@ def export_drafter(
         facts = chosen.write(job, directory)
         record = {
             "format": FORMAT,
-            "layout": form,
+            "layout": chosen.name,
             "kind": job.kind,
             "gamma": gamma,
-            "facts": facts,
+            "facts": facts | {"deepest": deepest},
             "drafter": {"manifest_sha256": _sha256(drafter / MANIFEST), **description},
         }
         write_export_file = directory / EXPORT_FILE
@@ -143,9 +149,7 @@ def check_export(directory: Path) -> dict[str, Any]:
 
 def reload(directory: Path, record: dict[str, Any], target: Target) -> Drafter:
     """A checked export in our own loop, in the target's dtype."""
-    dtype = str(target.dtype).removeprefix("torch.")
-    form = FORMATS[record["layout"]]
-    return form.reload(directory, dtype=dtype, device=str(target.device))
+    return FORMATS[record["layout"]].reload(directory, target)
 
 
 def _require_sound(form: Format, directory: Path, what: str) -> None:
@@ -177,11 +181,9 @@ def _measured(
     )
     rows = []
     before = open_drafter(str(job.drafter), target)
-    after = form.reload(
-        directory,
-        dtype=str(target.dtype).removeprefix("torch."),
-        device=str(target.device),
-    )
+    if before.branches:  # Engines draft chains.
+        before = before.with_shape(Chain())
+    after = form.reload(directory, target)
     names = ("as trained (reduced vocabulary)" if reduced else "as trained", "this export")
     for name, drafter in zip(names, (before, after), strict=True):
         found = evaluate(target, drafter, prompts, protocol)

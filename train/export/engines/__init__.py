@@ -23,11 +23,13 @@ class Counting:
     first_drafted: the first token after the prompt is drafted too; else the prefill yields it.
     stops_at_eos: a draft ends with its first end-of-text token; else it is γ long all the same.
     past_end: what was drafted and accepted behind the end of a text counts.
+    past_length: a draft is γ long also where fewer tokens may follow; else as long as those.
     """
 
     first_drafted: bool = False
     stops_at_eos: bool = False
     past_end: bool = False
+    past_length: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,4 +91,4 @@ def home(name: str) -> Path:
     return Path(os.environ.get("DRAFTSMITH_ENGINES", ".engines")).resolve() / name
 
 
-from train.export.engines import llama_server, transformers  # noqa: E402, F401
+from train.export.engines import llama_server, transformers, vllm  # noqa: E402, F401

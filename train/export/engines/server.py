@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from decode.errors import UserError
+from train.export.engines.process import ending, start, stop
 
 READY_SECONDS = 180.0
 ANSWER_SECONDS = 300.0
-STOP_SECONDS = 10.0
 
 
 class Server:
@@ -61,15 +61,9 @@ class Server:
             time.sleep(0.2)
         raise UserError(f"{self.name} was not ready after {READY_SECONDS:.0f} s. {self.ending()}")
 
-    def log(self) -> str:
-        """Everything it printed so far."""
-        self._log.flush()
-        self._log.seek(0)
-        return str(self._log.read().decode(errors="replace"))
-
     def ending(self) -> str:
-        lines = [line for line in self.log().splitlines() if line.strip()][-8:]
-        return "Its log ends:\n" + "\n".join(lines) if lines else "It printed nothing."
+        """The last lines of its log."""
+        return ending(self._log)
 
 
 @contextmanager
@@ -80,27 +74,14 @@ def serving(
     whatever happens in between. Raises UserError when it cannot be started."""
     port = free_port()
     with tempfile.TemporaryFile() as log:
-        try:
-            process = subprocess.Popen(
-                [part.replace("{port}", str(port)) for part in command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=None if env is None else dict(env),
-            )
-        except OSError as error:
-            raise UserError(f"{name} cannot be started ({error})") from error
+        command = [part.replace("{port}", str(port)) for part in command]
+        process = start(name, command, log, env)
         try:
             server = Server(name, port, process, log)
             server.wait(health)
             yield server
         finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop(process)
 
 
 def free_port() -> int:

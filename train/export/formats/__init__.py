@@ -1,4 +1,7 @@
-"""The layouts drafters are written in, by name; each is one file that registers itself."""
+"""The layouts drafters are written in, by name; each is one file that registers itself.
+
+A user may name an engine instead, and gets the layout in which that engine reads the drafter.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -6,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from decode.drafters import Drafter
-from decode.errors import UserError
+from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target import Target
 
@@ -47,6 +50,10 @@ class Format(ABC):
     instead: ClassVar[dict[str, str]] = {}
     needs_target: ClassVar[bool] = False
 
+    def deepest(self, drafter: Path) -> int | None:
+        """The largest γ that a drafter directory can draft; None: any."""
+        return None
+
     @abstractmethod
     def refuse(self, job: ExportJob) -> None:
         """Raises UserError for what this layout cannot hold, before anything is loaded."""
@@ -54,15 +61,18 @@ class Format(ABC):
     @abstractmethod
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         """Fill an empty directory; returns facts of it for `export.json` and the README, as JSON
-        values, among them `kept` and `filled_from` for a draft vocabulary that was filled up."""
+        values. Among them: `size`, in words; `kept`, how many tokens a reduced draft vocabulary
+        had, and `filled_from`, where the rows of the others are from; both None if it had all."""
 
     @abstractmethod
     def problems(self, directory: Path) -> list[str]:
         """Everything in which the files differ from this layout's schema, a line each."""
 
     @abstractmethod
-    def reload(self, directory: Path, *, dtype: str, device: str) -> Drafter:
-        """The exported drafter in our own loop, to be measured there as engines will have it."""
+    def reload(self, directory: Path, target: Target) -> Drafter:
+        """The exported drafter in our own loop, in the target's dtype and on its device, to be
+        measured there as engines will have it: in chains. Raises UserError where it does not fit
+        the target."""
 
     @abstractmethod
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
@@ -73,27 +83,31 @@ class Format(ABC):
 FORMATS: Registry[Format] = Registry("export format")
 
 
+# Drafters that no inference engine has, and what to train in their place.
+UNSERVED = {
+    "blockwise": "no inference engine has Blockwise heads; train Medusa heads for vLLM or TGI"
+}
+
+
 def format_for(name: str, kind: str) -> Format:
-    """The format of this name, if it can hold a drafter of this kind.
-
-    Raises UserError with what to do instead, also for an engine's name in place of a format's.
-    """
-    if name not in FORMATS:
-        for other in FORMATS:
-            found = FORMATS[other]
-            if name in found.engines and kind in found.kinds:
-                raise UserError(
-                    f"{name} is an engine that reads a {kind} drafter in format {other}; use "
-                    f"--format {other}"
-                )
-    chosen = FORMATS[name]
-    if kind not in chosen.kinds:
-        fitting = [other for other in FORMATS if kind in FORMATS[other].kinds]
-        advice = chosen.instead.get(kind) or (
-            f"use --format {' or '.join(fitting)}" if fitting else "no format holds it yet"
+    """The format of this name, or the one that the engine of this name reads, for a drafter of
+    this kind. Raises UserError with what to do instead where there is none."""
+    named = [FORMATS[other] for other in FORMATS if name in (other, *FORMATS[other].engines)]
+    if not named:
+        known = sorted({name for other in FORMATS for name in (other, *FORMATS[other].engines)})
+        raise UserError(
+            f"unknown export format {name!r}; known formats and engines: {', '.join(known)}."
+            f"{nearest(name, known)}"
         )
-        raise UserError(f"format {name} cannot hold a {kind} drafter; {advice}")
-    return chosen
+    for found in named:
+        if kind in found.kinds:
+            return found
+    fitting = [other for other in FORMATS if kind in FORMATS[other].kinds]
+    advice = UNSERVED.get(kind) or next(
+        (found.instead[kind] for found in named if kind in found.instead),
+        f"use --format {' or '.join(fitting)}" if fitting else "no format holds it yet",
+    )
+    raise UserError(f"format {name} cannot hold a {kind} drafter; {advice}")
 
 
-from train.export.formats import gguf, hf  # noqa: E402, F401  (each registers itself)
+from train.export.formats import gguf, hf, medusa  # noqa: E402, F401  (each registers itself)

@@ -16,11 +16,10 @@ from gguf import GGMLQuantizationType as Quantization
 from gguf import GGUFValueType as Value
 
 from decode.drafters import Drafter
-from decode.drafters.small_lm import SmallLMDrafter
 from decode.embedded import EMBEDDED
 from decode.errors import UserError
 from decode.gguf_file import read_header
-from decode.target import EMBEDDED_PREFIX, load_model_and_tokenizer
+from decode.target import EMBEDDED_PREFIX, Target
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format
 from train.export.schema import (
     FoundTensor,
@@ -30,7 +29,7 @@ from train.export.schema import (
     tensor_problems,
     whole,
 )
-from train.export.source import read_small_lm
+from train.export.source import load_small_lm, read_small_lm
 
 FILE = "drafter.gguf"
 TYPES = {
@@ -165,7 +164,7 @@ class GGUF(Format):
             "filled_from": source.filled_from,
             "parameters": sum(tensor.numel() for _, tensor in tensors.values()),
             "layers": config.num_hidden_layers,
-            "model_type": config.model_type,
+            "size": f"{config.model_type}, {config.num_hidden_layers} layers",
             "tied": "output.weight" not in tensors,
         }
 
@@ -188,9 +187,8 @@ class GGUF(Format):
         expected = expected_tensors(keys, architecture, facts)
         return tensor_problems(expected, {t.name: _found(t) for t in reader.tensors})
 
-    def reload(self, directory: Path, *, dtype: str, device: str) -> Drafter:
-        loaded = load_model_and_tokenizer(str(directory / FILE), dtype=dtype, device=device)
-        return SmallLMDrafter(loaded.model)
+    def reload(self, directory: Path, target: Target) -> Drafter:
+        return load_small_lm(directory / FILE, target)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         served = Path(target).name if target.endswith(".gguf") else "TARGET.gguf"

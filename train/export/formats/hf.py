@@ -8,20 +8,19 @@ import torch
 import transformers
 
 from decode.drafters import Drafter
-from decode.drafters.small_lm import SmallLMDrafter
-from decode.target import DTYPES, load_model_and_tokenizer
+from decode.target import DTYPES, Target
 from train.export.formats import FORMATS, ExportJob, Format
 from train.export.schema import (
+    DTYPE_NAMES,
     TensorSpec,
     key_problems,
     number,
+    read_json,
     safetensors_found,
     tensor_problems,
     whole,
 )
-from train.export.source import read_small_lm
-
-DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+from train.export.source import load_small_lm, read_small_lm
 
 
 class HuggingFace(Format):
@@ -56,12 +55,11 @@ class HuggingFace(Format):
             "kept": source.kept,
             "filled_from": source.filled_from,
             "parameters": sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()),
-            "layers": source.config.num_hidden_layers,
-            "model_type": source.config.model_type,
+            "size": f"{source.config.model_type}, {source.config.num_hidden_layers} layers",
         }
 
     def problems(self, directory: Path) -> list[str]:
-        config = _json(directory / "config.json")
+        config = read_json(directory / "config.json")
         if config is None:
             return ["config.json is missing or no JSON"]
         problems = key_problems(
@@ -81,7 +79,7 @@ class HuggingFace(Format):
         )
         if "rope_parameters" in config:
             problems += key_problems({"rope_theta": number}, config, "config.json")
-        generation = _json(directory / "generation_config.json")
+        generation = read_json(directory / "generation_config.json")
         problems += key_problems(
             {
                 "num_assistant_tokens": whole,
@@ -92,7 +90,7 @@ class HuggingFace(Format):
             "generation_config.json",
         )
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            if _json(directory / name) is None:
+            if read_json(directory / name) is None:
                 problems.append(f"{name} is missing or no JSON")
         if problems:
             return problems
@@ -100,10 +98,8 @@ class HuggingFace(Format):
         expected = expected_tensors(directory, DTYPE_NAMES[config["dtype"]])
         return unreadable + tensor_problems(expected, found)
 
-    def reload(self, directory: Path, *, dtype: str, device: str) -> Drafter:
-        return SmallLMDrafter(
-            load_model_and_tokenizer(str(directory), dtype=dtype, device=device)[0]
-        )
+    def reload(self, directory: Path, target: Target) -> Drafter:
+        return load_small_lm(directory, target)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         speculative = json.dumps(
@@ -172,11 +168,3 @@ def _for_older_readers(directory: Path, dtype: str) -> None:
     for local in ("is_local", "local_files_only"):
         settings.pop(local, None)
     file.write_text(json.dumps(settings, indent=2))
-
-
-def _json(file: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None

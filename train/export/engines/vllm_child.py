@@ -1,0 +1,60 @@
+"""Run by the Python of vLLM's environment: `vllm_child.py JOB ANSWER PROGRESS`.
+
+JOB: {options: of vllm.LLM, speculative: its speculative_config, prompts, max_new_tokens, eos}.
+ANSWER: {plain, drafted: {texts, seconds}, drafted_tokens, accepted_tokens}.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import vllm
+
+DRAFTED = "vllm:spec_decode_num_draft_tokens"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+
+
+def main(job_file: str, answer_file: str, progress_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    with open(progress_file, "a") as progress:
+        plain, _ = run(job, None, progress)
+        drafted, counts = run(job, job["speculative"], progress)
+    answer = {
+        "plain": plain,
+        "drafted": drafted,
+        "drafted_tokens": counts.get(DRAFTED, 0),
+        "accepted_tokens": counts.get(ACCEPTED, 0),
+    }
+    Path(answer_file).write_text(json.dumps(answer))
+
+
+def run(job: Any, speculative: Any, progress: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """The prompts one by one, and the counters of drafts for them."""
+
+    def text(prompt: list[int], tokens: int) -> list[int]:
+        sampling = vllm.SamplingParams(
+            temperature=0, max_tokens=tokens, stop_token_ids=job["eos"], detokenize=False
+        )
+        asked = vllm.TokensPrompt(prompt_token_ids=prompt)
+        found = llm.generate(asked, sampling, use_tqdm=False)
+        print(".", end="", file=progress, flush=True)
+        return list(found[0].outputs[0].token_ids)
+
+    llm = vllm.LLM(**job["options"], speculative_config=speculative)
+    text(job["prompts"][0], 4)  # warm-up
+    before = counters(llm)
+    begin = time.perf_counter()
+    texts = [text(prompt, job["max_new_tokens"]) for prompt in job["prompts"]]
+    seconds = time.perf_counter() - begin
+    counts = {name: count - before.get(name, 0) for name, count in counters(llm).items()}
+    return {"texts": texts, "seconds": seconds}, counts
+
+
+def counters(llm: Any) -> dict[str, int]:
+    return {m.name: m.value for m in llm.get_metrics() if m.name in (DRAFTED, ACCEPTED)}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

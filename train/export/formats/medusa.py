@@ -1,0 +1,217 @@
+"""Medusa's heads for vLLM and TGI, in the layout of their paper's own code.
+
+K heads of L residual blocks on hidden states of H numbers, V tokens. `medusa_lm_head.safetensors`
+has for head i, block j: `{i}.{j}.linear.weight` [H, H] and `.bias` [H], and its output layer
+`{i}.{L}.weight` [V, H]. Each head has one there, whatever it was trained with. Where all are the
+same, `original_lm_head` tells vLLM to keep one.
+
+A reduced draft vocabulary is filled up with the target's rows. vLLM's code has a `token_map` for
+one, but 0.32 refuses every checkpoint that holds it ("not initialized"), and TGI knows none.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from decode.artifact import CorruptArtifact
+from decode.drafters import Drafter
+from decode.errors import UserError
+from decode.target import DTYPES, Target
+from heads.base import HeadOptions, Heads, output_layer
+from heads.medusa import MedusaDrafter, MedusaOptions
+from heads.store import build_heads, make_ready, read_heads
+from train.export.formats import FORMATS, ExportJob, Format
+from train.export.schema import (
+    DTYPE_NAMES,
+    TensorSpec,
+    key_problems,
+    read_json,
+    safetensors_found,
+    tensor_problems,
+    whole,
+)
+from train.export.source import shown_name
+
+WEIGHTS = "medusa_lm_head.safetensors"
+
+
+class Medusa(Format):
+    """config.json and medusa_lm_head.safetensors. No `architectures` in the config: TGI would take
+    the heads for something else."""
+
+    name = "medusa"
+    kinds = ("medusa",)
+    engines = ("vllm", "tgi")
+    needs_target = True
+
+    def deepest(self, drafter: Path) -> int:
+        depth: int = _options(drafter).heads
+        return depth
+
+    def refuse(self, job: ExportJob) -> None:
+        return None
+
+    def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
+        target = job.target
+        assert target is not None
+        heads = read_heads(job.drafter, target)
+        heads.borrow(target.model, torch.float32)
+        layer = output_layer(target.model)
+        if layer.bias is not None:
+            raise UserError(
+                f"the output layer of {target.name} has a bias, for which format medusa has no "
+                "place"
+            )
+        options: MedusaOptions = heads.options
+        ids = heads.vocabulary
+        shared = options.output != "own"
+        dtype = job.dtype or "float32"
+        weights = _blocks(heads)
+        outputs = [heads.output.of(head + 1)[0] for head in range(options.heads)]
+        for head in range(options.heads):
+            weights[f"{head}.{options.layers}.weight"] = (
+                outputs[head] if ids is None else _filled(outputs[head], ids, layer.weight)
+            )
+        save_file(
+            {name: _stored(tensor, DTYPES[dtype]) for name, tensor in weights.items()},
+            directory / WEIGHTS,
+        )
+        config = {
+            "model_type": "medusa",
+            "medusa_num_heads": options.heads,
+            "medusa_num_layers": options.layers,
+            "hidden_size": heads.hidden_size,
+            "vocab_size": target.vocab_size,
+            "medusa_fc_bias": True,
+            "base_model_name_or_path": shown_name(job.description["target"]["name"]),
+            "torch_dtype": dtype,
+        }
+        if shared:
+            config["original_lm_head"] = True
+        (directory / "config.json").write_text(json.dumps(config, indent=2))
+        return {
+            "dtype": dtype,
+            "kept": None if ids is None else len(ids),
+            "filled_from": None if ids is None else "the target's output layer",
+            "parameters": sum(tensor.numel() for tensor in weights.values()),
+            "size": f"{options.heads} Medusa heads, residual blocks in each: {options.layers}",
+        }
+
+    def problems(self, directory: Path) -> list[str]:
+        config = read_json(directory / "config.json")
+        if config is None:
+            return ["config.json is missing or no JSON"]
+        expected: dict[str, Any] = {
+            "model_type": "medusa",
+            "medusa_num_heads": whole,
+            "medusa_num_layers": whole,
+            "hidden_size": whole,
+            "vocab_size": whole,
+            "medusa_fc_bias": True,
+            "base_model_name_or_path": lambda x: isinstance(x, str) and x != "",
+            "torch_dtype": lambda x: x in DTYPE_NAMES,
+        }
+        if "original_lm_head" in config:
+            expected["original_lm_head"] = True
+        problems = key_problems(expected, config, "config.json")
+        # `architectures` above all, which TGI takes for another kind of speculator.
+        problems += [
+            f"config.json has {key}, which is not expected"
+            for key in sorted(config.keys() - expected.keys())
+        ]
+        if problems:
+            return problems
+        found, problems = safetensors_found([directory / WEIGHTS])
+        problems += tensor_problems(expected_tensors(config), found)
+        return problems or _not_shared(config, load_file(directory / WEIGHTS))
+
+    def reload(self, directory: Path, target: Target) -> Drafter:
+        config = json.loads((directory / "config.json").read_text())
+        hidden = output_layer(target.model).in_features
+        if (config["hidden_size"], config["vocab_size"]) != (hidden, target.vocab_size):
+            raise UserError(
+                f"the heads {directory} are for {config['hidden_size']} hidden numbers and "
+                f"{config['vocab_size']} tokens, and the target {target.name} has {hidden} and "
+                f"{target.vocab_size}; use the target they were made for"
+            )
+        count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
+        found = load_file(directory / WEIGHTS)
+        shared = "original_lm_head" in config
+        options = MedusaOptions(heads=count, layers=layers, output="shared" if shared else "own")
+        state = {f"blocks.{name}": tensor for name, tensor in found.items() if ".linear." in name}
+        for place in range(1 if shared else count):
+            state[f"output.layers.{place}.weight"] = found[f"{place}.{layers}.weight"]
+        heads = build_heads(options, target, None, "meta")
+        heads.load_state_dict(state, assign=True)
+        make_ready(heads, target, target.dtype)
+        return MedusaDrafter(heads, target.vocab_size)
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        speculative = json.dumps(
+            {"method": "medusa", "model": repository, "num_speculative_tokens": gamma}
+        )
+        return [
+            ("vLLM", "", f"vllm serve {target} --speculative-config '{speculative}'"),
+            ("TGI", "", f"text-generation-launcher --model-id {repository} --speculate {gamma}"),
+        ]
+
+
+FORMATS.register("medusa")(Medusa())
+
+
+def expected_tensors(config: dict[str, Any]) -> dict[str, TensorSpec]:
+    """The tensors that a sound config asks for."""
+    hidden, layers = config["hidden_size"], config["medusa_num_layers"]
+    dtypes = (DTYPE_NAMES[config["torch_dtype"]],)
+    specs = {}
+    for head in range(config["medusa_num_heads"]):
+        for layer in range(layers):
+            specs[f"{head}.{layer}.linear.weight"] = TensorSpec((hidden, hidden), dtypes)
+            specs[f"{head}.{layer}.linear.bias"] = TensorSpec((hidden,), dtypes)
+        specs[f"{head}.{layers}.weight"] = TensorSpec((config["vocab_size"], hidden), dtypes)
+    return specs
+
+
+def _not_shared(config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
+    if "original_lm_head" not in config:
+        return []
+    layers = config["medusa_num_layers"]
+    return [
+        f"original_lm_head is set, and tensor {head}.{layers}.weight is not that of head 0"
+        for head in range(1, config["medusa_num_heads"])
+        if not torch.equal(weights[f"{head}.{layers}.weight"], weights[f"0.{layers}.weight"])
+    ]
+
+
+def _options(drafter: Path) -> Any:
+    try:
+        return HeadOptions.of(json.loads((drafter / "config.json").read_text())["options"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CorruptArtifact(
+            drafter, "config.json", f"is no description of heads ({error!r})"
+        ) from error
+
+
+def _blocks(heads: Heads) -> dict[str, Tensor]:
+    prefix = "blocks."
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in heads.state_dict().items()
+        if name.startswith(prefix)
+    }
+
+
+def _filled(rows: Tensor, ids: Tensor, target_rows: Tensor) -> Tensor:
+    """[V, H]: the rows of the ids, and the target's for all others."""
+    filled = target_rows.detach().to(rows.device, rows.dtype, copy=True)
+    filled[ids.to(rows.device)] = rows
+    return filled
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of its own on the CPU."""
+    return tensor.detach().to("cpu", dtype, copy=True).contiguous()
