@@ -52,11 +52,11 @@ $(ENGINES)/llama/.installed:
 	touch $@
 
 engine-vllm: $(ENGINES)/vllm/.installed
-$(ENGINES)/vllm/.installed: engines/vllm.txt engines/vllm-wheel.txt
+$(ENGINES)/vllm/.installed: configs/engines/vllm.txt configs/engines/vllm-wheel.txt
 	$(PYTHON) -m venv --clear $(ENGINES)/vllm
 	$(ENGINES)/vllm/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(ENGINES)/vllm/bin/pip install --quiet --requirement engines/vllm.txt
-	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --requirement engines/vllm-wheel.txt
+	$(ENGINES)/vllm/bin/pip install --quiet --requirement configs/engines/vllm.txt
+	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --requirement configs/engines/vllm-wheel.txt
 	$(ENGINES)/vllm/bin/python -I -c "import vllm"
 	touch $@
 
