@@ -14,7 +14,7 @@ served. All is at one γ, greedy, for SmolLM2-135M, with two kinds of drafter: a
     offline on all  distilled offline on all three domains, with as many optimizer steps as `frozen`
                     and the mixed online arm took together, whether they were kept or not
 
-A quick run serves about 100 requests of each domain, with answers of at most 24 tokens; of heads
+A quick run serves about 100 requests of each domain, with answers of at most 20 tokens; of heads
 only the mix learns in it.
 
 Offline distillation must first have the target answer its prompts; what online arms learn from is

@@ -58,7 +58,7 @@ class Settings:
     @property
     def tokens(self) -> int:
         """Of an answer at most."""
-        return 24 if self.quick else 96
+        return 20 if self.quick else 96
 
     @property
     def start_steps(self) -> int:
@@ -139,7 +139,12 @@ def _offline(steps: dict[str, int], settings: Settings) -> list[dict[str, Any]]:
             "batch_size": 25,
         },
         training(SMALL_LM, 2e-3)
-        | {"kind": "distill", "drafter": {"layers": [0, 1]}, "train_embeddings": False},
+        | {
+            "kind": "distill",
+            "drafter": {"layers": [0, 1]},
+            "train_embeddings": False,
+            "remember_teacher": True,
+        },
         training(HEADS, 1e-3)
         | {
             "kind": "heads",

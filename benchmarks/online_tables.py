@@ -21,11 +21,14 @@ def row(counts: np.ndarray, summary: dict[str, Any], size: int) -> dict[str, Any
 
     counts: int [requests, 4], see `train.stream.COUNTS`. size: requests of a domain.
     """
-    found: dict[str, Any] = {"acceptance": {}, "end": {}, "recovered_after": {}}
+    figures = ("acceptance", "end", "end_tokens_per_step", "recovered_after")
+    found: dict[str, Any] = {name: {} for name in figures}
     for number, domain in enumerate(DOMAINS):
         own = counts[number * size : (number + 1) * size]
         found["acceptance"][domain] = ratio(own)
         found["end"][domain] = ratio(own[-END:])
+        steps, emitted = own[-END:, :2].sum(0)
+        found["end_tokens_per_step"][domain] = float(emitted / steps)
         level = found["end"][domain]["value"] - WITHIN
         windows = [ratio(own[i : i + BATCH])["value"] for i in range(0, size, BATCH)]
         reached = next((i for i, rate in enumerate(windows) if rate >= level), len(windows))
@@ -71,28 +74,34 @@ def table(
     training: dict[Arm, dict[str, float]],
 ) -> Table:
     """training: of each arm, what it was distilled with before it served."""
+    first = DOMAINS[0]
+    own = ", ".join(
+        f"{arm.name} {found['end_tokens_per_step'][first]:.2f}"
+        for arm, found in rows.items()
+        if arm.share is None and not arm.offline
+    )
     shown = Table(
         title=f"acceptance rate at γ = {GAMMA}, last {END} requests of each domain",
-        caption=f"ngram on {DOMAINS[0]}, its best γ of {ngram['gamma']:.0f}: acceptance "
-        f"{ngram['acceptance_rate']:.3f}, {ngram['tokens_per_step']:.2f} tokens a step",
+        caption=f"tokens a step on {first}: ngram at its best γ of {ngram['gamma']:.0f} "
+        f"{ngram['tokens_per_step']:.2f} (acceptance {ngram['acceptance_rate']:.3f}), {own}",
     )
     for column in ("arm", *DOMAINS):
         shown.add_column(column)
     for column in ("recovered after", "kept / undone", "learning", "offline", "net tokens/s"):
         shown.add_column(column, justify="right")
-    for arm, own in rows.items():
-        ends = [own["end"][domain] for domain in DOMAINS]
-        recovered = [str(own["recovered_after"][domain]) for domain in DOMAINS[1:]]
+    for arm, figures in rows.items():
+        ends = [figures["end"][domain] for domain in DOMAINS]
+        recovered = [str(figures["recovered_after"][domain]) for domain in DOMAINS[1:]]
         learns = arm.share is not None
         offline = training[arm]
         shown.add_row(
             arm.name,
             *(f"{x['value']:.3f} [{x['low']:.3f}, {x['high']:.3f}]" for x in ends),
             " / ".join(recovered) if learns else "–",
-            f"{own['versions_kept']} / {own['versions_rolled_back']}" if learns else "–",
-            f"{own['learning_seconds']:.0f} s ({own['learning_share']:.0%})",
+            f"{figures['versions_kept']} / {figures['versions_rolled_back']}" if learns else "–",
+            f"{figures['learning_seconds']:.0f} s ({figures['learning_share']:.0%})",
             f"{offline['seconds']:.0f} s + {offline['answer_seconds']:.0f} s",
-            f"{own['net_tokens_per_second']:.0f}",
+            f"{figures['net_tokens_per_second']:.0f}",
         )
     return shown
 

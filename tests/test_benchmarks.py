@@ -162,7 +162,7 @@ def test_the_online_benchmark_is_two_sound_runs(quick: bool, tmp_path):
     assert {arm.family for arm in settings.arms} == set(online_runs.FAMILIES)
 
 
-def test_the_online_benchmarks_figures_are_of_the_counts():
+def test_the_online_benchmarks_figures_are_of_the_counts(tmp_path):
     """20 requests a domain with 10 positions each: the frozen arm accepts 5, 1 and 1 of them; the
     learning one 5, then 3, then 4."""
 
@@ -194,6 +194,20 @@ def test_the_online_benchmarks_figures_are_of_the_counts():
     assert own["learning_share"] == pytest.approx(1 / 3)
     assert own["tokens_per_step"] == 2
     assert own["recovered_after"] == {"maths": 0, "code": 0, "general": 0}
+    assert own["end_tokens_per_step"] == dict.fromkeys(online_runs.DOMAINS, 2)
+    late = np.concatenate([counts(5, 1), counts(3)])  # a domain of two windows, the second better
+    summary = {"decoding_seconds": 1.0, "learning_seconds": 0.0, "tokens": 1}
+    kept = {"versions_kept": 0, "versions_rolled_back": 0}
+    found = online_tables.row(np.tile(late[:40], (3, 1)), summary | kept, 40)
+    assert found["recovered_after"]["code"] == 0
+    found = online_tables.row(np.tile(late[20:], (3, 1)), summary | kept, 40)
+    assert found["recovered_after"]["code"] == 20
+    ngram = {"gamma": 2, "tokens_per_step": 1.2, "acceptance_rate": 0.4}
+    training = {arm: {"steps": 1, "seconds": 2.0, "answer_seconds": 3.0} for arm in rows}
+    assert online_tables.table(rows, ngram, training).row_count == len(rows)
+    drawn = {arm: counts(5, 3, 4) for arm in rows}
+    online_tables.plot(drawn, 20, tmp_path / "online.png")
+    assert (tmp_path / "online.png").stat().st_size > 0
 
 
 def test_prompts_to_serve_are_not_those_to_learn_from(tmp_path):

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from decode.drafters import small_lm
 from decode.errors import UserError
 from decode.store import describe_drafter, open_drafter
 from decode.target import Target
+from distill import replay
 from heads.medusa import MedusaDrafter
 from tests.stages import DRAFTER, drafter_weights, examples, make_stage, run_stage, stage_context
 from tests.test_on_policy import LOOP as DISTILL_LOOP
@@ -215,7 +217,9 @@ def test_what_is_not_for_heads_is_refused():
 # --- kills ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["serve", "learn", "swap", "version", "progress", "buffer"])
+@pytest.mark.parametrize(
+    "place", ["serve", "learn", "swap", "half a swap", "version", "progress", "buffer"]
+)
 def test_killed_anywhere_it_ends_with_the_same_weights(context, monkeypatch, place):
     assert_same_after_kills(context, monkeypatch, place, online_stage)
 
@@ -227,6 +231,7 @@ def assert_same_after_kills(context, monkeypatch, place, stage_of):
         "serve": (OnlineStage, "_serve"),
         "learn": (Online, "_learn"),
         "swap": (Online, "swap"),
+        "half a swap": (small_lm, "take_weights"),
         "version": (Versions, "save_version"),
         "progress": (Versions, "save_progress"),
         "buffer": (Online, "gather"),
@@ -239,6 +244,9 @@ def assert_same_after_kills(context, monkeypatch, place, stage_of):
         def dying(self, *args, calls=calls, original=original, after=after, **given):
             calls.append(1)
             if len(calls) == 2 and not after:
+                if place == "half a swap":
+                    name, value = next(iter(args[0].items()))
+                    dict(self.named_parameters())[name].data.copy_(value)
                 raise Killed
             found = original(self, *args, **given)
             if len(calls) == 2:
@@ -308,10 +316,11 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
         run_stage(context, online_stage("damaged"))
 
 
-def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, monkeypatch):
+@pytest.mark.parametrize(("module", "what"), [(versions, "version-2"), (replay, "shard-[0-9]+")])
+def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, monkeypatch, module, what):
     whole = run_stage(context, online_stage("whole"))
     calls = []
-    original = versions.save_file
+    original = module.save_file
 
     def full(*args, **given):
         calls.append(1)
@@ -320,8 +329,8 @@ def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, monkeypatc
         return original(*args, **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(versions, "save_file", full)
-        with pytest.raises(UserError, match=r"cannot write .*version-2: the disk is full"):
+        patch.setattr(module, "save_file", full)
+        with pytest.raises(UserError, match=rf"cannot write .*{what}: the disk is full"):
             run_stage(context, online_stage("full"))
     found = run_stage(context, online_stage("full"))
     assert_equal(drafter_weights(found), drafter_weights(whole))
