@@ -24,8 +24,9 @@ from distill.online import OnlineStudent, require_same_ids
 from distill.replay import Drafted, Record, from_numpy, signal_of
 from distill.signal import TopK
 from distill.vocabulary import positions
-from heads.base import Given, Heads
+from heads.base import HEADS, Given, Heads
 from heads.drafter import HeadsDrafter
+from heads.parallel import ParallelHeads
 from heads.store import write_heads
 
 
@@ -33,11 +34,10 @@ class HeadStudent(OnlineStudent):
     """Heads, float32 on `device`, as `heads.store.read_heads` gives them; they are trained.
 
     Each recorded token counts once, for the head that drafted it: how often a head's drafts are
-    reached is its weight. It suits heads that read the hidden states of one token, at t, and may
-    read the text up to the token before the one they predict.
+    reached is its weight.
 
     tree: what is stored with them. max_length: of a text, in tokens. Raises UserError where that is
-    too little for the deepest head.
+    too little for the deepest head, and for heads that `require_learns` refuses.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class HeadStudent(OnlineStudent):
         chunk: int = 256,
     ) -> None:
         self.kind = heads.options.type
+        require_learns(self.kind)
         self.module = self._heads = heads.float().to(device or target.device).requires_grad_(True)
         heads.borrow(target.model, torch.float32, self.device)
         self.terms, self.chunk = terms, chunk
@@ -138,6 +139,17 @@ class HeadStudent(OnlineStudent):
 
     def write(self, directory: Path) -> None:
         write_heads(directory, self._heads, self._target, self._tree)
+
+
+def require_learns(kind: str) -> None:
+    """Raise UserError for a type of heads that a record does not keep enough for."""
+    if not issubclass(HEADS[kind], ParallelHeads):
+        fitting = [name for name in HEADS if issubclass(HEADS[name], ParallelHeads)]
+        raise UserError(
+            f"heads of type {kind} read the hidden states of more than one token, and of a draft "
+            "only those of the last token are recorded; heads that learn online: "
+            f"{', '.join(fitting)}"
+        )
 
 
 def _drafted(records: Sequence[Record]) -> list[Drafted]:

@@ -17,6 +17,7 @@ from decode.errors import UserError
 from decode.store import describe_drafter, open_drafter
 from decode.target import Target
 from distill import replay
+from heads.blockwise import BlockwiseHeads
 from heads.medusa import MedusaDrafter
 from tests.stages import DRAFTER, drafter_weights, examples, make_stage, run_stage, stage_context
 from tests.test_on_policy import LOOP as DISTILL_LOOP
@@ -201,7 +202,7 @@ def test_a_tree_of_heads_is_kept_and_judged_by_a_rule_for_trees(context):
     assert stored.exists() == (outcome.drafter / "tree.json").exists()
 
 
-def test_what_is_not_for_heads_is_refused():
+def test_what_is_not_for_heads_is_refused(monkeypatch):
     with pytest.raises(UserError, match="heads are trained whole, so train_embeddings"):
         on_heads("online", train_embeddings=True)
     with pytest.raises(UserError, match="the drafter of online is heads on the target"):
@@ -212,6 +213,9 @@ def test_what_is_not_for_heads_is_refused():
             on_heads("online"),
             **(DRAFTER | {"drafter": {"stage": "online"}}),
         )
+    monkeypatch.setattr("heads.online.ParallelHeads", BlockwiseHeads)
+    with pytest.raises(UserError, match=r"heads of type medusa read .* online: blockwise"):
+        on_heads("online")
 
 
 # --- kills ----------------------------------------------------------------------------------------

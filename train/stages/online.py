@@ -22,6 +22,7 @@ from distill.cache import describe_teacher
 from distill.losses import Terms
 from distill.online import OnlineStudent
 from distill.replay import bytes_per_draft, bytes_per_position
+from heads.online import require_learns
 from train.background import Background
 from train.data.chat import prompt_tokens
 from train.data.read import Example
@@ -98,6 +99,7 @@ class OnlineStage(Stage):
         heads: Any = heads_stage(settings.drafter.stage, earlier)
         if heads is None:
             return
+        require_learns(heads.heads.type)
         if settings.train_embeddings:
             raise UserError(
                 f"stage {settings.name}: heads are trained whole, so train_embeddings would do "
