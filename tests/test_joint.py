@@ -25,7 +25,6 @@ from decode.shapes.chain import Chain
 from decode.store import describe_drafter, open_drafter
 from decode.target import Target, load_target
 from distill.drift import measure_drift
-from distill.lora import LoraConfig
 from distill.losses import Terms
 from distill.output import split_model
 from distill.teacher import LiveTeacher
@@ -45,7 +44,7 @@ from tests.stages import (
 )
 from tests.tiny import VOCAB, save_tiny, tiny_target
 from tests.training import Killed, assert_equal
-from train.backbone import Backbone, BackboneConfig
+from train.backbone import AdapterConfig, Backbone, BackboneConfig
 from train.clock import Clock
 from train.config import load_config
 from train.console import Reporter
@@ -181,7 +180,7 @@ def test_distilled_heads_learn_what_the_moving_target_says() -> None:
 def test_an_adapter_switched_off_is_the_untouched_target(context: Any) -> None:
     """So self-distillation begins at 0, with a gradient of 0, and is towards the run's target."""
     torch.manual_seed(0)
-    config = BackboneConfig(lora=LoraConfig(**LORA), losses={"forward_kl": 1.0})
+    config = BackboneConfig(lora=AdapterConfig(**LORA), losses={"forward_kl": 1.0})
     backbone = Backbone(config, context, "two", Clock(torch.device("cpu")))
     heads = new_heads(HeadOptions.of(MEDUSA), target(), None)
     training = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
@@ -222,7 +221,7 @@ def test_the_weight_of_the_heads_rises_with_the_ramp(context: Any) -> None:
 
 
 def test_the_target_has_a_learning_rate_of_its_own(context: Any) -> None:
-    config = BackboneConfig(lora=LoraConfig(**LORA))
+    config = BackboneConfig(lora=AdapterConfig(**LORA))
     module = Backbone(config, context, "two", Clock(torch.device("cpu"))).join(
         HeadTraining(
             new_heads(HeadOptions.of(MEDUSA), target(), None),
@@ -342,7 +341,7 @@ def test_a_stage_makes_a_new_target_and_leaves_the_old_one(
 def test_merged_weights_are_those_that_were_trained(context: Any) -> None:
     torch.manual_seed(0)
     backbone = Backbone(
-        BackboneConfig(lora=LoraConfig(**LORA)), context, "two", Clock(torch.device("cpu"))
+        BackboneConfig(lora=AdapterConfig(**LORA)), context, "two", Clock(torch.device("cpu"))
     )
     model = backbone.trainable.model.eval()
     with torch.no_grad():
@@ -357,7 +356,7 @@ def test_merged_weights_are_those_that_were_trained(context: Any) -> None:
     # In the dtype of the run's target, and the same in a run of that dtype.
     half = replace(target(), model=copy.deepcopy(target().model).bfloat16())
     other = Backbone(
-        BackboneConfig(lora=LoraConfig(**LORA)),
+        BackboneConfig(lora=AdapterConfig(**LORA)),
         replace(context, target=half),
         "two",
         Clock(torch.device("cpu")),

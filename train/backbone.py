@@ -35,6 +35,14 @@ from train.stage import StageContext
 PREFIX = "backbone."
 
 
+class AdapterConfig(LoraConfig):
+    """With the defaults of Medusa's experiments, whose adapters were on the output layer too."""
+
+    r: int = Field(32, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    dropout: float = Field(0.05, ge=0, lt=1)
+
+
 class BackboneConfig(Strict):
     """The target is trained together with its heads: Medusa-2 (2401.10774, section 2.2.2), and
     Blockwise's fine-tuned variant (1811.03115, section 6).
@@ -50,7 +58,7 @@ class BackboneConfig(Strict):
     samples.
     """
 
-    lora: LoraConfig | None = LoraConfig(r=32, alpha=16, dropout=0.05)
+    lora: AdapterConfig | None = AdapterConfig()
     losses: dict[str, Any] = {"cross_entropy": 1.0}
     heads_weight: float | None = Field(None, gt=0)
     lr_ratio: float = Field(0.25, gt=0)
