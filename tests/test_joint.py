@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from peft.tuners.tuners_utils import BaseTunerLayer
+from typer.testing import CliRunner
 
 from decode import measure
 from decode.drafters import DRAFTERS
@@ -45,6 +46,7 @@ from tests.stages import (
 from tests.tiny import VOCAB, save_tiny, tiny_target
 from tests.training import Killed, assert_equal
 from train.backbone import AdapterConfig, Backbone, BackboneConfig
+from train.cli import app
 from train.clock import Clock
 from train.config import load_config
 from train.console import Reporter
@@ -511,6 +513,22 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
     page = html(report, {})
     assert "medusa (new target)" in page
     assert "perplexity of held-out text, original → new target" in page
+    # The command says the same of it, and refuses it for the target that it no longer fits.
+    made = stages / "01-both"
+    words = [
+        "evaluate",
+        "--drafter",
+        str(made / "drafter"),
+        "--prompts",
+        str(tmp_path / "dev.jsonl"),
+    ]
+    words += ["--max-new-tokens", "6", "--timed-prompts", "1", "--device", "cpu", "--target"]
+    found = CliRunner().invoke(app, [*words, str(made / "target")])
+    assert found.exit_code == 0, found.output
+    assert "losslessness are towards the new target" in " ".join(found.output.split())
+    refused = CliRunner().invoke(app, [*words, str(tmp_path / "target")])
+    assert refused.exit_code == 2
+    assert "has other weights than the target in use" in " ".join(refused.stderr.split())
     # Done is done, and it is found again with its target.
     again = Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
     assert again["rows"] == report["rows"]
