@@ -86,7 +86,8 @@ stages:
     kind: heads
     heads: {{type: medusa, heads: 2}}
     start: medusa
-    backbone: {{lora: {{r: 4}}, losses: {{forward_kl: 0.5, cross_entropy: 0.5}}, ramp: 0.5}}
+    backbone:
+      {{lora: {{r: 4, dropout: 0.0}}, losses: {{forward_kl: 0.5, cross_entropy: 0.5}}, ramp: 0.5}}
     dev: {{text: data, samples: 3, every: 4, decode_prompts: 2, gamma: 2, max_new_tokens: 6}}
     loop: {{max_steps: 6, tokens_per_batch: 120, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}

@@ -198,6 +198,50 @@ def test_shifts_end_with_the_text() -> None:
     assert ahead(torch.tensor([[4, 5, 6]]), 2).tolist() == [[6, 0, 0]]
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@kinds
+def test_a_head_learns_from_its_own_places_and_tokens_alone(kind: str, depth: int) -> None:
+    """Head k at position t is trained on token t + k + 1 and nowhere past the end: its loss has a
+    gradient in the hidden states of exactly those t, and depends on exactly those tokens."""
+    heads = moved(make(kind))
+    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
+    ids, attention, mask = batch()
+    features = LiveFeatures(target().model, module.taps).features(ids, attention, [])
+    read = {tap: x.clone().requires_grad_() for tap, x in features.items()}
+
+    def loss_on(tokens: torch.Tensor) -> torch.Tensor:
+        return module(tokens, mask, read, {depth: 1.0})[0]
+
+    loss = loss_on(ids)
+    (gradient,) = torch.autograd.grad(loss, list(read.values()))
+    expected = torch.zeros_like(mask)
+    learnt = torch.zeros_like(mask)
+    for b, t in np.ndindex(*ids.shape):
+        if t + depth + 1 < ids.shape[1] and mask[b, t + depth + 1]:
+            expected[b, t] = learnt[b, t + depth + 1] = True
+    assert torch.equal(gradient.abs().amax(2) > 0, expected)
+    for b, t in np.ndindex(*ids.shape):
+        other = ids.clone()
+        other[b, t] = 3 + (ids[b, t] - 2) % (VOCAB - 3)
+        # The hidden states stay those of the first text: what changes is the label alone.
+        assert bool(loss_on(other) != loss) == bool(learnt[b, t]), (b, t)
+
+
+def test_no_gradient_reaches_a_frozen_target() -> None:
+    for kind in KINDS:
+        heads = moved(make(kind))
+        module = HeadTraining(heads, Terms({"forward_kl": 1.0}), target().model)
+        ids, attention, mask = batch()
+        features = LiveFeatures(target().model, module.taps).features(ids, attention, [])
+        loss, _ = module(ids, mask, features, heads.sub_losses(0.0))
+        loss.backward()
+        assert all(p.grad is None for p in target().model.parameters())
+        assert all(p.grad is not None for p in heads.parameters())
+        # What is borrowed is the target's, and no parameter of what is trained.
+        own = {id(p) for p in target().model.parameters()}
+        assert not own & {id(p) for p in module.parameters()}
+
+
 @pytest.mark.parametrize("reduced", [False, True])
 @kinds
 def test_at_the_start_every_head_is_the_target(kind: str, reduced: bool) -> None:
@@ -383,6 +427,33 @@ def test_one_target_call_judges_a_draft_and_yields_the_next() -> None:
         run = Decoder(model, drafter, gamma=3).decode([PROMPTS[0]], NEW)
     # m tokens in blocks of k̂: the prefill and a pass a block (1811.03115, section 4: m/k + 1).
     assert len(calls) == 1 + run.counts.steps < NEW
+
+
+def test_the_first_token_of_a_block_is_the_targets_own() -> None:
+    """p₁ is the base model: whatever the heads draft, each block begins with the target's token,
+    which is never drafted; and as they start as p₁ itself, at first they draft it once more."""
+    options = HeadOptions.of(BLOCKWISE)
+    heads = new_heads(options, target(), None)
+    assert heads.depth == options.k - 1  # type: ignore[attr-defined]
+    heads.borrow(target().model)
+    drafter: Any = DRAFTERS["blockwise"](heads, VOCAB)
+    draft, drafted = drafter.draft, []
+
+    def watched(contexts: Contexts, *args: Any) -> Any:
+        made = draft(contexts, *args)
+        ends = contexts.tokens[np.arange(len(contexts.lengths)), contexts.lengths - 1]
+        drafted.append((ends, made.tokens, contexts.tokens.copy(), contexts.lengths.copy()))
+        return made
+
+    drafter.draft = watched
+    run = Decoder(target().model, drafter, gamma=3).decode(PROMPTS, NEW)
+    plain = Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, NEW)
+    assert run.outputs == plain.outputs
+    for ends, tokens, texts, lengths in drafted:
+        assert (tokens.numpy() == ends[:, None]).all()
+        for row, length in enumerate(lengths):
+            logits = target().model(torch.as_tensor(texts[row : row + 1, : length - 1])).logits
+            assert int(logits[0, -1].argmax()) == ends[row]
 
 
 def test_a_draft_is_what_the_heads_say_of_the_last_read_token() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from peft.tuners.tuners_utils import BaseTunerLayer
+from typer.testing import CliRunner
 
 from decode import measure
 from decode.drafters import DRAFTERS
@@ -25,7 +26,6 @@ from decode.shapes.chain import Chain
 from decode.store import describe_drafter, open_drafter
 from decode.target import Target, load_target
 from distill.drift import measure_drift
-from distill.lora import LoraConfig
 from distill.losses import Terms
 from distill.output import split_model
 from distill.teacher import LiveTeacher
@@ -45,7 +45,8 @@ from tests.stages import (
 )
 from tests.tiny import VOCAB, save_tiny, tiny_target
 from tests.training import Killed, assert_equal
-from train.backbone import Backbone, BackboneConfig
+from train.backbone import AdapterConfig, Backbone, BackboneConfig
+from train.cli import app
 from train.clock import Clock
 from train.config import load_config
 from train.console import Reporter
@@ -181,7 +182,7 @@ def test_distilled_heads_learn_what_the_moving_target_says() -> None:
 def test_an_adapter_switched_off_is_the_untouched_target(context: Any) -> None:
     """So self-distillation begins at 0, with a gradient of 0, and is towards the run's target."""
     torch.manual_seed(0)
-    config = BackboneConfig(lora=LoraConfig(**LORA), losses={"forward_kl": 1.0})
+    config = BackboneConfig(lora=AdapterConfig(**LORA), losses={"forward_kl": 1.0})
     backbone = Backbone(config, context, "two", Clock(torch.device("cpu")))
     heads = new_heads(HeadOptions.of(MEDUSA), target(), None)
     training = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
@@ -222,7 +223,7 @@ def test_the_weight_of_the_heads_rises_with_the_ramp(context: Any) -> None:
 
 
 def test_the_target_has_a_learning_rate_of_its_own(context: Any) -> None:
-    config = BackboneConfig(lora=LoraConfig(**LORA))
+    config = BackboneConfig(lora=AdapterConfig(**LORA))
     module = Backbone(config, context, "two", Clock(torch.device("cpu"))).join(
         HeadTraining(
             new_heads(HeadOptions.of(MEDUSA), target(), None),
@@ -342,7 +343,7 @@ def test_a_stage_makes_a_new_target_and_leaves_the_old_one(
 def test_merged_weights_are_those_that_were_trained(context: Any) -> None:
     torch.manual_seed(0)
     backbone = Backbone(
-        BackboneConfig(lora=LoraConfig(**LORA)), context, "two", Clock(torch.device("cpu"))
+        BackboneConfig(lora=AdapterConfig(**LORA)), context, "two", Clock(torch.device("cpu"))
     )
     model = backbone.trainable.model.eval()
     with torch.no_grad():
@@ -357,7 +358,7 @@ def test_merged_weights_are_those_that_were_trained(context: Any) -> None:
     # In the dtype of the run's target, and the same in a run of that dtype.
     half = replace(target(), model=copy.deepcopy(target().model).bfloat16())
     other = Backbone(
-        BackboneConfig(lora=LoraConfig(**LORA)),
+        BackboneConfig(lora=AdapterConfig(**LORA)),
         replace(context, target=half),
         "two",
         Clock(torch.device("cpu")),
@@ -512,6 +513,22 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
     page = html(report, {})
     assert "medusa (new target)" in page
     assert "perplexity of held-out text, original → new target" in page
+    # The command says the same of it, and refuses it for the target that it no longer fits.
+    made = stages / "01-both"
+    words = [
+        "evaluate",
+        "--drafter",
+        str(made / "drafter"),
+        "--prompts",
+        str(tmp_path / "dev.jsonl"),
+    ]
+    words += ["--max-new-tokens", "6", "--timed-prompts", "1", "--device", "cpu", "--target"]
+    found = CliRunner().invoke(app, [*words, str(made / "target")])
+    assert found.exit_code == 0, found.output
+    assert "losslessness are towards the new target" in " ".join(found.output.split())
+    refused = CliRunner().invoke(app, [*words, str(tmp_path / "target")])
+    assert refused.exit_code == 2
+    assert "has other weights than the target in use" in " ".join(refused.stderr.split())
     # Done is done, and it is found again with its target.
     again = Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
     assert again["rows"] == report["rows"]

@@ -19,6 +19,7 @@ def test_there_are_recipes():
     assert len(RECIPES) >= 2
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's affair
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_planned(recipe: str, tmp_path: Path):
     path = CONFIGS / "recipes" / recipe

@@ -35,6 +35,14 @@ from train.stage import StageContext
 PREFIX = "backbone."
 
 
+class AdapterConfig(LoraConfig):
+    """With the defaults of Medusa's experiments, whose adapters were on the output layer too."""
+
+    r: int = Field(32, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    dropout: float = Field(0.05, ge=0, lt=1)
+
+
 class BackboneConfig(Strict):
     """The target is trained together with its heads: Medusa-2 (2401.10774, section 2.2.2), and
     Blockwise's fine-tuned variant (1811.03115, section 6).
@@ -50,7 +58,7 @@ class BackboneConfig(Strict):
     samples.
     """
 
-    lora: LoraConfig | None = LoraConfig(r=32, alpha=16, dropout=0.05)
+    lora: AdapterConfig | None = AdapterConfig()
     losses: dict[str, Any] = {"cross_entropy": 1.0}
     heads_weight: float | None = Field(None, gt=0)
     lr_ratio: float = Field(0.25, gt=0)
@@ -114,13 +122,14 @@ class Backbone:
                 f"stage {stage}: backbone.lora.targets gives the output layer an adapter, which "
                 "heads and losses read directly; leave that layer out"
             )
-        self.teacher = None
+        self.teacher = self.dev_teacher = None
         if config.terms.needs_teacher:
+            split = split_model(original)
             self.teacher = LiveTeacher(
-                split_model(original),
-                remember=config.remember_teacher,
-                timed=lambda: clock("teacher"),
+                split, remember=config.remember_teacher, timed=lambda: clock("teacher")
             )
+            # One of its own: samples of two splits may have the same id.
+            self.dev_teacher = LiveTeacher(split, remember=True)
 
     def join(self, training: HeadTraining, chunk: int) -> JointTraining:
         """The module that is trained, on the accelerator's device."""
@@ -142,11 +151,12 @@ class Backbone:
         names: Sequence[str],
         losses: Mapping[int, float],
         weight: float,
+        *,
+        dev: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """A batch through the prepared `JointTraining`."""
-        signal = None
-        if self.teacher is not None:
-            signal = self.teacher.signal(**given, ids=names)
+        """A batch, of the text or of the dev slice, through the prepared `JointTraining`."""
+        teacher = self.dev_teacher if dev else self.teacher
+        signal = None if teacher is None else teacher.signal(**given, ids=names)
         found: tuple[Tensor, Tensor] = module(**given, losses=losses, weight=weight, teacher=signal)
         return found
 

@@ -105,7 +105,10 @@ def _evaluate(
     """kind: the kind of drafter; one that is its own spec is a baseline. moved: the directory of
     its own target; None: the run's."""
     settings = run.config.evaluation
-    target = run.target if moved is None else load_like(run.target, moved)
+    target = run.target
+    if moved is not None:
+        verify_directory(moved)
+        target = load_like(target, moved)
     chosen = spread(examples[settings.split], settings.prompts)
     prompts = run.prompts(chosen)
     drafter = open_drafter(spec, target)

@@ -373,7 +373,7 @@ class HeadsStage(Stage):
 
         def sums(prepared: nn.Module, given: Inputs, ids: Sequence[str]) -> Tensor:
             if backbone is not None:
-                return backbone.forward(prepared, given, ids, losses, 1.0)[1]
+                return backbone.forward(prepared, given, ids, losses, 1.0, dev=True)[1]
             return self._forward(prepared, source, given, ids, losses)[1]
 
         def decoded(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
