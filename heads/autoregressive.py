@@ -61,7 +61,7 @@ class AutoregressiveHeads(Heads):
         """[..., H]: the target's features [..., F] as the states that a first step reads."""
 
     @abstractmethod
-    def layer(
+    def advance(
         self, states: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
         """The next states [B, n, H], of states and the next tokens' embeddings [B, n, H]; turns:
@@ -71,8 +71,8 @@ class AutoregressiveHeads(Heads):
         """[..., H]: what the output layer reads of states [..., H]."""
         return states
 
-    def read(self, features: Tensor) -> Tensor:
-        """[B, T, F]: the features that are trained on; noise may be added."""
+    def blurred(self, features: Tensor) -> Tensor:
+        """[B, T, F]: the target's features as they are trained on, perhaps with noise."""
         return features
 
     def extra(self, states: Tensor, given: Given, depth: int, places: Tensor) -> Tensor | None:
@@ -84,11 +84,11 @@ class AutoregressiveHeads(Heads):
         positions: int64 [B, n] or [1, n], those of the tokens whose states are read."""
         states = states.to(self.dtype)
         turns = self._rotary[0](positions, states)
-        return self.layer(states, self.embeddings(tokens).to(self.dtype), turns, attend)
+        return self.advance(states, self.embeddings(tokens).to(self.dtype), turns, attend)
 
     def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
         features = torch.cat([given.features[tap] for tap in self.taps], -1).to(self.dtype)
-        states = self.fuse(self.read(features))
+        states = self.fuse(self.blurred(features))
         attend = UnrolledAttention()
         positions = torch.arange(states.shape[1], device=states.device)[None]
         for depth in range(1, max(depths) + 1):
@@ -183,34 +183,34 @@ class _Growth(Growth):
 
     def _extend(self, count: int) -> Tensor:
         before = self.fed.shape[1] - count
-        start = self.entries + before
-        base = torch.as_tensor(self.entries, device=self.device)[:, None]
         if self.ancestors is None:
             # In a chain each node's step reads what the step before it made.
             for place in range(before, before + count):
-                made = self._steps(
-                    self.states[:, -1:],
-                    self.fed[:, place : place + 1],
-                    base + place,
-                    self.entries + place,
-                )
-                self.states = torch.cat([self.states, made], 1)
+                positions = torch.as_tensor(self.entries + place, device=self.device)[:, None]
+                token = self.fed[:, place : place + 1]
+                self._feed(self.states[:, -1:], token, positions, place)
         else:
             seen = self.ancestors[:, before:]
             order = torch.arange(seen.shape[2], device=self.device)
-            above = seen & (order < order[before:, None])
-            # The nearest ancestor was fed last of them; 0 is the root.
-            parents = torch.where(above, order + 1, 0).amax(2)
+            # Of a node's ancestors its parent was fed last; 0 is the root.
+            above = torch.where(seen & (order < order[before:, None]), order + 1, 0).amax(2)
             rows_B1 = torch.arange(self.rows, device=self.device)[:, None]
-            made = self._steps(
-                self.states[rows_B1, parents],
-                self.fed[:, before:],
-                base + seen.sum(2) - 1,
-                start,
-                seen,
-            )
-            self.states = torch.cat([self.states, made], 1)
+            entries_B1 = torch.as_tensor(self.entries, device=self.device)[:, None]
+            positions = entries_B1 + seen.sum(2) - 1
+            self._feed(self.states[rows_B1, above], self.fed[:, before:], positions, before, seen)
         return self._logits(self.states[:, -count:])
+
+    def _feed(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        before: int,
+        seen: Tensor | None = None,
+    ) -> None:
+        """Steps of n more nodes, of their parents' states [B, n, H]; `before` were fed before."""
+        made = self._steps(states, tokens, positions, self.entries + before, seen)
+        self.states = torch.cat([self.states, made], 1)
 
     def _steps(
         self,

@@ -66,14 +66,14 @@ class Eagle1Heads(AutoregressiveHeads):
     def fuse(self, features: Tensor) -> Tensor:
         return features
 
-    def layer(
+    def advance(
         self, states: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
         mixed = self.fc(torch.cat([embedded, states], -1))
         made: Tensor = self.layers[0](mixed, mixed, turns, attend)
         return made
 
-    def read(self, features: Tensor) -> Tensor:
+    def blurred(self, features: Tensor) -> Tensor:
         if not self.training or not self.options.noise:
             return features
         return features + self.options.noise * (2 * torch.rand_like(features) - 1)

@@ -109,7 +109,7 @@ class Eagle3Heads(AutoregressiveHeads):
         fused: Tensor = self.fc(features)
         return fused
 
-    def layer(
+    def advance(
         self, states: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
         layer = self.midlayer

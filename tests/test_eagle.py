@@ -28,6 +28,7 @@ from decode.target import Target
 from distill.losses import Terms
 from distill.vocabulary import positions
 from heads.base import Given, HeadOptions, trained_places
+from heads.eagle3 import tapped_layers
 from heads.features import LiveFeatures
 from heads.layer import Rotary
 from heads.store import new_heads, save_heads
@@ -246,6 +247,16 @@ def trained_logits(kind: str, heads: Any, ids: torch.Tensor, found: Any) -> dict
     return logits
 
 
+def padded(found: Any, places: torch.Tensor, who: np.ndarray, counts: np.ndarray) -> Features:
+    """What the loop hands over of these places of rows `who`, with nonsense past the counts."""
+    beyond = torch.arange(places.shape[1]) >= torch.as_tensor(counts)[:, None]
+    values = {
+        tap: x[torch.as_tensor(who)[:, None], places].masked_fill(beyond[..., None], 99.0)
+        for tap, x in found.items()
+    }
+    return Features(values, counts)
+
+
 @pytest.mark.parametrize("tree", [False, True])
 @kinds
 def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
@@ -267,8 +278,7 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
     who = np.arange(3)
     with torch.inference_mode():
         drafter.start(contexts)
-        first = {tap: x[:, :8] for tap, x in found.items()}
-        drafter.read(Features(first, contexts.lengths - 1))
+        drafter.read(padded(found, torch.arange(8).expand(3, -1), who, contexts.lengths - 1))
         for grown in ([3, 1, 2], [2, 4, 1], [1, 3]):
             lengths = contexts.lengths
             growth = drafter.growth(contexts, Sampling(), DEPTH)
@@ -294,9 +304,7 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
             if len(grown) == 2:
                 break
             places = torch.as_tensor(lengths - 1)[:, None] + torch.arange(max(grown))
-            rows = torch.as_tensor(who)[:, None]
-            seen = {tap: x[rows, places] for tap, x in found.items()}
-            drafter.read(Features(seen, np.array(grown)))
+            drafter.read(padded(found, places, who, np.array(grown)))
             contexts.lengths = lengths + np.array(grown)
             drafter.commit(contexts)
             if grown == [2, 4, 1]:
@@ -458,8 +466,8 @@ def test_eagle_starts_as_the_target_one_token_before() -> None:
 def test_features_are_noisy_only_while_they_are_trained_on() -> None:
     heads = make("eagle1")
     features = torch.zeros(4, 50, 32)
-    assert heads.eval().read(features) is features
-    noise = heads.train().read(features)
+    assert heads.eval().blurred(features) is features
+    noise = heads.train().blurred(features)
     assert 0.09 < noise.max() <= 0.1
     assert -0.1 <= noise.min() < -0.09
 
@@ -489,7 +497,7 @@ STAGE: dict[str, Any] = {
     "loop": LOOP,
     "optimizer": {"lr": 1e-2, "warmup_steps": 2},
 }
-DEV = {"every": 2, "samples": 3, "decode_prompts": 3, "gamma": DEPTH, "max_new_tokens": 12}
+DEV = {"every": 8, "samples": 3, "decode_prompts": 3, "gamma": DEPTH, "max_new_tokens": 12}
 
 
 @kinds
@@ -500,7 +508,7 @@ def test_a_stage_trains_heads_and_leaves_the_target_as_it_is(kind: str, tmp_path
         "heads",
         "heads",
         heads=KINDS[kind],
-        **STAGE | {"loop": LOOP | {"epochs": 10}, "dev": DEV, "remember_features": True},
+        **STAGE | {"loop": LOOP | {"epochs": 6}, "dev": DEV, "remember_features": True},
     )
     plan = stage.plan(context)
     outcome = run_stage(context, stage)
@@ -531,3 +539,80 @@ def test_a_killed_stage_ends_with_the_same_weights(
     context.accelerator.free_memory()
     again = run_stage(context, stage)
     assert_equal(drafter_weights(again), drafter_weights(whole))
+
+
+# --- EAGLE-3 --------------------------------------------------------------------------------------
+
+
+def test_taps_are_the_layers_that_engines_take() -> None:
+    """Those put out what layers 2, n // 2 and n − 3 are given."""
+    assert tapped_layers(7) == (1, 2, 3)
+    assert tapped_layers(30) == (1, 14, 26)
+    assert tapped_layers(32) == (1, 15, 28)
+    heads = make("eagle3")
+    assert heads.taps == (1, 2, 3)
+    ids = text()
+    given: list[torch.Tensor] = []
+    model = target("eagle3").model
+    hooks = [
+        model.model.layers[i].register_forward_pre_hook(lambda _, args: given.append(args[0]))
+        for i in (2, 3, 4)
+    ]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    found = taken("eagle3", heads.taps, ids)
+    assert all(torch.equal(found[tap], x) for tap, x in zip(heads.taps, given, strict=True))
+
+
+@pytest.mark.parametrize("layers", [2, 4, 5, 6])
+def test_a_target_without_three_taps_is_refused(layers: int) -> None:
+    with pytest.raises(UserError, match=f"with {layers} layers these are .* at least 7 layers"):
+        new_heads(HeadOptions.of(KINDS["eagle3"]), tiny_target(layers=layers), None)
+
+
+def test_eagle3_starts_as_the_target_without_its_last_layers() -> None:
+    heads: Any = new_heads(HeadOptions.of(KINDS["eagle3"]), target("eagle3"), None)
+    heads.borrow(target("eagle3").model)
+    ids = text(1, 10)
+    features = taken("eagle3", heads.taps, ids)
+    found = trained_logits("eagle3", heads, ids, features)
+    model = target("eagle3").model
+    logits = model.lm_head(model.model.norm(features[3]))[0]
+    for depth in range(1, DEPTH + 1):
+        torch.testing.assert_close(found[depth][: 9 - depth], logits[: 9 - depth])
+    assert {name.partition(".")[0] for name in heads.state_dict()} == {
+        "fc",
+        "midlayer",
+        "norm",
+        "output",
+    }
+    assert heads.midlayer.self_attn.q_proj.weight.shape == (32, 64)
+    assert heads.output.of(3)[0].shape == (VOCAB, 32)
+
+
+def test_hydra_starts_as_the_target() -> None:
+    heads: Any = new_heads(HeadOptions.of(KINDS["hydra"] | {"layers": 2}), target(), None)
+    heads.borrow(target().model)
+    ids = text(1, 10)
+    found = trained_logits("hydra", heads, ids, taken("hydra", heads.taps, ids))
+    logits = target().model(ids).logits[0]
+    for depth in range(1, DEPTH + 1):
+        torch.testing.assert_close(found[depth][: 9 - depth], logits[: 9 - depth])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"type": "eagle1", "output": "own"}, "output is .own."),
+        ({"type": "eagle1", "noise": -0.1}, "noise is -0.1"),
+        ({"type": "eagle1", "steps": 3}, "have no option 'steps'"),
+        ({"type": "eagle3", "steps": 0}, "steps is 0"),
+        ({"type": "eagle3", "output": "own"}, "output is .own."),
+        ({"type": "hydra", "decay": 0.0}, "decay is 0"),
+        ({"type": "eagle"}, "unknown type of heads 'eagle'"),
+    ],
+)
+def test_bad_options_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        HeadOptions.of(given)
