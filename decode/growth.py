@@ -74,6 +74,14 @@ class Growth(ABC):
             -1, self.vocabulary, probs
         )
 
+    def on_path(self, count: int) -> Tensor:
+        """bool [B, n, m]: which fed nodes lead to each of the last `count`, itself included."""
+        if self.ancestors is not None:
+            return self.ancestors[:, -count:]
+        fed = self.fed.shape[1]
+        chain = torch.ones(fed, fed, dtype=torch.bool, device=self.device).tril()
+        return chain[-count:].expand(self.rows, -1, -1)
+
     def _with(self, parents: Tensor, before: int) -> Tensor:
         rows, count = parents.shape
         total = before + count
@@ -92,14 +100,10 @@ class Growth(ABC):
         penalty = self.sampling.repetition_penalty
         if penalty == 1:
             return logits
-        fed = self.fed.shape[1]
-        if not count:
-            on_path = torch.zeros(self.rows, 1, fed, dtype=torch.bool, device=self.device)
-        elif self.ancestors is not None:
-            on_path = self.ancestors[:, -count:]
+        if count:
+            on_path = self.on_path(count)
         else:
-            chain = torch.ones(fed, fed, dtype=torch.bool, device=self.device).tril()
-            on_path = chain[-count:].expand(self.rows, -1, -1)
+            on_path = self.fed.new_zeros(self.rows, 1, self.fed.shape[1], dtype=torch.bool)
         ids = tokens_before(self.contexts.tokens, self.contexts.lengths, self.fed, on_path)
         if self.vocabulary is None:
             return penalise(logits, ids, penalty)

@@ -1,11 +1,6 @@
-"""A Hugging Face causal LM over a preallocated cache of slots, one run of slots per row.
+"""A Hugging Face causal LM over a preallocated cache of slots (`decode.slots`).
 
-Shapes: B rows (sequences), n tokens fed per row, S slots in use, C slots in all, H heads,
-D head size, V vocabulary.
-
-Row b's committed tokens sit in slots 0 … len_b−1, so rolling back is nothing but using a smaller
-length: the next forward writes over what was rejected. Tokens are fed at slots
-start_b … start_b+n−1, and `start` may differ from row to row; that is all a ragged batch needs.
+Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 """
 
 import inspect
@@ -16,64 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from decode.errors import UserError
 from decode.features import Recorder
 from decode.packed import PackedModel, can_pack
+from decode.slots import Slots
 
 # In the trial of a model with its first tree.
 SIBLINGS = 16
-
-
-class _Window:
-    """Where the forward that is under way writes; shared by all layers of one cache."""
-
-    rows: Tensor  # [B, 1], and
-    slots: Tensor  # [B, n]: index of each token's slot, for rows that start at different slots
-    begin: int | None = None  # the first slot where all rows start alike, else None
-    end: int = 0  # one past the last slot any row uses
-
-
-class _SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, H, C, D], written in place."""
-
-    is_sliding = False
-
-    def __init__(self, rows: int, capacity: int, window: _Window) -> None:
-        super().__init__()
-        self.rows, self.capacity, self.window = rows, capacity, window
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        def allocate(like: Tensor) -> Tensor:
-            # Zeros, not empty: a masked slot is still multiplied by its weight of 0, and 0·NaN is
-            # NaN.
-            return like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
-
-        self.keys, self.values = allocate(key_states), allocate(value_states)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        window = self.window
-        for cache, new in ((self.keys, key_states), (self.values, value_states)):
-            if window.begin is not None:
-                cache[:, :, window.begin : window.begin + new.shape[2]] = new
-            else:
-                cache[window.rows, :, window.slots] = new.transpose(1, 2)
-        return self.keys[:, :, : window.end], self.values[:, :, : window.end]
-
-    def get_seq_length(self) -> int:
-        return self.window.begin or 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.window.end, 0
-
-    def get_max_length(self) -> int:
-        return self.capacity
 
 
 def require_slots(model: PreTrainedModel, longest: int) -> None:
@@ -142,7 +88,7 @@ class CachedLM:
         self._keeps_columns = "logits_to_keep" in parameters
         self._boolean_masks = model.config._attn_implementation == "sdpa"
         self._mask_dtype = model.dtype
-        self._window = _Window()
+        self._slots: Slots | None = None
         self._cache: Cache | None = None
         self._tried = False
         self.capacity = 0  # slots of each row
@@ -156,11 +102,9 @@ class CachedLM:
         require_slots(self.model, capacity if longest is None else longest)
         self.capacity = capacity
         self.refresh()
-        self._window = _Window()
         layers = self.model.config.get_text_config().num_hidden_layers
-        self._cache = Cache(
-            layers=[_SlotLayer(rows, capacity, self._window) for _ in range(layers)]
-        )
+        self._slots = Slots(layers, rows, capacity, self.device)
+        self._cache = Cache(layers=self._slots.layers)
 
     def refresh(self) -> None:
         """Follow weights that were changed in place. What is cached stays as it was computed."""
@@ -185,11 +129,11 @@ class CachedLM:
             first slot, and which of the m nodes it may see (itself included). None: a chain.
         Raises UserError where a tree is fed to a model that does not honour masks and positions.
         """
-        assert self._cache is not None, "reset() comes before forward()"
+        assert self._slots is not None, "reset() comes before forward()"
         rows, n = ids_BN.shape
         if ancestors_BNM is not None and not self._tried:
             self._try_trees()
-        self._place(start, n)
+        self._slots.place(start, n)
         base = start if ancestors_BNM is None else start + n - ancestors_BNM.shape[2]
         base_B1 = torch.as_tensor(base, device=self.device)[:, None]
         if depth_BN is None:
@@ -258,56 +202,23 @@ class CachedLM:
             f"which token trees need: it {reason}. Draft chains (shape chain) or use another model"
         )
 
-    def _place(self, start: np.ndarray, n: int) -> None:
-        window = self._window
-        window.end = int(start.max()) + n
-        window.begin = int(start[0]) if bool((start == start[0]).all()) else None
-        if window.begin is None:
-            first = torch.as_tensor(start, device=self.device)[:, None]
-            window.rows = torch.arange(len(start), device=self.device)[:, None]
-            window.slots = first + torch.arange(n, device=self.device)
-
     def _mask(
         self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None
     ) -> Tensor | None:
-        """What each fed token may see, [B, 1, n, S]; None where plain causal attention says it."""
-        if ancestors_BNM is None and (n == 1 or not start.any()) and self._window.begin is not None:
-            return None
-        slots_S = torch.arange(self._window.end, device=self.device)
-        offset_BS = slots_S - base_B1  # a slot's column in the tree; negative: the past
-        if ancestors_BNM is None:
-            seen = offset_BS[:, None, :] <= torch.arange(n, device=self.device)[None, :, None]
-        else:
-            nodes = ancestors_BNM.shape[2]
-            inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
-            column_B1S = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, n, -1)
-            own = ancestors_BNM.expand(len(start), -1, -1).gather(2, column_B1S)
-            seen = (offset_BS < 0)[:, None, :] | (own & inside_BS[:, None, :])
-        seen = seen[:, None]
-        if self._boolean_masks:
+        """As `Slots.mask` says, in the form that the model's attention takes."""
+        assert self._slots is not None
+        seen = self._slots.mask(base_B1, start, n, ancestors_BNM)
+        if seen is None or self._boolean_masks:
             return seen
         blocked = torch.finfo(self._mask_dtype).min
         return torch.zeros_like(seen, dtype=self._mask_dtype).masked_fill_(~seen, blocked)
 
     def commit(self, start: np.ndarray, columns_BM: Tensor) -> None:
-        """Keep a path of the last forward: column `columns_BM[b, m]` moves to slot start_b + m.
-
-        One gather per layer. A chain's accepted tokens lie where they belong and need no call.
-        """
-        assert self._cache is not None
-        first_B1 = torch.as_tensor(start, device=self.device)[:, None]
-        rows_B1 = torch.arange(len(start), device=self.device)[:, None]
-        source_BM = first_B1 + columns_BM
-        target_BM = first_B1 + torch.arange(columns_BM.shape[1], device=self.device)
-        for layer in self._cache.layers:
-            for cache in (layer.keys, layer.values):
-                cache[rows_B1, :, target_BM] = cache[rows_B1, :, source_BM]
+        """See `Slots.commit`."""
+        assert self._slots is not None
+        self._slots.commit(start, columns_BM)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all rows but these (int64 [B']), in this order."""
-        assert self._cache is not None
-        for layer in self._cache.layers:
-            layer.rows = len(rows)
-            if layer.is_initialized:
-                layer.keys = layer.keys.index_select(0, rows)
-                layer.values = layer.values.index_select(0, rows)
+        assert self._slots is not None
+        self._slots.keep_rows(rows)

@@ -117,6 +117,14 @@ class Heads(nn.Module, ABC):
         """Take what is the target's own and not stored, on its device; in `dtype`, or its own."""
         self.output.borrow(output_layer(model), self.vocabulary, dtype)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the states are computed in."""
+        device = next(self.parameters()).device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return next(self.parameters()).dtype
+
     @abstractmethod
     def sub_losses(self, uniform: float) -> dict[int, float]:
         """By depth, the weights of the losses that a minibatch trains; heads left out are not
@@ -136,6 +144,11 @@ def output_layer(model: PreTrainedModel) -> nn.Linear:
     if not isinstance(layer, nn.Linear):
         raise UserError(f"{type(model).__name__} has no linear output layer for heads to work with")
     return layer
+
+
+def feed_forward_size(config: Any) -> int:
+    """Width of the feed-forward layers of a model with this (text) config."""
+    return getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
 
 
 def ahead(x: Tensor, by: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Blockwise parallel decoding's heads (1811.03115, section 5): one hidden layer for all of them."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.drafters import DRAFTERS
-from heads.base import HEADS, HeadOptions
+from heads.base import HEADS, HeadOptions, feed_forward_size
 from heads.parallel import ParallelHeads, ParallelHeadsDrafter
 
 
@@ -37,7 +37,7 @@ class BlockwiseHeads(ParallelHeads):
         self, options: BlockwiseOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.k - 1, model, vocabulary)
-        width = options.hidden or _feed_forward_size(model.config.get_text_config())
+        width = options.hidden or feed_forward_size(model.config.get_text_config())
         self.up = nn.Linear(self.hidden_size, self.depth * width)
         self.down = nn.Linear(self.depth * width, self.depth * self.hidden_size)
 
@@ -61,7 +61,3 @@ class BlockwiseHeads(ParallelHeads):
 @DRAFTERS.register("blockwise")
 class BlockwiseDrafter(ParallelHeadsDrafter):
     """Blockwise's heads; a chain is the paper's block."""
-
-
-def _feed_forward_size(config: Any) -> int:
-    return getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)

@@ -59,10 +59,14 @@ class HeadOutput(nn.Module):
     def logits(self, states: Tensor) -> Tensor:
         """[B, d, V'] of states [B, d, H], one for each of the first d heads."""
         if len(self.layers) <= 1:
-            found: Tensor = self._layer(1)(states)
-            return found
+            return self.at(1, states)
         depths = range(1, states.shape[1] + 1)
-        return torch.stack([self._layer(d)(states[:, d - 1]) for d in depths], 1)
+        return torch.stack([self.at(d, states[:, d - 1]) for d in depths], 1)
+
+    def at(self, depth: int, states: Tensor) -> Tensor:
+        """[..., V'] of states [..., H] of the head at depth 1, 2, …"""
+        found: Tensor = self._layer(depth)(states)
+        return found
 
     def _layer(self, depth: int) -> nn.Module:
         if not len(self.layers):

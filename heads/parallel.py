@@ -33,14 +33,6 @@ class ParallelHeads(Heads):
         for column, (depth, own) in enumerate(places.items()):
             yield Prediction(depth, own, states[own[read], column])
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the states are computed in."""
-        device = next(self.parameters()).device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        return next(self.parameters()).dtype
-
 
 class ParallelHeadsDrafter(HeadsDrafter):
     """Drafts by all heads at once, from the hidden states of the last token that has any; each

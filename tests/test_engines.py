@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parent.parent
 WORDS = ["the", "a", "dog", "fox", "sea", "shell", "target", "drafter", "token", "sells", "jumps"]
 STAGES = {"00-tied": 50, "01-reduced": 50, "02-frozen": 10, "03-own": 8}
-STAGES |= {"04-medusa": 8, "05-blockwise": 8}
+STAGES |= {"04-medusa": 8, "05-blockwise": 8, "06-eagle1": 4, "07-eagle3": 6, "08-hydra": 4}
 # In these some steps are not clipped.
-GENTLE = {"03-own", "04-medusa", "05-blockwise"}
+GENTLE = {"03-own", *(stage for stage in STAGES if stage > "04")}
 # One process has nobody to share its teacher with.
 SHARDED = "stages.frozen.shard_teacher=true"
 # Every step is clipped: the gradients of tiny models are larger than 0.5.
@@ -82,6 +82,25 @@ stages:
     heads: {{type: blockwise, k: 3}}
     loop: {{max_steps: 8, tokens_per_batch: 120, accumulation: 2, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: eagle1
+    kind: heads
+    heads: {{type: eagle1, depth: 2, noise: 0.0}}
+    losses: {{forward_kl: 0.1}}
+    loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: eagle3
+    kind: heads
+    heads: {{type: eagle3, steps: 3}}
+    draft_vocabulary: 120
+    losses: {{forward_kl: 1.0}}
+    dev: {{text: data, samples: 3, every: 4, decode_prompts: 2, gamma: 2, max_new_tokens: 6}}
+    loop: {{max_steps: 6, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: hydra
+    kind: heads
+    heads: {{type: hydra, heads: 2}}
+    loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
 """
 # 50 steps of the first training and 24 of the second, whose newest checkpoint is then step 15.
 DIE_BEFORE = 75
@@ -136,7 +155,7 @@ ENGINES: dict[str, tuple[str, str, float, float, str]] = {
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target and its data, with what one process makes of them."""
     base = tmp_path_factory.mktemp("engines")
-    save_tiny(base / "target", "llama", layers=2)
+    save_tiny(base / "target", "llama", layers=7)
     generator = torch.Generator().manual_seed(0)
     for split, count in (("train", 24), ("test", 2)):
         rows = []

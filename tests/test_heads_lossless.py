@@ -6,43 +6,65 @@ from typing import Any
 import pytest
 import torch
 
+from decode.drafters import DRAFTERS, Drafter
 from decode.rules import RULES
+from decode.shapes import Shape
 from decode.shapes.static import Static
+from heads import HEADS
 from heads.base import HeadOptions
-from heads.medusa import MedusaDrafter, MedusaHeads
 from tests.lossless import VOCAB, Watched, decode, model
 
 ROWS = 100_000
 
 
-def heads() -> MedusaHeads:
+KINDS: dict[str, dict[str, Any]] = {
+    "medusa": {"type": "medusa", "heads": 3},
+    "hydra": {"type": "hydra", "heads": 3},
+    "eagle1": {"type": "eagle1", "depth": 3},
+    "eagle3": {"type": "eagle3", "steps": 3},
+}
+
+
+def drafter(kind: str, shape: Shape | None) -> Drafter:
     """Untrained heads guess the token before; these are moved so that they guess more than that."""
     lm = model(0.0)
-    options: Any = HeadOptions.of({"type": "medusa", "heads": 3})
-    made = MedusaHeads(options, lm)
+    made: Any = HEADS[kind](HeadOptions.of(KINDS[kind]), lm)  # type: ignore[call-arg]
     made.start_from(lm)
     g = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in made.blocks.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=g)
-    return made
+        for name, parameter in made.named_parameters():
+            if not name.startswith("output."):
+                parameter += 0.2 * torch.randn(parameter.shape, generator=g)
+    made.borrow(lm)
+    build: Any = DRAFTERS[kind]
+    found: Drafter = build(made, VOCAB, shape)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rule", "draw"),
+    ("kind", "rule", "draw"),
     [
-        ("speculative", None),
-        ("multi_round", "top"),
-        ("multi_round", "distinct"),
-        ("traversal", "independent"),
-        ("exact", "top"),
+        ("medusa", "speculative", None),
+        ("medusa", "multi_round", "top"),
+        ("medusa", "multi_round", "distinct"),
+        ("medusa", "traversal", "independent"),
+        ("medusa", "exact", "top"),
+        ("hydra", "speculative", None),
+        ("hydra", "multi_round", "distinct"),
+        ("eagle1", "speculative", None),
+        ("eagle1", "traversal", "independent"),
+        ("eagle3", "multi_round", "distinct"),
     ],
 )
-def test_texts_have_the_targets_distribution(rule: str, draw: Any) -> None:
+def test_texts_have_the_targets_distribution(
+    kind: str, rule: str, draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The target here has one layer, which stands for all three.
+    monkeypatch.setattr("heads.eagle3.tapped_layers", lambda layers: (0, 0, 0))
     shape = None if draw is None else Static(widths=[2, 2, 1], draw=draw)
     watched = Watched(RULES[rule]())
-    found, counts = decode(MedusaDrafter(heads(), VOCAB, shape), watched, rows=ROWS)
+    found, counts = decode(drafter(kind, shape), watched, rows=ROWS)
     assert found.passes, found
     # Bins enough, and all branches: text after a rejection, and what follows accepted tokens.
     assert found.df > 50

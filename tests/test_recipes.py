@@ -22,7 +22,7 @@ def test_there_are_recipes():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_planned(recipe: str, tmp_path: Path):
     path = CONFIGS / "recipes" / recipe
-    save_tiny(tmp_path / "target", layers=2)
+    save_tiny(tmp_path / "target", layers=7)  # the fewest for EAGLE-3
     save_tiny(tmp_path / "small", layers=1)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "the dog", "response": "a fox"}\n' * 3)
     overrides = [

@@ -1,0 +1,128 @@
+"""Slots for keys and values, one run of them per row, and what each fed token sees of them.
+
+Shapes: B rows (sequences), n tokens fed per row, S slots in use, C slots in all, H heads,
+D head size.
+
+Row b's committed tokens sit in slots 0 … len_b−1, so rolling back is nothing but using a smaller
+length: the next forward writes over what was rejected. Tokens are fed at slots
+start_b … start_b+n−1, and `start` may differ from row to row; that is all a ragged batch needs.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+
+class _Window:
+    """Where the forward that is under way writes; shared by all layers of one cache."""
+
+    rows: Tensor  # [B, 1], and
+    slots: Tensor  # [B, n]: index of each token's slot, for rows that start at different slots
+    begin: int | None = None  # the first slot where all rows start alike, else None
+    end: int = 0  # one past the last slot any row uses
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, [B, H, C, D], written in place."""
+
+    is_sliding = False
+
+    def __init__(self, rows: int, capacity: int, window: _Window) -> None:
+        super().__init__()
+        self.rows, self.capacity, self.window = rows, capacity, window
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        def allocate(like: Tensor) -> Tensor:
+            # Zeros, not empty: a masked slot is still multiplied by its weight of 0, and 0·NaN is
+            # NaN.
+            return like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
+
+        self.keys, self.values = allocate(key_states), allocate(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write those of the fed tokens, [B, H, n, D]; all that are in use, [B, H, S, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        window = self.window
+        for cache, new in ((self.keys, key_states), (self.values, value_states)):
+            if window.begin is not None:
+                cache[:, :, window.begin : window.begin + new.shape[2]] = new
+            else:
+                cache[window.rows, :, window.slots] = new.transpose(1, 2)
+        return self.keys[:, :, : window.end], self.values[:, :, : window.end]
+
+    def get_seq_length(self) -> int:
+        return self.window.begin or 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.window.end, 0
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+class Slots:
+    """`rows` empty sequences of at most `capacity` slots in each of so many layers."""
+
+    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
+        self.device = device
+        self._window = _Window()
+        self.layers = [SlotLayer(rows, capacity, self._window) for _ in range(layers)]
+
+    def place(self, start: np.ndarray, n: int) -> None:
+        """The n tokens that are fed next go to the slots from `start`, int [B], on."""
+        window = self._window
+        window.end = int(start.max()) + n
+        window.begin = int(start[0]) if bool((start == start[0]).all()) else None
+        if window.begin is None:
+            first = torch.as_tensor(start, device=self.device)[:, None]
+            window.rows = torch.arange(len(start), device=self.device)[:, None]
+            window.slots = first + torch.arange(n, device=self.device)
+
+    def mask(
+        self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None
+    ) -> Tensor | None:
+        """What each of the placed tokens may see, bool [B, 1, n, S]; None where plain causal
+        attention says it.
+
+        base_B1: where the tree begins; everything below it is seen. ancestors_BNM: which of its m
+        nodes, whose last n are fed, each of those may see; None: a chain.
+        """
+        if ancestors_BNM is None and (n == 1 or not start.any()) and self._window.begin is not None:
+            return None
+        slots_S = torch.arange(self._window.end, device=self.device)
+        offset_BS = slots_S - base_B1  # a slot's column in the tree; negative: the past
+        if ancestors_BNM is None:
+            seen = offset_BS[:, None, :] <= torch.arange(n, device=self.device)[None, :, None]
+        else:
+            nodes = ancestors_BNM.shape[2]
+            inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
+            column_B1S = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, n, -1)
+            own = ancestors_BNM.expand(len(start), -1, -1).gather(2, column_B1S)
+            seen = (offset_BS < 0)[:, None, :] | (own & inside_BS[:, None, :])
+        return seen[:, None]
+
+    def commit(self, start: np.ndarray, columns_BM: Tensor) -> None:
+        """Keep a path of the last forward: column `columns_BM[b, m]` moves to slot start_b + m.
+
+        One gather per layer. A chain's accepted tokens lie where they belong and need no call.
+        """
+        first_B1 = torch.as_tensor(start, device=self.device)[:, None]
+        rows_B1 = torch.arange(len(start), device=self.device)[:, None]
+        source_BM = first_B1 + columns_BM
+        target_BM = first_B1 + torch.arange(columns_BM.shape[1], device=self.device)
+        for layer in self.layers:
+            for cache in (layer.keys, layer.values):
+                cache[rows_B1, :, target_BM] = cache[rows_B1, :, source_BM]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all rows but these (int64 [B']), in this order."""
+        for layer in self.layers:
+            layer.rows = len(rows)
+            if layer.is_initialized:
+                layer.keys = layer.keys.index_select(0, rows)
+                layer.values = layer.values.index_select(0, rows)

@@ -1,0 +1,93 @@
+"""EAGLE's drafter (2401.15077): it predicts the target's next feature, and a token from that."""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
+from transformers import PreTrainedModel
+
+from decode.drafters import DRAFTERS
+from decode.features import FINAL
+from heads.autoregressive import AutoregressiveDrafter, AutoregressiveHeads
+from heads.base import HEADS, Given, HeadOptions, ahead
+from heads.layer import Attend, DraftLayer
+
+
+class Eagle1Options(HeadOptions):
+    """depth: how deep is drafted at most, and judged on dev text; what is trained is one step.
+    regression: weight of the feature loss, w_reg; the token's is among the stage's `losses` (the
+    paper's w_cls: `forward_kl: 0.1`). noise: a, the features that are trained on get noise from
+    U(−a, a)."""
+
+    type: Literal["eagle1"] = "eagle1"
+    output: Literal["target"] = "target"
+    depth: int = Field(7, ge=1)
+    regression: float = Field(1.0, ge=0)
+    noise: float = Field(0.1, ge=0)
+
+
+@HEADS.register("eagle1")
+class Eagle1Heads(AutoregressiveHeads):
+    """One decoder layer without a norm before attention, over fc(embedding of the next token ;
+    feature) (section 4.1 and figure 6). Its output is the next feature, which the target's own
+    output layer reads. Features are the target's after its final norm.
+
+    The loss of section 4.2: regression · smooth L1, the mean over the H numbers of a feature,
+    against the target's next feature, and what the stage's losses say of the token.
+
+    The paper does not say how weights start. Here fc takes the feature as it is and the layer
+    changes nothing, so that each step starts as the target's own distribution one token before.
+    Tensors are named as engines name them.
+    """
+
+    Options = Eagle1Options
+
+    def __init__(
+        self, options: Eagle1Options, model: PreTrainedModel, vocabulary: Tensor | None = None
+    ) -> None:
+        super().__init__(options, options.depth, model, vocabulary)
+        self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=False)
+        self.layers = nn.ModuleList([DraftLayer(self.config, self.hidden_size)])
+
+    @torch.no_grad()
+    def start_from(self, model: PreTrainedModel) -> None:
+        super().start_from(model)
+        layer = self.layers[0]
+        assert isinstance(layer, DraftLayer)
+        layer.start_from(self.config.initializer_range)
+        self.fc.weight.zero_()
+        self.fc.weight[:, self.hidden_size :] = torch.eye(self.hidden_size)
+
+    def sub_losses(self, uniform: float) -> dict[int, float]:
+        return {1: 1.0}
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def layer(
+        self, states: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        mixed = self.fc(torch.cat([embedded, states], -1))
+        made: Tensor = self.layers[0](mixed, mixed, turns, attend)
+        return made
+
+    def read(self, features: Tensor) -> Tensor:
+        if not self.training or not self.options.noise:
+            return features
+        return features + self.options.noise * (2 * torch.rand_like(features) - 1)
+
+    def extra(self, states: Tensor, given: Given, depth: int, places: Tensor) -> Tensor | None:
+        if not self.options.regression:
+            return None
+        wide = torch.promote_types(states.dtype, torch.float32)
+        aims = ahead(given.features[FINAL], depth)[places].to(wide)
+        off = smooth_l1_loss(states.to(wide), aims, reduction="none")
+        return self.options.regression * off.mean(-1).sum()
+
+
+@DRAFTERS.register("eagle1")
+class Eagle1Drafter(AutoregressiveDrafter):
+    """EAGLE, in any shape: EAGLE-1 with `static` trees, EAGLE-2 (2406.16858) with `dynamic`
+    ones."""

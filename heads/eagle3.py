@@ -1,0 +1,127 @@
+"""EAGLE-3's drafter (2503.01840): several layers' features, and trained on what it will draft from.
+
+Shapes: B rows, n tokens, H hidden size.
+"""
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from decode.drafters import DRAFTERS
+from decode.errors import UserError
+from heads.autoregressive import AutoregressiveDrafter, AutoregressiveHeads
+from heads.base import HEADS, HeadOptions
+from heads.layer import Attend, DraftLayer
+
+
+class Eagle3Options(HeadOptions):
+    """steps: of the training-time test, each over the states of the one before; and how deep is
+    drafted at most. decay: by whose (k − 1)-th power the loss of step k counts. The loss itself is
+    the stage's `losses`: the paper's is the target's distribution, `forward_kl: 1`. output:
+    `shared`, one output layer of its own, which starts as the target's."""
+
+    type: Literal["eagle3"] = "eagle3"
+    output: Literal["shared", "target"] = "shared"
+    steps: int = Field(7, ge=1)
+    decay: float = Field(0.8, gt=0, le=1)
+
+
+def tapped_layers(layers: int) -> tuple[int, int, int]:
+    """The taps of a target with so many layers: what its layers 2, n // 2 and n − 3, from 0, read,
+    which the layers before them put out. vLLM, SGLang and llama.cpp take the same where a drafter's
+    config names no layers.
+
+    Raises UserError for a target that has no three such layers, one after the other.
+
+    >>> tapped_layers(30)
+    (1, 14, 26)
+    """
+    low, middle, high = 2, layers // 2, layers - 3
+    if not low < middle < high:
+        raise UserError(
+            f"EAGLE-3 reads what the target's layers 2, n // 2 and n − 3 are given, and with "
+            f"{layers} layers these are {low}, {middle} and {high}; expected a target with at "
+            "least 7 layers. Train eagle1 heads instead"
+        )
+    return low - 1, middle - 1, high - 1
+
+
+class Eagle3Layer(DraftLayer):
+    """Attention reads the normed embedding beside the normed state."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @torch.no_grad()
+    def start_from(self, spread: float) -> None:
+        super().start_from(spread)
+        self.input_layernorm.weight.fill_(1.0)
+        self.hidden_norm.weight.fill_(1.0)
+
+
+@HEADS.register("eagle3")
+class Eagle3Heads(AutoregressiveHeads):
+    """fc makes one state of three layers' features; the layer makes the next state of it and of the
+    next token's embedding (section 3.1 and figure 5). Further steps read those states as they are,
+    and the output layer reads them through a norm. No feature is aimed at: only tokens are.
+
+    The paper does not say how weights start. Here fc takes the highest of the three features, the
+    layer changes nothing, and norm and output layer are the target's: what the target itself would
+    say without its last layers. Tensors are named as engines name them, but for the output layer,
+    `output.layers.0` here and `lm_head` there.
+    """
+
+    Options = Eagle3Options
+
+    def __init__(
+        self, options: Eagle3Options, model: PreTrainedModel, vocabulary: Tensor | None = None
+    ) -> None:
+        super().__init__(options, options.steps, model, vocabulary)
+        self.taps = tapped_layers(model.config.get_text_config().num_hidden_layers)
+        size = self.hidden_size
+        self.fc = nn.Linear(len(self.taps) * size, size, bias=False)
+        self.midlayer = Eagle3Layer(self.config)
+        self.norm = LlamaRMSNorm(size, eps=self.config.rms_norm_eps)
+
+    @torch.no_grad()
+    def start_from(self, model: PreTrainedModel) -> None:
+        super().start_from(model)
+        self.midlayer.start_from(self.config.initializer_range)
+        self.fc.weight.zero_()
+        self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
+        self.norm.weight.fill_(1.0)
+        own: Any = getattr(model.base_model, "norm", None)
+        if type(own).__name__.endswith("RMSNorm"):
+            # What it makes of ones is what it scales by, also where weights count from 1.
+            ones = torch.ones(1, self.hidden_size, dtype=model.dtype, device=model.device)
+            self.norm.weight.copy_(own(ones)[0])
+
+    def sub_losses(self, uniform: float) -> dict[int, float]:
+        return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
+
+    def fuse(self, features: Tensor) -> Tensor:
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def layer(
+        self, states: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        layer = self.midlayer
+        read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
+        made: Tensor = layer(states, read, turns, attend)
+        return made
+
+    def readout(self, states: Tensor) -> Tensor:
+        normed: Tensor = self.norm(states)
+        return normed
+
+
+@DRAFTERS.register("eagle3")
+class Eagle3Drafter(AutoregressiveDrafter):
+    """EAGLE-3, in any shape; the paper's is EAGLE-2's, `dynamic`."""

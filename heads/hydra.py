@@ -1,0 +1,153 @@
+"""Hydra's heads (2402.05109): Medusa's, each of which also reads the tokens drafted before its own.
+
+Shapes: B rows, n tokens, m nodes fed, F features of a token, H hidden size, D heads.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu
+from transformers import PreTrainedModel
+
+from decode.contexts import Contexts
+from decode.drafters import DRAFTERS
+from decode.growth import Growth
+from decode.sampling import Sampling
+from heads.base import HEADS, Given, HeadOptions, Heads, Prediction, ahead, trained_places
+from heads.drafter import HeadsDrafter
+from heads.embeddings import BorrowedEmbeddings, require_embeddings
+
+
+class HydraOptions(HeadOptions):
+    """heads: how many. layers: of each head's MLP. decay: by whose (k − 1)-th power the loss of
+    head k counts; the paper's heads all count alike."""
+
+    type: Literal["hydra"] = "hydra"
+    heads: int = Field(4, ge=1)
+    layers: int = Field(1, ge=1)
+    decay: float = Field(1.0, gt=0, le=1)
+
+
+class _Block(nn.Module):
+    """A layer of the MLP, from `reads` numbers to `size`, around which `skip` leads; where nothing
+    becomes narrower that is the identity."""
+
+    def __init__(self, reads: int, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(reads, size)
+        self.skip = nn.Identity() if reads == size else nn.Linear(reads, size)
+
+    @torch.no_grad()
+    def start_from(self) -> None:
+        for parameter in self.parameters():
+            parameter.zero_()
+        if isinstance(self.skip, nn.Linear):
+            self.skip.weight[:, : self.skip.out_features] = torch.eye(self.skip.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Tensor = self.skip(x)
+        return kept + silu(self.linear(x))
+
+
+@HEADS.register("hydra")
+class HydraHeads(Heads):
+    """Head k reads the target's state at t and the embeddings of the tokens t + 1 … t + k, side by
+    side (section 3): the first of them is the target's own, the others are drafted. In training
+    they are the text's.
+
+    At first a head passes on the state and adds nothing, so that each starts as the target's own
+    distribution, like Medusa's. (The paper's projection of the first layer starts at random.)
+    """
+
+    Options = HydraOptions
+
+    def __init__(
+        self, options: HydraOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
+    ) -> None:
+        super().__init__(options, options.heads, model, vocabulary)
+        size = self.hidden_size
+        require_embeddings(model, size)
+        self.embeddings = BorrowedEmbeddings()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                _Block((head + 2) * size, size),
+                *(_Block(size, size) for _ in range(options.layers - 1)),
+            )
+            for head in range(options.heads)
+        )
+
+    @torch.no_grad()
+    def start_from(self, model: PreTrainedModel) -> None:
+        super().start_from(model)
+        for block in self.blocks.modules():
+            if isinstance(block, _Block):
+                block.start_from()
+
+    def borrow(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+        super().borrow(model, dtype)
+        self.embeddings.borrow(model, dtype)
+
+    def sub_losses(self, uniform: float) -> dict[int, float]:
+        return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
+
+    def states(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """[n, H] of head d: features [n, F] of a token, and the d tokens after it, int64 [n, d]."""
+        embedded = self.embeddings(tokens).flatten(1)
+        read = torch.cat([features.to(self.dtype), embedded.to(self.dtype)], -1)
+        made: Tensor = self.blocks[tokens.shape[1] - 1](read)
+        return made
+
+    def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
+        features = torch.cat([given.features[tap] for tap in self.taps], -1)
+        for depth in depths:
+            places = trained_places(given.loss_mask, depth)
+            after = [ahead(given.input_ids, by)[places] for by in range(1, depth + 1)]
+            states = self.states(features[places], torch.stack(after, -1))
+            yield Prediction(depth, places, states)
+
+
+@DRAFTERS.register("hydra")
+class HydraDrafter(HeadsDrafter):
+    """Hydra's heads, in any shape; the paper's is a static tree calibrated on a dev set."""
+
+    heads: HydraHeads
+
+    def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
+        return _Growth(self, contexts, sampling)
+
+
+class _Growth(Growth):
+    def __init__(self, drafter: HydraDrafter, contexts: Contexts, sampling: Sampling) -> None:
+        heads, self.features = drafter.heads, drafter.last
+        super().__init__(
+            contexts, sampling, self.features.device, drafter.vocab_size, heads.vocabulary
+        )
+        self.heads = heads
+        rows = torch.arange(self.rows)
+        last = torch.as_tensor(contexts.tokens)[rows, torch.as_tensor(contexts.lengths) - 1]
+        self.last = last.to(self.device)  # int64 [B]: the token after the one with the features
+
+    def _first(self) -> Tensor:
+        return self._of(self.features, self.last[:, None])
+
+    def _extend(self, count: int) -> Tensor:
+        on_path = self.on_path(count)
+        fed = on_path.shape[2]
+        depths = on_path.sum(2)  # [B, n]
+        # Ancestors are fed before their children, so in order of number is from the root down.
+        order = torch.where(on_path, torch.arange(fed, device=self.device), fed).sort(2).values
+        paths = pad(self.fed, (0, 1))[:, None].expand(-1, count, -1).gather(2, order)
+        paths = torch.cat([self.last[:, None, None].expand(-1, count, -1), paths], 2)
+        features = self.features[:, None].expand(-1, count, -1)
+        logits = features.new_zeros(self.rows, count, self.heads.rows)
+        for depth in depths.unique().tolist():
+            here = depths == depth
+            logits[here] = self._of(features[here], paths[here][:, : depth + 1])
+        return logits
+
+    def _of(self, features: Tensor, tokens: Tensor) -> Tensor:
+        states = self.heads.states(features, tokens)
+        return self.heads.output.at(tokens.shape[1], states)

@@ -1,0 +1,173 @@
+"""A decoder layer of our own: llama's, as engines serve it, whatever the target's layers are.
+
+Its sizes are the target's. What it attends to is left to its caller: the text so far in the loop
+(`SlotAttention`), or in training a text and the drafter's own steps from each of its tokens
+(`UnrolledAttention`).
+
+Shapes: B rows, n tokens, T tokens of a text, H hidden size, N heads, G key heads, D head size,
+R width of what attention reads.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from decode.slots import SlotLayer
+from heads.base import feed_forward_size
+
+# From queries [B, N, n, D] and the same tokens' keys and values [B, G, n, D] to [B, N, n, D].
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def layer_config(model: PreTrainedModel) -> LlamaConfig:
+    """Of a one-layer llama of the target's sizes; what the target has no word for is llama's."""
+    config: Any = model.config.get_text_config()
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rope:  # none at all, or several kinds of them
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=feed_forward_size(config),
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        max_position_embeddings=getattr(config, "max_position_embeddings", None) or 1 << 30,
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        rope_parameters=dict(rope),
+        pad_token_id=config.pad_token_id,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+    )
+
+
+class Rotary:
+    """cos and sin of positions. No module: it has nothing that is trained or stored."""
+
+    def __init__(self, config: LlamaConfig, device: torch.device) -> None:
+        self._made = LlamaRotaryEmbedding(config).to(device)
+
+    def __call__(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, n, D] twice, in the dtype of `like`, of positions int64 [B, n]."""
+        cos, sin = self._made(like, positions)
+        return cos, sin
+
+
+class Attention(nn.Module):
+    """Reads [B, n, R] and gives [B, n, H]."""
+
+    def __init__(self, config: LlamaConfig, reads: int) -> None:
+        super().__init__()
+        self.size = config.head_dim
+        wide, narrow = (
+            count * config.head_dim
+            for count in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        self.q_proj = nn.Linear(reads, wide, bias=False)
+        self.k_proj = nn.Linear(reads, narrow, bias=False)
+        self.v_proj = nn.Linear(reads, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """turns: cos and sin of the tokens' positions."""
+        queries, keys, values = (
+            layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        queries, keys = apply_rotary_pos_emb(queries, keys, *turns)
+        found: Tensor = self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
+        return found
+
+
+class DraftLayer(nn.Module):
+    """Attention and a feed-forward network, each added to the residual stream. What attention
+    reads is normed by its owner, if at all."""
+
+    def __init__(self, config: LlamaConfig, reads: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, reads)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    @torch.no_grad()
+    def start_from(self, spread: float) -> None:
+        """Random weights of this standard deviation but in the two layers that write into the
+        residual stream, which are 0: at first the layer changes nothing."""
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.normal_(std=spread)
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
+        self.post_attention_layernorm.weight.fill_(1.0)
+
+    def forward(
+        self, residual: Tensor, read: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        """[B, n, H] of the residual stream [B, n, H] and what attention reads [B, n, R]."""
+        residual = residual + self.self_attn(read, turns, attend)
+        made: Tensor = self.mlp(self.post_attention_layernorm(residual))
+        return residual + made
+
+
+class SlotAttention:
+    """Attention in the loop, to what `mask` (of `decode.slots.Slots`) lets each token see."""
+
+    def __init__(self, layer: SlotLayer, mask: Tensor | None) -> None:
+        self._layer, self._mask = layer, mask
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = self._layer.update(keys, values)
+        causal = self._mask is None and queries.shape[2] > 1
+        return scaled_dot_product_attention(
+            queries, keys, values, attn_mask=self._mask, is_causal=causal, enable_gqa=True
+        )
+
+
+class UnrolledAttention:
+    """Attention of the training-time test (EAGLE-3, 2503.01840, section 3.2 and figure 6).
+
+    Called once for each step with all T tokens of a text. The first step reads the target's
+    features, and is plain causal attention. At step k token t stands for the k-th token drafted
+    after the first t + 1: it sees the first step's tokens 0 … t, then its own steps 2 … k, which is
+    what there is in the loop. Scores are T × T for each head and step.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        self._keys.append(keys)
+        self._values.append(values)
+        if len(self._keys) == 1:
+            return scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=True
+            )
+        length, size = queries.shape[2:]
+        # Each key head serves as many heads: [B, G, N/G, T, D].
+        grouped = queries.unflatten(1, (keys.shape[1], -1))
+        text = grouped @ self._keys[0][:, :, None].transpose(-1, -2)  # [B, G, N/G, T, T]
+        later = torch.ones(length, length, dtype=torch.bool, device=queries.device).triu(1)
+        text = text.masked_fill(later, -torch.inf)
+        own_keys, own_values = (
+            torch.stack(x[1:], 3)[:, :, None] for x in (self._keys, self._values)
+        )  # [B, G, 1, T, k − 1, D]
+        own = (grouped[..., None, :] * own_keys).sum(-1)  # [B, G, N/G, T, k − 1]
+        scores = torch.cat([text, own], -1) * size**-0.5
+        exact = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(-1, dtype=exact).to(values.dtype)
+        found = weights[..., :length] @ self._values[0][:, :, None]
+        found = found + (weights[..., length:, None] * own_values).sum(-2)
+        return found.flatten(1, 2)

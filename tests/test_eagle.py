@@ -1,0 +1,618 @@
+"""Heads that read what they drafted: training and the loop compute the same, token by token.
+
+Shapes: B rows, T tokens, H hidden size, V vocabulary.
+"""
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from decode.contexts import Contexts
+from decode.drafters import DRAFTERS
+from decode.drafters.composite import CompositeDrafter
+from decode.drafters.ngram import NgramDrafter
+from decode.errors import UserError
+from decode.features import FINAL, Features, Recorder
+from decode.loop import Decoder
+from decode.sampling import Sampling
+from decode.shapes import SHAPES
+from decode.store import open_drafter
+from decode.target import Target
+from distill.losses import Terms
+from distill.vocabulary import positions
+from heads.base import Given, HeadOptions, trained_places
+from heads.eagle3 import tapped_layers
+from heads.features import LiveFeatures
+from heads.layer import Rotary
+from heads.store import new_heads, save_heads
+from heads.training import HeadTraining
+from tests.stages import LOOP, drafter_weights, kill_at_step, make_stage, run_stage, stage_context
+from tests.tiny import EOS_ID, VOCAB, tiny_target
+from tests.training import Killed, assert_equal
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+DEPTH = 3
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle1": {"type": "eagle1", "depth": DEPTH},
+    "eagle3": {"type": "eagle3", "steps": DEPTH},
+    "hydra": {"type": "hydra", "heads": DEPTH},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+IDS = torch.arange(0, VOCAB, 2)
+
+
+@functools.cache
+def target(kind: str = "eagle1") -> Target:
+    return tiny_target(layers=7 if kind == "eagle3" else 2)
+
+
+def make(kind: str, ids: torch.Tensor | None = None, *, dtype: Any = torch.float32) -> Any:
+    """Heads that are no longer as they start: every weight counts."""
+    torch.manual_seed(3)
+    heads: Any = new_heads(HeadOptions.of(KINDS[kind]), target(kind), ids)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    heads.to(dtype).borrow(target(kind).model, dtype)
+    return heads
+
+
+def taken(kind: str, taps: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
+    model = target(kind).model
+    with torch.no_grad(), Recorder(model, taps).recording() as found:
+        model(ids)
+    return found
+
+
+def text(rows: int = 1, length: int = 12) -> torch.Tensor:
+    g = torch.Generator().manual_seed(1)
+    return torch.randint(3, VOCAB, (rows, length), generator=g)
+
+
+# --- the definitions, one token at a time ---------------------------------------------------------
+
+
+def eagle1_states(
+    heads: Any, features: torch.Tensor, embedded: torch.Tensor, depth: int
+) -> torch.Tensor:
+    """[H]: what step `depth` makes after features [t + 1, H] and the embeddings [t + depth, H] of
+    the tokens that follow each of them and what was drafted; by transformers' own llama layer."""
+    config = copy.deepcopy(heads.config)
+    config._attn_implementation = "eager"
+    layer: Any = LlamaDecoderLayer(config, 0).to(features.dtype)
+    weights = {
+        name.removeprefix("layers.0."): x
+        for name, x in heads.named_parameters()
+        if name.startswith("layers.0.")
+    }
+    layer.input_layernorm = torch.nn.Identity()
+    states = features
+    for _ in range(depth):
+        count = len(states)
+        mixed = torch.cat([embedded[:count], states], -1) @ heads.fc.weight.T
+        mask = torch.full((count, count), float("-inf"), dtype=states.dtype).triu(1)[None, None]
+        turns = Rotary(config, states.device)(torch.arange(count)[None], states)
+        made = torch.func.functional_call(
+            layer, weights, (mixed[None],), {"attention_mask": mask, "position_embeddings": turns}
+        )
+        made = made if torch.is_tensor(made) else made[0]
+        # The next step sees all features as they are, and then what the drafter made of them.
+        states = torch.cat([states, made[0, -1:]])
+    return states[-1]
+
+
+def normed(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def eagle3_states(
+    heads: Any, features: torch.Tensor, embedded: torch.Tensor, depth: int
+) -> torch.Tensor:
+    """The same from features [t + 1, 3·H], by plain sums, one key after the other."""
+    layer, config = heads.midlayer, heads.config
+    size, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        """[N, D] rotated, from [N·D]."""
+        x = x.unflatten(-1, (-1, size))
+        half = size // 2
+        angles = position / 10000.0 ** (torch.arange(half, dtype=x.dtype) / half)
+        a, b = x[:, :half], x[:, half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def step(state: torch.Tensor, word: torch.Tensor, position: int, keys: Any) -> torch.Tensor:
+        read = torch.cat(
+            [normed(layer.input_layernorm.weight, word), normed(layer.hidden_norm.weight, state)]
+        )
+        attention = layer.self_attn
+        query = turned(attention.q_proj.weight @ read, position)
+        value = (attention.v_proj.weight @ read).unflatten(-1, (-1, size))
+        keys.append((turned(attention.k_proj.weight @ read, position), value))
+        heads_out = []
+        for head, q in enumerate(query):
+            scores = torch.stack([q @ k[head // groups] for k, _ in keys]) / size**0.5
+            weights = scores.softmax(-1)
+            values = torch.stack([v[head // groups] for _, v in keys])
+            heads_out.append(weights @ values)
+        state = state + attention.o_proj.weight @ torch.cat(heads_out)
+        inner = normed(layer.post_attention_layernorm.weight, state)
+        mlp = layer.mlp
+        gated = F.silu(mlp.gate_proj.weight @ inner) * (mlp.up_proj.weight @ inner)
+        return state + mlp.down_proj.weight @ gated
+
+    keys: list[Any] = []
+    fused = features @ heads.fc.weight.T
+    for place, state in enumerate(fused):
+        last = step(state, embedded[place], place, keys)
+    for further in range(len(fused), len(fused) + depth - 1):
+        last = step(last, embedded[further], further, keys)
+    return last
+
+
+def hydra_states(
+    heads: Any, features: torch.Tensor, embedded: torch.Tensor, depth: int
+) -> torch.Tensor:
+    read = torch.cat([features[-1], *embedded[-depth:]])
+    for block in heads.blocks[depth - 1]:
+        skipped = block.skip.weight @ read + block.skip.bias
+        read = skipped + F.silu(block.linear.weight @ read + block.linear.bias)
+    return read
+
+
+STATES = {"eagle1": eagle1_states, "eagle3": eagle3_states, "hydra": hydra_states}
+
+
+def readout(heads: Any, state: torch.Tensor) -> torch.Tensor:
+    return normed(heads.norm.weight, state) if heads.options.type == "eagle3" else state
+
+
+def hand_logits(
+    kind: str, heads: Any, features: torch.Tensor, ids: torch.Tensor, t: int, depth: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step's state [H] and its logits [V'], from features [T, F] and token ids [T]."""
+    table = target(kind).model.get_input_embeddings().weight.to(features.dtype)
+    state = STATES[kind](heads, features[: t + 1], table[ids[1 : t + depth + 1]], depth)
+    return state, F.linear(readout(heads, state), *heads.output.of(depth))
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@kinds
+def test_the_loss_is_that_of_each_token_by_hand(kind: str, reduced: bool) -> None:
+    """Gradients too, through all steps. float64, but for norms, which no model has in it."""
+    heads = make(kind, IDS if reduced else None, dtype=torch.float64)
+    heads.eval()  # without noise
+    model = copy.deepcopy(target(kind).model).double()
+    heads.borrow(model, torch.float64)
+    terms = Terms({"forward_kl": 0.1, "cross_entropy": 0.5})
+    module = HeadTraining(heads, terms, model, chunk=5)
+    ids, mask = text(2, 9), torch.zeros(2, 9, dtype=torch.bool)
+    mask[0, 1:] = True
+    mask[1, 2:4] = mask[1, 6:8] = True
+    found = LiveFeatures(model, module.taps).features(ids, torch.ones_like(ids), [])
+    weights = {1: 1.0, 2: 0.8, 3: 0.5}
+    loss, sums = module(ids, mask, found, weights)
+    ours = torch.autograd.grad(loss, list(heads.parameters()))
+
+    features = torch.cat([found[tap] for tap in heads.taps], -1)
+    logits = model(ids).logits
+    rows = positions(IDS, VOCAB) if reduced else torch.arange(VOCAB)
+    expected = torch.zeros((), dtype=torch.float64)
+    counts = dict.fromkeys(weights, 0)
+    for b, t in np.ndindex(*ids.shape):
+        for depth, weight in weights.items():
+            place = t + depth + 1
+            if place >= ids.shape[1] or not mask[b, place]:
+                continue
+            state, own = hand_logits(kind, heads, features[b], ids[b], t, depth)
+            p = (logits[b, place - 1, IDS] if reduced else logits[b, place - 1]).log_softmax(-1)
+            q = own.log_softmax(-1)
+            label = rows[ids[b, place]]
+            value = 0.1 * (p.exp() * (p - q)).sum()
+            if label >= 0:
+                value = value - 0.5 * q[label]
+            if kind == "eagle1":
+                value = value + F.smooth_l1_loss(state, found[FINAL][b, t + depth])
+            expected = expected + weight * value
+            counts[depth] += 1
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    theirs = torch.autograd.grad(expected, list(heads.parameters()))
+    for own, other in zip(ours, theirs, strict=True):
+        assert (own - other).abs().max() <= 1e-5 * other.abs().max()
+    figures = dict(zip(module.sums, sums.tolist(), strict=True))
+    for depth, count in counts.items():
+        assert figures[f"head{depth}/tokens"] == count == int(trained_places(mask, depth).sum())
+
+
+# --- training and the loop ------------------------------------------------------------------------
+
+
+def trained_logits(kind: str, heads: Any, ids: torch.Tensor, found: Any) -> dict[int, torch.Tensor]:
+    """By depth [T, V'] of one text: what training makes of each place, 0 where nothing is."""
+    given = Given(ids, torch.ones_like(ids, dtype=torch.bool), found)
+    logits = {}
+    with torch.no_grad():
+        for made in heads.eval().predictions(given, range(1, DEPTH + 1)):
+            own = F.linear(made.states, *heads.output.of(made.depth))
+            logits[made.depth] = own.new_zeros(ids.shape[1], own.shape[1])
+            logits[made.depth][made.places[0]] = own
+    return logits
+
+
+def padded(found: Any, places: torch.Tensor, who: np.ndarray, counts: np.ndarray) -> Features:
+    """What the loop hands over of these places of rows `who`, with nonsense past the counts."""
+    beyond = torch.arange(places.shape[1]) >= torch.as_tensor(counts)[:, None]
+    values = {
+        tap: x[torch.as_tensor(who)[:, None], places].masked_fill(beyond[..., None], 99.0)
+        for tap, x in found.items()
+    }
+    return Features(values, counts)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@kinds
+def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
+    """Three rows at different places of a text, which grow by different numbers of tokens from
+    round to round and leave. Drafts are forced to be the text; in trees they stand among others,
+    and their siblings come first."""
+    heads = make(kind, IDS)
+    # Drafted tokens are rows of the draft vocabulary.
+    ids = IDS[text(3, 20) % len(IDS)]
+    found = taken(kind, heads.taps, ids)
+    expected = [
+        trained_logits(kind, heads, ids[b : b + 1], {tap: x[b : b + 1] for tap, x in found.items()})
+        for b in range(3)
+    ]
+    drafter: Any = DRAFTERS[kind](copy.deepcopy(heads), VOCAB)
+    tokens = np.zeros((3, 40), dtype=np.int64)
+    tokens[:, :20] = ids.numpy()
+    contexts = Contexts(tokens, np.array([2, 5, 9]))
+    who = np.arange(3)
+    with torch.inference_mode():
+        drafter.start(contexts)
+        drafter.read(padded(found, torch.arange(8).expand(3, -1), who, contexts.lengths - 1))
+        for grown in ([3, 1, 2], [2, 4, 1], [1, 3]):
+            lengths = contexts.lengths
+            growth = drafter.growth(contexts, Sampling(), DEPTH)
+            logits = growth.first()
+            for depth in range(1, DEPTH + 1):
+                for row, b in enumerate(who):
+                    torch.testing.assert_close(
+                        logits[row], expected[b][depth][lengths[row] - 2], rtol=1e-3, atol=1e-3
+                    )
+                if depth == DEPTH:
+                    break
+                following = np.take_along_axis(contexts.tokens, lengths[:, None] + depth - 1, 1)
+                right = torch.searchsorted(IDS, torch.as_tensor(following))
+                if tree:
+                    # The wrong one stands first; both hang on the right one of the layer above.
+                    wrong = (right + 7) % len(IDS)
+                    above = torch.full((len(who), 2), 2 * depth - 3 if depth > 1 else -1)
+                    both = growth.extend(torch.cat([wrong, right], 1), above)
+                    assert not torch.allclose(both[:, 0], both[:, 1], atol=1e-2)
+                    logits = both[:, 1]
+                else:
+                    logits = growth.extend(right)[:, 0]
+            if len(grown) == 2:
+                break
+            places = torch.as_tensor(lengths - 1)[:, None] + torch.arange(max(grown))
+            drafter.read(padded(found, places, who, np.array(grown)))
+            contexts.lengths = lengths + np.array(grown)
+            drafter.commit(contexts)
+            if grown == [2, 4, 1]:
+                kept = np.array([2, 0])
+                contexts = Contexts(contexts.tokens[kept], contexts.lengths[kept])
+                who = who[kept]
+                drafter.keep_rows(torch.as_tensor(kept))
+
+
+def test_several_nodes_of_a_chain_at_once_are_one_after_the_other() -> None:
+    heads = make("eagle1")
+    ids = text(1, 12)
+    found = taken("eagle1", heads.taps, ids)
+    expected = trained_logits("eagle1", heads, ids, found)
+    drafter: Any = DRAFTERS["eagle1"](copy.deepcopy(heads), VOCAB)
+    contexts = Contexts(np.pad(ids.numpy(), ((0, 0), (0, 9))), np.array([6]))
+    with torch.inference_mode():
+        drafter.start(contexts)
+        drafter.read(Features({tap: x[:, :5] for tap, x in found.items()}, np.array([5])))
+        growth = drafter.growth(contexts, Sampling(), DEPTH)
+        growth.first()
+        both = growth.extend(ids[:, 6:8])[0]
+    for depth in (2, 3):
+        torch.testing.assert_close(both[depth - 2], expected[depth][4], rtol=1e-3, atol=1e-3)
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13], [40, 41, 42, 43, 44, 45, 46, 47]]
+NEW = 24
+# Without a tenth of the tokens, some of which the target says.
+REDUCED = torch.tensor([i for i in range(VOCAB) if i % 10 != 7])
+SHAPES_TRIED: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "static": {"widths": [3, 2, 2]},
+    "dynamic": {"width": 3, "nodes": 8},
+    "calibrated": {"table": [[0.6, 0.2], [0.5, 0.1], [0.4, 0.1]], "nodes": 7},
+}
+
+
+def plain(kind: str) -> Any:
+    decoder = Decoder(target(kind).model, DRAFTERS["none"](), eos_token_ids=[EOS_ID])
+    return decoder.decode(PROMPTS, NEW).outputs
+
+
+@functools.cache
+def learnt(kind: str, reduced: bool = False) -> Any:
+    """Heads that know the target's greedy continuations of PROMPTS, so that drafts are accepted."""
+    torch.manual_seed(0)
+    model = target(kind).model
+    heads: Any = new_heads(HeadOptions.of(KINDS[kind]), target(kind), REDUCED if reduced else None)
+    heads.borrow(model)
+    module = HeadTraining(heads, Terms({"forward_kl": 1.0}), model)
+    optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
+    source = LiveFeatures(model, module.taps, remember=True)
+    texts = [[*p, *answer] for p, answer in zip(PROMPTS, plain(kind), strict=True)]
+    for _ in range(25):
+        for number, words in enumerate(texts):
+            ids = torch.tensor([words])
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            features = source.features(ids, mask.long(), [str(number)])
+            loss, _ = module(ids, mask, features, heads.sub_losses(0.0))
+            optimizer.zero_grad()
+            (loss / mask.sum()).backward()
+            optimizer.step()
+    return heads.eval()
+
+
+def drafter_of(kind: str, shape: str, reduced: bool = False) -> Any:
+    made = SHAPES[shape](**SHAPES_TRIED[shape])
+    return DRAFTERS[kind](copy.deepcopy(learnt(kind, reduced)), VOCAB, made)
+
+
+@pytest.mark.parametrize("shape", SHAPES_TRIED)
+@kinds
+def test_greedy_text_is_that_of_plain_decoding(kind: str, shape: str) -> None:
+    """Together, so that rows of different lengths leave one after the other, and each alone."""
+    drafter = drafter_of(kind, shape, reduced=shape == "static")
+    decoder = Decoder(target(kind).model, drafter, eos_token_ids=[EOS_ID], gamma=DEPTH)
+    together = decoder.decode(PROMPTS, NEW)
+    assert together.outputs == plain(kind)
+    alone = [decoder.decode([prompt], NEW) for prompt in PROMPTS]
+    assert [run.outputs[0] for run in alone] == together.outputs
+    # Not a text without drafts, and no draft that depends on the rows beside it.
+    counts = together.counts
+    assert counts.accepted[1:].sum() > 5
+    assert counts.tokens_per_step > 1.5
+    for depth in range(DEPTH):
+        assert counts.accepted[depth] == sum(run.counts.accepted[depth] for run in alone)
+
+
+@kinds
+def test_rounds_without_a_draft_are_made_up_for(kind: str) -> None:
+    """Where another drafter drafts first, features are read and steps taken later."""
+    both = CompositeDrafter([NgramDrafter(1, 2), drafter_of(kind, "chain")])
+    decoder = Decoder(target(kind).model, both, gamma=DEPTH, eos_token_ids=[EOS_ID])
+    run = decoder.decode(PROMPTS, NEW)
+    assert run.outputs == plain(kind)
+    assert run.counts.tokens_per_step > 1.5
+
+
+@kinds
+def test_without_a_first_target_token_nothing_is_drafted_for_one_token(kind: str) -> None:
+    decoder = Decoder(
+        target(kind).model,
+        drafter_of(kind, "chain"),
+        gamma=DEPTH,
+        first_target=False,
+        eos_token_ids=[EOS_ID],
+    )
+    run = decoder.decode(PROMPTS, NEW)
+    assert run.outputs == plain(kind)
+    assert run.steps[0].drafted.tolist() == [DEPTH, 0, DEPTH, DEPTH]
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@kinds
+def test_a_directory_comes_back(kind: str, reduced: bool, tmp_path: Path) -> None:
+    heads = make(kind, IDS if reduced else None)
+    save_heads(tmp_path / "heads", heads, target=target(kind), provenance={})
+    drafter: Any = open_drafter(str(tmp_path / "heads"), target(kind))
+    assert_equal(dict(drafter.heads.state_dict()), dict(heads.state_dict()))
+    own = DRAFTERS[kind](copy.deepcopy(heads), VOCAB)
+    ours = Decoder(target(kind).model, own, gamma=DEPTH).decode(PROMPTS, NEW)
+    theirs = Decoder(target(kind).model, drafter, gamma=DEPTH).decode(PROMPTS, NEW)
+    assert theirs.outputs == ours.outputs
+    assert theirs.counts.accepted.tolist() == ours.counts.accepted.tolist()
+    halved = copy.copy(target(kind))
+    halved.model = copy.deepcopy(target(kind).model).bfloat16()
+    lower: Any = open_drafter(str(tmp_path / "heads"), halved)
+    assert {p.dtype for p in lower.heads.parameters()} == {torch.bfloat16}
+    Decoder(halved.model, lower, gamma=DEPTH).decode(PROMPTS, 6)
+
+
+def test_eagle_starts_as_the_target_one_token_before() -> None:
+    """fc takes the feature as it is and the layer adds nothing: the identity that engines are
+    tested with. Its tensors have the names and shapes that engines read."""
+    heads: Any = new_heads(HeadOptions.of(KINDS["eagle1"]), target(), None)
+    heads.borrow(target().model)
+    ids = text(1, 10)
+    found = trained_logits("eagle1", heads, ids, taken("eagle1", heads.taps, ids))
+    logits = target().model(ids).logits[0]
+    for depth in range(1, DEPTH + 1):
+        torch.testing.assert_close(found[depth][: 9 - depth], logits[: 9 - depth])
+    width = heads.config.intermediate_size
+    assert {name: tuple(x.shape) for name, x in heads.state_dict().items()} == {
+        "fc.weight": (32, 64),
+        "layers.0.self_attn.q_proj.weight": (32, 32),
+        "layers.0.self_attn.k_proj.weight": (16, 32),
+        "layers.0.self_attn.v_proj.weight": (16, 32),
+        "layers.0.self_attn.o_proj.weight": (32, 32),
+        "layers.0.post_attention_layernorm.weight": (32,),
+        "layers.0.mlp.gate_proj.weight": (width, 32),
+        "layers.0.mlp.up_proj.weight": (width, 32),
+        "layers.0.mlp.down_proj.weight": (32, width),
+    }
+
+
+def test_features_are_noisy_only_while_they_are_trained_on() -> None:
+    heads = make("eagle1")
+    features = torch.zeros(4, 50, 32)
+    assert heads.eval().read(features) is features
+    noise = heads.train().read(features)
+    assert 0.09 < noise.max() <= 0.1
+    assert -0.1 <= noise.min() < -0.09
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma", "qwen3"])
+def test_any_target_has_its_eagle(family: str) -> None:
+    """Whatever its own layers are: the drafter's is llama's."""
+    other = tiny_target(family)
+    heads: Any = new_heads(HeadOptions.of(KINDS["eagle1"]), other, None)
+    heads.borrow(other.model)
+    drafter: Any = DRAFTERS["eagle1"](heads, VOCAB, SHAPES["dynamic"](width=2, nodes=5))
+    run = Decoder(other.model, drafter, gamma=DEPTH).decode(PROMPTS, 8)
+    assert run.outputs == Decoder(other.model, DRAFTERS["none"]()).decode(PROMPTS, 8).outputs
+
+
+def test_a_target_with_narrow_embeddings_is_refused() -> None:
+    other = tiny_target()
+    other.model.set_input_embeddings(torch.nn.Embedding(VOCAB, 16))
+    with pytest.raises(UserError, match="embeds tokens in 16 numbers and its hidden states"):
+        new_heads(HeadOptions.of(KINDS["eagle1"]), other, None)
+
+
+# --- the stage ------------------------------------------------------------------------------------
+
+STAGE: dict[str, Any] = {
+    "losses": {"forward_kl": 0.1},
+    "loop": LOOP,
+    "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+}
+DEV = {"every": 2, "samples": 3, "decode_prompts": 3, "gamma": DEPTH, "max_new_tokens": 12}
+
+
+@kinds
+def test_a_stage_trains_heads_and_leaves_the_target_as_it_is(kind: str, tmp_path: Path) -> None:
+    context = stage_context(tmp_path, target(kind))
+    before = {name: x.clone() for name, x in target(kind).model.state_dict().items()}
+    stage = make_stage(
+        "heads",
+        "heads",
+        heads=KINDS[kind],
+        **STAGE | {"loop": LOOP | {"epochs": 10}, "dev": DEV, "remember_features": True},
+    )
+    plan = stage.plan(context)
+    outcome = run_stage(context, stage)
+    assert_equal(dict(target(kind).model.state_dict()), before)
+    assert not any(p.requires_grad for p in target(kind).model.parameters())
+    drafter: Any = open_drafter(str(outcome.drafter), target(kind))
+    own = sum(p.numel() for p in drafter.heads.parameters())
+    assert plan.trained_parameters == outcome.summary["trained_parameters"] == own
+    history = outcome.summary["training"]["history"]
+    assert history[-1]["loss"] < history[0]["loss"]
+    last = outcome.summary["training"]["dev"][-1]
+    assert {f"head{d}/top1" for d in range(1, DEPTH + 1)} < set(last)
+    assert last["tokens_per_step"] >= 1
+
+
+@kinds
+def test_a_killed_stage_ends_with_the_same_weights(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EAGLE's noise is drawn again where it was."""
+    context = stage_context(tmp_path, target(kind))
+    whole = run_stage(context, make_stage("heads", "whole", heads=KINDS[kind], **STAGE))
+    stage = make_stage("heads", "killed", heads=KINDS[kind], **STAGE)
+    with monkeypatch.context() as patch:
+        kill_at_step(patch, 4)
+        with pytest.raises(Killed):
+            run_stage(context, stage)
+    context.accelerator.free_memory()
+    again = run_stage(context, stage)
+    assert_equal(drafter_weights(again), drafter_weights(whole))
+
+
+# --- EAGLE-3 --------------------------------------------------------------------------------------
+
+
+def test_taps_are_the_layers_that_engines_take() -> None:
+    """Those put out what layers 2, n // 2 and n − 3 are given."""
+    assert tapped_layers(7) == (1, 2, 3)
+    assert tapped_layers(30) == (1, 14, 26)
+    assert tapped_layers(32) == (1, 15, 28)
+    heads = make("eagle3")
+    assert heads.taps == (1, 2, 3)
+    ids = text()
+    given: list[torch.Tensor] = []
+    model = target("eagle3").model
+    hooks = [
+        model.model.layers[i].register_forward_pre_hook(lambda _, args: given.append(args[0]))
+        for i in (2, 3, 4)
+    ]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    found = taken("eagle3", heads.taps, ids)
+    assert all(torch.equal(found[tap], x) for tap, x in zip(heads.taps, given, strict=True))
+
+
+@pytest.mark.parametrize("layers", [2, 4, 5, 6])
+def test_a_target_without_three_taps_is_refused(layers: int) -> None:
+    with pytest.raises(UserError, match=f"with {layers} layers these are .* at least 7 layers"):
+        new_heads(HeadOptions.of(KINDS["eagle3"]), tiny_target(layers=layers), None)
+
+
+def test_eagle3_starts_as_the_target_without_its_last_layers() -> None:
+    heads: Any = new_heads(HeadOptions.of(KINDS["eagle3"]), target("eagle3"), None)
+    heads.borrow(target("eagle3").model)
+    ids = text(1, 10)
+    features = taken("eagle3", heads.taps, ids)
+    found = trained_logits("eagle3", heads, ids, features)
+    model = target("eagle3").model
+    logits = model.lm_head(model.model.norm(features[3]))[0]
+    for depth in range(1, DEPTH + 1):
+        torch.testing.assert_close(found[depth][: 9 - depth], logits[: 9 - depth])
+    assert {name.partition(".")[0] for name in heads.state_dict()} == {
+        "fc",
+        "midlayer",
+        "norm",
+        "output",
+    }
+    assert heads.midlayer.self_attn.q_proj.weight.shape == (32, 64)
+    assert heads.output.of(3)[0].shape == (VOCAB, 32)
+
+
+def test_hydra_starts_as_the_target() -> None:
+    heads: Any = new_heads(HeadOptions.of(KINDS["hydra"] | {"layers": 2}), target(), None)
+    heads.borrow(target().model)
+    ids = text(1, 10)
+    found = trained_logits("hydra", heads, ids, taken("hydra", heads.taps, ids))
+    logits = target().model(ids).logits[0]
+    for depth in range(1, DEPTH + 1):
+        torch.testing.assert_close(found[depth][: 9 - depth], logits[: 9 - depth])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"type": "eagle1", "output": "own"}, "output is .own."),
+        ({"type": "eagle1", "noise": -0.1}, "noise is -0.1"),
+        ({"type": "eagle1", "steps": 3}, "have no option 'steps'"),
+        ({"type": "eagle3", "steps": 0}, "steps is 0"),
+        ({"type": "eagle3", "output": "own"}, "output is .own."),
+        ({"type": "hydra", "decay": 0.0}, "decay is 0"),
+        ({"type": "eagle"}, "unknown type of heads 'eagle'"),
+    ],
+)
+def test_bad_options_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        HeadOptions.of(given)
