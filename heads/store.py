@@ -104,6 +104,23 @@ def write_heads(directory: Path, heads: Heads, target: Target, tree: Structure |
         tree.save(directory / TREE)
 
 
+def stored_options(path: Path) -> HeadOptions:
+    """The options of the heads in a directory. Raises UserError where there are none."""
+    return HeadOptions.of(_read_config(path)["options"])
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / CONFIG).read_text())
+        return {
+            "options": dict(config["options"]),
+            "hidden_size": int(config["hidden_size"]),
+            "target_dtype": str(config["target_dtype"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptArtifact(path, CONFIG, f"is no description of heads ({error!r})") from error
+
+
 def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, Static | None]:
     """The heads in a directory, on the target's device, and the shape stored with them, if any.
     Raises UserError as `read_heads` does."""
@@ -119,12 +136,8 @@ def read_heads(path: Path, target: Target) -> Heads:
     target's, and for files that do not fit together. (`decode.store.open_drafter` has compared the
     vocabularies by then.)
     """
-    try:
-        config = json.loads((path / CONFIG).read_text())
-        options = HeadOptions.of(config["options"])
-        hidden, made_in = int(config["hidden_size"]), str(config["target_dtype"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptArtifact(path, CONFIG, f"is no description of heads ({error!r})") from error
+    config = _read_config(path)
+    hidden, made_in = config["hidden_size"], config["target_dtype"]
     own = output_layer(target.model).in_features
     if hidden != own:
         raise UserError(
@@ -134,7 +147,7 @@ def read_heads(path: Path, target: Target) -> Heads:
     weights = load_file(path / WEIGHTS)
     sample, ids = weights.pop(SAMPLE), weights.pop(IDS, None)
     require_same_weights(sample, made_in, target.model, f"the target of the heads {path}")
-    heads = build_heads(options, target, ids, "meta")
+    heads = build_heads(HeadOptions.of(config["options"]), target, ids, "meta")
     try:
         heads.load_state_dict(weights, assign=True)
     except RuntimeError as error:

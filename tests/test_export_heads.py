@@ -13,21 +13,27 @@ from safetensors.torch import load_file, save_file
 from decode.errors import UserError
 from decode.measure_tree import probe
 from decode.target import Target, load_target
-from heads.base import HeadOptions, Heads
-from heads.drafter import HeadsDrafter
-from heads.store import new_heads, save_heads
-from tests.export import PROMPTS, SHAPE, needs, save_target, task
-from tests.tiny import VOCAB, save_tiny
+from heads.base import Heads
+from tests.export import (
+    FEW,
+    KEPT,
+    PROMPTS,
+    SHAPE,
+    exported,
+    make_heads,
+    needs,
+    reloaded,
+    save_target,
+    task,
+)
+from tests.tiny import save_tiny
 from train.export.engines import ENGINES, Counting
 from train.export.formats import FORMATS
 from train.export.verify import count_ours, verify
-from train.export.write import Measuring, check_export, export_drafter, reload
+from train.export.write import Measuring, check_export, export_drafter
 
-KEPT = torch.arange(0, VOCAB, 2)
 MEDUSA = {"type": "medusa", "heads": 3}
 WEIGHTS = "medusa_lm_head.safetensors"
-# Prompts so short that nothing can be lost by the tokens that are filled in.
-FEW = Measuring(lambda target: PROMPTS[:4], max_new_tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -35,45 +41,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return save_target(tmp_path_factory.mktemp("target") / "target")
 
 
-def make_heads(
-    path: Path,
-    target: Target,
-    options: dict[str, Any],
-    kept: torch.Tensor | None = None,
-    moved: float = 0.0,
-    **stored: Any,
-) -> Heads:
-    """A drafter directory. moved: how far from identity heads, which say what the target says of
-    its next token; 0 leaves them that."""
-    heads = new_heads(HeadOptions.of(options), target, kept)
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in heads.parameters():
-            weight += moved * torch.randn(weight.shape, generator=g)
-    save_heads(path, heads, target=target, provenance={"stage": "heads"}, **stored)
-    heads.borrow(target.model)
-    return heads
-
-
-def exported(path: Path, target: Target, *args: Any, **more: Any) -> Path:
-    """The export of `make_heads(…)`."""
-    heads = make_heads(path / "drafter", target, *args, **more)
-    measuring = FEW if heads.vocabulary is not None else None
-    export_drafter(path / "drafter", "medusa", path / "out", measuring=measuring)
-    return path / "out"
-
-
 def logits(heads: Heads, features: torch.Tensor) -> torch.Tensor:
     """[n, K, V'] of features [n, H]."""
     heads_: Any = heads
     found: torch.Tensor = heads.output.logits(heads_.states(features, range(1, heads.depth + 1)))
     return found
-
-
-def reloaded(out: Path, target: Target) -> Heads:
-    drafter = reload(out, check_export(out), target)
-    assert isinstance(drafter, HeadsDrafter)
-    return drafter.heads
 
 
 @pytest.mark.parametrize("output", ["own", "shared", "target"])
@@ -85,7 +57,7 @@ def test_the_export_is_the_same_heads(
     kept = KEPT if reduced else None
     heads = make_heads(tmp_path / "drafter", target, options, kept, moved=0.1)
     export_drafter(tmp_path / "drafter", "tgi", tmp_path / "out", measuring=FEW)
-    found = reloaded(tmp_path / "out", target)
+    found = reloaded(tmp_path / "out", target).heads
     features = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours, theirs = logits(heads, features), logits(found, features)
@@ -107,7 +79,7 @@ def test_identity_heads_are_accepted_in_our_loop(tmp_path: Path, target: Target)
     """They draft the target's next token again: right wherever it repeats itself."""
     out = exported(tmp_path, target, MEDUSA)
     drafted, accepted = count_ours(
-        task(target, out), reload(out, check_export(out), target), Counting(past_length=True)
+        task(target, out), reloaded(out, target), Counting(past_length=True)
     )
     assert drafted > 2000
     assert accepted > 30
@@ -170,7 +142,7 @@ def test_an_export_for_another_target_or_deeper_drafts(tmp_path: Path, target: T
     save_tiny(tmp_path / "narrow")
     narrow = load_target(str(tmp_path / "narrow"))
     with pytest.raises(UserError, match=r"64 hidden numbers and 300 tokens, and the target .* 32"):
-        reload(out, check_export(out), narrow)
+        reloaded(out, narrow)
     save_tiny(tmp_path / "other", vocab=320, **SHAPE)
     other = load_target(str(tmp_path / "other"))
     installed = pytest.MonkeyPatch()

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,7 @@ def test_a_child_that_fails_says_why(python: Path) -> None:
 def test_a_child_that_hangs_is_ended_with_its_own(
     python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.export.engines.child.HANG_SECONDS", 2.0)
+    monkeypatch.setattr("train.export.engines.child.HANG_SECONDS", 6.0)
     python.write_text(
         "import os, pathlib, time\n"
         "child = os.fork()\n"
@@ -213,12 +214,21 @@ def test_a_child_that_hangs_is_ended_with_its_own(
         "time.sleep(60)"
     )
     file = python.with_name("pid")
-    with pytest.raises(UserError, match="it made no progress for 2 s"):
+    with pytest.raises(UserError, match="it made no progress for 6 s"):
         run_child("it", python, {}, {"FILE": str(file)})
-    child = (
-        psutil.Process(int(file.read_text())) if psutil.pid_exists(int(file.read_text())) else None
-    )
-    assert child is None or child.status() == psutil.STATUS_ZOMBIE
+    child = int(file.read_text())
+    for _ in range(100):  # A killed process is gone a little later.
+        if not _runs(child):
+            return
+        time.sleep(0.1)
+    pytest.fail("the process that it had started goes on")
+
+
+def _runs(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # Servers
@@ -327,6 +337,14 @@ def test_vllm(for_vllm: tuple[Target, Path]) -> None:
     assert found.failures == []
     assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
     assert found.accepted > 100
+
+
+@pytest.mark.engine
+def test_openvino(for_vllm: tuple[Target, Path]) -> None:
+    needs("openvino")
+    found = verify("openvino", task(*for_vllm, max_new_tokens=64), min_drafted=500)
+    assert found.failures == []
+    assert found.run.accepted_tokens > 100
 
 
 @pytest.mark.engine

@@ -604,7 +604,7 @@ def export(
     ] = False,
     verify: Annotated[
         str | None,
-        typer.Option(help="run it in this engine: transformers, llama-server or vllm"),
+        typer.Option(help="run it in this engine: transformers, llama-server, vllm, openvino"),
     ] = None,
     push_to_hub: Annotated[
         str | None, typer.Option(help="upload it to this repository (org/name)")

@@ -44,15 +44,7 @@ def model_card(
         "",
     ]
     if facts.get("kept"):
-        lines += [
-            "## Vocabulary",
-            "",
-            f"It was trained to draft {facts['kept']} tokens of the vocabulary. No engine that "
-            "reads this format knows such a drafter, so here its output layer has a row for every "
-            f"token: those of the others are from {facts['filled_from']}. It was measured again "
-            "with them (below).",
-            "",
-        ]
+        lines += ["## Vocabulary", "", _vocabulary(facts), ""]
     lines += ["## Serving", ""]
     for engine, language, snippet in form.serving(served_target, repository, gamma):
         lines += [f"{engine}:", "", f"```{language}", snippet, "```", ""]
@@ -78,6 +70,17 @@ def _front_matter(hub_id: str | None, data_licence: str | None) -> list[str]:
         "pipeline_tag: text-generation",
         "tags: [speculative-decoding, draft-model, draftsmith]",
     ]
+
+
+def _vocabulary(facts: dict[str, Any]) -> str:
+    trained = f"It was trained to draft {facts['kept']} tokens of the vocabulary"
+    if not facts["filled_from"]:
+        return f"{trained}, and drafts no others."
+    return (
+        f"{trained}. No engine that reads this format knows such a drafter, so here its output "
+        f"layer has a row for every token: those of the others are from {facts['filled_from']}. "
+        "It was measured again with them (below)."
+    )
 
 
 def _size(facts: dict[str, Any]) -> str:

@@ -80,7 +80,7 @@ def export_drafter(
     spec = target or str(description["target"]["name"])
     job = ExportJob(drafter, description, None, spec, dtype, gamma)
     chosen.refuse(job)
-    reduced = is_reduced(drafter)
+    reduced = is_reduced(drafter) and not chosen.carries_vocabulary
     if reduced and measuring is None:
         raise UserError(
             f"{drafter} drafts a reduced vocabulary, which no reader of format {chosen.name} "

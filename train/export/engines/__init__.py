@@ -91,4 +91,4 @@ def home(name: str) -> Path:
     return Path(os.environ.get("DRAFTSMITH_ENGINES", ".engines")).resolve() / name
 
 
-from train.export.engines import llama_server, transformers, vllm  # noqa: E402, F401
+from train.export.engines import llama_server, openvino, transformers, vllm  # noqa: E402, F401

@@ -35,7 +35,11 @@ def run(job: Any, speculative: Any, progress: Any) -> tuple[dict[str, Any], dict
 
     def text(prompt: list[int], tokens: int) -> list[int]:
         sampling = vllm.SamplingParams(
-            temperature=0, max_tokens=tokens, stop_token_ids=job["eos"], detokenize=False
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,  # The model directory's own; those that are asked for are below.
+            stop_token_ids=job["eos"],
+            detokenize=False,
         )
         asked = vllm.TokensPrompt(prompt_token_ids=prompt)
         found = llm.generate(asked, sampling, use_tqdm=False)

@@ -42,6 +42,7 @@ class Format(ABC):
 
     kinds: the drafters it can hold. engines: who reads it. instead: for the kinds it cannot hold,
     what to do instead. needs_target: whether writing it takes something of the target.
+    carries_vocabulary: a reduced draft vocabulary stays one, as all of its readers know it.
     """
 
     name: ClassVar[str]
@@ -49,6 +50,7 @@ class Format(ABC):
     engines: ClassVar[tuple[str, ...]]
     instead: ClassVar[dict[str, str]] = {}
     needs_target: ClassVar[bool] = False
+    carries_vocabulary: ClassVar[bool] = False
 
     def deepest(self, drafter: Path) -> int | None:
         """The largest γ that a drafter directory can draft; None: any."""
@@ -85,7 +87,8 @@ FORMATS: Registry[Format] = Registry("export format")
 
 # Drafters that no inference engine has, and what to train in their place.
 UNSERVED = {
-    "blockwise": "no inference engine has Blockwise heads; train Medusa heads for vLLM or TGI"
+    "blockwise": "no inference engine has Blockwise heads; train Medusa heads for vLLM or TGI",
+    "hydra": "no inference engine has Hydra heads; train Medusa or EAGLE heads for vLLM",
 }
 
 
@@ -110,4 +113,4 @@ def format_for(name: str, kind: str) -> Format:
     raise UserError(f"format {name} cannot hold a {kind} drafter; {advice}")
 
 
-from train.export.formats import gguf, hf, medusa  # noqa: E402, F401  (each registers itself)
+from train.export.formats import eagle1, eagle3, gguf, hf, medusa  # noqa: E402, F401  (each registers itself)

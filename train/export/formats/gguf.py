@@ -92,7 +92,7 @@ class GGUF(Format):
     engines = ("llama-server", "llama.cpp")
     instead = {
         "medusa": "llama.cpp has no Medusa heads; serve them with vLLM or TGI",
-        "eagle": "llama.cpp has no EAGLE-1; serve it with vLLM, or train EAGLE-3 heads",
+        "eagle1": "llama.cpp has no EAGLE-1; serve it with vLLM",
     }
     needs_target = True
 

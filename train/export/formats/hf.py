@@ -29,7 +29,7 @@ class HuggingFace(Format):
 
     name = "hf"
     kinds = ("small_lm",)
-    engines = ("transformers", "vllm", "sglang", "mlx")
+    engines = ("transformers", "vllm", "sglang", "mlx", "openvino")
 
     def refuse(self, job: ExportJob) -> None:
         return None
@@ -129,6 +129,15 @@ class HuggingFace(Format):
                 "",
                 f"mlx_lm.generate --model {target} --draft-model {repository} "
                 f"--num-draft-tokens {gamma}",
+            ),
+            (
+                "OpenVINO GenAI",
+                "python",
+                f"# first: optimum-cli export openvino --model {repository} drafter-ov\n"
+                f"#        optimum-cli export openvino --model {target} target-ov\n"
+                'drafter = openvino_genai.draft_model("drafter-ov", "CPU")\n'
+                'pipeline = openvino_genai.LLMPipeline("target-ov", "CPU", draft_model=drafter)\n'
+                f"pipeline.generate(prompt, max_new_tokens=100, num_assistant_tokens={gamma})",
             ),
         ]
 

@@ -17,13 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decode.artifact import CorruptArtifact
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.target import DTYPES, Target
-from heads.base import HeadOptions, Heads, output_layer
+from heads.base import Heads, output_layer
 from heads.medusa import MedusaDrafter, MedusaOptions
-from heads.store import build_heads, make_ready, read_heads
+from heads.store import build_heads, make_ready, read_heads, stored_options
 from train.export.formats import FORMATS, ExportJob, Format
 from train.export.schema import (
     DTYPE_NAMES,
@@ -49,7 +48,8 @@ class Medusa(Format):
     needs_target = True
 
     def deepest(self, drafter: Path) -> int:
-        depth: int = _options(drafter).heads
+        options: Any = stored_options(drafter)
+        depth: int = options.heads
         return depth
 
     def refuse(self, job: ExportJob) -> None:
@@ -185,15 +185,6 @@ def _not_shared(config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]
         for head in range(1, config["medusa_num_heads"])
         if not torch.equal(weights[f"{head}.{layers}.weight"], weights[f"0.{layers}.weight"])
     ]
-
-
-def _options(drafter: Path) -> Any:
-    try:
-        return HeadOptions.of(json.loads((drafter / "config.json").read_text())["options"])
-    except (OSError, ValueError, KeyError) as error:
-        raise CorruptArtifact(
-            drafter, "config.json", f"is no description of heads ({error!r})"
-        ) from error
 
 
 def _blocks(heads: Heads) -> dict[str, Tensor]:

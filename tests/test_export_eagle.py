@@ -1,0 +1,207 @@
+"""Exports of EAGLE's layers: the same drafts when read back, and accepted in vLLM as by us."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from decode.errors import UserError
+from decode.store import open_drafter
+from decode.target import Target
+from tests.export import FEW, KEPT, exported, make_heads, needs, reloaded, save_target, task
+from train.export.engines import Counting
+from train.export.formats import FORMATS
+from train.export.verify import count_ours, verify
+from train.export.write import check_export, export_drafter
+
+EAGLE1 = {"type": "eagle1", "depth": 3}
+EAGLE3 = {"type": "eagle3", "steps": 3}
+KINDS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
+    "eagle1": (EAGLE1, None),
+    "eagle3": (EAGLE3, None),
+    "eagle3-target": (EAGLE3 | {"output": "target"}, None),
+    "eagle3-reduced": (EAGLE3, KEPT),
+    "eagle3-target-reduced": (EAGLE3 | {"output": "target"}, KEPT),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """Seven layers, the fewest in which EAGLE-3 has three to read."""
+    return save_target(tmp_path_factory.mktemp("target") / "target", layers=7)
+
+
+@kinds
+def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -> None:
+    options, kept = KINDS[kind]
+    out = exported(tmp_path, target, options, kept, moved=0.05)
+    asked = task(target, out)
+    before = open_drafter(str(tmp_path / "drafter"), target)
+    counted = [
+        count_ours(asked, drafter, Counting()) for drafter in (before, reloaded(out, target))
+    ]
+    assert counted[0] == counted[1]
+    weights = load_file(out / "model.safetensors")
+    record = check_export(out)
+    assert record["layout"] == options["type"]
+    assert record["facts"]["deepest"] == 3
+    if kept is not None:
+        assert record["facts"]["kept"] == 150
+        assert record["facts"]["filled_from"] is None
+        assert weights["lm_head.weight"].shape == (150, 64)
+        assert torch.equal(weights["d2t"] + torch.arange(150), kept)
+        assert (
+            "150 tokens of the vocabulary, and drafts no others" in (out / "README.md").read_text()
+        )
+
+
+def test_eagle1_drafts_a_whole_vocabulary(tmp_path: Path, target: Target) -> None:
+    """vLLM has the target's output layer for it and nothing else, so that is measured."""
+    make_heads(tmp_path / "drafter", target, EAGLE1, KEPT)
+    with pytest.raises(UserError, match="must be measured"):
+        export_drafter(tmp_path / "drafter", "vllm", tmp_path / "out")
+    export_drafter(tmp_path / "drafter", "vllm", tmp_path / "out", measuring=FEW)
+    assert reloaded(tmp_path / "out", target).heads.vocabulary is None
+    assert check_export(tmp_path / "out")["facts"]["filled_from"] == "the target's output layer"
+
+
+@pytest.mark.parametrize("options", [EAGLE1, EAGLE3], ids=["eagle1", "eagle3"])
+def test_identity_layers_are_accepted_in_our_loop(
+    options: dict[str, Any], tmp_path: Path, target: Target
+) -> None:
+    out = exported(tmp_path, target, options)
+    drafted, accepted = count_ours(task(target, out), reloaded(out, target), Counting())
+    assert drafted > 2000
+    assert accepted > 10
+
+
+def test_what_layers_cannot_be_exported(tmp_path: Path, target: Target) -> None:
+    make_heads(tmp_path / "eagle1", target, EAGLE1)
+    make_heads(tmp_path / "eagle3", target, EAGLE3)
+    make_heads(tmp_path / "hydra", target, {"type": "hydra", "heads": 3})
+    refused = {
+        ("eagle1", "gguf"): r"llama\.cpp has no EAGLE-1; serve it with vLLM",
+        ("eagle1", "sglang"): "cannot hold a eagle1 drafter; use --format eagle1",
+        ("eagle3", "tgi"): "cannot hold a eagle3 drafter; use --format eagle3",
+        ("hydra", "vllm"): "no inference engine has Hydra heads",
+    }
+    for (name, form), message in refused.items():
+        with pytest.raises(UserError, match=message):
+            export_drafter(tmp_path / name, form, tmp_path / "out")
+    with pytest.raises(UserError, match=r"gamma is 4, and .* drafts at most 3 tokens"):
+        export_drafter(tmp_path / "eagle1", "vllm", tmp_path / "out", gamma=4)
+    assert not (tmp_path / "out").exists()
+
+
+# Schema
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        values = json.loads((directory / "config.json").read_text()) | changes
+        kept = {key: value for key, value in values.items() if value is not None}
+        (directory / "config.json").write_text(json.dumps(kept))
+
+    return edit
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        found = load_file(directory / "model.safetensors")
+        change(found)
+        save_file(found, directory / "model.safetensors")
+
+    return edit
+
+
+WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "fc with a bias": (
+        "eagle1",
+        weights(lambda found: found.update({"fc.bias": torch.zeros(64)})),
+        "tensor fc.bias is not expected",
+    ),
+    "a norm too many": (
+        "eagle1",
+        weights(lambda found: found.update({"layers.0.input_layernorm.weight": torch.ones(64)})),
+        "tensor layers.0.input_layernorm.weight is not expected",
+    ),
+    "another engine's architecture": (
+        "eagle1",
+        config(architectures=["LlamaForCausalLMEagle"]),
+        "architectures is ['LlamaForCausalLMEagle'], expected ['LlamaForCausalLM']",
+    ),
+    "fc turned": (
+        "eagle1",
+        weights(lambda found: found.update({"fc.weight": found["fc.weight"].T.contiguous()})),
+        "tensor fc.weight has shape [128, 64], expected [64, 128]",
+    ),
+    "a missing norm": (
+        "eagle3-reduced",
+        weights(lambda found: found.pop("midlayer.hidden_norm.weight")),
+        "tensor midlayer.hidden_norm.weight is missing",
+    ),
+    "layers named": (
+        "eagle3-reduced",
+        config(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}),
+        "config.json has eagle_config, which is not expected",
+    ),
+    "no draft vocabulary": (
+        "eagle3-reduced",
+        config(draft_vocab_size=None),
+        "config.json has no draft_vocab_size",
+    ),
+    "no map": (
+        "eagle3-reduced",
+        weights(lambda found: found.pop("d2t")),
+        "tensor d2t is missing",
+    ),
+    "ids in place of offsets": (
+        "eagle3-reduced",
+        weights(lambda found: found["d2t"].add_(torch.arange(150))),
+        "d2t does not lead to different tokens",
+    ),
+    "another map back": (
+        "eagle3-reduced",
+        weights(lambda found: found["t2d"].logical_not_()),
+        "t2d is not d2t's tokens",
+    ),
+    "rope": ("eagle3-reduced", config(rope_theta=0), "rope_theta is 0, which cannot be"),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory, target: Target) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("sound")
+    return {
+        kind: exported(place / kind, target, *KINDS[kind]) for kind in ("eagle1", "eagle3-reduced")
+    }
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_schema_finds(what: str, sound: dict[str, Path], tmp_path: Path) -> None:
+    kind, change, problem = WRONG[what]
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((sound[kind] / name).read_bytes())
+    form = FORMATS[kind.split("-")[0]]
+    assert form.problems(tmp_path) == []
+    change(tmp_path)
+    assert any(problem in line for line in form.problems(tmp_path))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3-reduced"])
+def test_vllm_accepts_what_our_loop_accepts(kind: str, tmp_path: Path, target: Target) -> None:
+    """Layers that are near identity, but attend, and turn positions: nothing but the right tensors
+    in the right places agrees to the token."""
+    needs("vllm")
+    options, kept = KINDS[kind]
+    out = exported(tmp_path, target, options, kept, moved=0.02)
+    found = verify("vllm", task(target, out), min_drafted=1000)
+    assert found.failures == []
+    assert found.run.accepted_tokens > 0
+    assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)

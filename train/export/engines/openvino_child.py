@@ -1,0 +1,91 @@
+"""Run by the Python of OpenVINO's environment: `openvino_child.py JOB ANSWER PROGRESS`.
+
+JOB: {target, drafter: model directories, place: to convert them in, prompts, gamma,
+max_new_tokens, eos}. ANSWER: {plain, drafted: {texts, seconds}, drafted_tokens, accepted_tokens}.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+from openvino_tokenizers import convert_tokenizer
+from optimum.intel import OVModelForCausalLM
+from transformers import AutoTokenizer
+
+# As the weights are: OpenVINO would compute in bfloat16 where the processor can.
+PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
+
+
+def main(job_file: str, answer_file: str, progress_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    with open(progress_file, "a") as progress:
+        for name in ("target", "drafter"):
+            convert(job[name], Path(job["place"]) / name)
+            print(".", end="", file=progress, flush=True)
+        plain = run(job, None, progress)
+        drafter = openvino_genai.draft_model(
+            str(Path(job["place"]) / "drafter"), "CPU", **PRECISION
+        )
+        drafted = run(job, drafter, progress)
+    Path(answer_file).write_text(json.dumps({"plain": plain, "drafted": drafted}))
+
+
+def convert(source: str, place: Path) -> None:
+    """A model directory in OpenVINO's own form, float32, with the tokenizer, which is asked for
+    though all prompts are token ids."""
+    model = OVModelForCausalLM.from_pretrained(
+        source, export=True, compile=False, load_in_8bit=False, dtype="float32"
+    )
+    model.save_pretrained(place)
+    parts = convert_tokenizer(AutoTokenizer.from_pretrained(source), with_detokenizer=True)
+    for part, name in zip(parts, ("tokenizer", "detokenizer"), strict=True):
+        openvino.save_model(part, place / f"openvino_{name}.xml")
+
+
+def run(job: Any, drafter: Any, progress: Any) -> dict[str, Any]:
+    """The prompts one by one, and the engine's counts of drafts for them."""
+    scheduling = openvino_genai.SchedulerConfig()
+    scheduling.cache_size = 1  # GB
+    scheduling.enable_prefix_caching = False
+    scheduling.max_num_seqs = 1
+    options = PRECISION if drafter is None else {**PRECISION, "draft_model": drafter}
+    pipeline = openvino_genai.LLMPipeline(
+        str(Path(job["place"]) / "target"), "CPU", scheduler_config=scheduling, **options
+    )
+    counts = [0, 0]
+
+    def text(prompt: list[int], tokens: int) -> list[int]:
+        settings = openvino_genai.GenerationConfig()
+        settings.max_new_tokens = tokens
+        settings.do_sample = False
+        settings.stop_token_ids = set(job["eos"])
+        if drafter is not None:
+            settings.num_assistant_tokens = job["gamma"]
+        asked = np.array([prompt], dtype=np.int64)
+        found = pipeline.generate(
+            openvino_genai.TokenizedInputs(
+                openvino.Tensor(asked), openvino.Tensor(np.ones_like(asked))
+            ),
+            settings,
+        )
+        if drafter is not None:
+            counts[0] += found.extended_perf_metrics.get_num_draft_tokens()
+            counts[1] += found.extended_perf_metrics.get_num_accepted_tokens()
+        print(".", end="", file=progress, flush=True)
+        return list(found.tokens[0])
+
+    text(job["prompts"][0], 4)  # warm-up
+    counts[:] = [0, 0]
+    begin = time.perf_counter()
+    texts = [text(prompt, job["max_new_tokens"]) for prompt in job["prompts"]]
+    seconds = time.perf_counter() - begin
+    return {"texts": texts, "seconds": seconds, "counts": counts}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,61 @@
+"""EAGLE-1's layer for vLLM (2401.15077).
+
+H hidden size, V vocabulary. `fc.weight` [H, 2H], the half for the embedding first and no bias;
+`layers.0.*` without a norm before attention; `embed_tokens.weight` [V, H]. No norm after the layer,
+and no output layer: vLLM takes the target's, whole, so that a reduced draft vocabulary is lost.
+"""
+
+import json
+from typing import Any
+
+from torch import Tensor
+
+from decode.target import Target
+from heads.base import HeadOptions
+from heads.eagle1 import Eagle1Drafter, Eagle1Options
+from train.export.formats import FORMATS
+from train.export.formats.one_layer import OneLayer, layer_specs, of_weights
+from train.export.schema import TensorSpec
+
+EMBEDDINGS = "embed_tokens.weight"
+
+
+class Eagle1(OneLayer):
+    """SGLang wants another architecture and a bias of fc: it is not served by this."""
+
+    name = "eagle1"
+    kinds = ("eagle1",)
+    engines = ("vllm",)
+    architecture = "LlamaForCausalLM"
+    drafter = Eagle1Drafter
+
+    def depth_of(self, options: Any) -> int:
+        depth: int = options.depth
+        return depth
+
+    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        table: Tensor = target.model.get_input_embeddings().weight
+        return {**heads.state_dict(), EMBEDDINGS: table}
+
+    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+        hidden = config["hidden_size"]
+        return layer_specs(config, "layers.0", hidden) | {
+            "fc.weight": of_weights(config, hidden, 2 * hidden),
+            EMBEDDINGS: of_weights(config, config["vocab_size"], hidden),
+        }
+
+    def restored(
+        self, weights: dict[str, Tensor], depth: int
+    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
+        # The target's own, which heads borrow.
+        state = {name: tensor for name, tensor in weights.items() if name != EMBEDDINGS}
+        return Eagle1Options(depth=depth), None, state
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        speculative = json.dumps(
+            {"method": "eagle", "model": repository, "num_speculative_tokens": gamma}
+        )
+        return [("vLLM", "", f"vllm serve {target} --speculative-config '{speculative}'")]
+
+
+FORMATS.register("eagle1")(Eagle1())

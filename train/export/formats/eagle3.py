@@ -1,0 +1,110 @@
+"""EAGLE-3's layer for vLLM and SGLang (2503.01840).
+
+H hidden size, V vocabulary, V' draft vocabulary. `fc.weight` [H, 3H]; `midlayer.*`, whose q, k and
+v read 2H; `norm.weight`; `lm_head.weight` [V', H]. With a reduced draft vocabulary also `d2t`,
+int64 [V'], a token's id less its row, and `t2d`, bool [V]: which tokens have a row. Embeddings are
+the target's. The config names no layers to read: engines count them differently, and where none
+are named take the same ones, those of `heads.eagle3.tapped_layers`.
+"""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.target import Target
+from heads.base import HeadOptions
+from heads.eagle3 import Eagle3Drafter, Eagle3Options
+from train.export.formats import FORMATS
+from train.export.formats.one_layer import OneLayer, layer_specs, of_weights
+from train.export.schema import TensorSpec, whole
+
+OUTPUT, OWN_OUTPUT = "lm_head.weight", "output.layers.0.weight"
+
+
+class Eagle3(OneLayer):
+    """A reduced draft vocabulary is carried as it is."""
+
+    name = "eagle3"
+    kinds = ("eagle3",)
+    engines = ("vllm", "sglang")
+    architecture = "LlamaForCausalLMEagle3"
+    drafter = Eagle3Drafter
+    carries_vocabulary = True
+
+    def depth_of(self, options: Any) -> int:
+        depth: int = options.steps
+        return depth
+
+    def extra_config(self, heads: Any) -> dict[str, Any]:
+        return {"draft_vocab_size": heads.rows}
+
+    def extra_keys(self) -> dict[str, Any]:
+        return {"draft_vocab_size": whole}
+
+    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        found = {name: x for name, x in heads.state_dict().items() if name != OWN_OUTPUT}
+        found[OUTPUT] = heads.output.of(1)[0]
+        ids = heads.vocabulary
+        if ids is not None:
+            has_row = torch.zeros(target.vocab_size, dtype=torch.bool)
+            has_row[ids.cpu()] = True
+            found |= {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": has_row}
+        return found
+
+    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+        hidden, rows = config["hidden_size"], config["draft_vocab_size"]
+        found = layer_specs(config, "midlayer", 2 * hidden) | {
+            "fc.weight": of_weights(config, hidden, 3 * hidden),
+            "norm.weight": of_weights(config, hidden),
+            OUTPUT: of_weights(config, rows, hidden),
+        }
+        for norm in ("hidden_norm", "input_layernorm"):
+            found[f"midlayer.{norm}.weight"] = of_weights(config, hidden)
+        if rows != config["vocab_size"]:
+            found["d2t"] = TensorSpec((rows,), ("I64",))
+            found["t2d"] = TensorSpec((config["vocab_size"],), ("BOOL",))
+        return found
+
+    def wrong_values(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
+        if "d2t" not in weights:
+            return []
+        ids = _token_ids(weights["d2t"])
+        if ids[0] < 0 or ids[-1] >= config["vocab_size"] or not (ids.diff() > 0).all():
+            return ["d2t does not lead to different tokens, ascending"]
+        return (
+            [] if torch.equal(weights["t2d"].nonzero()[:, 0], ids) else ["t2d is not d2t's tokens"]
+        )
+
+    def restored(
+        self, weights: dict[str, Tensor], depth: int
+    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
+        ids = _token_ids(weights["d2t"]) if "d2t" in weights else None
+        state = {name: x for name, x in weights.items() if name not in ("d2t", "t2d", OUTPUT)}
+        state[OWN_OUTPUT] = weights[OUTPUT]
+        return Eagle3Options(steps=depth), ids, state
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        speculative = json.dumps(
+            {"method": "eagle3", "model": repository, "num_speculative_tokens": gamma}
+        )
+        return [
+            ("vLLM", "", f"vllm serve {target} --speculative-config '{speculative}'"),
+            (
+                "SGLang",
+                "",
+                f"python -m sglang.launch_server --model {target} \\\n"
+                "  --speculative-algorithm EAGLE3 \\\n"
+                f"  --speculative-draft-model-path {repository} \\\n"
+                f"  --speculative-num-steps {gamma} --speculative-eagle-topk 1 \\\n"
+                f"  --speculative-num-draft-tokens {gamma + 1}",
+            ),
+        ]
+
+
+FORMATS.register("eagle3")(Eagle3())
+
+
+def _token_ids(offsets: Tensor) -> Tensor:
+    return offsets + torch.arange(len(offsets))
