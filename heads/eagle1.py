@@ -31,7 +31,7 @@ class Eagle1Options(HeadOptions):
 @HEADS.register("eagle1")
 class Eagle1Heads(AutoregressiveHeads):
     """One decoder layer without a norm before attention, over fc(embedding of the next token ;
-    feature) (section 4.1 and figure 6). Its output is the next feature, which the target's own
+    feature) (section 4.1). Its output is the next feature, which the target's own
     output layer reads. Features are the target's after its final norm.
 
     The loss of section 4.2: regression · smooth L1, the mean over the H numbers of a feature,

@@ -68,7 +68,7 @@ class Eagle3Layer(DraftLayer):
 @HEADS.register("eagle3")
 class Eagle3Heads(AutoregressiveHeads):
     """fc makes one state of three layers' features; the layer makes the next state of it and of the
-    next token's embedding (section 3.1 and figure 5). Further steps read those states as they are,
+    next token's embedding (section 3.1). Further steps read those states as they are,
     and the output layer reads them through a norm. No feature is aimed at: only tokens are.
 
     The paper does not say how weights start. Here fc takes the highest of the three features, the

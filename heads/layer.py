@@ -136,7 +136,7 @@ class SlotAttention:
 
 
 class UnrolledAttention:
-    """Attention of the training-time test (EAGLE-3, 2503.01840, section 3.2 and figure 6).
+    """Attention of the training-time test (EAGLE-3, 2503.01840, section 3.2).
 
     Called once for each step with all T tokens of a text. The first step reads the target's
     features, and is plain causal attention. At step k token t stands for the k-th token drafted
