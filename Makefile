@@ -42,7 +42,7 @@ test: install
 	@echo "left out: tests in inference engines (make test-engines)"
 
 test-engines: install
-	$(VENV)/bin/python -m pytest -m engine -rs
+	$(VENV)/bin/python -m pytest -m engine -rs --timeout 900
 
 # The package makes its libraries' links when it is first imported.
 engine-llama: $(ENGINES)/llama/.installed
