@@ -372,8 +372,11 @@ def _each(
 
 
 def _shapes(report: dict[str, Any]) -> str:
-    shapes = {drafted_in(row["evaluation"]) for row in report["rows"]}
-    return "" if shapes == {"chain"} else f"; shape {_each(report, 'shape', drafted_in)}"
+    """Said where one was asked for, or some drafts are no chains."""
+    found = [row["evaluation"] for row in report["rows"]]
+    if all(not e.get("shape") and drafted_in(e) == "chain" for e in found):
+        return ""
+    return f"; shape {_each(report, 'shape', drafted_in)}"
 
 
 def _bare(label: str) -> str:
