@@ -130,7 +130,8 @@ def calibrate_tree(
     settings = DecodeSettings(gamma=deepest, sampling=sampling)
     decoder, _ = settings.decoder(target, chains)
     widest = (nodes or MOST_NODES) + 1
-    costs = measure_costs(decoder, [min(prompts, key=len)], most=deepest, widest=widest)
+    shortest = min(prompts, key=len)
+    costs = measure_costs(decoder, [shortest], most=deepest, widest=widest, trees=True)
     if method == "sequoia":
         plan = plan_tree(
             found.by_rank(),

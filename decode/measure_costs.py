@@ -31,9 +31,11 @@ def measure_costs(
     *,
     most: int = 8,
     widest: int = 16,
+    trees: bool = False,
 ) -> Costs:
     """Costs for the rows of `prompts` (token ids) decoded together, by running the decoder's own
-    loop: v from passes of up to `widest` tokens, c from drafts of up to `most` steps.
+    loop: v from passes of up to `widest` tokens, c from drafts of up to `most` steps. trees: the
+    passes are over trees, which cost a mask and a walk more than chains.
 
     Takes `REPEATS` + 1 decodes, each with one pass per width. Where the target's context is too
     short for the widest passes beside the prompts they are left out; raises UserError where not
@@ -47,7 +49,7 @@ def measure_costs(
             f"measuring costs needs a few tokens of context beside the prompt, and the target's "
             f"{decoder.lm.max_positions} leave {room}; give a shorter prompt"
         )
-    passes = _run(decoder, prompts, _Filler(), RULES["exact"](), [n - 1 for n in widths])
+    passes = _run(decoder, prompts, _Filler(trees), RULES["exact"](), [n - 1 for n in widths])
     seconds = [
         _quick([step.verify_s + step.overhead_s for step in passes if step.width == n])
         for n in widths
@@ -128,11 +130,20 @@ class _Turns(Policy):
 
 
 class _Filler(Drafter):
-    """As many tokens as it is asked for; which does not matter."""
+    """As many tokens as it is asked for, one after the other or side by side; which does not
+    matter."""
+
+    def __init__(self, trees: bool) -> None:
+        self.trees = trees
+
+    @property
+    def branches(self) -> bool:
+        return self.trees
 
     def start(self, contexts: Contexts) -> None:
         return None
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         tokens = torch.zeros(len(limits.depths), limits.deepest, dtype=torch.int64)
-        return Draft(tokens, limits.depths.copy())
+        parents = torch.full_like(tokens, -1) if self.trees else None
+        return Draft(tokens, limits.depths.copy(), parents=parents)

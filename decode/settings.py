@@ -125,7 +125,8 @@ class DecodeSettings:
         # A level of a tree is one pass of the drafter, as a token of a chain is.
         plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
         most = made.drafter.most_nodes(made.policy.most)
-        costs = measure_costs(plain, [prompt], most=made.policy.most, widest=most + 1)
+        trees = made.drafter.branches
+        costs = measure_costs(plain, [prompt], most=made.policy.most, widest=most + 1, trees=trees)
         return self._decoder(target, drafter, costs, stop), costs
 
     def _decoder(

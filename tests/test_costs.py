@@ -63,13 +63,14 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("trees", [False, True])
 def test_measured_costs_are_the_real_ones(
-    monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float
+    monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float, trees: bool
 ) -> None:
     clock = Clock(monkeypatch)
     sampling = Sampling(temperature)
     decoder = timed_decoder(clock, 0.2, 0.1, sampling=sampling, eos_token_ids=range(100))
-    costs = measure_costs(decoder, [PROMPT] * rows, most=4, widest=6)
+    costs = measure_costs(decoder, [PROMPT] * rows, most=4, widest=6, trees=trees)
     assert costs.rows == rows
     assert costs.widths == (1, 2, 3, 4, 6)
     step = 1 + 0.1 * (rows - 1)
