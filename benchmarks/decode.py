@@ -43,7 +43,7 @@ from benchmarks.decode_drafter import PROMPTS, train_drafter
 from benchmarks.decode_profile import profile_loop, profile_table
 from benchmarks.decode_tables import cold_table, contest_table, plot, ratio_table
 from decode.target import load_target
-from train.cli import cores, quieten, shows_errors
+from train.commands.shared import cores, quieten, shows_errors
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import read_examples

@@ -31,7 +31,7 @@ from distill.output import split_model
 from distill.signal import Teacher, Whole
 from distill.student import student_from_layers
 from distill.teacher import LiveTeacher
-from train.cli import cores, quieten
+from train.commands.shared import cores, quieten
 from train.console import Bar, Reporter
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat import Sample, prompt_tokens

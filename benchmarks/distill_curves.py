@@ -22,7 +22,7 @@ from distill.losses import Terms
 from distill.module import Distillation
 from distill.output import split_model
 from distill.teacher import LiveTeacher
-from train.cli import cores, quieten
+from train.commands.shared import cores, quieten
 from train.plots import LIGHT, SERIES
 from train.run import make_directory
 

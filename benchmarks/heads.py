@@ -26,7 +26,7 @@ from decode.loop import Decoder
 from decode.settings import DecodeSettings
 from decode.store import open_drafter
 from decode.target import Target, load_target
-from train.cli import cores, quieten, shows_errors
+from train.commands.shared import cores, quieten, shows_errors
 from train.config import validate_config
 from train.console import Reporter
 from train.data.read import spread

@@ -39,7 +39,7 @@ from distill.losses import Terms
 from distill.output import split_model
 from distill.teacher import LiveTeacher
 from train.answers import read_answers
-from train.cli import cores, quieten, shows_errors
+from train.commands.shared import cores, quieten, shows_errors
 from train.config import validate_config
 from train.console import Reporter
 from train.data.batches import collate, inputs

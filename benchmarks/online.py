@@ -51,7 +51,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
 from decode.store import open_drafter
-from train.cli import cores, quieten, shows_errors
+from train.commands.shared import cores, quieten, shows_errors
 from train.config import validate_config
 from train.console import Reporter
 from train.data.read import Example, read_examples

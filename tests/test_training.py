@@ -848,7 +848,7 @@ def base(tmp_path, monkeypatch) -> Path:
     for name in ("evaluate_baselines", "evaluate_drafter"):
         monkeypatch.setattr(f"train.run.{name}", lambda *arguments: None)
     monkeypatch.setattr("train.run.make_report", lambda directory: {})
-    monkeypatch.setattr("train.cli.print_report", lambda run, report: None)
+    monkeypatch.setattr("train.commands.run.print_report", lambda run, report: None)
     save_tiny(tmp_path / "target", layers=2)
     rows = [
         {"id": f"r{i}", "prompt": "a dog " * (i % 3 + 1), "response": "it " * 9} for i in range(9)

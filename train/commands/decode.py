@@ -1,0 +1,212 @@
+"""`evaluate` and `generate`: a drafter at work."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from decode.errors import UserError
+from train.commands.shared import (
+    GAMMA,
+    DeviceOption,
+    DrafterOption,
+    DraftTemperatureOption,
+    DtypeOption,
+    GammaOption,
+    MinPOption,
+    PenaltyOption,
+    PolicyOption,
+    RuleOption,
+    ShapeOption,
+    TargetOption,
+    TemperatureOption,
+    TokensOption,
+    TopKOption,
+    TopPOption,
+    app,
+    quieten,
+    shows_errors,
+    usual_depth,
+)
+
+
+@app.command()
+@shows_errors
+def evaluate(
+    target: TargetOption,
+    drafter: DrafterOption,
+    prompts: Annotated[Path, typer.Option(help="JSONL file with prompt or messages")],
+    rule: RuleOption = None,
+    policy: PolicyOption = "fixed",
+    shape: ShapeOption = None,
+    gamma: GammaOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: PenaltyOption = 1.0,
+    draft_temperature: DraftTemperatureOption = None,
+    max_new_tokens: TokensOption = 64,
+    batch_size: Annotated[int, typer.Option(help="rows decoded together for acceptance")] = 16,
+    timed_prompts: Annotated[int, typer.Option(help="prompts that time is measured on")] = 8,
+    limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    seed: int = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    steps_file: Annotated[
+        Path | None, typer.Option("--steps", help="write every step here, as JSON")
+    ] = None,
+) -> None:
+    """Measure a drafter: acceptance on all prompts, time on a few, beside plain decoding."""
+    from dataclasses import replace
+
+    import heads  # noqa: F401  (makes its drafters known)
+    from decode.artifact import write_file
+    from decode.measure import Protocol
+    from decode.measure import evaluate as measure
+    from decode.sampling import Sampling
+    from decode.store import open_drafter
+    from decode.target import load_target
+    from train.console import Reporter
+    from train.data.chat import prompt_tokens
+    from train.data.read import read_examples, spread
+    from train.evaluate import drift_of
+    from train.report import footnotes, table
+    from train.run import describe_process
+
+    quieten()
+    protocol = Protocol(
+        gamma=gamma or GAMMA,
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        rule=rule,
+        policy=policy,
+        shape=shape,
+        draft_temperature=draft_temperature,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        timed_prompts=timed_prompts,
+        timed_tokens=max_new_tokens,
+        seed=seed,
+    )
+    examples, _ = read_examples(str(prompts))
+    reporter = Reporter()
+    loaded = load_target(target, dtype=dtype, device=device)
+    which = open_drafter(drafter, loaded)
+    protocol = replace(protocol, gamma=gamma or usual_depth(which, shape))
+    chosen = [prompt_tokens(e, loaded.tokenizer) for e in spread(examples, limit)]
+    with reporter.bar("evaluating", len(chosen)) as bar:
+
+        def progress(what: str, done: int, of: int) -> None:
+            bar.resize(of)
+            bar.update(done, what=f"evaluating: {what}")
+
+        found = measure(loaded, which, chosen, protocol, progress)
+    figures = found.to_dict() | {"drift": drift_of(drafter)}
+    report = {
+        "name": "evaluate",
+        "rows": [{"stage": "–", "drafter": drafter, "order": 0, "evaluation": figures}],
+        "provenance": [describe_process()],
+        "config": {"target": {"model": target}},
+    }
+    reporter.table(table(report))
+    for line in footnotes(report):
+        reporter.say(line)
+    if json_file:
+        write_file(json_file, json.dumps(report, indent=2))
+    if steps_file:
+        write_file(steps_file, json.dumps(found.steps_to_dict()))
+
+
+@app.command()
+@shows_errors
+def generate(
+    target: TargetOption,
+    prompt: Annotated[str, typer.Argument(help="what to ask; - reads standard input")],
+    drafter: DrafterOption = "ngram",
+    rule: RuleOption = None,
+    policy: PolicyOption = "fixed",
+    shape: ShapeOption = None,
+    gamma: GammaOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: PenaltyOption = 1.0,
+    draft_temperature: DraftTemperatureOption = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="a string that ends the answer; may be given again")
+    ] = None,
+    max_new_tokens: TokensOption = 256,
+    system: Annotated[str | None, typer.Option(help="a system message")] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="print each step's draft with p, q and the verdict")
+    ] = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    seed: int = 0,
+) -> None:
+    """Answer one prompt, streaming the text as it becomes certain."""
+    from dataclasses import replace
+
+    import torch
+
+    import heads  # noqa: F401  (makes its drafters known)
+    from decode.sampling import Sampling
+    from decode.settings import DecodeSettings
+    from decode.stops import StopStrings
+    from decode.store import open_drafter
+    from decode.target import load_target
+    from decode.text import TextPieces
+    from decode.trace import TraceStep, format_trace
+    from train.data.chat import prompt_tokens
+    from train.data.read import Example
+
+    quieten()
+    asked = sys.stdin.read() if prompt == "-" else prompt
+    if not asked.strip():
+        raise UserError("the prompt is empty; say what to answer")
+    settings = DecodeSettings(
+        gamma=gamma or GAMMA,
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        rule=rule,
+        policy=policy,
+        shape=shape,
+        draft_temperature=draft_temperature,
+    )
+    loaded = load_target(target, dtype=dtype, device=device)
+    message = {"role": "user", "content": asked}
+    example = Example("prompt", (message,), asked, None, None, "the command line")
+    ids = prompt_tokens(example, loaded.tokenizer, system)
+    stops = StopStrings(loaded.tokenizer, stop) if stop else None
+    which = open_drafter(drafter, loaded)
+    settings = replace(settings, gamma=gamma or usual_depth(which, shape))
+    decoder, _ = settings.decoder(loaded, which, ids, stop=stops)
+
+    pieces = TextPieces(loaded.tokenizer, lambda piece: typer.echo(piece, nl=False))
+
+    def stream(_: int, tokens: list[int]) -> None:
+        pieces.put(torch.tensor(tokens))
+
+    def show(step: TraceStep) -> None:
+        typer.echo(format_trace(step, loaded.tokenizer))
+
+    done = decoder.decode(
+        [ids],
+        max_new_tokens,
+        seed=seed,
+        on_tokens=None if trace else stream,
+        on_step=show if trace else None,
+    )
+    if trace:
+        pieces.put(torch.tensor(done.outputs[0]))
+    pieces.end()
+    counts, seconds = done.counts, done.timing.total
+    typer.echo(
+        f"\n[{len(done.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} tokens "
+        f"per step, acceptance rate {counts.acceptance_rate:.2f}; drafts: "
+        f"{decoder.drafter.describe_drafts()}; rule {settings.for_drafter(which).rule}]",
+        err=True,
+    )
