@@ -1,12 +1,15 @@
 """What tests of exports share: a tiny target that vLLM can run too, heads on it, and engines."""
 
+import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from decode.target import Target, load_target
 from heads.base import HeadOptions, Heads
@@ -86,3 +89,26 @@ def needs(name: str) -> None:
         if name in os.environ.get("DRAFTSMITH_NEED_ENGINES", "").split():
             pytest.fail(says)
         pytest.skip(says)
+
+
+def edit_json(name: str, **changes: Any) -> Callable[[Path], None]:
+    """Sets these keys in a directory's JSON file; None takes one away."""
+
+    def edit(directory: Path) -> None:
+        values = json.loads((directory / name).read_text()) | changes
+        kept = {key: value for key, value in values.items() if value is not None}
+        (directory / name).write_text(json.dumps(kept))
+
+    return edit
+
+
+def edit_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    """Changes the tensors of a directory's one safetensors file."""
+
+    def edit(directory: Path) -> None:
+        (file,) = directory.glob("*.safetensors")
+        found = load_file(file)
+        change(found)
+        save_file(found, file, metadata={"format": "pt"})
+
+    return edit

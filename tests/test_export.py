@@ -10,7 +10,6 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from decode.artifact import MANIFEST, CorruptArtifact
@@ -19,6 +18,7 @@ from decode.errors import UserError
 from decode.store import save_drafter
 from decode.target import Target, load_model_and_tokenizer, load_target
 from decode.vocabulary import reduce_output, save_with_vocabulary
+from tests.export import edit_json, edit_weights
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from train import cli
@@ -340,40 +340,22 @@ def test_tables_name_every_difference() -> None:
     ]
 
 
-def _edit_json(name: str, **changes: Any) -> Callable[[Path], None]:
-    def edit(directory: Path) -> None:
-        values = json.loads((directory / name).read_text()) | changes
-        kept = {key: value for key, value in values.items() if value is not None}
-        (directory / name).write_text(json.dumps(kept))
-
-    return edit
-
-
-def _edit_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def edit(directory: Path) -> None:
-        weights = load_file(directory / "model.safetensors")
-        change(weights)
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-
-    return edit
-
-
 NORM = "model.layers.0.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_edit_weights(lambda w: w.pop(NORM)), f"tensor {NORM} is missing"),
-        (_edit_weights(lambda w: w.update(x=w[NORM].clone())), "tensor x is not expected"),
-        (_edit_weights(lambda w: w.update({NORM: torch.ones(31)})), r"shape \[31\]"),
-        (_edit_weights(lambda w: w.update({NORM: w[NORM].half()})), "is F16, expected F32"),
-        (_edit_weights(lambda w: w[NORM].fill_(torch.nan)), "NaN or infinite"),
-        (_edit_json("config.json", vocab_size=301), r"expected \[301, 32\]"),
-        (_edit_json("config.json", architectures=["LlamaModel"]), "architectures is"),
-        (_edit_json("config.json", rope_theta=None), "has no rope_theta"),
+        (edit_weights(lambda w: w.pop(NORM)), f"tensor {NORM} is missing"),
+        (edit_weights(lambda w: w.update(x=w[NORM].clone())), "tensor x is not expected"),
+        (edit_weights(lambda w: w.update({NORM: torch.ones(31)})), r"shape \[31\]"),
+        (edit_weights(lambda w: w.update({NORM: w[NORM].half()})), "is F16, expected F32"),
+        (edit_weights(lambda w: w[NORM].fill_(torch.nan)), "NaN or infinite"),
+        (edit_json("config.json", vocab_size=301), r"expected \[301, 32\]"),
+        (edit_json("config.json", architectures=["LlamaModel"]), "architectures is"),
+        (edit_json("config.json", rope_theta=None), "has no rope_theta"),
         (
-            _edit_json("generation_config.json", num_assistant_tokens_schedule="heuristic"),
+            edit_json("generation_config.json", num_assistant_tokens_schedule="heuristic"),
             "num_assistant_tokens_schedule is 'heuristic'",
         ),
         (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),

@@ -1,18 +1,28 @@
 """Exports of EAGLE's layers: the same drafts when read back, and accepted in vLLM as by us."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from decode.errors import UserError
 from decode.store import open_drafter
 from decode.target import Target
-from tests.export import FEW, KEPT, exported, make_heads, needs, reloaded, save_target, task
+from tests.export import (
+    FEW,
+    KEPT,
+    edit_json,
+    edit_weights,
+    exported,
+    make_heads,
+    needs,
+    reloaded,
+    save_target,
+    task,
+)
 from train.export.engines import Counting
 from train.export.formats import FORMATS
 from train.export.verify import count_ours, verify
@@ -101,76 +111,64 @@ def test_what_layers_cannot_be_exported(tmp_path: Path, target: Target) -> None:
 # Schema
 
 
-def config(**changes: Any) -> Callable[[Path], None]:
-    def edit(directory: Path) -> None:
-        values = json.loads((directory / "config.json").read_text()) | changes
-        kept = {key: value for key, value in values.items() if value is not None}
-        (directory / "config.json").write_text(json.dumps(kept))
-
-    return edit
-
-
-def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def edit(directory: Path) -> None:
-        found = load_file(directory / "model.safetensors")
-        change(found)
-        save_file(found, directory / "model.safetensors")
-
-    return edit
-
-
 WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "fc with a bias": (
         "eagle1",
-        weights(lambda found: found.update({"fc.bias": torch.zeros(64)})),
+        edit_weights(lambda found: found.update({"fc.bias": torch.zeros(64)})),
         "tensor fc.bias is not expected",
     ),
     "a norm too many": (
         "eagle1",
-        weights(lambda found: found.update({"layers.0.input_layernorm.weight": torch.ones(64)})),
+        edit_weights(
+            lambda found: found.update({"layers.0.input_layernorm.weight": torch.ones(64)})
+        ),
         "tensor layers.0.input_layernorm.weight is not expected",
     ),
     "another engine's architecture": (
         "eagle1",
-        config(architectures=["LlamaForCausalLMEagle"]),
+        edit_json("config.json", architectures=["LlamaForCausalLMEagle"]),
         "architectures is ['LlamaForCausalLMEagle'], expected ['LlamaForCausalLM']",
     ),
     "fc turned": (
         "eagle1",
-        weights(lambda found: found.update({"fc.weight": found["fc.weight"].T.contiguous()})),
+        edit_weights(lambda found: found.update({"fc.weight": found["fc.weight"].T.contiguous()})),
         "tensor fc.weight has shape [128, 64], expected [64, 128]",
     ),
     "a missing norm": (
         "eagle3-reduced",
-        weights(lambda found: found.pop("midlayer.hidden_norm.weight")),
+        edit_weights(lambda found: found.pop("midlayer.hidden_norm.weight")),
         "tensor midlayer.hidden_norm.weight is missing",
     ),
     "layers named": (
         "eagle3-reduced",
-        config(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}),
+        edit_json("config.json", eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}),
         "config.json has eagle_config, which is not expected",
     ),
     "no draft vocabulary": (
         "eagle3-reduced",
-        config(draft_vocab_size=None),
+        edit_json("config.json", draft_vocab_size=None),
         "config.json has no draft_vocab_size",
     ),
     "no map": (
         "eagle3-reduced",
-        weights(lambda found: found.pop("d2t")),
+        edit_weights(lambda found: found.pop("d2t")),
         "tensor d2t is missing",
     ),
     "ids in place of offsets": (
         "eagle3-reduced",
-        weights(lambda found: found["d2t"].add_(torch.arange(150))),
+        edit_weights(lambda found: found["d2t"].add_(torch.arange(150))),
         "d2t does not lead to different tokens",
     ),
     "another map back": (
         "eagle3-reduced",
-        weights(lambda found: found["t2d"].logical_not_()),
+        edit_weights(lambda found: found["t2d"].logical_not_()),
         "t2d is not d2t's tokens",
     ),
-    "rope": ("eagle3-reduced", config(rope_theta=0), "rope_theta is 0, which cannot be"),
+    "rope": (
+        "eagle3-reduced",
+        edit_json("config.json", rope_theta=0),
+        "rope_theta is 0, which cannot be",
+    ),
 }
 
 

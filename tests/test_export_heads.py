@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from decode.errors import UserError
 from decode.measure_tree import probe
@@ -19,6 +18,8 @@ from tests.export import (
     KEPT,
     PROMPTS,
     SHAPE,
+    edit_json,
+    edit_weights,
     exported,
     make_heads,
     needs,
@@ -157,50 +158,41 @@ def test_an_export_for_another_target_or_deeper_drafts(tmp_path: Path, target: T
 # Schema
 
 
-def config(**changes: Any) -> Callable[[Path], None]:
-    def edit(directory: Path) -> None:
-        values = json.loads((directory / "config.json").read_text()) | changes
-        kept = {key: value for key, value in values.items() if value is not None}
-        (directory / "config.json").write_text(json.dumps(kept))
-
-    return edit
-
-
-def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def edit(directory: Path) -> None:
-        found = load_file(directory / WEIGHTS)
-        change(found)
-        save_file(found, directory / WEIGHTS)
-
-    return edit
-
-
 WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "architectures": (
-        config(architectures=["MedusaModel"]),
+        edit_json("config.json", architectures=["MedusaModel"]),
         "config.json has architectures, which is not expected",
     ),
-    "no heads": (config(medusa_num_heads=None), "config.json has no medusa_num_heads"),
-    "one head more": (config(medusa_num_heads=4), "tensor 3.0.linear.bias is missing"),
+    "no heads": (
+        edit_json("config.json", medusa_num_heads=None),
+        "config.json has no medusa_num_heads",
+    ),
+    "one head more": (
+        edit_json("config.json", medusa_num_heads=4),
+        "tensor 3.0.linear.bias is missing",
+    ),
     "bias": (
-        weights(lambda found: found.pop("1.0.linear.bias")),
+        edit_weights(lambda found: found.pop("1.0.linear.bias")),
         "tensor 1.0.linear.bias is missing",
     ),
     "output": (
-        weights(lambda found: found.update({"0.1.weight": found["0.1.weight"][:-1].clone()})),
+        edit_weights(lambda found: found.update({"0.1.weight": found["0.1.weight"][:-1].clone()})),
         "tensor 0.1.weight has shape [299, 64], expected [300, 64]",
     ),
     "extra": (
-        weights(lambda found: found.update({"lm_head.weight": torch.zeros(1)})),
+        edit_weights(lambda found: found.update({"lm_head.weight": torch.zeros(1)})),
         "tensor lm_head.weight is not expected",
     ),
-    "dtype": (config(torch_dtype="float16"), "tensor 0.0.linear.bias is F32, expected F16"),
+    "dtype": (
+        edit_json("config.json", torch_dtype="float16"),
+        "tensor 0.0.linear.bias is F32, expected F16",
+    ),
     "infinite": (
-        weights(lambda found: found["2.0.linear.weight"].fill_(torch.inf)),
+        edit_weights(lambda found: found["2.0.linear.weight"].fill_(torch.inf)),
         "tensor 2.0.linear.weight holds values that are NaN or infinite",
     ),
     "not one layer": (
-        weights(lambda found: found["2.1.weight"].add_(1)),
+        edit_weights(lambda found: found["2.1.weight"].add_(1)),
         "original_lm_head is set, and tensor 2.1.weight is not that of head 0",
     ),
     "no file": (lambda directory: (directory / WEIGHTS).unlink(), "cannot be read"),

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.drafters import Drafter
-from decode.errors import UserError
-from decode.target import DTYPES, Target
+from decode.target import Target
 from heads.base import Heads, output_layer
 from heads.medusa import MedusaDrafter, MedusaOptions
 from heads.store import build_heads, make_ready, read_heads, stored_options
 from train.export.formats import FORMATS, ExportJob, Format
+from train.export.formats.of_heads import as_stored, refuse_bias, require_fit
 from train.export.schema import (
     DTYPE_NAMES,
     TensorSpec,
@@ -58,28 +58,20 @@ class Medusa(Format):
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         target = job.target
         assert target is not None
+        refuse_bias(target, self.name)
         heads = read_heads(job.drafter, target)
         heads.borrow(target.model, torch.float32)
-        layer = output_layer(target.model)
-        if layer.bias is not None:
-            raise UserError(
-                f"the output layer of {target.name} has a bias, for which format medusa has no "
-                "place"
-            )
         options: MedusaOptions = heads.options
         ids = heads.vocabulary
         shared = options.output != "own"
         dtype = job.dtype or "float32"
         weights = _blocks(heads)
-        outputs = [heads.output.of(head + 1)[0] for head in range(options.heads)]
+        rows = output_layer(target.model).weight
         for head in range(options.heads):
-            weights[f"{head}.{options.layers}.weight"] = (
-                outputs[head] if ids is None else _filled(outputs[head], ids, layer.weight)
-            )
-        save_file(
-            {name: _stored(tensor, DTYPES[dtype]) for name, tensor in weights.items()},
-            directory / WEIGHTS,
-        )
+            own, _ = heads.output.of(head + 1)
+            filled = own if ids is None else _filled(own, ids, rows)
+            weights[f"{head}.{options.layers}.weight"] = filled
+        save_file(as_stored(weights, dtype), directory / WEIGHTS)
         config = {
             "model_type": "medusa",
             "medusa_num_heads": options.heads,
@@ -131,13 +123,7 @@ class Medusa(Format):
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         config = json.loads((directory / "config.json").read_text())
-        hidden = output_layer(target.model).in_features
-        if (config["hidden_size"], config["vocab_size"]) != (hidden, target.vocab_size):
-            raise UserError(
-                f"the heads {directory} are for {config['hidden_size']} hidden numbers and "
-                f"{config['vocab_size']} tokens, and the target {target.name} has {hidden} and "
-                f"{target.vocab_size}; use the target they were made for"
-            )
+        require_fit(config, directory, target)
         count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
         found = load_file(directory / WEIGHTS)
         shared = "original_lm_head" in config
@@ -201,8 +187,3 @@ def _filled(rows: Tensor, ids: Tensor, target_rows: Tensor) -> Tensor:
     filled = target_rows.detach().to(rows.device, rows.dtype, copy=True)
     filled[ids.to(rows.device)] = rows
     return filled
-
-
-def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of its own on the CPU."""
-    return tensor.detach().to("cpu", dtype, copy=True).contiguous()

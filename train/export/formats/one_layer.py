@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from decode.drafters import Drafter
-from decode.errors import UserError
-from decode.target import DTYPES, Target
-from heads.base import HeadOptions, output_layer
+from decode.target import Target
+from heads.base import HeadOptions
 from heads.drafter import HeadsDrafter
 from heads.store import build_heads, make_ready, read_heads, stored_options
 from train.export.formats import EXPORT_FILE, ExportJob, Format
+from train.export.formats.of_heads import as_stored, refuse_bias, require_fit
 from train.export.schema import (
     DTYPE_NAMES,
     TensorSpec,
@@ -94,19 +94,12 @@ class OneLayer(Format):
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         target = job.target
         assert target is not None
-        if output_layer(target.model).bias is not None:
-            raise UserError(
-                f"the output layer of {target.name} has a bias, for which format {self.name} has "
-                "no place"
-            )
+        refuse_bias(target, self.name)
         heads: Any = read_heads(job.drafter, target)
         heads.borrow(target.model, torch.float32)
         dtype = job.dtype or "float32"
         weights = self.tensors(heads, target)
-        save_file(
-            {name: _stored(tensor, DTYPES[dtype]) for name, tensor in weights.items()},
-            directory / WEIGHTS,
-        )
+        save_file(as_stored(weights, dtype), directory / WEIGHTS)
         config = _config(heads.config, self.architecture, dtype) | self.extra_config(heads)
         (directory / "config.json").write_text(json.dumps(config, indent=2))
         ids = heads.vocabulary
@@ -155,13 +148,7 @@ class OneLayer(Format):
     def reload(self, directory: Path, target: Target) -> Drafter:
         config = json.loads((directory / "config.json").read_text())
         depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["deepest"]
-        hidden = output_layer(target.model).in_features
-        if (config["hidden_size"], config["vocab_size"]) != (hidden, target.vocab_size):
-            raise UserError(
-                f"the heads {directory} are for {config['hidden_size']} hidden numbers and "
-                f"{config['vocab_size']} tokens, and the target {target.name} has {hidden} and "
-                f"{target.vocab_size}; use the target they were made for"
-            )
+        require_fit(config, directory, target)
         options, ids, state = self.restored(load_file(directory / WEIGHTS), depth)
         heads = build_heads(options, target, ids, "meta")
         heads.load_state_dict(state, assign=True)
@@ -215,9 +202,3 @@ def _config(config: LlamaConfig, architecture: str, dtype: str) -> dict[str, Any
     }
     ids = {name: getattr(config, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     return found | {f"{name}_token_id": x for name, x in ids.items() if x is not None}
-
-
-def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of its own on the CPU; what is no weight stays what it is."""
-    wanted = dtype if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to("cpu", wanted, copy=True).contiguous()

@@ -1,0 +1,42 @@
+"""What all layouts of heads have in common."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.target import DTYPES, Target
+from heads.base import output_layer
+
+
+def refuse_bias(target: Target, form: str) -> None:
+    """UserError where the target's output layer has a bias, which no layout of heads can hold."""
+    if output_layer(target.model).bias is not None:
+        raise UserError(
+            f"the output layer of {target.name} has a bias, for which format {form} has no place"
+        )
+
+
+def require_fit(config: Mapping[str, Any], directory: Path, target: Target) -> None:
+    """UserError unless exported heads with this config are of the target's sizes."""
+    hidden = output_layer(target.model).in_features
+    if (config["hidden_size"], config["vocab_size"]) != (hidden, target.vocab_size):
+        raise UserError(
+            f"the heads {directory} are for {config['hidden_size']} hidden numbers and "
+            f"{config['vocab_size']} tokens, and the target {target.name} has {hidden} and "
+            f"{target.vocab_size}; use the target they were made for"
+        )
+
+
+def as_stored(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Copies on the CPU that share nothing, weights in this dtype; what is no weight stays what it
+    is."""
+
+    def stored(tensor: Tensor) -> Tensor:
+        wanted: torch.dtype = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to("cpu", wanted, copy=True).contiguous()
+
+    return {name: stored(tensor) for name, tensor in tensors.items()}
