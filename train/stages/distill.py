@@ -21,7 +21,6 @@ from decode.vocabulary import ReducedVocabulary, reduce_output, save_with_vocabu
 from distill.agreement import Agreement
 from distill.cache import CachedTeacher
 from distill.lora import LoraConfig, Trainable
-from distill.losses import Terms
 from distill.module import Distillation
 from distill.output import split_model
 from distill.parts import text_sha256
@@ -36,7 +35,7 @@ from train.dev import DevConfig, DevSlice, Judging
 from train.learners import heads_stage
 from train.on_policy import OnPolicyConfig, OnPolicyText
 from train.optimizer import OptimizerConfig
-from train.samples import TextConfig, check_text, fitting_samples, planned_tokens, stages_of
+from train.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 from train.student import (
@@ -46,14 +45,13 @@ from train.student import (
     frequent_tokens,
     make_student,
 )
+from train.taught import TaughtConfig
 from train.text import FixedText, Text
 from train.trainer import LoopConfig, Task, Trainer, describe
 
 
-class DistillConfig(TextConfig):
-    """losses: {name: weight}, or {name: {weight: …, option: …}}; see `distill.losses`.
-
-    teacher: live, or the name of a teacher_cache stage (the target's likeliest tokens) or of a
+class DistillConfig(TaughtConfig):
+    """teacher: live, or the name of a teacher_cache stage (the target's likeliest tokens) or of a
     feature_cache stage (all it says), or the directory of one. remember_teacher: keep
     the live target's hidden states of the text in memory after their first use. shard_teacher:
     share the live target out over the ranks while this stage runs.
@@ -67,8 +65,6 @@ class DistillConfig(TextConfig):
     kind: Literal["distill"] = "distill"
     drafter: StudentConfig
     losses: dict[str, Any] = {"forward_kl": 1.0}
-    teacher_temperature: float = 1.0
-    drafter_temperature: float = 1.0
     teacher: str = "live"
     remember_teacher: bool = False
     shard_teacher: bool = False
@@ -81,14 +77,6 @@ class DistillConfig(TextConfig):
     chunk_tokens: int = Field(256, ge=1)
     loop: LoopConfig = LoopConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-
-    @property
-    def terms(self) -> Terms:
-        return Terms(
-            self.losses,
-            teacher_temperature=self.teacher_temperature,
-            drafter_temperature=self.drafter_temperature,
-        )
 
 
 @STAGES.register("distill")

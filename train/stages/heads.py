@@ -19,7 +19,6 @@ from decode.errors import UserError
 from decode.store import describe_drafter
 from decode.target import Target
 from distill.drift import Drift
-from distill.losses import Terms
 from distill.output import split_model
 from distill.parts import text_sha256
 from heads.base import HeadOptions, Heads
@@ -36,15 +35,16 @@ from train.data.chat import Sample
 from train.dev import DevConfig, DevSlice, Judging
 from train.head_tree import TreeConfig, calibrated_tree
 from train.optimizer import OptimizerConfig
-from train.samples import TextConfig, check_text, fitting_samples, planned_tokens, stages_of
+from train.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 from train.student import frequent_tokens
+from train.taught import TaughtConfig
 from train.text import FixedText
 from train.trainer import LoopConfig, Task, Trainer, describe
 
 
-class HeadsConfig(TextConfig):
+class HeadsConfig(TaughtConfig):
     """heads: their type and options, as {type: medusa, heads: 5}; see `heads`. start: an earlier
     heads stage on the same target, with whose heads this one goes on. backbone: train the target
     too, which then is a new target, written to `target/`; None: it stays as it is.
@@ -63,8 +63,6 @@ class HeadsConfig(TextConfig):
     start: str | None = None
     backbone: BackboneConfig | None = None
     losses: dict[str, Any] = {"cross_entropy": 1.0}
-    teacher_temperature: float = 1.0
-    drafter_temperature: float = 1.0
     draft_vocabulary: int | None = Field(None, ge=1)
     features: str = "live"
     remember_features: bool = False
@@ -78,14 +76,6 @@ class HeadsConfig(TextConfig):
     @classmethod
     def _known_heads(cls, given: Any) -> HeadOptions:
         return HeadOptions.of(given)
-
-    @property
-    def terms(self) -> Terms:
-        return Terms(
-            self.losses,
-            teacher_temperature=self.teacher_temperature,
-            drafter_temperature=self.drafter_temperature,
-        )
 
 
 @STAGES.register("heads")
