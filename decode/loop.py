@@ -59,7 +59,8 @@ class Decoded:
 class Decoder:
     """A target, a drafter, a rule and a draft-length policy, ready to decode.
 
-    gamma: how deep every draft is, ≥ 1; policy: what decides that instead. rule: one, or a name
+    gamma: how deep every draft is, ≥ 1, where it has no depth of its own (`Drafter.deepest`);
+    policy: what decides that instead. rule: one, or a name
     from `RULES`; None: `speculative`, for trees `multi_round`; at temperature 0 exact match is used
     for those that come to it. sampling: how
     text is drawn; draft_sampling: how the drafter draws, where that shall differ. processors: as
@@ -91,7 +92,7 @@ class Decoder:
         observers: Sequence[Observer] = (),
         first_target: bool = True,
     ) -> None:
-        self.policy = policy or Fixed(gamma)
+        self.policy = policy or Fixed(drafter.deepest(gamma))
         self.sampling = sampling or Sampling()
         self.draft_sampling = draft_sampling or self.sampling
         rule = rule or default_rule(drafter.branches)
@@ -107,15 +108,11 @@ class Decoder:
                 "the shape chain"
             )
         self.lm = CachedLM(model, taps=drafter.taps)
-        if self.policy.watches and drafter.branches:
-            raise UserError(
-                f"the draft-length policy {type(self.policy).__name__} watches a chain grow, and "
-                f"{type(drafter).__name__} drafts trees; leave one of them out"
-            )
         if self.policy.most >= self.lm.max_positions:
             raise UserError(
                 f"drafts of depth {self.policy.most} do not fit into the target's context of "
-                f"{self.lm.max_positions} tokens, text included; choose a smaller gamma"
+                f"{self.lm.max_positions} tokens, text included; choose a smaller gamma, "
+                "or a shallower tree"
             )
         self.processors = list(processors)
         self.stop = stop

@@ -307,6 +307,7 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         f"{_each(report, 'prompts')} prompts for acceptance, {_each(report, 'timed_prompts')} of "
         "them timed; intervals are 95% bootstrap intervals over the timed prompts",
         f"target {target.get('model', NONE)} in {_dtype(report)}; {machine(report)}",
+        *_own_depths(report),
     ]
     for label, row in zip(labels(report), rows, strict=True):
         if row["evaluation"].get("drift"):
@@ -330,6 +331,19 @@ def footnotes(report: dict[str, Any]) -> list[str]:
             f"{_range(repeating)}. Loops flatter every drafter"
         )
     return lines
+
+
+def _own_depths(report: dict[str, Any]) -> Iterator[str]:
+    """A line for every drafter whose drafts are as deep as they are, not as γ says."""
+    asked = (report["config"].get("evaluation") or {}).get("gamma")
+    for label, row in zip(labels(report), report["rows"], strict=True):
+        evaluation = row["evaluation"]
+        most, policy = evaluation.get("gamma"), evaluation.get("policy") or "fixed"
+        if asked and most and most != asked and policy == "fixed" and not is_baseline(report, row):
+            yield (
+                f"{_bare(label)} drafts {most} deep ({evaluation.get('drafts')}): γ {asked} is for "
+                "drafts that have no depth of their own"
+            )
 
 
 def rule_name(evaluation: dict[str, Any]) -> str:
