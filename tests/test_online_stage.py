@@ -24,8 +24,9 @@ from tests.test_on_policy import LOOP as DISTILL_LOOP
 from tests.test_run import command
 from tests.tiny import save_tiny, tiny_target
 from tests.training import Killed, ask_to_stop, assert_equal, scramble
-from train import plots, versions
+from train import versions
 from train.online import Online
+from train.plots import lines
 from train.stage import StageContext
 from train.stages.online import OnlineStage
 from train.stopping import Stopped
@@ -108,7 +109,7 @@ def test_a_stream_is_served_in_order_and_learnt_from(context, target):
     assert made_by["round"]["version"] == len(kept)
     assert made_by["round"]["requests"]
     open_drafter(str(newest), target)
-    assert "new weights" in plots.stream("s", summary["windows"], summary["rounds"])
+    assert "new weights" in lines.stream("s", summary["windows"], summary["rounds"])
 
 
 def test_without_learning_the_drafter_stays_as_it_is(context):

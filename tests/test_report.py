@@ -11,7 +11,14 @@ import pytest
 from rich.console import Console
 
 from decode.errors import UserError
-from train.report import duration, footnotes, headline, labels, make_report, percent, ratio, table
+from train.report.headline import headline
+from train.report.make import make_report
+from train.report.notes import footnotes
+from train.report.rows import labels
+from train.report.table import table
+from train.report.words import duration, percent, ratio
+from train.stage import Shown, Stage, StagePlot
+from train.stages import STAGES
 
 PROMPT = "Say <b>hello</b> & goodbye"
 EVIL = "<script>alert('x')</script>"
@@ -239,6 +246,37 @@ def test_heads_are_plotted_one_by_one(tmp_path: Path) -> None:
     assert "head2/forward_kl" in text
     # No figure of its kind: it is not drawn on the loss's axis.
     assert "tokens_per_step<" not in text
+
+
+def test_a_kind_of_stage_says_what_is_shown_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(Stage):
+        @classmethod
+        def show(cls, summary: dict[str, Any], number: int) -> Shown:
+            plot = StagePlot(f"own-{number}", "A plot & more.", "<svg></svg>")
+            nothing = StagePlot(f"nothing-{number}", "Never seen.", "")
+            return Shown({"pass_seconds": 61.0, "kept": summary["tokens"]}, [plot, nothing])
+
+    monkeypatch.setitem(STAGES._parts, "generate", Own)
+    make_report(write_run(tmp_path, ROWS))
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert '<figure id="plot-own-0">' in text
+    assert "A plot &amp; more." in text
+    assert "<dt>pass time</dt><dd>1 min 1 s</dd>" in text
+    assert "<dt>kept</dt><dd>12,345</dd>" in text
+    assert "Never seen." not in text
+
+
+def test_a_stage_that_the_config_no_longer_has(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ROWS)
+    config = json.loads((run / "config.json").read_text())
+    config["stages"] = config["stages"][:1]
+    (run / "config.json").write_text(json.dumps(config))
+    make_report(run)
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert 'one <span class="kind">–</span>' in text
+    assert "history" not in text
 
 
 def test_names_are_text(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def evaluate(
     from train.data.chat import prompt_tokens
     from train.data.read import read_examples, spread
     from train.evaluate import drift_of
-    from train.report import footnotes, table
+    from train.report.notes import footnotes
+    from train.report.table import table
     from train.run import describe_process
 
     quieten()

@@ -37,7 +37,7 @@ from train.on_policy import OnPolicyConfig, OnPolicyText
 from train.optimizer import OptimizerConfig
 from train.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
-from train.stage import STAGES, Outcome, Plan, Stage, StageContext
+from train.stage import STAGES, Outcome, Plan, StageContext
 from train.student import (
     DRAFTER_STAGES,
     StudentConfig,
@@ -47,7 +47,8 @@ from train.student import (
 )
 from train.taught import TaughtConfig
 from train.text import FixedText, Text
-from train.trainer import LoopConfig, Task, Trainer, describe
+from train.trained import TrainedStage, describe
+from train.trainer import LoopConfig, Task, Trainer
 
 
 class DistillConfig(TaughtConfig):
@@ -80,7 +81,7 @@ class DistillConfig(TaughtConfig):
 
 
 @STAGES.register("distill")
-class DistillStage(Stage):
+class DistillStage(TrainedStage):
     """Trains a small LM on text with the target beside it, and writes it to `drafter/`."""
 
     Config = DistillConfig

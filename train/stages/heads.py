@@ -37,11 +37,12 @@ from train.head_tree import TreeConfig, calibrated_tree
 from train.optimizer import OptimizerConfig
 from train.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
-from train.stage import STAGES, Outcome, Plan, Stage, StageContext
+from train.stage import STAGES, Outcome, Plan, StageContext
 from train.student import frequent_tokens
 from train.taught import TaughtConfig
 from train.text import FixedText
-from train.trainer import LoopConfig, Task, Trainer, describe
+from train.trained import TrainedStage, describe
+from train.trainer import LoopConfig, Task, Trainer
 
 
 class HeadsConfig(TaughtConfig):
@@ -79,7 +80,7 @@ class HeadsConfig(TaughtConfig):
 
 
 @STAGES.register("heads")
-class HeadsStage(Stage):
+class HeadsStage(TrainedStage):
     """Trains heads on text with the target beside it, and writes them to `drafter/`."""
 
     Config = HeadsConfig

@@ -28,12 +28,15 @@ from train.data.chat import prompt_tokens
 from train.data.read import Example
 from train.learners import Learning, heads_stage
 from train.online import Online, OnlineConfig, Round
+from train.plots import lines
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, Plan, Stage, StageContext
+from train.stage import STAGES, Outcome, Plan, Shown, Stage, StageContext, StagePlot
 from train.stopping import Stopped, StopRequest
 from train.stream import COUNTS, Progress, rate
 from train.student import StudentConfig, choose_trained, make_student
 from train.versions import Versions
+
+STREAM = "Acceptance over the stream, by windows of requests in their order."
 
 
 class OnlineStageConfig(StageConfig):
@@ -189,6 +192,14 @@ class OnlineStage(Stage):
         if online is not None:
             summary |= self._buffer_figures(context, online)
         return Outcome(context.directory / "drafter", summary)
+
+    @classmethod
+    def show(cls, summary: dict[str, Any], number: int) -> Shown:
+        """The stream, window by window, as a plot."""
+        figures = {k: v for k, v in summary.items() if k not in ("windows", "rounds")}
+        name = f"stream-{number}"
+        drawn = lines.stream(name, summary.get("windows") or [], summary.get("rounds") or [])
+        return Shown(figures, [StagePlot(name, STREAM, drawn)])
 
     # How it begins.
 
