@@ -20,10 +20,8 @@ from decode.store import describe_drafter
 from decode.target import Target
 from distill.drift import Drift
 from distill.output import split_model
-from distill.parts import text_sha256
 from heads.base import HeadOptions, Heads
 from heads.bigrams import Bigrams, lookup_top1
-from heads.cache import CachedFeatures
 from heads.features import FeatureSource, LiveFeatures
 from heads.joint import JointTraining
 from heads.store import build_heads, make_ready, new_heads, read_heads, save_heads
@@ -40,6 +38,7 @@ from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, StageContext
 from train.student import frequent_tokens
 from train.taught import TaughtConfig
+from train.teacher import open_features
 from train.text import FixedText
 from train.trained import TrainedStage, describe
 from train.trainer import LoopConfig, Task, Trainer
@@ -297,10 +296,7 @@ class HeadsStage(TrainedStage):
                 remember=settings.remember_features,
                 timed=lambda: clock("teacher"),
             )
-        directory = context.outcomes.get(settings.features, Path(settings.features))
-        cache = CachedFeatures(directory, context.target, taps)
-        cache.require([(s.id, text_sha256(s.tokens, s.mask)) for s in samples])
-        return cache
+        return open_features(settings.features, context, samples, taps)
 
     @staticmethod
     def _forward(
