@@ -17,6 +17,7 @@ from decode.draft import Draft
 from decode.drafters import Contexts, Drafter, Limits
 from decode.errors import UserError
 from decode.features import Features
+from decode.judged import Judged
 from decode.kv import CachedLM
 from decode.observe import Observer, Verified
 from decode.policies import Policy
@@ -59,11 +60,11 @@ class Decoded:
 class Decoder:
     """A target, a drafter, a rule and a draft-length policy, ready to decode.
 
-    gamma: how deep every draft is, ≥ 1; policy: what decides that instead. rule: one, or a name
-    from `RULES`; None: `speculative`, for trees `multi_round`; at temperature 0 exact match is used
-    for those that come to it. sampling: how
-    text is drawn; draft_sampling: how the drafter draws, where that shall differ. processors: as
-    `transformers`' LogitsProcessorList, applied to the target's logits before temperature and
+    gamma: how deep every draft is, ≥ 1, where it has no depth of its own (`Drafter.deepest`);
+    policy: what decides that instead. rule: one, or a name from `RULES`; None: `speculative`, for
+    trees `multi_round`; at temperature 0 exact match is used for those that come to it. sampling:
+    how text is drawn; draft_sampling: how the drafter draws, where that shall differ. processors:
+    as `transformers`' LogitsProcessorList, applied to the target's logits before temperature and
     filters, after the repetition penalty; they must keep nothing between calls, as they are shown
     rejected drafts too. stop: what ends a text beside an EOS id and the length limit. observers:
     shown every verification pass. first_target: the prefill pass yields the first token, so that
@@ -91,7 +92,7 @@ class Decoder:
         observers: Sequence[Observer] = (),
         first_target: bool = True,
     ) -> None:
-        self.policy = policy or Fixed(gamma)
+        self.policy = policy or Fixed(drafter.deepest(gamma))
         self.sampling = sampling or Sampling()
         self.draft_sampling = draft_sampling or self.sampling
         rule = rule or default_rule(drafter.branches)
@@ -107,15 +108,11 @@ class Decoder:
                 "the shape chain"
             )
         self.lm = CachedLM(model, taps=drafter.taps)
-        if self.policy.watches and drafter.branches:
-            raise UserError(
-                f"the draft-length policy {type(self.policy).__name__} watches a chain grow, and "
-                f"{type(drafter).__name__} drafts trees; leave one of them out"
-            )
         if self.policy.most >= self.lm.max_positions:
             raise UserError(
                 f"drafts of depth {self.policy.most} do not fit into the target's context of "
-                f"{self.lm.max_positions} tokens, text included; choose a smaller gamma"
+                f"{self.lm.max_positions} tokens, text included; choose a smaller gamma, "
+                "or a shallower tree"
             )
         self.processors = list(processors)
         self.stop = stop
@@ -203,9 +200,9 @@ class Decoder:
             verify_s = clock.mark("verify")
             scores = Scores(logits, self.sampling, draft, contexts, self.processors)
             verdict = self.rule.verify(draft, scores, noise)
-            accepted, reached, block, broken = self._read(draft, scores, verdict)
-            if broken.any():
-                raise self._unusable(scores, verdict, broken, rows, contexts, len(steps) + 1)
+            judged = Judged.of(draft, scores, verdict)
+            judged.require_usable(scores, verdict, rows, contexts, len(steps) + 1)
+            accepted, reached, block = judged.accepted, judged.reached, judged.block
             if not draft.is_chain:
                 self.lm.commit(start, verdict.places(), accepted + 1)
             if on_step:
@@ -293,10 +290,9 @@ class Decoder:
         picked = scores.pick(noise.uniforms(Noise.NEXT, 0, 1))
         none = torch.zeros_like(picked[:, 0])
         verdict = Verdict(nothing.tokens, none, none, picked[:, 0])
-        _, _, block, broken = self._read(nothing, scores, verdict)
-        if broken.any():
-            raise self._unusable(scores, verdict, broken, np.arange(rows), contexts, 0)
-        return block
+        judged = Judged.of(nothing, scores, verdict)
+        judged.require_usable(scores, verdict, np.arange(rows), contexts, 0)
+        return judged.block
 
     def _forward(self, contexts: Contexts, draft: Draft) -> tuple[Tensor, np.ndarray]:
         """One target pass over the last committed token and the draft: logits [B, N+1, V]."""
@@ -318,57 +314,6 @@ class Decoder:
                 f"{type(self.drafter).__name__} has a vocabulary of {known} tokens and the target "
                 f"one of {self._vocab_size}; use a drafter made for this target"
             )
-
-    def _read(
-        self, draft: Draft, scores: Scores, verdict: Verdict
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """accepted [B], reached [B], the block [B, D+1] of accepted tokens, each followed by the
-        target's own, and broken [B], whether any logits on the way were unusable; with one
-        transfer to the host."""
-        path_tokens = draft.tokens.gather(1, verdict.path)
-        peaks = scores.peaks_at(verdict.places())
-        visited = torch.arange(peaks.shape[1], device=peaks.device) <= verdict.accepted[:, None]
-        packed = torch.cat(
-            [
-                verdict.accepted[:, None],
-                verdict.reached[:, None],
-                verdict.next_token[:, None],
-                (visited & ~peaks.isfinite()).any(1, keepdim=True),
-                path_tokens,
-            ],
-            dim=1,
-        )
-        host = packed.cpu().numpy()
-        accepted, reached, following, broken = host[:, 0], host[:, 1], host[:, 2], host[:, 3]
-        block = np.concatenate([host[:, 4:], np.zeros_like(host[:, :1])], axis=1)
-        np.put_along_axis(block, accepted[:, None], following[:, None], axis=1)
-        return accepted, reached, block, broken
-
-    def _unusable(
-        self,
-        scores: Scores,
-        verdict: Verdict,
-        broken: np.ndarray,
-        rows: np.ndarray,
-        contexts: Contexts,
-        step: int,
-    ) -> UserError:
-        """Says of the first row that broke what is wrong with its logits, and whose fault it is."""
-        place = int(broken.argmax())
-        where = (
-            f"in step {step} ({'prefill' if step == 0 else 'verification'}) for prompt "
-            f"{rows[place]}, after {contexts.lengths[place]} tokens of text"
-        )
-        on_path = verdict.places()[place, : int(verdict.accepted[place]) + 1]
-        if not scores.raw[place, on_path].amax(-1).isfinite().all():
-            return UserError(
-                f"the target's logits are NaN or infinite {where}; check its weights, or use a "
-                f"dtype with more range than {str(scores.raw.dtype).removeprefix('torch.')}"
-            )
-        return UserError(
-            f"the logits processors leave no token to choose {where}; at least one logit must be "
-            "finite: take the processor away that masks all, or let it spare a token"
-        )
 
     def _cut(
         self, rows: np.ndarray, block: np.ndarray, new: np.ndarray, left: np.ndarray

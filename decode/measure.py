@@ -155,10 +155,10 @@ def evaluate(
     if not prompts:
         raise UserError("there are no prompts to evaluate on")
     report = progress or (lambda what, done, of: None)
-    protocol = replace(protocol, rule=protocol.for_drafter(drafter).rule)
-
     timed = np.linspace(0, len(prompts) - 1, min(protocol.timed_prompts, len(prompts))).astype(int)
     speculative, costs = protocol.decoder(target, drafter, min(prompts, key=len))
+    rule, most = protocol.for_drafter(drafter).rule, speculative.policy.most
+    protocol = replace(protocol, rule=rule, gamma=most)
     plain, _ = replace(protocol, policy=None, shape=None).decoder(target, DRAFTERS["none"]())
     outputs, counts, steps = _decode_all(speculative, prompts, protocol, report)
     if len(timed):
@@ -200,7 +200,7 @@ def evaluate(
         close,
         steps,
         costs,
-        speculative.drafter.describe_drafts(),
+        speculative.drafter.describe_drafts(most),
     )
 
 

@@ -24,11 +24,12 @@ Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it
 class DecodeSettings:
     """Which parts decode, and how text is drawn.
 
-    gamma: how deep drafts are at most, where the policy does not say. rule, policy, shape: parts
-    by name, with options; rule None: `speculative`, for trees `multi_round`; policy None: `fixed`;
-    shape None: the drafter's own. draft_temperature: the drafter's, where it shall differ. Raises
-    UserError for what is unknown, out of range, or does not go together; nothing is loaded for
-    that.
+    gamma: how deep drafts are at most, where neither the policy nor a tree's own structure says.
+    rule, policy, shape: parts by name, with options; rule None: `speculative`, for trees
+    `multi_round`; policy None: `fixed`; shape None: the drafter's own. A tree, named or stored with
+    its drafter, is drafted whole: only a policy that is given `most` by name cuts it.
+    draft_temperature: the drafter's, where it shall differ. Raises UserError for what is unknown,
+    out of range, or does not go together; nothing is loaded for that.
 
     >>> settings = DecodeSettings(rule="exact", policy="heuristic:most=8")
     >>> settings.make_policy().most
@@ -50,11 +51,6 @@ class DecodeSettings:
         rule = self.make_rule(shape.branches)
         name = f"shape {Choice.of(self.shape)}"
         require_fitting(rule, name, shape.branches, shape.siblings(sampling))
-        if self.policy is None and shape.depth is not None and shape.depth > self.gamma:
-            raise UserError(
-                f"the {name} is {shape.depth} deep and gamma would cut it to {self.gamma}; set "
-                f"gamma to {shape.depth}, or give a tree no deeper"
-            )
         if policy.watches and shape.branches:
             raise UserError(
                 f"the draft-length policy {Choice.of(self.policy or 'fixed').name} watches a chain "
@@ -78,8 +74,9 @@ class DecodeSettings:
         rule: Rule = RULES.make(self.rule or default_rule(branches))
         return used_rule(rule, self.sampling)
 
-    def make_policy(self) -> Policy:
-        policy: Policy = POLICIES.make(self.policy or "fixed", most=self.gamma)
+    def make_policy(self, most: int | None = None) -> Policy:
+        """most: how deep drafts are, where its options do not say; None: γ."""
+        policy: Policy = POLICIES.make(self.policy or "fixed", most=most or self.gamma)
         return policy
 
     def make_shape(self, costs: Costs | None = None) -> Shape:
@@ -132,11 +129,11 @@ class DecodeSettings:
     def _decoder(
         self, target: Target, drafter: Drafter, costs: Costs | None, stop: Stop | None = None
     ) -> Decoder:
-        policy = self.make_policy()
-        if costs is not None:
-            policy.use_costs(costs)
         if self.shape is not None:
             drafter = drafter.with_shape(self.make_shape(costs))
+        policy = self.make_policy(drafter.deepest(self.gamma))
+        if costs is not None:
+            policy.use_costs(costs)
         return Decoder(
             target.model,
             drafter,

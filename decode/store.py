@@ -108,7 +108,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
             loader = DRAFTERS[description["kind"]]
         except UserError as error:
             raise UserError(
-                f"{path}: {error} Drafters of the package heads are known once it is imported"
+                f"{path}: {error} Heads on the target are known once their package is imported: "
+                "put `import heads` before this"
             ) from error
         return loader.load(path, target, dtype=name)
     if (path / MANIFEST).exists():

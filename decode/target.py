@@ -1,27 +1,26 @@
 """Loads the model to be sped up (the target), from a hub, a directory, a GGUF file or a package."""
 
-import functools
 import hashlib
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
 import torch
-import transformers
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from decode import gguf_file
 from decode.embedded import EMBEDDED, EmbeddedModel
 from decode.errors import UserError, nearest
 from decode.fingerprint import Fingerprint, fingerprint
+from decode.pretrained import (
+    LoadOptions,
+    from_pretrained,
+    gguf_read_once,
+    no_progress_bars,
+    no_safetensors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +30,6 @@ EMBEDDED_PREFIX = "embedded:"
 UNLIMITED_POSITIONS = 2**31 - 1
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-# What transformers raises for files that are missing, malformed or do not fit together.
-# ImportError: a model or an attention implementation that needs a package not installed.
-_LOAD_ERRORS = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    LookupError,
-    TypeError,
-    ImportError,
-    SafetensorError,
-    StrictDataclassError,
-)
 
 
 @dataclass
@@ -142,7 +129,7 @@ def load_model_and_tokenizer(
     Raises UserError for anything about the spec, the files or the settings that does not work.
     """
     place = resolve_device(device)
-    options = _Options(resolve_dtype(dtype, place), attn_implementation, trust_remote_code)
+    options = LoadOptions(resolve_dtype(dtype, place), attn_implementation, trust_remote_code)
     if "/" in attn_implementation and not trust_remote_code:
         raise UserError(
             f"attn_implementation {attn_implementation!r} is code from a hub, which is not run "
@@ -199,14 +186,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-@dataclass(frozen=True)
-class _Options:
-    dtype: torch.dtype
-    attn_implementation: str
-    trust_remote_code: bool
-
-
-def _load_embedded(embedded: EmbeddedModel, options: _Options) -> Loaded:
+def _load_embedded(embedded: EmbeddedModel, options: LoadOptions) -> Loaded:
     path = embedded.find()
     if path is not None:
         return _load_gguf(path, options, embedded.sha256)
@@ -224,7 +204,7 @@ def _load_embedded(embedded: EmbeddedModel, options: _Options) -> Loaded:
         ) from error
 
 
-def _load_directory(path: Path, options: _Options) -> Loaded:
+def _load_directory(path: Path, options: LoadOptions) -> Loaded:
     if (path / "adapter_config.json").exists():
         raise UserError(
             f"{path} holds an adapter (adapter_config.json), expected a whole model. "
@@ -237,23 +217,23 @@ def _load_directory(path: Path, options: _Options) -> Loaded:
         )
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
-        raise UserError(_no_safetensors(str(path), [file.name for file in path.glob("*.bin")]))
-    with _no_progress_bars():
-        model, tokenizer = _from_pretrained(str(path), options)
+        raise UserError(no_safetensors(str(path), [file.name for file in path.glob("*.bin")]))
+    with no_progress_bars():
+        model, tokenizer = from_pretrained(str(path), options)
     return Loaded(model, tokenizer, _weights_sha256(weights))
 
 
-def _load_hub(hub_id: str, options: _Options, revision: str | None) -> Loaded:
-    model, tokenizer = _from_pretrained(hub_id, options, revision=revision)
+def _load_hub(hub_id: str, options: LoadOptions, revision: str | None) -> Loaded:
+    model, tokenizer = from_pretrained(hub_id, options, revision=revision)
     # The cache files what was loaded under its commit: .../snapshots/COMMIT/config.json
     config = try_to_load_from_cache(hub_id, "config.json", revision=revision)
     return Loaded(model, tokenizer, Path(config).parent.name if isinstance(config, str) else None)
 
 
-def _load_gguf(path: Path, options: _Options, revision: str) -> Loaded:
+def _load_gguf(path: Path, options: LoadOptions, revision: str) -> Loaded:
     metadata = gguf_file.read_header(path)
-    with _no_progress_bars(), _gguf_read_once():
-        model, tokenizer = _from_pretrained(str(path.parent), options, gguf_file=path.name)
+    with no_progress_bars(), gguf_read_once():
+        model, tokenizer = from_pretrained(str(path.parent), options, gguf_file=path.name)
     gguf_file.mend_tokenizer(tokenizer, metadata)
     for config in (model.config, model.generation_config):
         config.eos_token_id = gguf_file.eos_ids(metadata)
@@ -263,66 +243,6 @@ def _load_gguf(path: Path, options: _Options, revision: str) -> Loaded:
     model.is_quantized = False
     vars(model.config).pop("quantization_config", None)
     return Loaded(model, tokenizer, revision)
-
-
-def _from_pretrained(source: str, options: _Options, **where: Any) -> tuple[Any, Any]:
-    """Model and tokenizer by transformers, its errors turned into UserErrors.
-
-    where: `revision` for hub ids or `gguf_file` for GGUF files.
-    """
-    where["trust_remote_code"] = options.trust_remote_code
-    with _explained(source, "config"):
-        config = transformers.AutoConfig.from_pretrained(source, **where)
-    _require_causal(source, config)
-    tokenizer = _load_tokenizer(source, config, where)
-    if "gguf_file" in where:
-        where["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with _explained(source, "weights"):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=options.dtype,
-            attn_implementation=options.attn_implementation,
-            use_safetensors=True,
-            output_loading_info=True,
-            **where,
-        )
-    if info["missing_keys"]:
-        # transformers fills them with random numbers and goes on.
-        raise UserError(
-            f"the weights of {source} lack {len(info['missing_keys'])} tensors that its config "
-            f"asks for, such as {min(info['missing_keys'])}. Name a complete causal language model."
-        )
-    return model, tokenizer
-
-
-def _load_tokenizer(source: str, config: Any, where: dict[str, Any]) -> Any:
-    try:
-        if "gguf_file" in where:
-            # AutoTokenizer ends up with this class too, after reading the file once more.
-            return transformers.PreTrainedTokenizerFast.from_pretrained(source, **where)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, config=config, **where)
-    except Exception as error:  # the tokenizers library raises plain Exception for bad files
-        if _asks_for_trust(error):
-            raise UserError(_foreign_code(source)) from error
-        raise UserError(
-            f"no usable tokenizer in {source} ({_first_line(error)}). Put the model's tokenizer "
-            "files (tokenizer.json, tokenizer_config.json) beside its weights."
-        ) from error
-    return tokenizer
-
-
-def _require_causal(source: str, config: Any) -> None:
-    # Encoders such as BERT load as language models too, and predict words they have seen.
-    causal = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    architectures = config.architectures or []
-    foreign = architectures and not any(name.endswith(causal) for name in architectures)
-    if config.is_encoder_decoder or foreign:
-        raise UserError(
-            f"{source} is not a causal language model: its config names "
-            f"{', '.join(architectures) or config.model_type}, expected a ...ForCausalLM. "
-            "Name a decoder-only model with its output layer."
-        )
 
 
 def _require_hub_id(spec: str, path: Path) -> None:
@@ -335,51 +255,6 @@ def _require_hub_id(spec: str, path: Path) -> None:
         )
 
 
-@contextmanager
-def _explained(source: str, part: str) -> Iterator[None]:
-    """Turns what transformers raises about a model's files into UserErrors."""
-    try:
-        yield
-    except _LOAD_ERRORS as error:
-        reason = _first_line(error)
-        if _asks_for_trust(error):
-            message = _foreign_code(source)
-        elif "safetensors" in reason and "does not appear to have" in reason:
-            message = _no_safetensors(source, [])
-        elif not Path(source).exists() and part == "config":
-            message = (
-                f"{source} is no directory here, and loading it from the hub failed ({reason}). "
-                "Check the name, the network and, for a gated model, your access."
-            )
-        else:
-            message = (
-                f"the {part} of {source} cannot be loaded ({type(error).__name__}: {reason}). "
-                "Check that the files are complete, belong together, and that this version of "
-                f"transformers ({transformers.__version__}) knows the model."
-            )
-        raise UserError(message) from error
-
-
-def _asks_for_trust(error: Exception) -> bool:
-    return "trust_remote_code" in str(error)
-
-
-def _foreign_code(source: str) -> str:
-    return (
-        f"{source} comes with Python code of its own, which is not run unless you ask for it. "
-        "Read that code, then set trust_remote_code, or name another model."
-    )
-
-
-def _no_safetensors(source: str, pickles: list[str]) -> str:
-    found = f"only {', '.join(sorted(pickles))}" if pickles else "none"
-    return (
-        f"{source} has no safetensors weights (found {found}). Pickle files (.bin) are not read, "
-        "because loading one can run code. Convert them first: load the model with transformers "
-        "where you trust it, and save_pretrained writes safetensors."
-    )
-
-
 def _weights_sha256(files: list[Path]) -> str:
     """SHA-256 over the name, size and content hash of each weight file."""
     total = hashlib.sha256()
@@ -388,39 +263,3 @@ def _weights_sha256(files: list[Path]) -> str:
             content = hashlib.file_digest(opened, "sha256").hexdigest()
         total.update(f"{file.name} {file.stat().st_size} {content}\n".encode())
     return total.hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".:")
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Silences tqdm: some of transformers' bars have no switch of their own."""
-    with _replaced(tqdm, "__init__", functools.partialmethod(tqdm.__init__, disable=True)):
-        yield
-
-
-@contextmanager
-def _gguf_read_once() -> Iterator[None]:
-    """Halves the time a GGUF file takes to load.
-
-    transformers parses the file anew for the config and for the weights, and makes the table of
-    tensor names anew for every module.
-    """
-    with (
-        _replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
-        _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
-    ):
-        yield

@@ -83,11 +83,11 @@ class SpeculativeGenerator:
             drafter = open_drafter(drafter, _target(model, tokenizer))
         elif not isinstance(drafter, Drafter):
             drafter = SmallLMDrafter(drafter)
-        if isinstance(policy, str):
-            policy = POLICIES.make(policy, most=gamma)
         if shape is not None:
             made = SHAPES.make(shape, depth=gamma) if isinstance(shape, str) else shape
             drafter = drafter.with_shape(made)
+        if isinstance(policy, str):
+            policy = POLICIES.make(policy, most=drafter.deepest(gamma))
         self.drafter = drafter
         self._options: dict[str, Any] = {"gamma": gamma, "rule": rule, "policy": policy}
         self.decoded: Decoded | None = None

@@ -74,6 +74,9 @@ class HeadsDrafter(Drafter):
     def siblings(self, sampling: Sampling) -> Siblings:
         return self.shape.siblings(sampling)
 
+    def deepest(self, gamma: int) -> int:
+        return self.shape.depth or min(gamma, self.heads.depth)
+
     def most_nodes(self, gamma: int) -> int:
         return self.shape.most_nodes(min(gamma, self.heads.depth))
 

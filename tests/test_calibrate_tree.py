@@ -25,6 +25,7 @@ from decode.shapes.structure import Structure
 from decode.store import describe_drafter, open_drafter, save_drafter
 from decode.stored_tree import TREE, store_tree, stored_shape
 from decode.target import load_target
+from decode.text import SpeculativeGenerator
 from distill.losses import Terms
 from heads.base import HeadOptions
 from heads.features import LiveFeatures
@@ -37,6 +38,9 @@ from train.data.read import read_examples
 
 WORDS = ("the dog", "a fox and the sea", "two", "it sells a shell", "one token", "the drafter")
 NEW = 12
+TREE_OF_SEVEN = Structure([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+WHOLE = "tree of 7 nodes, 3 deep"
+FOR_OTHERS = "is for drafts that have no depth of their own"
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +174,7 @@ def test_evaluate_and_generate_use_and_name_the_stored_tree(
     assert figures["rule"] == "speculative"
     assert "shape" not in said
 
-    tree = Structure([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
-    store_tree(path, tree, {})
+    store_tree(path, TREE_OF_SEVEN, {})
     said, figures = evaluate(base, path, file)
     assert figures["drafts"] == "tree of 7 nodes, 3 deep"
     assert figures["gamma"] == 3  # as deep as the tree
@@ -194,7 +197,8 @@ def test_evaluate_and_generate_use_and_name_the_stored_tree(
 
     # Another shape takes its place, and a rule for chains is refused with the way out.
     said, figures = evaluate(base, path, file, "--shape", "chain", "--temperature", "0.8")
-    assert (figures["rule"], figures["drafts"], figures["gamma"]) == ("speculative", "chain", 4)
+    most = 3 if which == "heads" else 4  # there are three heads
+    assert (figures["rule"], figures["drafts"], figures["gamma"]) == ("speculative", "chain", most)
     chains = command(
         "evaluate",
         base,
@@ -214,12 +218,53 @@ def test_evaluate_and_generate_use_and_name_the_stored_tree(
 
     few = ("the dog", "--max-new-tokens", "8")
     answer = command("generate", base, path, *few)
-    assert "drafts: tree of 7 nodes, 3 deep; rule multi_round" in answer.stderr
+    assert f"drafts: {WHOLE}; rule multi_round" in answer.stderr
+    shallow = command("generate", base, path, *few, "--gamma", "2")
+    assert f"{WHOLE} (γ 2 {FOR_OTHERS}); rule" in " ".join(shallow.stderr.split())
     assert answer.stdout == command("generate", base, "none", *few).stdout
     sampled = command("generate", base, path, *few, "--temperature", "0.7")
     assert sampled.exit_code == 0, sampled.stderr
     shown = CliRunner().invoke(app, ["inspect", str(path)])
     assert "drafts in a tree of 7 nodes, 3 deep by default" in shown.output
+
+
+def test_a_tree_is_drafted_whole_whatever_gamma_says(base: Path, drafters: Path) -> None:
+    """One rule for a stored tree and a named one, and what was done is said."""
+    file = drafters / "evaluation.json"
+    TREE_OF_SEVEN.save(drafters / "tree.json", {})
+    named = ("--shape", f"static:file={drafters / 'tree.json'}")
+    found = [evaluate(base, base / "small", file, *named, "--gamma", "2")]
+    store_tree(drafters / "small", TREE_OF_SEVEN, {})
+    for gamma in ("2", "3", "8"):
+        found.append(evaluate(base, drafters / "small", file, "--gamma", gamma))
+        assert (FOR_OTHERS in found[-1][0]) == (gamma != "3")
+    for _, figures in found:
+        assert (figures["drafts"], figures["gamma"]) == (WHOLE, 3)
+        assert figures["nodes_per_step"] == found[0][1]["nodes_per_step"]
+    assert f"drafts 3 deep ({WHOLE}): γ 2 {FOR_OTHERS}" in found[1][0]
+    # Whoever wants less of it says so by a policy, and is told what is left.
+    said, figures = evaluate(base, drafters / "small", file, "--policy", "fixed:most=2")
+    assert (figures["drafts"], figures["gamma"]) == (f"{WHOLE}, cut to 6 nodes, 2 deep", 2)
+    assert f"its own, a {WHOLE}, cut to 6 nodes, 2 deep" in said
+    assert figures["nodes_per_step"] < found[0][1]["nodes_per_step"]
+    # Beside drafts that are as deep as γ says, the deeper of both.
+    for gamma, most in (("2", 3), ("5", 5)):
+        _, figures = evaluate(base, f"ngram+{drafters / 'small'}", file, "--gamma", gamma)
+        assert (figures["drafts"], figures["gamma"]) == (f"chain or {WHOLE}", most)
+
+
+def test_python_drafts_the_stored_tree_whole(base: Path, drafters: Path) -> None:
+    path = drafters / "small"
+    store_tree(path, Structure([(0,), (0, 0), (0, 0, 0)]), {})
+    target = load_target(str(base / "target"), dtype="float32", device="cpu")
+    drafter = open_drafter(str(path), target)
+    assert Decoder(target.model, drafter, gamma=1).policy.most == 3
+    generator = SpeculativeGenerator(
+        target.model, target.tokenizer, drafter, gamma=1, policy="heuristic"
+    )
+    generator.generate("the dog", max_new_tokens=4)
+    assert generator.decoded is not None
+    assert len(generator.decoded.counts.by_accepted) == 4
 
 
 def test_the_number_of_nodes_follows_the_costs() -> None:

@@ -104,7 +104,7 @@ def test_a_small_lm_distilled_from_it_is_one_distilled_beside_the_target(context
     run_stage(context, cache_stage(taps=[0, FINAL]))
     live = distilled("live-lm", teacher_temperature=0.9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.stages.distill.LiveTeacher", None)
+        patch.setattr("train.teacher.LiveTeacher", None)
         cached = distilled("cached-lm", teacher_temperature=0.9, teacher="cache")
     ours, theirs = drafter_weights(cached), drafter_weights(live)
     assert cached.summary["training"]["history"][0]["loss"] > 0.1

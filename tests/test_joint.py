@@ -52,7 +52,9 @@ from train.config import load_config
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.optimizer import GroupConfig, OptimizerConfig, make_optimizer
-from train.report import footnotes, headline, html
+from train.report.headline import headline
+from train.report.notes import footnotes
+from train.report.page import html
 from train.run import Run
 from train.samples import read_samples
 from train.stage import StageContext

@@ -520,12 +520,6 @@ def test_parts_that_do_not_go_together_are_refused_before_anything_is_loaded(
         Protocol(shape="bush", rule="block", sampling=Sampling(1.0))
     with pytest.raises(UserError, match="watches a chain grow, and the shape bush is a tree"):
         Protocol(shape="bush", rule="exact", policy="confidence")
-    deep = {"name": "static", "widths": [2, 1, 1]}
-    with pytest.raises(UserError, match="3 deep and gamma would cut it to 2; set gamma to 3"):
-        Protocol(shape=deep, rule="exact", gamma=2)
-    assert Protocol(shape=deep, rule="exact", gamma=3).gamma == 3
-    # A policy that varies the length cuts it on purpose.
-    Protocol(shape=deep, rule="exact", policy="heuristic", gamma=2)
 
 
 def test_evaluate_without_timing_or_prompts() -> None:

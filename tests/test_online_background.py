@@ -21,7 +21,7 @@ from tests.test_online_stage import LEARNING, REQUESTS, context, online_stage, t
 from tests.training import Killed
 from train.background import Background
 from train.online import Online
-from train.stages.online import OnlineStage
+from train.serving import Serving
 from train.versions import Versions
 
 __all__ = ["context", "target"]  # fixtures
@@ -78,7 +78,7 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches = threading.Semaphore(0)
         self.overlapping = 0
-        learn, serve = Online._learn, OnlineStage._serve
+        learn, serve = Online._learn, Serving._serve
         self.learning = threading.Event()
 
         def slow(online: Online) -> Any:
@@ -98,7 +98,7 @@ class Slow:
             return found
 
         monkeypatch.setattr(Online, "_learn", slow)
-        monkeypatch.setattr(OnlineStage, "_serve", counted)
+        monkeypatch.setattr(Serving, "_serve", counted)
 
 
 def background_stage(name: str, **settings: Any) -> Any:
@@ -133,7 +133,7 @@ def test_killed_in_the_background_it_goes_on_where_it_was_saved(context, monkeyp
     with monkeypatch.context() as patch:
         Slow(patch)
         calls = []
-        served = OnlineStage._serve
+        served = Serving._serve
 
         def serve(self, *args):
             calls.append(1)
@@ -141,7 +141,7 @@ def test_killed_in_the_background_it_goes_on_where_it_was_saved(context, monkeyp
                 raise Killed
             return served(self, *args)
 
-        patch.setattr(OnlineStage, "_serve", serve)
+        patch.setattr(Serving, "_serve", serve)
         with pytest.raises(Killed):
             run_stage(context, background_stage("killed"))
     newest = max((context.directory / "killed" / "progress").iterdir(), key=lambda p: p.name)

@@ -24,10 +24,11 @@ from tests.test_on_policy import LOOP as DISTILL_LOOP
 from tests.test_run import command
 from tests.tiny import save_tiny, tiny_target
 from tests.training import Killed, ask_to_stop, assert_equal, scramble
-from train import plots, versions
+from train import versions
 from train.online import Online
+from train.plots import lines
+from train.serving import Serving
 from train.stage import StageContext
-from train.stages.online import OnlineStage
 from train.stopping import Stopped
 from train.stream import Progress
 from train.versions import Versions
@@ -108,7 +109,7 @@ def test_a_stream_is_served_in_order_and_learnt_from(context, target):
     assert made_by["round"]["version"] == len(kept)
     assert made_by["round"]["requests"]
     open_drafter(str(newest), target)
-    assert "new weights" in plots.stream("s", summary["windows"], summary["rounds"])
+    assert "new weights" in lines.stream("s", summary["windows"], summary["rounds"])
 
 
 def test_without_learning_the_drafter_stays_as_it_is(context):
@@ -232,7 +233,7 @@ def assert_same_after_kills(context, monkeypatch, place, stage_of):
     """Each time in the second call of the place, and once more where it then goes on."""
     whole = run_stage(context, stage_of("whole"))
     where = {
-        "serve": (OnlineStage, "_serve"),
+        "serve": (Serving, "_serve"),
         "learn": (Online, "_learn"),
         "swap": (Online, "swap"),
         "half a swap": (small_lm, "take_weights"),
@@ -269,7 +270,7 @@ def assert_same_after_kills(context, monkeypatch, place, stage_of):
 
 def test_asked_to_stop_it_saves_and_goes_on(context, monkeypatch):
     whole = run_stage(context, online_stage("whole"))
-    original = OnlineStage._serve
+    original = Serving._serve
     calls = []
 
     def serve(self, *args):
@@ -279,7 +280,7 @@ def test_asked_to_stop_it_saves_and_goes_on(context, monkeypatch):
         return original(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OnlineStage, "_serve", serve)
+        patch.setattr(Serving, "_serve", serve)
         with pytest.raises(Stopped, match="after 12 of 22 requests"):
             run_stage(context, online_stage("stopped"))
     stopped = run_stage(context, online_stage("stopped"))
@@ -292,7 +293,7 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
 
     def interrupted(number):
         calls = []
-        original = OnlineStage._serve
+        original = Serving._serve
 
         def serve(self, *args):
             calls.append(1)
@@ -301,7 +302,7 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
             return original(self, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(OnlineStage, "_serve", serve)
+            patch.setattr(Serving, "_serve", serve)
             with pytest.raises(Killed):
                 run_stage(context, online_stage("damaged"))
 

@@ -11,7 +11,14 @@ import pytest
 from rich.console import Console
 
 from decode.errors import UserError
-from train.report import duration, footnotes, headline, labels, make_report, percent, ratio, table
+from train.report.headline import headline
+from train.report.make import make_report
+from train.report.notes import footnotes
+from train.report.rows import labels
+from train.report.table import table
+from train.report.words import duration, percent, ratio
+from train.stage import Shown, Stage, StagePlot
+from train.stages import STAGES
 
 PROMPT = "Say <b>hello</b> & goodbye"
 EVIL = "<script>alert('x')</script>"
@@ -241,6 +248,37 @@ def test_heads_are_plotted_one_by_one(tmp_path: Path) -> None:
     assert "tokens_per_step<" not in text
 
 
+def test_a_kind_of_stage_says_what_is_shown_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(Stage):
+        @classmethod
+        def show(cls, summary: dict[str, Any], number: int) -> Shown:
+            plot = StagePlot(f"own-{number}", "A plot & more.", "<svg></svg>")
+            nothing = StagePlot(f"nothing-{number}", "Never seen.", "")
+            return Shown({"pass_seconds": 61.0, "kept": summary["tokens"]}, [plot, nothing])
+
+    monkeypatch.setitem(STAGES._parts, "generate", Own)
+    make_report(write_run(tmp_path, ROWS))
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert '<figure id="plot-own-0">' in text
+    assert "A plot &amp; more." in text
+    assert "<dt>pass time</dt><dd>1 min 1 s</dd>" in text
+    assert "<dt>kept</dt><dd>12,345</dd>" in text
+    assert "Never seen." not in text
+
+
+def test_a_stage_that_the_config_no_longer_has(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ROWS)
+    config = json.loads((run / "config.json").read_text())
+    config["stages"] = config["stages"][:1]
+    (run / "config.json").write_text(json.dumps(config))
+    make_report(run)
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert 'one <span class="kind">–</span>' in text
+    assert "history" not in text
+
+
 def test_names_are_text(tmp_path: Path) -> None:
     """Neither HTML nor matplotlib's or rich's markup."""
     name = "[red]<i>$x_1^2$</i>"
@@ -325,6 +363,13 @@ def test_draft_lengths_that_vary(tmp_path: Path) -> None:
     stored = make_report(write_run(tmp_path / "tree", [ROWS[0], ("two", "medusa", varied)]))
     notes = " ".join(footnotes(stored))
     assert "shape its own, a tree of 5 nodes, 2 deep (ngram: chain)" in notes
+    # What γ is and a tree is deeper: the tree was drafted whole, and that is said.
+    deep = figures(1.5, 0.8, drafts="tree of 5 nodes, 3 deep", gamma=3, policy="fixed")
+    stored = make_report(write_run(tmp_path / "deep", [ROWS[0], ("two", "medusa", deep)]))
+    assert (
+        "two drafts 3 deep (tree of 5 nodes, 3 deep): γ 2 is for drafts that have no depth of "
+        "their own"
+    ) in footnotes(stored)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     for shown in ("4.50", "0.62", "25%", "1.50, 20.00, 0.25"):
         assert shown in text

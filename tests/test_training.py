@@ -68,8 +68,8 @@ from train.optimizer import (
     learning_rate_factor,
     make_optimizer,
 )
-from train.stages.distill import checkpoint_layers
 from train.stopping import EXIT_STATUS, Stopped, StopRequest
+from train.student import checkpoint_layers
 from train.trainer import LoopConfig, Trainer, steps_in
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

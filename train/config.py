@@ -54,6 +54,7 @@ class EvaluationConfig(Strict):
     prompts: how many prompts of the split, spread evenly over it; None: all.
     baselines: untrained drafters that get a row of their own, each at the best of baseline_gammas
     where the policy is `fixed`.
+    gamma: how deep drafts are that have no depth of their own; a tree is drafted whole.
     rule, policy, shape: parts by name, as `NAME`, `NAME:option=value,…` or a mapping of name and
     options; rule None: `speculative`, for trees `multi_round`. The shape is that of trained
     drafters; None: their own, a chain or the tree they are stored with. draft_temperature: None:

@@ -32,7 +32,7 @@ from train.data.chat import prompt_tokens
 from train.data.read import Example, data_fingerprint, read_examples
 from train.evaluate import evaluate_baselines, evaluate_drafter
 from train.memory import peak_memory
-from train.report import make_report
+from train.report.make import make_report
 from train.schema import StageConfig
 from train.stage import Outcome, Plan, StageContext
 from train.stages import STAGES

@@ -60,6 +60,29 @@ class Outcome:
     target: Path | None = None
 
 
+@dataclass(frozen=True)
+class StagePlot:
+    """A plot on the report's page. name: one that no other plot there has. svg: "" where there is
+    nothing to show."""
+
+    name: str
+    caption: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A stage's part of the report.
+
+    figures: by name, texts and JSON values; of the latter the end of the name says how they are
+    written: `_share` in per cents, `seconds` as a time, `_bytes` as a size. plots: from top to
+    bottom.
+    """
+
+    figures: dict[str, Any]
+    plots: list[StagePlot] = field(default_factory=list)
+
+
 class Stage(ABC):
     """One kind of stage with its settings.
 
@@ -83,6 +106,12 @@ class Stage(ABC):
     @abstractmethod
     def run(self, context: StageContext) -> Outcome:
         """Do it."""
+
+    @classmethod
+    def show(cls, summary: dict[str, Any], number: int) -> Shown:
+        """What the report shows of a stage of this kind, from the summary that `run` returned;
+        number: the stage's in its run, for the names of plots."""
+        return Shown(summary)
 
 
 STAGES: Registry[type[Stage]] = Registry("stage kind")

@@ -90,6 +90,15 @@ def choose_trained(model: PreTrainedModel, *, embeddings: bool) -> None:
         model.get_output_embeddings().requires_grad_(False)
 
 
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Compute the layers' activations again in the backward pass instead of keeping them."""
+    # transformers 5.23 has another name for it.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    # The embeddings may be frozen; a checkpointed layer wants an input with a gradient.
+    model.enable_input_require_grads()
+
+
 def frequent_tokens(
     context: StageContext, samples: Sequence[Sample], count: int
 ) -> tuple[Tensor, dict[str, float]]:

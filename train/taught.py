@@ -1,5 +1,6 @@
 """What stages that learn from the target's distribution are told of their losses."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from distill.losses import Terms
@@ -21,3 +22,14 @@ class TaughtConfig(TextConfig):
             teacher_temperature=self.teacher_temperature,
             drafter_temperature=self.drafter_temperature,
         )
+
+    @property
+    def terms_in_words(self) -> str:
+        """Such as '1·forward_kl + 0.5·jsd(beta=0.1)'."""
+        parts = []
+        for name, given in self.losses.items():
+            options = dict(given) if isinstance(given, Mapping) else {"weight": given}
+            weight = options.pop("weight", 1)
+            shown = ", ".join(f"{k}={v:g}" for k, v in options.items())
+            parts.append(f"{weight:g}·{name}" + (f"({shown})" if shown else ""))
+        return " + ".join(parts)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -321,16 +320,3 @@ def steps_in(loop: LoopConfig, batches_per_epoch: int) -> int:
     """Optimizer steps of a whole training on a fixed text."""
     steps = loop.epochs * math.ceil(batches_per_epoch / loop.accumulation)
     return min(steps, loop.max_steps or steps)
-
-
-def describe(progress: Progress) -> dict[str, Any]:
-    """What a stage's summary and the report keep of a training."""
-    return {
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "training_seconds": progress.seconds,
-        "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
-        "history": progress.history,
-        "dev": progress.dev,
-        "clock": progress.clock,
-    }

@@ -54,15 +54,20 @@ class Drafter(ABC):
         """How the children of one node come about, where this drafter draws with `sampling`."""
         return "chosen"
 
+    def deepest(self, gamma: int) -> int:
+        """How deep its drafts are at most where γ is asked for. γ is for drafts that have no depth
+        of their own: a tree of fixed structure is as deep as it is, be that more or less."""
+        return gamma
+
     def most_nodes(self, gamma: int) -> int:
         """How many nodes one row's draft may have; more than `gamma` for trees."""
         return gamma
 
-    def describe_drafts(self) -> str:
-        """In a few words what its drafts are, such as `chain`."""
+    def describe_drafts(self, most: int | None = None) -> str:
+        """In a few words what its drafts are, such as `chain`. most: where none may be deeper."""
         shape = getattr(self, "shape", None)
         if isinstance(shape, Shape):
-            return shape.describe()
+            return shape.describe(most)
         return "tree" if self.branches else "chain"
 
     def with_shape(self, shape: Shape) -> "Drafter":

@@ -59,8 +59,11 @@ class CompositeDrafter(Drafter):
             )
         return drawn.pop() if drawn else "chosen"
 
-    def describe_drafts(self) -> str:
-        return " or ".join(dict.fromkeys(drafter.describe_drafts() for drafter in self.drafters))
+    def describe_drafts(self, most: int | None = None) -> str:
+        return " or ".join(dict.fromkeys(x.describe_drafts(most) for x in self.drafters))
+
+    def deepest(self, gamma: int) -> int:
+        return max(drafter.deepest(gamma) for drafter in self.drafters)
 
     def most_nodes(self, gamma: int) -> int:
         return max(drafter.most_nodes(gamma) for drafter in self.drafters)

@@ -50,6 +50,9 @@ class SeveralDrafters(Drafter):
             )
         return "independent" if "independent" in kinds else "chosen"
 
+    def deepest(self, gamma: int) -> int:
+        return max(drafter.deepest(gamma) for drafter in self.drafters)
+
     def most_nodes(self, gamma: int) -> int:
         return sum(drafter.most_nodes(gamma) for drafter in self.drafters)
 

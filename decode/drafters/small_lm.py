@@ -79,6 +79,9 @@ class SmallLMDrafter(Drafter):
     def siblings(self, sampling: Sampling) -> Siblings:
         return self.shape.siblings(sampling)
 
+    def deepest(self, gamma: int) -> int:
+        return self.shape.depth or gamma
+
     def most_nodes(self, gamma: int) -> int:
         return self.shape.most_nodes(gamma)
 

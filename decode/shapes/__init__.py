@@ -26,8 +26,8 @@ class Shape(ABC):
     branches: bool = True
     depth: int | None = None
 
-    def describe(self) -> str:
-        """In a few words, such as `chain`."""
+    def describe(self, most: int | None = None) -> str:
+        """In a few words, such as `chain`. most: where no draft may be deeper."""
         return type(self).__name__.lower()
 
     @abstractmethod

@@ -108,8 +108,11 @@ class FixedTree(Shape):
         self.depth = structure.depth
         self._plans: dict[tuple[int, torch.device], _Plan] = {}
 
-    def describe(self) -> str:
-        return f"tree of {len(self.structure)} nodes, {self.depth} deep"
+    def describe(self, most: int | None = None) -> str:
+        whole = f"tree of {len(self.structure)} nodes, {self.depth} deep"
+        if most is None or most >= self.structure.depth:
+            return whole
+        return f"{whole}, cut to {self.structure.within(most)} nodes, {most} deep"
 
     def siblings(self, sampling: Sampling) -> Siblings:
         if sampling.greedy or self.draw == "top":

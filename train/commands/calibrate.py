@@ -66,7 +66,7 @@ def calibrate(
     from train.console import Reporter
     from train.data.chat import prompt_tokens
     from train.data.read import read_examples, spread
-    from train.report import number
+    from train.report.words import number
 
     quieten()
     tried, bounds = numbers("thresholds", thresholds), numbers("acceptance", acceptance)

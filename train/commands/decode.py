@@ -28,7 +28,6 @@ from train.commands.shared import (
     app,
     quieten,
     shows_errors,
-    usual_depth,
 )
 
 
@@ -61,8 +60,6 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a drafter: acceptance on all prompts, time on a few, beside plain decoding."""
-    from dataclasses import replace
-
     import heads  # noqa: F401  (makes its drafters known)
     from decode.artifact import write_file
     from decode.measure import Protocol
@@ -74,7 +71,8 @@ def evaluate(
     from train.data.chat import prompt_tokens
     from train.data.read import read_examples, spread
     from train.evaluate import drift_of
-    from train.report import footnotes, table
+    from train.report.notes import footnotes
+    from train.report.table import table
     from train.run import describe_process
 
     quieten()
@@ -95,7 +93,6 @@ def evaluate(
     reporter = Reporter()
     loaded = load_target(target, dtype=dtype, device=device)
     which = open_drafter(drafter, loaded)
-    protocol = replace(protocol, gamma=gamma or usual_depth(which, shape))
     chosen = [prompt_tokens(e, loaded.tokenizer) for e in spread(examples, limit)]
     with reporter.bar("evaluating", len(chosen)) as bar:
 
@@ -109,7 +106,7 @@ def evaluate(
         "name": "evaluate",
         "rows": [{"stage": "–", "drafter": drafter, "order": 0, "evaluation": figures}],
         "provenance": [describe_process()],
-        "config": {"target": {"model": target}},
+        "config": {"target": {"model": target}, "evaluation": {"gamma": gamma}},
     }
     reporter.table(table(report))
     for line in footnotes(report):
@@ -149,8 +146,6 @@ def generate(
     seed: int = 0,
 ) -> None:
     """Answer one prompt, streaming the text as it becomes certain."""
-    from dataclasses import replace
-
     import torch
 
     import heads  # noqa: F401  (makes its drafters known)
@@ -182,7 +177,6 @@ def generate(
     ids = prompt_tokens(example, loaded.tokenizer, system)
     stops = StopStrings(loaded.tokenizer, stop) if stop else None
     which = open_drafter(drafter, loaded)
-    settings = replace(settings, gamma=gamma or usual_depth(which, shape))
     decoder, _ = settings.decoder(loaded, which, ids, stop=stops)
 
     pieces = TextPieces(loaded.tokenizer, lambda piece: typer.echo(piece, nl=False))
@@ -204,9 +198,12 @@ def generate(
         pieces.put(torch.tensor(done.outputs[0]))
     pieces.end()
     counts, seconds = done.counts, done.timing.total
+    drafts = decoder.drafter.describe_drafts(decoder.policy.most)
+    if gamma is not None and decoder.drafter.deepest(gamma) != gamma:
+        drafts += f" (γ {gamma} is for drafts that have no depth of their own)"
     typer.echo(
         f"\n[{len(done.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} tokens "
-        f"per step, acceptance rate {counts.acceptance_rate:.2f}; drafts: "
-        f"{decoder.drafter.describe_drafts()}; rule {settings.for_drafter(which).rule}]",
+        f"per step, acceptance rate {counts.acceptance_rate:.2f}; drafts: {drafts}; rule "
+        f"{settings.for_drafter(which).rule}]",
         err=True,
     )

@@ -93,7 +93,8 @@ def print_plan(run: Any, reporter: Any) -> None:
 
 def print_report(run: Any, report: dict[str, Any]) -> None:
     """The table of all drafters, what holds for all of its rows, and where the report is."""
-    from train.report import footnotes, table
+    from train.report.notes import footnotes
+    from train.report.table import table
 
     run.reporter.table(table(report))
     for line in footnotes(report):

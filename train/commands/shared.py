@@ -30,7 +30,10 @@ DrafterOption = Annotated[
 ]
 GammaOption = Annotated[
     int | None,
-    typer.Option(help="how many tokens a draft is deep; default 4, or as the drafter's own tree"),
+    typer.Option(
+        help="how many tokens a draft is deep; default 4. A tree is as deep as it is: what cuts it "
+        "is --policy fixed:most=N"
+    ),
 ]
 TemperatureOption = Annotated[float, typer.Option(help="0: greedy")]
 TopKOption = Annotated[int, typer.Option(help="0: off")]
@@ -77,12 +80,6 @@ def shows_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(2) from None
 
     return run
-
-
-def usual_depth(drafter: Any, shape: str | None) -> int:
-    """γ where none is asked for: the depth of the drafter's own tree, if that is drafted in."""
-    own = None if shape else getattr(drafter, "shape", None)
-    return getattr(own, "depth", None) or GAMMA
 
 
 def cores() -> int:

@@ -1,7 +1,6 @@
 """`distill`: a small language model learns the target's distribution (DistillSpec, 2310.08461)."""
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel
 from decode.drafters import Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.features import FINAL
 from decode.store import save_drafter
 from decode.target import Target
 from decode.vocabulary import ReducedVocabulary, reduce_output, save_with_vocabulary
@@ -23,11 +21,8 @@ from distill.cache import CachedTeacher
 from distill.lora import LoraConfig, Trainable
 from distill.module import Distillation
 from distill.output import split_model
-from distill.parts import text_sha256
-from distill.sharding import shard_layers
 from distill.teacher import LiveTeacher, TeacherSource
-from heads.cache import CachedFeatures, holds_features
-from heads.teacher import CachedStatesTeacher
+from heads.cache import holds_features
 from train.clock import Clock
 from train.data.batches import Inputs
 from train.data.chat import Sample
@@ -37,17 +32,20 @@ from train.on_policy import OnPolicyConfig, OnPolicyText
 from train.optimizer import OptimizerConfig
 from train.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
-from train.stage import STAGES, Outcome, Plan, Stage, StageContext
+from train.stage import STAGES, Outcome, Plan, StageContext
 from train.student import (
     DRAFTER_STAGES,
     StudentConfig,
+    checkpoint_layers,
     choose_trained,
     frequent_tokens,
     make_student,
 )
 from train.taught import TaughtConfig
+from train.teacher import Cache, TargetModel, open_cache, teacher_of
 from train.text import FixedText, Text
-from train.trainer import LoopConfig, Task, Trainer, describe
+from train.trained import TrainedStage, describe
+from train.trainer import LoopConfig, Task, Trainer
 
 
 class DistillConfig(TaughtConfig):
@@ -80,7 +78,7 @@ class DistillConfig(TaughtConfig):
 
 
 @STAGES.register("distill")
-class DistillStage(Stage):
+class DistillStage(TrainedStage):
     """Trains a small LM on text with the target beside it, and writes it to `drafter/`."""
 
     Config = DistillConfig
@@ -165,7 +163,7 @@ class DistillStage(Stage):
             begun = context.plans[settings.drafter.stage]
             what = f"goes on with the drafter of {settings.drafter.stage}"
             return Plan(
-                f"{what}; {_losses(settings.losses)}; {amount}",
+                f"{what}; {settings.terms_in_words}; {amount}",
                 begun.trained_parameters,
                 tokens,
                 begun.memory_bytes,
@@ -181,7 +179,7 @@ class DistillStage(Stage):
         chunk = 2 * 4 * settings.chunk_tokens * context.target.vocab_size
         return Plan(
             f"{type(model).__name__} of {student.num_parameters() / 1e6:.1f}M parameters; "
-            f"{_losses(settings.losses)}; {amount}",
+            f"{settings.terms_in_words}; {amount}",
             trained_parameters=trained,
             tokens=tokens,
             memory_bytes=weights + (0 if self._cached else teacher) + chunk,
@@ -190,7 +188,7 @@ class DistillStage(Stage):
     def run(self, context: StageContext) -> Outcome:
         settings: DistillConfig = self.config
         samples, counts = fitting_samples(context, settings)
-        cache = self._cache(context, samples)
+        cache = open_cache(settings.teacher, context, samples) if self._cached else None
         # Random weights and adapters are the stage's own, whatever ran before it.
         torch.manual_seed(settings.loop.seed)
         model, vocabulary, coverage = self._student(context, samples, cache)
@@ -205,8 +203,12 @@ class DistillStage(Stage):
         model.to(device)
         ids = None if vocabulary is None else vocabulary.ids.to(device)
         clock = Clock(device)
-        with _Target(context, shard=settings.shard_teacher) as target:
-            teacher = self._teacher(target, cache, ids, clock)
+        with TargetModel(context, shard=settings.shard_teacher) as target:
+            teacher: TeacherSource | None = None
+            if settings.terms.needs_teacher:
+                teacher = teacher_of(
+                    target, cache, ids, remember=settings.remember_teacher, clock=clock
+                )
 
             def step(
                 module: nn.Module, given: Inputs, names: Sequence[str]
@@ -269,7 +271,7 @@ class DistillStage(Stage):
         self,
         context: StageContext,
         samples: Sequence[Sample],
-        cache: CachedTeacher | CachedFeatures | None,
+        cache: Cache | None,
     ) -> tuple[PreTrainedModel, ReducedVocabulary | None, dict[str, float]]:
         """The model to train on the CPU, its draft vocabulary, and what that covers of the text, if
         it was chosen here."""
@@ -292,44 +294,6 @@ class DistillStage(Stage):
                     "cache first and start the drafter from it"
                 )
         return model, vocabulary, {}
-
-    def _cache(
-        self, context: StageContext, samples: Sequence[Sample]
-    ) -> CachedTeacher | CachedFeatures | None:
-        settings: DistillConfig = self.config
-        if not self._cached:
-            return None
-        directory = context.outcomes.get(settings.teacher, Path(settings.teacher))
-        cache: CachedTeacher | CachedFeatures
-        if holds_features(directory):
-            cache = CachedFeatures(directory, context.target, [FINAL])
-        else:
-            cache = CachedTeacher(directory, context.target)
-        cache.require([(s.id, text_sha256(s.tokens, s.mask)) for s in samples])
-        return cache
-
-    def _teacher(
-        self,
-        target: PreTrainedModel,
-        cache: CachedTeacher | CachedFeatures | None,
-        ids: Tensor | None,
-        clock: Clock,
-    ) -> TeacherSource | None:
-        settings: DistillConfig = self.config
-        if not settings.terms.needs_teacher:
-            return None
-        if isinstance(cache, CachedFeatures):
-            return CachedStatesTeacher(
-                split_model(target), cache, vocabulary=ids, timed=lambda: clock("teacher")
-            )
-        if cache is not None:
-            return cache
-        return LiveTeacher(
-            split_model(target),
-            remember=settings.remember_teacher,
-            vocabulary=ids,
-            timed=lambda: clock("teacher"),
-        )
 
     def _text(
         self,
@@ -386,42 +350,3 @@ class DistillStage(Stage):
 
         provenance = {"stage": self.config.name} | provenance
         save_drafter(path, "small_lm", write, target=context.target, provenance=provenance)
-
-
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Compute the layers' activations again in the backward pass instead of keeping them."""
-    # transformers 5.23 has another name for it.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
-    # The embeddings may be frozen; a checkpointed layer wants an input with a gradient.
-    model.enable_input_require_grads()
-
-
-class _Target:
-    """The target's model as a teacher; with `shard` a copy of it shared out over the ranks, while
-    the whole one waits in the CPU's memory."""
-
-    def __init__(self, context: StageContext, *, shard: bool) -> None:
-        self.whole, self.shard = context.target.model, shard
-        self.device = context.target.device
-
-    def __enter__(self) -> PreTrainedModel:
-        if not self.shard:
-            return self.whole
-        self.whole.to("cpu")
-        part = copy.deepcopy(self.whole)
-        shard_layers(part.base_model, self.device.type)
-        return part.to(self.device)
-
-    def __exit__(self, *_: object) -> None:
-        self.whole.to(self.device)
-
-
-def _losses(losses: Mapping[str, Any]) -> str:
-    parts = []
-    for name, given in losses.items():
-        options = dict(given) if isinstance(given, Mapping) else {"weight": given}
-        weight = options.pop("weight", 1)
-        shown = ", ".join(f"{k}={v:g}" for k, v in options.items())
-        parts.append(f"{weight:g}·{name}" + (f"({shown})" if shown else ""))
-    return " + ".join(parts)

@@ -20,10 +20,8 @@ from decode.store import describe_drafter
 from decode.target import Target
 from distill.drift import Drift
 from distill.output import split_model
-from distill.parts import text_sha256
 from heads.base import HeadOptions, Heads
 from heads.bigrams import Bigrams, lookup_top1
-from heads.cache import CachedFeatures
 from heads.features import FeatureSource, LiveFeatures
 from heads.joint import JointTraining
 from heads.store import build_heads, make_ready, new_heads, read_heads, save_heads
@@ -37,11 +35,13 @@ from train.head_tree import TreeConfig, calibrated_tree
 from train.optimizer import OptimizerConfig
 from train.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
-from train.stage import STAGES, Outcome, Plan, Stage, StageContext
+from train.stage import STAGES, Outcome, Plan, StageContext
 from train.student import frequent_tokens
 from train.taught import TaughtConfig
+from train.teacher import open_features
 from train.text import FixedText
-from train.trainer import LoopConfig, Task, Trainer, describe
+from train.trained import TrainedStage, describe
+from train.trainer import LoopConfig, Task, Trainer
 
 
 class HeadsConfig(TaughtConfig):
@@ -79,7 +79,7 @@ class HeadsConfig(TaughtConfig):
 
 
 @STAGES.register("heads")
-class HeadsStage(Stage):
+class HeadsStage(TrainedStage):
     """Trains heads on text with the target beside it, and writes them to `drafter/`."""
 
     Config = HeadsConfig
@@ -296,10 +296,7 @@ class HeadsStage(Stage):
                 remember=settings.remember_features,
                 timed=lambda: clock("teacher"),
             )
-        directory = context.outcomes.get(settings.features, Path(settings.features))
-        cache = CachedFeatures(directory, context.target, taps)
-        cache.require([(s.id, text_sha256(s.tokens, s.mask)) for s in samples])
-        return cache
+        return open_features(settings.features, context, samples, taps)
 
     @staticmethod
     def _forward(

@@ -1,39 +1,34 @@
 """`online`: a drafter serves a stream of prompts and learns from what the target rejects
 (Online Speculative Decoding, 2310.07177)."""
 
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import gather_object
 from pydantic import Field, model_validator
 
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.loop import Decoder
 from decode.rules import RULES
-from decode.sampling import Sampling
 from decode.store import save_drafter
 from distill.cache import describe_teacher
 from distill.losses import Terms
 from distill.online import OnlineStudent
 from distill.replay import bytes_per_draft, bytes_per_position
 from heads.online import require_learns
-from train.background import Background
-from train.data.chat import prompt_tokens
 from train.data.read import Example
 from train.learners import Learning, heads_stage
-from train.online import Online, OnlineConfig, Round
+from train.online import Online, OnlineConfig
+from train.plots import lines
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, Plan, Stage, StageContext
-from train.stopping import Stopped, StopRequest
-from train.stream import COUNTS, Progress, rate
+from train.serving import Serving
+from train.stage import STAGES, Outcome, Plan, Shown, Stage, StageContext, StagePlot
+from train.stream import Progress
 from train.student import StudentConfig, choose_trained, make_student
 from train.versions import Versions
+
+STREAM = "Acceptance over the stream, by windows of requests in their order."
 
 
 class OnlineStageConfig(StageConfig):
@@ -163,17 +158,14 @@ class OnlineStage(Stage):
             )
         student, drafter = self._learner(context, versions.path(at.version) if found else None)
         online = self._online(context, student, drafter)
+        serving = Serving(settings, context, stream, student, drafter, online, versions, at, number)
         if found is None:
-            self._save_version(context, versions, student, online, at)
+            serving.save_version()
         elif online is not None:
             self._resume(context, online, at, versions)
-        with ExitStack() as stack:
-            background = None
-            if online is not None and settings.background:
-                background = stack.enter_context(Background(online))
-            self._serve_all(context, drafter, online, background, stream, at, versions, number)
+        serving.serve()
         if accelerator.is_main_process:
-            provenance = self._provenance(context, at) | {
+            provenance = serving.provenance() | {
                 "version": at.version,
                 "rounds": [entry for entry in at.rounds if entry["kept"]],
             }
@@ -190,7 +182,13 @@ class OnlineStage(Stage):
             summary |= self._buffer_figures(context, online)
         return Outcome(context.directory / "drafter", summary)
 
-    # How it begins.
+    @classmethod
+    def show(cls, summary: dict[str, Any], number: int) -> Shown:
+        """The stream, window by window, as a plot."""
+        figures = {k: v for k, v in summary.items() if k not in ("windows", "rounds")}
+        name = f"stream-{number}"
+        drawn = lines.stream(name, summary.get("windows") or [], summary.get("rounds") or [])
+        return Shown(figures, [StagePlot(name, STREAM, drawn)])
 
     def _stream(self, context: StageContext) -> list[Example]:
         settings: OnlineStageConfig = self.config
@@ -291,173 +289,6 @@ class OnlineStage(Stage):
         if at.online:
             state = at.online[min(rank, len(at.online) - 1)]
             online.resume(state, versions.moments(at.version))
-
-    # How it goes on.
-
-    def _serve_all(
-        self,
-        context: StageContext,
-        drafter: Drafter,
-        online: Online | None,
-        background: Background | None,
-        stream: list[Example],
-        at: Progress,
-        versions: Versions,
-        number: int,
-    ) -> None:
-        settings: OnlineStageConfig = self.config
-        observers: list[Any] = [online.observe] if online else []
-        decoder = Decoder(
-            context.target.model,
-            drafter,
-            eos_token_ids=context.target.eos_token_ids,
-            gamma=settings.gamma,
-            rule=settings.rule,
-            sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
-            observers=[*observers, *([background.swap] if background else [])],
-        )
-        request = StopRequest()
-        saved = at.served
-        with request.listening(), context.reporter.bar("serving", len(stream)) as bar:
-            bar.update(at.served)
-            while at.served < len(stream):
-                stopping = self._serve(context, decoder, online, stream, at, request)
-                last = at.served == len(stream)
-                begin = time.perf_counter()
-                found = self._learn(online, background, wait=stopping or last)
-                if online is not None and found is not None:
-                    waited = at.spend("learning", begin)
-                    self._note(context, online, found, waited, stream, at, versions)
-                due = found is not None or stopping or last
-                # A round that is under way would be saved by half; its end is the next chance.
-                whole = background is None or not background.busy
-                if whole and (due or at.served - saved >= settings.window):
-                    number, saved = number + 1, at.served
-                    self._save(context, versions, online, at, number)
-                if background and online and online.due() and not (stopping or last):
-                    background.begin()
-                bar.update(at.served, f"acceptance {rate(at.counts[-settings.window :]):.2f}")
-                if stopping:
-                    raise Stopped(f"stopped after {at.served} of {len(stream)} requests")
-
-    def _serve(
-        self,
-        context: StageContext,
-        decoder: Decoder,
-        online: Online | None,
-        stream: list[Example],
-        at: Progress,
-        request: StopRequest,
-    ) -> bool:
-        """Answer the next batch; whether some rank was asked to stop."""
-        settings: OnlineStageConfig = self.config
-        accelerator, target = context.accelerator, context.target
-        rank, world = accelerator.process_index, accelerator.num_processes
-        count = min(settings.batch_size, len(stream) - at.served)
-        begin = time.perf_counter()
-        mine = list(range(rank, count, world))
-        shared = torch.zeros(count + 1, len(COUNTS), dtype=torch.float64)
-        if mine:
-            numbers = [at.served + i for i in mine]
-            prompts = [prompt_tokens(stream[i], target.tokenizer, context.system) for i in numbers]
-            if online:
-                online.collector.begin(numbers)
-            done = decoder.decode(
-                prompts, settings.max_new_tokens, seed=settings.seed, row_ids=numbers
-            )
-            tally = done.tally
-            by_row = (tally.steps, tally.emitted, tally.reached.sum(1), tally.accepted.sum(1))
-            shared[mine] = torch.stack([torch.as_tensor(x) for x in by_row], 1).double()
-        shared[-1] = float(request.asked)
-        *rows, stop = accelerator.reduce(shared.to(accelerator.device), "sum").tolist()
-        at.counts += [[int(x) for x in row] for row in rows]
-        at.served += count
-        at.batches.append((at.served, at.spend("decoding", begin)))
-        return bool(stop[0])
-
-    @staticmethod
-    def _learn(online: Online | None, background: Background | None, *, wait: bool) -> Round | None:
-        """A round that was learnt now, or that ended in the background."""
-        found = None
-        if background is not None:
-            found = background.ended(wait=wait)
-        elif online is not None and online.due():
-            found = online.learn()
-        if online is not None:
-            online.swap()
-        return found
-
-    def _note(
-        self,
-        context: StageContext,
-        online: Online,
-        found: Round,
-        waited: float,
-        stream: list[Example],
-        at: Progress,
-        versions: Versions,
-    ) -> None:
-        requests = sorted(set(gather_object(found.requests)))
-        at.rounds.append(
-            asdict(found)
-            | {
-                "served": at.served,
-                "waited": waited,
-                "requests": [stream[i].id for i in requests],
-            }
-        )
-        at.version = online.version
-        if found.kept:
-            begin = time.perf_counter()
-            self._save_version(context, versions, online.student, online, at)
-            at.spend("saving", begin)
-
-    def _save_version(
-        self,
-        context: StageContext,
-        versions: Versions,
-        student: OnlineStudent,
-        online: Online | None,
-        at: Progress,
-    ) -> None:
-        if not context.accelerator.is_main_process:
-            return
-        provenance = self._provenance(context, at) | {
-            "version": at.version,
-            "round": at.rounds[-1] if at.rounds else None,
-        }
-        moments = online.moments() if online else {}
-        versions.save_version(at.version, student, moments, provenance)
-
-    def _provenance(self, context: StageContext, at: Progress) -> dict[str, Any]:
-        return {
-            "stage": self.config.name,
-            "run": context.run_name,
-            "settings": self.config.model_dump(mode="json"),
-            "start": self.config.drafter.provenance(context),
-            "served": at.served,
-        }
-
-    def _save(
-        self,
-        context: StageContext,
-        versions: Versions,
-        online: Online | None,
-        at: Progress,
-        number: int,
-    ) -> None:
-        begin = time.perf_counter()
-        if online is not None:
-            online.gather()
-            for buffer in (online.buffer, online.held_out):
-                buffer.commit()
-            own = [x for b in (online.buffer, online.held_out) for x in (b.first, b.next)]
-            at.buffers = gather_object([own])
-            at.online = gather_object([online.state()])
-        if context.accelerator.is_main_process:
-            versions.save_progress(number, asdict(at))
-        context.accelerator.wait_for_everyone()
-        at.spend("saving", begin)
 
     @staticmethod
     def _buffer_figures(context: StageContext, online: Online) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""A verdict on the host: what a pass of the target yields, and whether its logits were usable.
+
+Shapes: B rows, D drafted tokens on the longest path.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from decode.contexts import Contexts
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.rules import Verdict
+from decode.scores import Scores
+
+
+@dataclass
+class Judged:
+    """accepted, reached: int [B], as in `Verdict`. block: int64 [B, D+1], the accepted tokens of
+    each row, followed by the target's own. broken: bool [B], whether any logits on the way were
+    NaN, infinite or masked throughout.
+    """
+
+    accepted: np.ndarray
+    reached: np.ndarray
+    block: np.ndarray
+    broken: np.ndarray
+
+    @classmethod
+    def of(cls, draft: Draft, scores: Scores, verdict: Verdict) -> "Judged":
+        """With one transfer to the host."""
+        path_tokens = draft.tokens.gather(1, verdict.path)
+        peaks = scores.peaks_at(verdict.places())
+        visited = torch.arange(peaks.shape[1], device=peaks.device) <= verdict.accepted[:, None]
+        packed = torch.cat(
+            [
+                verdict.accepted[:, None],
+                verdict.reached[:, None],
+                verdict.next_token[:, None],
+                (visited & ~peaks.isfinite()).any(1, keepdim=True),
+                path_tokens,
+            ],
+            dim=1,
+        )
+        host = packed.cpu().numpy()
+        accepted, reached, following, broken = host[:, 0], host[:, 1], host[:, 2], host[:, 3]
+        block = np.concatenate([host[:, 4:], np.zeros_like(host[:, :1])], axis=1)
+        np.put_along_axis(block, accepted[:, None], following[:, None], axis=1)
+        return cls(accepted, reached, block, broken.astype(bool))
+
+    def require_usable(
+        self, scores: Scores, verdict: Verdict, rows: np.ndarray, contexts: Contexts, step: int
+    ) -> None:
+        """Raise UserError where a row is broken: what is wrong with the logits of the first, and
+        whose fault it is. rows: int [B], the prompts; step: 0 is the prefill."""
+        if not self.broken.any():
+            return
+        place = int(self.broken.argmax())
+        where = (
+            f"in step {step} ({'prefill' if step == 0 else 'verification'}) for prompt "
+            f"{rows[place]}, after {contexts.lengths[place]} tokens of text"
+        )
+        on_path = verdict.places()[place, : int(verdict.accepted[place]) + 1]
+        if not scores.raw[place, on_path].amax(-1).isfinite().all():
+            raise UserError(
+                f"the target's logits are NaN or infinite {where}; check its weights, or use a "
+                f"dtype with more range than {str(scores.raw.dtype).removeprefix('torch.')}"
+            )
+        raise UserError(
+            f"the logits processors leave no token to choose {where}; at least one logit must be "
+            "finite: take the processor away that masks all, or let it spare a token"
+        )

@@ -1,0 +1,182 @@
+"""Loads models by transformers, whose errors about their files become UserErrors.
+
+Weights come from safetensors or GGUF, never from pickle files, which can run code, and no code that
+comes with a model is run unless that was asked for.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from decode.errors import UserError
+
+# What transformers raises for files that are missing, malformed or do not fit together.
+# ImportError: a model or an attention implementation that needs a package not installed.
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    TypeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    dtype: torch.dtype
+    attn_implementation: str
+    trust_remote_code: bool
+
+
+def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[Any, Any]:
+    """Model and tokenizer by transformers, its errors turned into UserErrors.
+
+    where: `revision` for hub ids or `gguf_file` for GGUF files.
+    """
+    where["trust_remote_code"] = options.trust_remote_code
+    with _explained(source, "config"):
+        config = transformers.AutoConfig.from_pretrained(source, **where)
+    _require_causal(source, config)
+    tokenizer = _load_tokenizer(source, config, where)
+    if "gguf_file" in where:
+        where["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with _explained(source, "weights"):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=options.dtype,
+            attn_implementation=options.attn_implementation,
+            use_safetensors=True,
+            output_loading_info=True,
+            **where,
+        )
+    if info["missing_keys"]:
+        # transformers fills them with random numbers and goes on.
+        raise UserError(
+            f"the weights of {source} lack {len(info['missing_keys'])} tensors that its config "
+            f"asks for, such as {min(info['missing_keys'])}. Name a complete causal language model."
+        )
+    return model, tokenizer
+
+
+def _load_tokenizer(source: str, config: Any, where: dict[str, Any]) -> Any:
+    try:
+        if "gguf_file" in where:
+            # AutoTokenizer ends up with this class too, after reading the file once more.
+            return transformers.PreTrainedTokenizerFast.from_pretrained(source, **where)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, config=config, **where)
+    except Exception as error:  # the tokenizers library raises plain Exception for bad files
+        if _asks_for_trust(error):
+            raise UserError(_foreign_code(source)) from error
+        raise UserError(
+            f"no usable tokenizer in {source} ({_first_line(error)}). Put the model's tokenizer "
+            "files (tokenizer.json, tokenizer_config.json) beside its weights."
+        ) from error
+    return tokenizer
+
+
+def _require_causal(source: str, config: Any) -> None:
+    # Encoders such as BERT load as language models too, and predict words they have seen.
+    causal = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    architectures = config.architectures or []
+    foreign = architectures and not any(name.endswith(causal) for name in architectures)
+    if config.is_encoder_decoder or foreign:
+        raise UserError(
+            f"{source} is not a causal language model: its config names "
+            f"{', '.join(architectures) or config.model_type}, expected a ...ForCausalLM. "
+            "Name a decoder-only model with its output layer."
+        )
+
+
+@contextmanager
+def _explained(source: str, part: str) -> Iterator[None]:
+    """Turns what transformers raises about a model's files into UserErrors."""
+    try:
+        yield
+    except _LOAD_ERRORS as error:
+        reason = _first_line(error)
+        if _asks_for_trust(error):
+            message = _foreign_code(source)
+        elif "safetensors" in reason and "does not appear to have" in reason:
+            message = no_safetensors(source, [])
+        elif not Path(source).exists() and part == "config":
+            message = (
+                f"{source} is no directory here, and loading it from the hub failed ({reason}). "
+                "Check the name, the network and, for a gated model, your access."
+            )
+        else:
+            message = (
+                f"the {part} of {source} cannot be loaded ({type(error).__name__}: {reason}). "
+                "Check that the files are complete, belong together, and that this version of "
+                f"transformers ({transformers.__version__}) knows the model."
+            )
+        raise UserError(message) from error
+
+
+def _asks_for_trust(error: Exception) -> bool:
+    return "trust_remote_code" in str(error)
+
+
+def _foreign_code(source: str) -> str:
+    return (
+        f"{source} comes with Python code of its own, which is not run unless you ask for it. "
+        "Read that code, then set trust_remote_code, or name another model."
+    )
+
+
+def no_safetensors(source: str, pickles: list[str]) -> str:
+    found = f"only {', '.join(sorted(pickles))}" if pickles else "none"
+    return (
+        f"{source} has no safetensors weights (found {found}). Pickle files (.bin) are not read, "
+        "because loading one can run code. Convert them first: load the model with transformers "
+        "where you trust it, and save_pretrained writes safetensors."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".:")
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Silences tqdm: some of transformers' bars have no switch of their own."""
+    with _replaced(tqdm, "__init__", functools.partialmethod(tqdm.__init__, disable=True)):
+        yield
+
+
+@contextmanager
+def gguf_read_once() -> Iterator[None]:
+    """Halves the time a GGUF file takes to load.
+
+    transformers parses the file anew for the config and for the weights, and makes the table of
+    tensor names anew for every module.
+    """
+    with (
+        _replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+    ):
+        yield

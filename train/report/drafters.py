@@ -1,0 +1,120 @@
+"""The plots of a report's drafters."""
+
+from typing import Any
+
+from train.plots import REFERENCE, SERIES
+from train.plots.lines import by_position
+from train.plots.rows import bars, intervals, stacks
+from train.report.rows import bare, is_baseline, labels
+
+MOST_KEPT = 8
+# Parts of decoding time in the order of the loop, with their colours.
+TIME = {
+    "prefill": REFERENCE,
+    "draft": SERIES[1],
+    "verify": SERIES[0],
+    "overhead": SERIES[3],
+}
+
+
+def drafter_plots(report: dict[str, Any]) -> dict[str, str]:
+    """SVG by name."""
+    names, evaluations = labels(report), [row["evaluation"] for row in report["rows"]]
+    colours, used = [], 0
+    for row in report["rows"]:
+        colours.append(SERIES[used % len(SERIES)])
+        if is_baseline(report, row):
+            colours[-1] = REFERENCE
+        else:
+            used += 1
+
+    def reference(key: str) -> tuple[str, float] | None:
+        found = [
+            (bare(name), row["evaluation"].get(key))
+            for name, row in zip(names, report["rows"], strict=True)
+            if row["drafter"] == "ngram" and row["evaluation"].get(key) is not None
+        ]
+        return max(found, key=lambda pair: pair[1]) if found else None
+
+    def figures(key: str) -> list[Any]:
+        return [evaluation.get(key) for evaluation in evaluations]
+
+    return {
+        "acceptance": bars(
+            "acceptance",
+            names,
+            figures("acceptance_rate"),
+            colours,
+            axis="acceptance rate α",
+            end=1.0,
+            reference=reference("acceptance_rate"),
+            marks=figures("break_even_acceptance"),
+            mark_label="break-even",
+        ),
+        "tokens": bars(
+            "tokens",
+            names,
+            figures("tokens_per_step"),
+            colours,
+            axis="tokens per step τ (plain decoding: 1)",
+            reference=reference("tokens_per_step"),
+        ),
+        "speed": intervals(
+            "speed", names, figures("speedup"), colours, axis="speed-up over plain decoding (×)"
+        ),
+        "positions": by_position(
+            "positions",
+            names,
+            [found or [] for found in figures("acceptance_by_position")],
+            [found or [] for found in figures("reached_by_position")],
+            colours,
+        ),
+        "accepted": _accepted_plot(names, evaluations),
+        "time": _time_plot(names, evaluations),
+    }
+
+
+def _accepted_plot(names: list[str], evaluations: list[dict[str, Any]]) -> str:
+    passes = [evaluation.get("steps_by_accepted") or [] for evaluation in evaluations]
+    depth = max(map(len, passes), default=0)
+    # Long drafts: what is kept beyond MOST_KEPT is one part, or none could be told apart.
+    parts = [
+        (str(kept), [sum(row[kept : kept + 1]) / (sum(row) or 1) for row in passes])
+        for kept in range(min(depth, MOST_KEPT))
+    ]
+    if depth > MOST_KEPT:
+        beyond = [sum(row[MOST_KEPT:]) / (sum(row) or 1) for row in passes]
+        last = MOST_KEPT if depth == MOST_KEPT + 1 else f"{MOST_KEPT}+"
+        parts.append((str(last), beyond))
+    return stacks(
+        "accepted",
+        names,
+        parts,
+        axis="share of verification passes",
+        title="drafted tokens accepted in one pass",
+    )
+
+
+def _time_plot(names: list[str], evaluations: list[dict[str, Any]]) -> str:
+    """Each drafter's time as a share of plain decoding's for the same prompts."""
+
+    def shares(seconds: dict[str, float] | None, whole: float) -> list[float | None]:
+        return [(seconds or {}).get(part, 0.0) / whole if whole else None for part in TIME]
+
+    timed = [evaluation.get("seconds") or {} for evaluation in evaluations]
+    wholes = [sum((s.get("plain") or {}).get(part, 0.0) for part in TIME) for s in timed]
+    rows = [shares(s.get("drafted"), whole) for s, whole in zip(timed, wholes, strict=True)]
+    if not any(wholes):
+        return ""
+    first = next(i for i, whole in enumerate(wholes) if whole)
+    rows = [shares(timed[first]["plain"], wholes[first]), *rows]
+    return stacks(
+        "time",
+        ["plain decoding", *names],
+        [(part, [row[i] for row in rows]) for i, part in enumerate(TIME)],
+        list(TIME.values()),
+        axis="wall time, share of plain decoding's",
+        title="part of the decoding loop",
+        line=("plain decoding", 1.0),
+        totals=True,
+    )

@@ -1,0 +1,93 @@
+"""What a stage learns of the target: live, or from what an earlier stage kept of it."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.features import FINAL
+from distill.cache import CachedTeacher
+from distill.output import split_model
+from distill.parts import text_sha256
+from distill.sharding import shard_layers
+from distill.teacher import LiveTeacher, TeacherSource
+from heads.cache import CachedFeatures, holds_features
+from heads.teacher import CachedStatesTeacher
+from train.clock import Clock
+from train.data.chat import Sample
+from train.stage import StageContext
+
+Cache = CachedTeacher | CachedFeatures
+
+
+def open_cache(name: str, context: StageContext, samples: Sequence[Sample]) -> Cache:
+    """The cache of a `teacher_cache` or `feature_cache` stage, or in a directory. Raises UserError
+    where it is of another target, or lacks one of the samples."""
+    directory = _directory(name, context)
+    if holds_features(directory):
+        return open_features(name, context, samples, [FINAL])
+    cache = CachedTeacher(directory, context.target)
+    cache.require(_texts(samples))
+    return cache
+
+
+def open_features(
+    name: str, context: StageContext, samples: Sequence[Sample], taps: Sequence[int]
+) -> CachedFeatures:
+    """The hidden states at `taps` that a `feature_cache` stage kept, or a directory holds. Raises
+    UserError as `open_cache` does."""
+    cache = CachedFeatures(_directory(name, context), context.target, taps)
+    cache.require(_texts(samples))
+    return cache
+
+
+def _directory(name: str, context: StageContext) -> Path:
+    return context.outcomes.get(name, Path(name))
+
+
+def _texts(samples: Sequence[Sample]) -> list[tuple[str, str]]:
+    return [(sample.id, text_sha256(sample.tokens, sample.mask)) for sample in samples]
+
+
+class TargetModel:
+    """The target's model as a teacher; with `shard` a copy of it shared out over the ranks, while
+    the whole one waits in the CPU's memory."""
+
+    def __init__(self, context: StageContext, *, shard: bool) -> None:
+        self.whole, self.shard = context.target.model, shard
+        self.device = context.target.device
+
+    def __enter__(self) -> PreTrainedModel:
+        if not self.shard:
+            return self.whole
+        self.whole.to("cpu")
+        part = copy.deepcopy(self.whole)
+        shard_layers(part.base_model, self.device.type)
+        return part.to(self.device)
+
+    def __exit__(self, *_: object) -> None:
+        self.whole.to(self.device)
+
+
+def teacher_of(
+    target: PreTrainedModel,
+    cache: Cache | None,
+    vocabulary: Tensor | None,
+    *,
+    remember: bool,
+    clock: Clock,
+) -> TeacherSource:
+    """vocabulary: int64 [n], the draft vocabulary; None: all tokens. remember: keep what the live
+    target said after its first use. clock: is told of its work, as `teacher`."""
+    if isinstance(cache, CachedTeacher):
+        return cache
+    model = split_model(target)
+    if cache is not None:
+        return CachedStatesTeacher(
+            model, cache, vocabulary=vocabulary, timed=lambda: clock("teacher")
+        )
+    return LiveTeacher(
+        model, remember=remember, vocabulary=vocabulary, timed=lambda: clock("teacher")
+    )

@@ -1,0 +1,63 @@
+"""What a training leaves in its stage's summary, and how the report shows that."""
+
+from typing import Any
+
+from train.plots.lines import agreement, curves
+from train.report.words import percent
+from train.stage import Shown, Stage, StagePlot
+from train.trainer import Progress
+
+LOSS = "Training loss. Bold: running mean over a tenth of the steps."
+DEV = "Agreement with the target on text it wrote for dev prompts."
+
+
+def describe(progress: Progress) -> dict[str, Any]:
+    """A training as JSON values, for `training` of its stage's summary."""
+    return {
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "training_seconds": progress.seconds,
+        "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
+        "history": progress.history,
+        "dev": progress.dev,
+        "clock": progress.clock,
+    }
+
+
+class TrainedStage(Stage):
+    """A stage whose summary has a `training`, and `losses` by name."""
+
+    @classmethod
+    def show(cls, summary: dict[str, Any], number: int) -> Shown:
+        """The training's figures before the others, and its curves."""
+        # Summaries of earlier versions lack some of it.
+        others = dict(summary)
+        training = dict(others.pop("training", None) or {})
+        history, dev = (training.pop(key, None) or [] for key in ("history", "dev"))
+        clock = training.pop("clock", None) or {}
+        losses = curves(f"loss-{number}", history, summary.get("losses") or [])
+        return Shown(
+            _in_short(history, dev, clock) | training | others,
+            [
+                StagePlot(f"loss-{number}", LOSS, losses),
+                StagePlot(f"dev-{number}", DEV, agreement(f"dev-{number}", dev)),
+            ],
+        )
+
+
+def _in_short(
+    history: list[dict[str, Any]], dev: list[dict[str, Any]], clock: dict[str, float]
+) -> dict[str, str]:
+    """The first and last loss, the last figures on the dev slice, and where the time went."""
+    figures = {}
+    losses = [entry["loss"] for entry in history if entry.get("loss") is not None]
+    if losses:
+        figures["loss"] = f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    for name, value in (dev[-1] if dev else {}).items():
+        if name != "step":
+            figures[f"dev {name.replace('_', ' ')}"] = f"{value:.3f}"
+    if clock:
+        whole = sum(clock.values())
+        shares = sorted(clock.items(), key=lambda item: -item[1])
+        figures["time in"] = ", ".join(f"{part} {percent(t / whole)}" for part, t in shares)
+    return figures
