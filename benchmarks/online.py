@@ -79,7 +79,7 @@ def main(
     size = requests or (100 if quick else 400)
     place = runs / ("online-quick-data" if quick else "online-data") / str(size)
     settings = Settings(quick, runs, place.absolute(), size, temperature)
-    reporter.say(f"expected to take about {'14 minutes' if quick else '3 hours'} on two cores")
+    reporter.say(f"expected to take about {'17 minutes' if quick else '3 hours'} on two cores")
     prepare(files, place, {"train": size, "stream": size})
     begin = time.perf_counter()
     first = _run(first_config(settings), reporter)
