@@ -296,9 +296,9 @@ def test_code_of_the_model_runs_only_when_asked_for(
 # GGUF
 
 
-def write_gguf(path: Path) -> None:
+def write_gguf(path: Path, **shape: Any) -> None:
     """The tiny llama and its tokenizer as a float32 GGUF file, written as llama.cpp does."""
-    model, tokenizer = tiny_llama(), tiny_tokenizer()
+    model, tokenizer = tiny_llama(**shape), tiny_tokenizer()
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")

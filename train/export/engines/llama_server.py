@@ -1,5 +1,6 @@
-"""llama.cpp's llama-server, with `--spec-type draft-simple`."""
+"""llama.cpp's llama-server, with the `--spec-type` of what the export is."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,16 +11,20 @@ from typing import Any
 from decode.errors import UserError
 from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task, home
 from train.export.engines.server import Server, serving
-from train.export.formats.gguf import FILE, target_gguf
+from train.export.formats import EXPORT_FILE, FORMATS
+from train.export.formats.in_gguf import FILE, InGGUF, target_gguf
 
 CONTEXT = 2048
+# Its caches are float16 by default, and its fused attention rounds to that.
+FLOAT32 = ["-fa", "off"]
+FLOAT32 += [part for cache in ("-ctk", "-ctv", "-ctkd", "-ctvd") for part in (cache, "f32")]
 
 
 class LlamaServer(Engine):
-    """The target runs from its own GGUF file, quantized as it is; the log is asked whether the
-    drafter was taken, as a server without it answers all the same."""
+    """The target runs from its own GGUF file, quantized as it is, and everything else in float32.
+    A server that did not take the drafter answers all the same, so what it drafted is counted."""
 
-    formats = ("gguf",)
+    formats = ("gguf", "eagle3-gguf")
     install = "make engine-llama"
     counting = Counting(past_end=True)
     # Activations are rounded to 8 bits for products with a quantized matrix.
@@ -30,8 +35,10 @@ class LlamaServer(Engine):
 
     def run(self, task: Task) -> EngineRun:
         model = str(target_gguf(task.target_spec))
+        layout = FORMATS[json.loads((task.export / EXPORT_FILE).read_text())["layout"]]
+        assert isinstance(layout, InGGUF)
         draft = [
-            "-md", str(task.export / FILE), "--spec-type", "draft-simple",
+            "-md", str(task.export / FILE), "--spec-type", layout.spec_type,
             "--spec-draft-n-max", str(task.gamma), "--spec-draft-p-min", "0",
         ]  # fmt: skip
         plain = self._texts(task, [model], "without the drafter")
@@ -53,7 +60,7 @@ class LlamaServer(Engine):
         threads = os.environ.get("OMP_NUM_THREADS", "2")
         command = [
             str(binary), "-m", *model, "--host", "127.0.0.1", "--port", "{port}", "-np", "1",
-            "-t", threads, "-c", str(CONTEXT),
+            "-t", threads, "-c", str(CONTEXT), *FLOAT32,
         ]  # fmt: skip
         task.say(f"llama-server {how}")
         with serving("llama-server", command, "/health") as server:

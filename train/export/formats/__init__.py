@@ -40,9 +40,10 @@ class ExportJob:
 class Format(ABC):
     """A layout on disk.
 
-    kinds: the drafters it can hold. engines: who reads it. instead: for the kinds it cannot hold,
-    what to do instead. needs_target: whether writing it takes something of the target.
-    carries_vocabulary: a reduced draft vocabulary stays one, as all of its readers know it.
+    kinds: the drafters it can hold. engines: who reads it; what it may be asked for as, besides its
+    own name. instead: for the kinds it cannot hold, what to do instead. needs_target: whether
+    writing it takes something of the target. carries_vocabulary: a reduced draft vocabulary stays
+    one, as all of its readers know it.
     """
 
     name: ClassVar[str]
@@ -113,4 +114,4 @@ def format_for(name: str, kind: str) -> Format:
     raise UserError(f"format {name} cannot hold a {kind} drafter; {advice}")
 
 
-from train.export.formats import eagle1, eagle3, gguf, hf, medusa  # noqa: E402, F401  (each registers itself)
+from train.export.formats import eagle1, eagle3, eagle3_gguf, gguf, hf, medusa  # noqa: E402, F401  (each registers itself)

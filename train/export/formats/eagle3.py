@@ -44,14 +44,7 @@ class Eagle3(OneLayer):
         return {"draft_vocab_size": whole}
 
     def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
-        found = {name: x for name, x in heads.state_dict().items() if name != OWN_OUTPUT}
-        found[OUTPUT] = heads.output.of(1)[0]
-        ids = heads.vocabulary
-        if ids is not None:
-            has_row = torch.zeros(target.vocab_size, dtype=torch.bool)
-            has_row[ids.cpu()] = True
-            found |= {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": has_row}
-        return found
+        return tensors_of(heads, target.vocab_size)
 
     def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
         hidden, rows = config["hidden_size"], config["draft_vocab_size"]
@@ -71,7 +64,7 @@ class Eagle3(OneLayer):
         if "d2t" not in weights:
             return []
         ids = _token_ids(weights["d2t"])
-        if ids[0] < 0 or ids[-1] >= config["vocab_size"] or not (ids.diff() > 0).all():
+        if not are_ids(ids, config["vocab_size"]):
             return ["d2t does not lead to different tokens, ascending"]
         return (
             [] if torch.equal(weights["t2d"].nonzero()[:, 0], ids) else ["t2d is not d2t's tokens"]
@@ -104,6 +97,24 @@ class Eagle3(OneLayer):
 
 
 FORMATS.register("eagle3")(Eagle3())
+
+
+def tensors_of(heads: Any, vocab_size: int) -> dict[str, Tensor]:
+    """The weights of EAGLE-3's heads by the names that engines know, with the target's output layer
+    where they have none of their own; and the maps of a reduced draft vocabulary."""
+    found = {name: x for name, x in heads.state_dict().items() if name != OWN_OUTPUT}
+    found[OUTPUT] = heads.output.of(1)[0]
+    ids = heads.vocabulary
+    if ids is not None:
+        has_row = torch.zeros(vocab_size, dtype=torch.bool)
+        has_row[ids.cpu()] = True
+        found |= {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": has_row}
+    return found
+
+
+def are_ids(ids: Tensor, vocab_size: int) -> bool:
+    """Whether these are tokens of the vocabulary, ascending."""
+    return bool(ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all())
 
 
 def _token_ids(offsets: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
@@ -18,9 +17,9 @@ from decode.drafters import Drafter
 from decode.target import Target
 from heads.base import HeadOptions
 from heads.drafter import HeadsDrafter
-from heads.store import build_heads, make_ready, read_heads, stored_options
+from heads.store import stored_options
 from train.export.formats import EXPORT_FILE, ExportJob, Format
-from train.export.formats.of_heads import as_stored, refuse_bias, require_fit
+from train.export.formats.of_heads import as_stored, drafter_of, heads_of, require_fit
 from train.export.schema import (
     DTYPE_NAMES,
     TensorSpec,
@@ -92,13 +91,10 @@ class OneLayer(Format):
         return None
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        target = job.target
-        assert target is not None
-        refuse_bias(target, self.name)
-        heads: Any = read_heads(job.drafter, target)
-        heads.borrow(target.model, torch.float32)
+        heads: Any = heads_of(job, self.name)
+        assert job.target is not None
         dtype = job.dtype or "float32"
-        weights = self.tensors(heads, target)
+        weights = self.tensors(heads, job.target)
         save_file(as_stored(weights, dtype), directory / WEIGHTS)
         config = _config(heads.config, self.architecture, dtype) | self.extra_config(heads)
         (directory / "config.json").write_text(json.dumps(config, indent=2))
@@ -150,10 +146,7 @@ class OneLayer(Format):
         depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["deepest"]
         require_fit(config, directory, target)
         options, ids, state = self.restored(load_file(directory / WEIGHTS), depth)
-        heads = build_heads(options, target, ids, "meta")
-        heads.load_state_dict(state, assign=True)
-        make_ready(heads, target, target.dtype)
-        return self.drafter(heads, target.vocab_size)
+        return drafter_of(self.drafter, options, ids, state, target)
 
 
 def layer_specs(config: dict[str, Any], name: str, reads: int) -> dict[str, TensorSpec]:
