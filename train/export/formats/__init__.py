@@ -12,6 +12,7 @@ from decode.drafters import Drafter
 from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target import Target
+from train.export.source import shown_name, target_hub_id
 
 EXPORT_FILE = "export.json"
 
@@ -35,6 +36,12 @@ class ExportJob:
     @property
     def kind(self) -> str:
         return str(self.description["kind"])
+
+    @property
+    def target_name(self) -> str:
+        """The target as readers may find it: its hub id, or what it is called here."""
+        name = str(self.description["target"]["name"])
+        return target_hub_id(name) or shown_name(name)
 
 
 class Format(ABC):
@@ -114,4 +121,4 @@ def format_for(name: str, kind: str) -> Format:
     raise UserError(f"format {name} cannot hold a {kind} drafter; {advice}")
 
 
-from train.export.formats import eagle1, eagle3, eagle3_gguf, gguf, hf, medusa  # noqa: E402, F401  (each registers itself)
+from train.export.formats import eagle1, eagle3, eagle3_gguf, gguf, hf, medusa, speculators  # noqa: E402, F401  (each registers itself)

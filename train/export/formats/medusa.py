@@ -33,7 +33,6 @@ from train.export.schema import (
     tensor_problems,
     whole,
 )
-from train.export.source import shown_name
 
 WEIGHTS = "medusa_lm_head.safetensors"
 
@@ -77,7 +76,7 @@ class Medusa(Format):
             "hidden_size": heads.hidden_size,
             "vocab_size": target.vocab_size,
             "medusa_fc_bias": True,
-            "base_model_name_or_path": shown_name(job.description["target"]["name"]),
+            "base_model_name_or_path": job.target_name,
             "torch_dtype": dtype,
         }
         if shared:

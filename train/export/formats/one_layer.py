@@ -87,6 +87,18 @@ class OneLayer(Format):
         """What no shape shows."""
         return []
 
+    def stored(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
+        """What config.json is, of the llama's settings and the extra ones."""
+        return config
+
+    def flat(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """The `config` that was `stored`; whatever is not there is left out."""
+        return stored
+
+    def wrong_settings(self, stored: dict[str, Any]) -> list[str]:
+        """What is wrong with config.json beside what `flat` gives."""
+        return []
+
     def refuse(self, job: ExportJob) -> None:
         return None
 
@@ -97,7 +109,8 @@ class OneLayer(Format):
         weights = self.tensors(heads, job.target)
         save_file(as_stored(weights, dtype), directory / WEIGHTS)
         config = _config(heads.config, self.architecture, dtype) | self.extra_config(heads)
-        (directory / "config.json").write_text(json.dumps(config, indent=2))
+        stored = self.stored(config, heads, job)
+        (directory / "config.json").write_text(json.dumps(stored, indent=2))
         ids = heads.vocabulary
         filled = ids is not None and not self.carries_vocabulary
         return {
@@ -109,9 +122,10 @@ class OneLayer(Format):
         }
 
     def problems(self, directory: Path) -> list[str]:
-        config = read_json(directory / "config.json")
-        if config is None:
+        stored = read_json(directory / "config.json")
+        if stored is None:
             return ["config.json is missing or no JSON"]
+        config = self.flat(stored)
         expected: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": "llama",
@@ -129,7 +143,7 @@ class OneLayer(Format):
             **self.extra_keys(),
         }
         ids = {"bos_token_id", "eos_token_id", "pad_token_id"}
-        problems = key_problems(expected, config, "config.json")
+        problems = self.wrong_settings(stored) + key_problems(expected, config, "config.json")
         # Layers to read, above all: each engine counts them in its own way.
         problems += [
             f"config.json has {key}, which is not expected"
@@ -142,7 +156,7 @@ class OneLayer(Format):
         return problems or self.wrong_values(config, load_file(directory / WEIGHTS))
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        config = json.loads((directory / "config.json").read_text())
+        config = self.flat(json.loads((directory / "config.json").read_text()))
         depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["deepest"]
         require_fit(config, directory, target)
         options, ids, state = self.restored(load_file(directory / WEIGHTS), depth)
