@@ -54,13 +54,13 @@ def make_heads(
     with torch.no_grad():
         for weight in heads.parameters():
             weight += moved * torch.randn(weight.shape)
-    save_heads(path, heads, target=target, provenance={"stage": "heads"}, **stored)
+    save_heads(path, heads, target=target, **({"provenance": {"stage": "heads"}} | stored))
     heads.borrow(target.model)
     return heads
 
 
 def make_taught(
-    path: Path, target: Target, options: dict[str, Any], reduced: bool = False, steps: int = 150
+    path: Path, target: Target, options: dict[str, Any], reduced: bool = False, **stored: Any
 ) -> None:
     """A drafter directory of heads that learnt the target's own texts of PROMPTS by heart, so that
     most of what they draft is accepted, and less if anything of them is read wrongly. reduced: to
@@ -83,12 +83,12 @@ def make_taught(
     training = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target.model)
     seen = LiveFeatures(target.model, training.taps).features(ids, mask.long(), [])
     optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
-    for _ in range(steps):
+    for _ in range(150):
         loss, _ = training(ids, mask, seen, dict.fromkeys(range(1, heads.depth + 1), 1e-3))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    save_heads(path, heads, target=target, provenance={"stage": "heads"})
+    save_heads(path, heads, target=target, **({"provenance": {"stage": "heads"}} | stored))
 
 
 def exported(

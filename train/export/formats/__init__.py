@@ -24,6 +24,7 @@ class ExportJob:
     drafter: the directory it comes from. target: the model it was made for, loaded; None where
     neither the format nor the drafter needs it. target_spec: as `load_target` takes it. dtype: of
     the weights, or None, as they are stored. gamma: γ that readers shall draft with by default.
+    backbone: where readers find the target, if it was trained with the drafter.
     """
 
     drafter: Path
@@ -32,6 +33,7 @@ class ExportJob:
     target_spec: str
     dtype: str | None
     gamma: int
+    backbone: str | None = None
 
     @property
     def kind(self) -> str:
@@ -41,7 +43,7 @@ class ExportJob:
     def target_name(self) -> str:
         """The target as readers may find it: its hub id, or what it is called here."""
         name = str(self.description["target"]["name"])
-        return target_hub_id(name) or shown_name(name)
+        return self.backbone or target_hub_id(name) or shown_name(name)
 
 
 class Format(ABC):
