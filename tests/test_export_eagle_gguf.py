@@ -1,5 +1,6 @@
 """EAGLE-3 as GGUF: the same drafts when read back, and accepted in llama-server as by us."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.export import (
     task,
 )
 from tests.test_target import write_gguf
+from tests.tiny import save_tiny
 from train.export.engines import Counting
 from train.export.formats import FORMATS, format_for
 from train.export.formats.in_gguf import in_halves, in_pairs
@@ -44,10 +46,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(str(path))
 
 
-def exported(path: Path, target: Target, kind: str, moved: float = 0.0, **asked: Any) -> Path:
+def exported(
+    path: Path,
+    target: Target,
+    kind: str,
+    moved: float = 0.0,
+    file: Path | None = None,
+    dtype: str | None = None,
+) -> Path:
+    """The export of such heads; file: that will be served, where it is not the target's own."""
     options, kept = KINDS[kind]
     make_heads(path / "drafter", target, options, kept, moved)
-    export_drafter(path / "drafter", "llama-server", path / "out", **asked)
+    served = str(file or target.name)
+    export_drafter(path / "drafter", "llama-server", path / "out", target=served, dtype=dtype)
     return path / "out"
 
 
@@ -102,11 +113,63 @@ def test_what_cannot_be_written(tmp_path: Path, target: Target) -> None:
     rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     scaled = save_target(tmp_path / "scaled", layers=7, rope_parameters=rope)
     make_heads(tmp_path / "rope", scaled, EAGLE3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.export.formats.eagle3_gguf.target_gguf", lambda spec: target.name)
-        with pytest.raises(UserError, match=r"has rope_type linear.*convert_hf_to_gguf"):
-            export_drafter(tmp_path / "rope", "gguf", tmp_path / "out")
+    with pytest.raises(UserError, match=r"has rope_type linear.*convert_hf_to_gguf"):
+        export_drafter(tmp_path / "rope", "gguf", tmp_path / "out", target=target.name)
+    rewrite_gguf(Path(shutil.copy(target.name, tmp_path / "other.gguf")), _swap_tokens)
+    make_heads(tmp_path / "drafter", target, EAGLE3)
+    other = str(tmp_path / "other.gguf")
+    with pytest.raises(UserError, match=r"20 of the 300 tokens of .* are not those of"):
+        export_drafter(tmp_path / "drafter", "gguf", tmp_path / "out", target=other)
     assert not (tmp_path / "out").exists()
+
+
+def _swap_tokens(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+    tokens = keys["tokenizer.ggml.tokens"]
+    tokens[100:120] = tokens[110:120] + tokens[100:110]
+
+
+def test_the_file_that_is_served_may_be_quantized(tmp_path: Path, target: Target) -> None:
+    """Heads are read for the weights they were trained on; of the file only the tokens count."""
+    file = Path(shutil.copy(target.name, tmp_path / "rounded.gguf"))
+
+    def rounded(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        for name, values in tensors.items():
+            tensors[name] = values.round(1)
+
+    rewrite_gguf(file, rounded)
+    out = exported(tmp_path, target, "whole", moved=0.05, file=file)
+    served = load_target(str(file))
+    assert count_ours(task(served, out), reloaded(out, served), Counting())[0] > 100
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
+    """A target with Llama 3's positions and its file, of which transformers does not read them."""
+    place = tmp_path_factory.mktemp("llama3")
+    write_gguf(place / "target.gguf", layers=7, rope_parameters=LLAMA3)
+    save_tiny(place / "target", layers=7, rope_parameters=LLAMA3)
+    return load_target(str(place / "target")), place / "target.gguf"
+
+
+def test_positions_of_llama_3(llama3: tuple[Target, Path], tmp_path: Path) -> None:
+    target, file = llama3
+    out = exported(tmp_path, target, "reduced", file=file)
+    found = {t.name: torch.tensor(t.data) for t in gguf.GGUFReader(out / "drafter.gguf").tensors}
+    turns: Any = target.model.model.rotary_emb
+    plain = 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(found["rope_freqs.weight"] * turns.inv_freq, plain)
+    assert found["rope_freqs.weight"].tolist()[::3] == [1, 8]
+    reloaded(out, target)
 
 
 def test_an_export_for_another_target(tmp_path: Path, target: Target) -> None:
@@ -163,16 +226,18 @@ def test_the_schema_finds(what: str, sound: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize(("which", "reduced"), [("", False), ("", True), ("llama3", True)])
 def test_llama_server_accepts_what_our_loop_accepts(
-    reduced: bool, tmp_path: Path, target: Target
+    which: str, reduced: bool, tmp_path: Path, target: Target, llama3: tuple[Target, Path]
 ) -> None:
     """To the token. With the layers one off, or the rows of q and k as they were, it accepts a
     third as much."""
     needs("llama-server")
+    target, file = llama3 if which else (target, Path(target.name))
     make_taught(tmp_path / "drafter", target, EAGLE3, reduced)
-    export_drafter(tmp_path / "drafter", "llama-server", tmp_path / "out")
-    found = verify("llama-server", task(target, tmp_path / "out"), min_drafted=500)
+    out = tmp_path / "out"
+    export_drafter(tmp_path / "drafter", "llama-server", out, target=str(file))
+    found = verify("llama-server", task(target, out, target_spec=str(file)), min_drafted=500)
     assert found.failures == []
     assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
     assert found.accepted > 0.4 * found.drafted

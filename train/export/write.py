@@ -92,7 +92,7 @@ def export_drafter(
             "with prompts it was not trained on"
         )
     if reduced or measuring or chosen.needs_target:
-        job.target = load_target(spec)
+        job.target = load_target(chosen.loads(job))
         require_same_vocabulary(
             made_for(description), job.target.fingerprint, f"the target of drafter {drafter}"
         )

@@ -66,6 +66,10 @@ class Format(ABC):
         """The largest γ that a drafter directory can draft; None: any."""
         return None
 
+    def loads(self, job: ExportJob) -> str:
+        """The target to load, as `load_target` takes it."""
+        return job.target_spec
+
     @abstractmethod
     def refuse(self, job: ExportJob) -> None:
         """Raises UserError for what this layout cannot hold, before anything is loaded."""

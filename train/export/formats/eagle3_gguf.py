@@ -4,10 +4,11 @@ H hidden size, V' draft vocabulary. `fc.weight` [H, 3H]; `blk.0.*`, whose q, k a
 `attn_norm` for the embedding and `attn_norm_2` for the state; `output_norm.weight`;
 `output.weight` [V', H]. With a reduced draft vocabulary also `d2t`, int64 [V'], the token of each
 row (elsewhere it is how far that is from the row). Embeddings are the target's. `target_layers`
-are those whose input is read, so each is one more than the layer that put it out.
+are those whose input is read, so each is one more than the layer that put it out. For Llama 3's
+rotary positions `rope_freqs.weight`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import gguf
 import torch
 from gguf import GGUFValueType as Value
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from decode.drafters import Drafter
 from decode.errors import UserError
@@ -50,6 +53,7 @@ NAMES = {
     "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
     **{f"midlayer.{theirs}.weight": f"blk.0.{own}.weight" for theirs, own in LAYER.items()},
 }
+FREQUENCIES = "rope_freqs.weight"
 TURNED = {"blk.0.attn_q.weight": "head_count", "blk.0.attn_k.weight": "head_count_kv"}
 
 
@@ -67,6 +71,11 @@ class Eagle3GGUF(InGGUF):
         steps: int = options.steps
         return steps
 
+    def loads(self, job: ExportJob) -> str:
+        """The target that the heads were trained for; the file that will be served may be that one
+        quantized, and then has other weights."""
+        return str(job.description["target"]["name"])
+
     def refuse(self, job: ExportJob) -> None:
         target_gguf(job.target_spec)
 
@@ -74,19 +83,24 @@ class Eagle3GGUF(InGGUF):
         heads: Any = heads_of(job, self.name)
         config = heads.config
         rope = config.rope_parameters.get("rope_type", "default")
-        if rope != "default":
+        if rope not in ("default", "llama3"):
             raise UserError(
                 f"{job.drafter} has rope_type {rope}, which format {self.name} does not write; "
                 "export it as eagle3 and convert that with llama.cpp's own convert_hf_to_gguf.py"
             )
         dtype = job.dtype or "float32"
-        copied = tokenizer_fields(target_gguf(job.target_spec), config.vocab_size)
+        assert job.target is not None
+        file = target_gguf(job.target_spec)
+        copied = tokenizer_fields(file, config.vocab_size)
+        _require_same_tokens(file, copied["tokenizer.ggml.tokens"].contents(), job.target)
         found = tensors_of(heads, config.vocab_size)
         tensors = {own: found[theirs].detach().cpu() for theirs, own in NAMES.items()}
         counts = (config.num_attention_heads, config.num_key_value_heads)
         for name, count in zip(TURNED, counts, strict=True):
             tensors[name] = in_pairs(tensors[name], count)
         parameters = sum(tensor.numel() for tensor in tensors.values())
+        if rope == "llama3":
+            tensors[FREQUENCIES] = slowed(config)
         if heads.vocabulary is not None:
             tensors[D2T] = heads.vocabulary.cpu()
         described = metadata(config, OF, dtype) | {
@@ -102,6 +116,7 @@ class Eagle3GGUF(InGGUF):
             "filled_from": None,
             "parameters": parameters,
             "layers": 1,
+            "rope": rope,
             "size": "one decoder layer",
         }
 
@@ -125,6 +140,8 @@ class Eagle3GGUF(InGGUF):
         }
         layer = layer_shapes(OF, keys, 2 * hidden)
         found |= {f"blk.0.{name}": shape for name, shape in layer.items()}
+        if facts["rope"] == "llama3":
+            found[FREQUENCIES] = (keys[f"{OF}.rope.dimension_count"] // 2,)
         return found | ({D2T: (rows,)} if facts["kept"] else {})
 
     def wrong_values(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
@@ -158,3 +175,25 @@ class Eagle3GGUF(InGGUF):
 
 
 FORMATS.register("eagle3-gguf")(Eagle3GGUF())
+
+
+def slowed(config: LlamaConfig) -> Tensor:
+    """[d/2]: how many times slower each pair of a head turns than it would without the scaling that
+    Llama 3's configs name."""
+    size = config.head_dim
+    theta = config.rope_parameters["rope_theta"]
+    plain = theta ** -(torch.arange(0, size, 2).float() / size)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    return plain / scaled
+
+
+def _require_same_tokens(file: Path, tokens: Sequence[str], target: Target) -> None:
+    """UserError where a GGUF file's tokens are not the target's. A few are written differently in
+    some files, such as those that only fill up the vocabulary."""
+    own = target.tokenizer.convert_ids_to_tokens(list(range(len(tokens))))
+    differ = sum(a is not None and a != b for a, b in zip(own, tokens, strict=True))
+    if differ > len(tokens) // 100:
+        raise UserError(
+            f"{differ} of the {len(tokens)} tokens of {file} are not those of {target.name}, which "
+            "the drafter was made for; name a GGUF file of that model"
+        )
