@@ -33,7 +33,7 @@ def model_card(
     lines += [
         f"# Drafter for {hub_id or shown_name(target['name'])}",
         "",
-        f"A {description['kind']} drafter for speculative decoding, written by draftsmith in "
+        f"A drafter (`{description['kind']}`) for speculative decoding, written by draftsmith in "
         f"format `{form.name}`: {_size(facts)}. On its own it is no useful language model. Served "
         "beside its target it makes text come faster; the text stays the target's own.",
         "",
@@ -178,7 +178,9 @@ def _provenance(provenance: dict[str, Any]) -> list[str]:
             parts.append(f"{stage['steps']} steps on {stage.get('tokens', 0):,} tokens")
         if settings.get("lora"):
             parts.append("LoRA")
-        began = "the stage below" if "stage" in start else json.dumps(start)
-        lines.append("; ".join(parts) + f"; started from {began}")
+        if start:
+            began = "the stage below" if "stage" in start else json.dumps(start)
+            parts.append(f"started from {began}")
+        lines.append("; ".join(parts))
         stage = start
     return lines or [json.dumps(provenance)]
