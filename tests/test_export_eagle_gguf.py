@@ -14,6 +14,7 @@ from decode.store import open_drafter
 from decode.target import Target, load_target
 from tests.export import (
     KEPT,
+    PROMPTS,
     make_heads,
     make_taught,
     needs,
@@ -73,7 +74,7 @@ def test_rows_in_pairs_and_back() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -> None:
     out = exported(tmp_path, target, kind, moved=0.05)
-    asked = task(target, out)
+    asked = task(target, out, prompts=PROMPTS[:8])
     before = open_drafter(str(tmp_path / "drafter"), target)
     counted = [
         count_ours(asked, drafter, Counting()) for drafter in (before, reloaded(out, target))
@@ -139,7 +140,8 @@ def test_the_file_that_is_served_may_be_quantized(tmp_path: Path, target: Target
     rewrite_gguf(file, rounded)
     out = exported(tmp_path, target, "whole", moved=0.05, file=file)
     served = load_target(str(file))
-    assert count_ours(task(served, out), reloaded(out, served), Counting())[0] > 100
+    asked = task(served, out, prompts=PROMPTS[:8])
+    assert count_ours(asked, reloaded(out, served), Counting())[0] > 100
 
 
 LLAMA3 = {
