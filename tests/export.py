@@ -7,14 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.utils.rnn import pad_sequence
 
+from decode.drafters import DRAFTERS
+from decode.loop import Decoder
 from decode.target import Target, load_target
+from distill.losses import Terms
 from heads.base import HeadOptions, Heads
 from heads.drafter import HeadsDrafter
+from heads.features import LiveFeatures
 from heads.store import new_heads, save_heads
+from heads.training import HeadTraining
 from tests.tiny import VOCAB, save_tiny
 from train.export.engines import ENGINES, Task
 from train.export.write import Measuring, check_export, export_drafter, reload
@@ -47,9 +54,41 @@ def make_heads(
     with torch.no_grad():
         for weight in heads.parameters():
             weight += moved * torch.randn(weight.shape)
-    save_heads(path, heads, target=target, provenance={"stage": "heads"}, **stored)
+    save_heads(path, heads, target=target, **({"provenance": {"stage": "heads"}} | stored))
     heads.borrow(target.model)
     return heads
+
+
+def make_taught(
+    path: Path, target: Target, options: dict[str, Any], reduced: bool = False, **stored: Any
+) -> None:
+    """A drafter directory of heads that learnt the target's own texts of PROMPTS by heart, so that
+    most of what they draft is accepted, and less if anything of them is read wrongly. reduced: to
+    the tokens that occur there."""
+    eos = target.eos_token_ids
+    decoder = Decoder(target.model, DRAFTERS.make("none"), gamma=1, eos_token_ids=eos)
+    answers = decoder.decode(PROMPTS, 24).outputs
+    texts = [torch.tensor([*prompt, *text]) for prompt, text in zip(PROMPTS, answers, strict=True)]
+    ids = pad_sequence(texts, batch_first=True)
+    lengths = torch.tensor([len(text) for text in texts])
+    mask = torch.arange(ids.shape[1]) < lengths[:, None]
+    kept = ids.unique() if reduced else None
+    torch.manual_seed(0)
+    heads = new_heads(HeadOptions.of(options), target, kept)
+    with torch.no_grad():  # Attention counts from the beginning, and with it positions.
+        for name, weight in heads.named_parameters():
+            if "o_proj" in name:
+                weight.normal_(std=0.1)
+    heads.borrow(target.model)
+    training = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target.model)
+    seen = LiveFeatures(target.model, training.taps).features(ids, mask.long(), [])
+    optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
+    for _ in range(150):
+        loss, _ = training(ids, mask, seen, dict.fromkeys(range(1, heads.depth + 1), 1e-3))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    save_heads(path, heads, target=target, **({"provenance": {"stage": "heads"}} | stored))
 
 
 def exported(
@@ -112,3 +151,26 @@ def edit_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[
         save_file(found, file, metadata={"format": "pt"})
 
     return edit
+
+
+def rewrite_gguf(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Write a GGUF file again with its keys and tensors changed, both by name."""
+    reader = gguf.GGUFReader(path)
+    keys = {name: (field.contents(), field) for name, field in reader.fields.items()}
+    values = {name: value for name, (value, _) in keys.items()}
+    tensors = {tensor.name: tensor.data.copy() for tensor in reader.tensors}
+    change(values, tensors)
+    writer = gguf.GGUFWriter(path.with_suffix(".new"), values["general.architecture"])
+    for name, (_, field) in keys.items():
+        if name in values and not name.startswith(("GGUF.", "general.architecture")):
+            array = field.types[0] == gguf.GGUFValueType.ARRAY
+            writer.add_key_value(
+                name, values[name], field.types[0], field.types[-1] if array else None
+            )
+    for name, data in tensors.items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.with_suffix(".new").replace(path)

@@ -18,7 +18,7 @@ from decode.errors import UserError
 from decode.store import save_drafter
 from decode.target import Target, load_model_and_tokenizer, load_target
 from decode.vocabulary import reduce_output, save_with_vocabulary
-from tests.export import edit_json, edit_weights
+from tests.export import edit_json, edit_weights, rewrite_gguf
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from train import cli
@@ -375,29 +375,6 @@ def test_hf_problems(
         check_export(tmp_path / "out")
 
 
-def _rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
-    """Write a GGUF file again with its keys and tensors changed."""
-    reader = gguf.GGUFReader(path)
-    keys = {name: (field.contents(), field) for name, field in reader.fields.items()}
-    values = {name: value for name, (value, _) in keys.items()}
-    tensors = {tensor.name: tensor.data.copy() for tensor in reader.tensors}
-    change(values, tensors)
-    writer = gguf.GGUFWriter(path.with_suffix(".new"), values["general.architecture"])
-    for name, (_, field) in keys.items():
-        if name in values and not name.startswith(("GGUF.", "general.architecture")):
-            array = field.types[0] == gguf.GGUFValueType.ARRAY
-            writer.add_key_value(
-                name, values[name], field.types[0], field.types[-1] if array else None
-            )
-    for name, data in tensors.items():
-        writer.add_tensor(name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    path.with_suffix(".new").replace(path)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -423,9 +400,9 @@ def test_gguf_problems(
     make_drafter(tmp_path / "drafter", target, tie=False)
     export_drafter(tmp_path / "drafter", "gguf", tmp_path / "out")
     form, out = FORMATS["gguf"], tmp_path / "out"
-    _rewritten(out / "drafter.gguf", lambda keys, tensors: None)
+    rewrite_gguf(out / "drafter.gguf", lambda keys, tensors: None)
     assert form.problems(out) == []
-    _rewritten(out / "drafter.gguf", change)
+    rewrite_gguf(out / "drafter.gguf", change)
     assert said in form.problems(out)[0]
 
 

@@ -28,6 +28,7 @@ from tests.tiny import (
     tiny_target,
     tiny_tokenizer,
 )
+from train.export.formats.eagle3_gguf import slowed
 
 IDS = torch.tensor([[5, 17, 250, 9, 42]])
 
@@ -296,9 +297,9 @@ def test_code_of_the_model_runs_only_when_asked_for(
 # GGUF
 
 
-def write_gguf(path: Path) -> None:
+def write_gguf(path: Path, **shape: Any) -> None:
     """The tiny llama and its tokenizer as a float32 GGUF file, written as llama.cpp does."""
-    model, tokenizer = tiny_llama(), tiny_tokenizer()
+    model, tokenizer = tiny_llama(**shape), tiny_tokenizer()
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
@@ -336,6 +337,8 @@ def write_gguf(path: Path) -> None:
             halves = tensor.unflatten(0, (heads[module], 2, -1))
             tensor = halves.transpose(1, 2).flatten(0, 2).contiguous()
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
+    if config.rope_parameters["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", slowed(config).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -21,7 +21,7 @@ def export(
     ],
     form: Annotated[
         str | None,
-        typer.Option("--format", help="a layout (hf, gguf, medusa) or its engine"),
+        typer.Option("--format", help="a layout (hf, gguf, medusa, …) or its engine"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="the directory to write; not yet there")] = None,
     target: Annotated[
@@ -43,6 +43,13 @@ def export(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = None,
     max_new_tokens: TokensOption = 64,
+    backbone: Annotated[
+        Path | None,
+        typer.Option(
+            help="the directory of a target that was trained with its drafter: written with "
+            "--format, else read"
+        ),
+    ] = None,
     gamma: Annotated[
         int | None, typer.Option(help="tokens of a draft; default that of its evaluation, or 4")
     ] = None,
@@ -83,6 +90,7 @@ def export(
         data_licence=data_licence,
         min_drafted=min_drafted,
         json_file=json_file,
+        backbone=backbone,
     )
     if not run(asked, Reporter()):
         raise typer.Exit(1)

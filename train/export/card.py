@@ -18,20 +18,22 @@ def model_card(
     gamma: int,
     repository: str,
     data_licence: str | None,
+    backbone: str | None = None,
 ) -> str:
     """The README.md's text.
 
     acceptance: rows of figures, each {where, prompts, gamma, dtype, drafted, accepted,
-    draft_efficiency, acceptance_rate, tokens_per_step}. repository: where the export will be found.
+    draft_efficiency, acceptance_rate, tokens_per_step}. repository: where the export will be found;
+    backbone: and its target, if that was trained with it.
     """
     target = description["target"]
-    hub_id = target_hub_id(target["name"])
+    hub_id = backbone or target_hub_id(target["name"])
     served_target = hub_id or "TARGET"
     lines = ["---", *_front_matter(hub_id, data_licence), "---", ""]
     lines += [
         f"# Drafter for {hub_id or shown_name(target['name'])}",
         "",
-        f"A {description['kind']} drafter for speculative decoding, written by draftsmith in "
+        f"A drafter (`{description['kind']}`) for speculative decoding, written by draftsmith in "
         f"format `{form.name}`: {_size(facts)}. On its own it is no useful language model. Served "
         "beside its target it makes text come faster; the text stays the target's own.",
         "",
@@ -41,8 +43,14 @@ def model_card(
         f"- revision: `{target.get('revision') or UNSTATED}`",
         f"- vocabulary: {target['fingerprint']['vocab_size']} tokens, hash "
         f"`{target['fingerprint']['vocab_sha256'][:16]}`",
-        "",
     ]
+    if backbone:
+        lines += [
+            "- a model of its own, which was trained together with this drafter; the drafter is "
+            "of no use with any other",
+            *_drift(description["provenance"]),
+        ]
+    lines.append("")
     if facts.get("kept"):
         lines += ["## Vocabulary", "", _vocabulary(facts), ""]
     lines += ["## Serving", ""]
@@ -59,6 +67,52 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def target_card(
+    form: Format,
+    description: dict[str, Any],
+    *,
+    gamma: int,
+    repository: str,
+    drafter: str,
+    data_licence: str | None,
+) -> str:
+    """The README.md of a target that was trained together with its drafter. repository, drafter:
+    where the two will be found."""
+    original = description["provenance"].get("original")
+    base = target_hub_id(original) if original else None
+    lines = ["---", *_front_matter(base, data_licence), "---", "", f"# {repository}", ""]
+    lines += [
+        f"{base or (shown_name(original) if original else 'A model')}, trained together with the "
+        f"{description['kind']} heads in `{drafter}` (Medusa-2, arXiv 2401.10774, section 2.2.2). "
+        "It is another model than the one it was: its text is its own. With those heads it makes "
+        "that text faster.",
+        "",
+        "## Drift",
+        "",
+        *_drift(description["provenance"]),
+        "",
+        "## Serving",
+        "",
+    ]
+    for engine, language, snippet in form.serving(repository, drafter, gamma):
+        lines += [f"{engine}:", "", f"```{language}", snippet, "```", ""]
+    lines += ["## Training", "", f"- licence of the training data: {data_licence or UNSTATED}"]
+    return "\n".join(
+        [*lines, *(f"- {line}" for line in _provenance(description["provenance"])), ""]
+    )
+
+
+def _drift(provenance: dict[str, Any]) -> list[str]:
+    """How far a target that was trained with its drafter is from what it was."""
+    found = provenance["drift"]
+    original = provenance.get("original")
+    return [
+        f"- its drift from {shown_name(original) if original else 'the original'}, on "
+        f"{found['tokens']} held-out tokens: KL(original‖new) {found['kl']:.4f} nats per token, "
+        f"perplexity {found['perplexity_original']:.2f} → {found['perplexity_new']:.2f}"
+    ]
 
 
 def _front_matter(hub_id: str | None, data_licence: str | None) -> list[str]:
@@ -124,7 +178,9 @@ def _provenance(provenance: dict[str, Any]) -> list[str]:
             parts.append(f"{stage['steps']} steps on {stage.get('tokens', 0):,} tokens")
         if settings.get("lora"):
             parts.append("LoRA")
-        began = "the stage below" if "stage" in start else json.dumps(start)
-        lines.append("; ".join(parts) + f"; started from {began}")
+        if start:
+            began = "the stage below" if "stage" in start else json.dumps(start)
+            parts.append(f"started from {began}")
+        lines.append("; ".join(parts))
         stage = start
     return lines or [json.dumps(provenance)]

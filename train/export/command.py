@@ -14,9 +14,9 @@ from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import Example, read_examples, spread
 from train.export.engines import Task
-from train.export.hub import push
+from train.export.hub import push, push_target
 from train.export.verify import MIN_DRAFTED, Verified, engine_for, verify
-from train.export.write import Measuring, check_export, export_drafter
+from train.export.write import Measuring, check_export, export_drafter, target_repository
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class Asked:
     data_licence: str | None = None
     min_drafted: int = MIN_DRAFTED
     json_file: Path | None = None
+    backbone: Path | None = None
 
 
 def run(asked: Asked, reporter: Reporter) -> bool:
@@ -58,15 +59,18 @@ def run(asked: Asked, reporter: Reporter) -> bool:
             measuring=_measuring(asked, examples),
             data_licence=asked.data_licence,
             repository=asked.repository,
+            backbone=asked.backbone,
             say=reporter.say,
         )
         reporter.say(f"exported to {export}")
+        if asked.backbone is not None:
+            reporter.say(f"exported its target to {asked.backbone}")
     record = check_export(export)
     if asked.check:
         reporter.say(f"{export}: a sound {record['layout']} export of a {record['kind']} drafter")
     if asked.engine is not None:
         engine_for(asked.engine, record["layout"])
-        spec = asked.target or record["drafter"]["target"]["name"]
+        spec = str(asked.target or asked.backbone or record["drafter"]["target"]["name"])
         target = load_target(spec, dtype="float32")
         task = Task(
             target,
@@ -86,6 +90,14 @@ def run(asked: Asked, reporter: Reporter) -> bool:
         if found.failures:
             return False
     if asked.repository is not None:
+        if record.get("backbone") and asked.backbone is None:
+            raise UserError(
+                f"{export} is for a target that was trained with it; give --backbone DIR, where "
+                "that was exported to, and both are pushed"
+            )
+        if asked.backbone is not None:
+            beside = target_repository(asked.repository, asked.backbone)
+            reporter.say(f"pushed: {push_target(asked.backbone, beside)}")
         reporter.say(f"pushed: {push(export, asked.repository)}")
     return True
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from decode.artifact import verify_directory
 from decode.errors import UserError
 from train.export.write import check_export
 
@@ -16,13 +17,23 @@ def push(directory: Path, repository: str) -> str:
     directory stays as it is.
     """
     check_export(directory)
+    return _upload(directory, repository, "Drafter exported by draftsmith")
+
+
+def push_target(directory: Path, repository: str) -> str:
+    """`push` for a target that was exported with its drafter."""
+    verify_directory(directory)
+    return _upload(directory, repository, "Target trained with its drafter by draftsmith")
+
+
+def _upload(directory: Path, repository: str, message: str) -> str:
     try:
         huggingface_hub.create_repo(repository, repo_type="model", exist_ok=True)
         done = huggingface_hub.upload_folder(
             repo_id=repository,
             repo_type="model",
             folder_path=directory,
-            commit_message="Drafter exported by draftsmith",
+            commit_message=message,
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UserError(

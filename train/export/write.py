@@ -17,7 +17,8 @@ from decode.measure import Protocol, evaluate
 from decode.shapes.chain import Chain
 from decode.store import open_drafter
 from decode.target import DTYPES, Target, load_target
-from train.export.card import model_card
+from train.export.backbone import find_backbone, has_backbone, write_backbone
+from train.export.card import model_card, target_card
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format, format_for
 from train.export.source import describe_source, found_in_run, is_reduced, made_for
 
@@ -50,6 +51,7 @@ def export_drafter(
     measuring: Measuring | None = None,
     data_licence: str | None = None,
     repository: str | None = None,
+    backbone: Path | None = None,
     say: Say = lambda line: None,
 ) -> None:
     """Write a drafter directory as an export to `out`, which must not exist or be empty.
@@ -58,27 +60,29 @@ def export_drafter(
     target: default the one it was trained for. dtype: of the weights, default as they are stored.
     gamma: γ that readers draft with by default; default that of its evaluation in its run, else 4.
     repository: where it will be found, for the README.
+    backbone: where to write the target of a drafter that was trained together with it; such a
+    drafter is not exported alone.
 
     A drafter with a reduced draft vocabulary is filled up (`read_small_lm`) and must be measured.
     What is measured and loses more than LOSS_ALLOWED of draft efficiency is refused.
     Raises UserError for that, for what cannot be exported, and for a target of another vocabulary.
     """
-    out = Path(os.path.abspath(out))
-    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists, and an export overwrites nothing; name another --out")
+    out = _vacant(out, "--out")
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
     if gamma is not None and gamma < 1:
         raise UserError(f"gamma is {gamma}; expected at least 1")
     description = describe_source(drafter)
     chosen = format_for(form, str(description["kind"]))
+    moved = _moved_target(drafter, description, target, out, backbone)
     in_run = found_in_run(drafter)
     deepest = chosen.deepest(drafter)
     if gamma is not None and deepest is not None and gamma > deepest:
         raise UserError(f"gamma is {gamma}, and {drafter} drafts at most {deepest} tokens")
     gamma = gamma or min(int((in_run or {}).get("gamma") or DEFAULT_GAMMA), deepest or sys.maxsize)
-    spec = target or str(description["target"]["name"])
-    job = ExportJob(drafter, description, None, spec, dtype, gamma)
+    spec = str(moved or target or description["target"]["name"])
+    found_at = None if backbone is None else target_repository(repository, backbone)
+    job = ExportJob(drafter, description, None, spec, dtype, gamma, found_at)
     chosen.refuse(job)
     reduced = is_reduced(drafter) and not chosen.carries_vocabulary
     if reduced and measuring is None:
@@ -88,7 +92,7 @@ def export_drafter(
             "with prompts it was not trained on"
         )
     if reduced or measuring or chosen.needs_target:
-        job.target = load_target(spec)
+        job.target = load_target(chosen.loads(job))
         require_same_vocabulary(
             made_for(description), job.target.fingerprint, f"the target of drafter {drafter}"
         )
@@ -103,6 +107,7 @@ def export_drafter(
             "gamma": gamma,
             "facts": facts | {"deepest": deepest},
             "drafter": {"manifest_sha256": _sha256(drafter / MANIFEST), **description},
+            "backbone": found_at,
         }
         write_export_file = directory / EXPORT_FILE
         write_export_file.write_text(json.dumps(record, indent=2, default=str))
@@ -121,10 +126,65 @@ def export_drafter(
             gamma=gamma,
             repository=repository or out.name,
             data_licence=data_licence,
+            backbone=found_at,
         )
         (directory / "README.md").write_text(card)
+        if moved is not None and backbone is not None and found_at is not None:
+            card = target_card(
+                chosen,
+                description,
+                gamma=gamma,
+                repository=found_at,
+                drafter=repository or out.name,
+                data_licence=data_licence,
+            )
+            write_backbone(moved, backbone, card)
 
     write_directory(out, fill)
+
+
+def target_repository(repository: str | None, backbone: Path) -> str:
+    """Where a target that was trained with its drafter will be found: beside the drafter's
+    repository, or in the directory that it is written to."""
+    return f"{repository}-target" if repository else backbone.name
+
+
+def _moved_target(
+    drafter: Path,
+    description: dict[str, Any],
+    target: str | None,
+    out: Path,
+    backbone: Path | None,
+) -> Path | None:
+    """The directory of the drafter's target where that was trained with it; None where it was not.
+    Raises UserError unless it can be exported too and is asked for, or neither."""
+    if not has_backbone(description):
+        if backbone is not None:
+            raise UserError(
+                f"--backbone was given, and {drafter} was trained for a target that stayed as it "
+                "is; leave it out"
+            )
+        return None
+    if backbone is None:
+        raise UserError(
+            f"{drafter} was trained together with its target, and is of no use with the model that "
+            "was before; give --backbone DIR to export the new target too"
+        )
+    place = _vacant(backbone, "--backbone")
+    if place == out or place in out.parents or out in place.parents:
+        raise UserError(
+            f"--backbone {place} and --out {out} are not beside each other; name two directories, "
+            "neither within the other"
+        )
+    return find_backbone(drafter, target)
+
+
+def _vacant(path: Path, option: str) -> Path:
+    """The whole path of what is to be written. Raises UserError where there is something."""
+    path = Path(os.path.abspath(path))
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists, and an export overwrites nothing; name another {option}")
+    return path
 
 
 def check_export(directory: Path) -> dict[str, Any]:

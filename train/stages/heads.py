@@ -259,6 +259,7 @@ class HeadsStage(TrainedStage):
                 "tokens": trained.tokens,
                 "start": start,
                 "drift": drift and drift.to_dict(),
+                "original": drift and context.target.name,
             }
             path = context.directory / "drafter"
             save_heads(

@@ -1,5 +1,6 @@
-"""llama.cpp's llama-server, with `--spec-type draft-simple`."""
+"""llama.cpp's llama-server, with the `--spec-type` of what the export is."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -7,19 +8,28 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gguf
+
 from decode.errors import UserError
 from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task, home
 from train.export.engines.server import Server, serving
-from train.export.formats.gguf import FILE, target_gguf
+from train.export.formats import EXPORT_FILE, FORMATS
+from train.export.formats.in_gguf import FILE, InGGUF, target_gguf
 
 CONTEXT = 2048
+# Its caches are float16 by default, and its fused attention rounds to that. For quantized targets
+# that stays: without it passes over one token and over several differ in their last bits, which
+# rounding to 8 bits makes large.
+FLOAT32 = ["-fa", "off"]
+FLOAT32 += [part for cache in ("-ctk", "-ctv", "-ctkd", "-ctvd") for part in (cache, "f32")]
 
 
 class LlamaServer(Engine):
-    """The target runs from its own GGUF file, quantized as it is; the log is asked whether the
-    drafter was taken, as a server without it answers all the same."""
+    """The target runs from its own GGUF file, quantized as it is; one in float32 is run in that
+    throughout. A server that did not take the drafter answers all the same, so drafts are counted.
+    """
 
-    formats = ("gguf",)
+    formats = ("gguf", "eagle3-gguf")
     install = "make engine-llama"
     counting = Counting(past_end=True)
     # Activations are rounded to 8 bits for products with a quantized matrix.
@@ -29,13 +39,16 @@ class LlamaServer(Engine):
         return None if _binary() else "llama-server is not installed"
 
     def run(self, task: Task) -> EngineRun:
-        model = str(target_gguf(task.target_spec))
+        file = target_gguf(task.target_spec)
+        model = ["-m", str(file), *(FLOAT32 if _is_float32(file) else ())]
+        layout = FORMATS[json.loads((task.export / EXPORT_FILE).read_text())["layout"]]
+        assert isinstance(layout, InGGUF)
         draft = [
-            "-md", str(task.export / FILE), "--spec-type", "draft-simple",
+            "-md", str(task.export / FILE), "--spec-type", layout.spec_type,
             "--spec-draft-n-max", str(task.gamma), "--spec-draft-p-min", "0",
         ]  # fmt: skip
-        plain = self._texts(task, [model], "without the drafter")
-        drafted = self._texts(task, [model, *draft], "with the drafter")
+        plain = self._texts(task, model, "without the drafter")
+        drafted = self._texts(task, [*model, *draft], "with the drafter")
         timings = [answer.get("timings", {}) for answer in drafted[0]]
         return EngineRun(
             version(),
@@ -52,7 +65,7 @@ class LlamaServer(Engine):
         assert binary is not None
         threads = os.environ.get("OMP_NUM_THREADS", "2")
         command = [
-            str(binary), "-m", *model, "--host", "127.0.0.1", "--port", "{port}", "-np", "1",
+            str(binary), *model, "--host", "127.0.0.1", "--port", "{port}", "-np", "1",
             "-t", threads, "-c", str(CONTEXT),
         ]  # fmt: skip
         task.say(f"llama-server {how}")
@@ -90,6 +103,10 @@ def version() -> str:
     found = subprocess.run([str(_binary()), "--version"], capture_output=True, text=True)
     lines = (found.stdout + found.stderr).splitlines()
     return next((line for line in lines if line.startswith("version")), "unknown")
+
+
+def _is_float32(file: Path) -> bool:
+    return all(tensor.tensor_type.name == "F32" for tensor in gguf.GGUFReader(file).tensors)
 
 
 def _binary() -> Path | None:

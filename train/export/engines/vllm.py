@@ -10,7 +10,13 @@ from train.export.engines.child import model_directory, python_of, run_child, ve
 from train.export.formats import EXPORT_FILE
 
 # The `method` of vLLM's speculative_config, by layout.
-METHODS = {"hf": "draft_model", "medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3"}
+METHODS = {
+    "hf": "draft_model",
+    "medusa": "medusa",
+    "eagle1": "eagle",
+    "eagle3": "eagle3",
+    "speculators": "eagle3",
+}
 
 SCRIPT = Path(__file__).with_name("vllm_child.py")
 ENVIRONMENT = {

@@ -12,6 +12,7 @@ from decode.drafters import Drafter
 from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target import Target
+from train.export.source import shown_name, target_hub_id
 
 EXPORT_FILE = "export.json"
 
@@ -23,6 +24,7 @@ class ExportJob:
     drafter: the directory it comes from. target: the model it was made for, loaded; None where
     neither the format nor the drafter needs it. target_spec: as `load_target` takes it. dtype: of
     the weights, or None, as they are stored. gamma: γ that readers shall draft with by default.
+    backbone: where readers find the target, if it was trained with the drafter.
     """
 
     drafter: Path
@@ -31,18 +33,26 @@ class ExportJob:
     target_spec: str
     dtype: str | None
     gamma: int
+    backbone: str | None = None
 
     @property
     def kind(self) -> str:
         return str(self.description["kind"])
 
+    @property
+    def target_name(self) -> str:
+        """The target as readers may find it: its hub id, or what it is called here."""
+        name = str(self.description["target"]["name"])
+        return self.backbone or target_hub_id(name) or shown_name(name)
+
 
 class Format(ABC):
     """A layout on disk.
 
-    kinds: the drafters it can hold. engines: who reads it. instead: for the kinds it cannot hold,
-    what to do instead. needs_target: whether writing it takes something of the target.
-    carries_vocabulary: a reduced draft vocabulary stays one, as all of its readers know it.
+    kinds: the drafters it can hold. engines: who reads it; what it may be asked for as, besides its
+    own name. instead: for the kinds it cannot hold, what to do instead. needs_target: whether
+    writing it takes something of the target. carries_vocabulary: a reduced draft vocabulary stays
+    one, as all of its readers know it.
     """
 
     name: ClassVar[str]
@@ -55,6 +65,10 @@ class Format(ABC):
     def deepest(self, drafter: Path) -> int | None:
         """The largest γ that a drafter directory can draft; None: any."""
         return None
+
+    def loads(self, job: ExportJob) -> str:
+        """The target to load, as `load_target` takes it."""
+        return job.target_spec
 
     @abstractmethod
     def refuse(self, job: ExportJob) -> None:
@@ -113,4 +127,4 @@ def format_for(name: str, kind: str) -> Format:
     raise UserError(f"format {name} cannot hold a {kind} drafter; {advice}")
 
 
-from train.export.formats import eagle1, eagle3, gguf, hf, medusa  # noqa: E402, F401  (each registers itself)
+from train.export.formats import eagle1, eagle3, eagle3_gguf, gguf, hf, medusa, speculators  # noqa: E402, F401  (each registers itself)

@@ -8,7 +8,7 @@ are named take the same ones, those of `heads.eagle3.tapped_layers`.
 """
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,15 +20,17 @@ from train.export.formats import FORMATS
 from train.export.formats.one_layer import OneLayer, layer_specs, of_weights
 from train.export.schema import TensorSpec, whole
 
+LAYER = "midlayer"
 OUTPUT, OWN_OUTPUT = "lm_head.weight", "output.layers.0.weight"
 
 
 class Eagle3(OneLayer):
-    """A reduced draft vocabulary is carried as it is."""
+    """A reduced draft vocabulary is carried as it is. layer: the name of the decoder layer."""
 
+    layer: ClassVar[str] = LAYER
     name = "eagle3"
     kinds = ("eagle3",)
-    engines = ("vllm", "sglang")
+    engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
     architecture = "LlamaForCausalLMEagle3"
     drafter = Eagle3Drafter
     carries_vocabulary = True
@@ -44,24 +46,18 @@ class Eagle3(OneLayer):
         return {"draft_vocab_size": whole}
 
     def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
-        found = {name: x for name, x in heads.state_dict().items() if name != OWN_OUTPUT}
-        found[OUTPUT] = heads.output.of(1)[0]
-        ids = heads.vocabulary
-        if ids is not None:
-            has_row = torch.zeros(target.vocab_size, dtype=torch.bool)
-            has_row[ids.cpu()] = True
-            found |= {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": has_row}
-        return found
+        found = tensors_of(heads, target.vocab_size)
+        return {name.replace(LAYER, self.layer): tensor for name, tensor in found.items()}
 
     def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
         hidden, rows = config["hidden_size"], config["draft_vocab_size"]
-        found = layer_specs(config, "midlayer", 2 * hidden) | {
+        found = layer_specs(config, self.layer, 2 * hidden) | {
             "fc.weight": of_weights(config, hidden, 3 * hidden),
             "norm.weight": of_weights(config, hidden),
             OUTPUT: of_weights(config, rows, hidden),
         }
         for norm in ("hidden_norm", "input_layernorm"):
-            found[f"midlayer.{norm}.weight"] = of_weights(config, hidden)
+            found[f"{self.layer}.{norm}.weight"] = of_weights(config, hidden)
         if rows != config["vocab_size"]:
             found["d2t"] = TensorSpec((rows,), ("I64",))
             found["t2d"] = TensorSpec((config["vocab_size"],), ("BOOL",))
@@ -71,7 +67,7 @@ class Eagle3(OneLayer):
         if "d2t" not in weights:
             return []
         ids = _token_ids(weights["d2t"])
-        if ids[0] < 0 or ids[-1] >= config["vocab_size"] or not (ids.diff() > 0).all():
+        if not are_ids(ids, config["vocab_size"]):
             return ["d2t does not lead to different tokens, ascending"]
         return (
             [] if torch.equal(weights["t2d"].nonzero()[:, 0], ids) else ["t2d is not d2t's tokens"]
@@ -81,7 +77,8 @@ class Eagle3(OneLayer):
         self, weights: dict[str, Tensor], depth: int
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
         ids = _token_ids(weights["d2t"]) if "d2t" in weights else None
-        state = {name: x for name, x in weights.items() if name not in ("d2t", "t2d", OUTPUT)}
+        others = ("d2t", "t2d", OUTPUT)
+        state = {n.replace(self.layer, LAYER): x for n, x in weights.items() if n not in others}
         state[OWN_OUTPUT] = weights[OUTPUT]
         return Eagle3Options(steps=depth), ids, state
 
@@ -104,6 +101,24 @@ class Eagle3(OneLayer):
 
 
 FORMATS.register("eagle3")(Eagle3())
+
+
+def tensors_of(heads: Any, vocab_size: int) -> dict[str, Tensor]:
+    """The weights of EAGLE-3's heads by the names that engines know, with the target's output layer
+    where they have none of their own; and the maps of a reduced draft vocabulary."""
+    found = {name: x for name, x in heads.state_dict().items() if name != OWN_OUTPUT}
+    found[OUTPUT] = heads.output.of(1)[0]
+    ids = heads.vocabulary
+    if ids is not None:
+        has_row = torch.zeros(vocab_size, dtype=torch.bool)
+        has_row[ids.cpu()] = True
+        found |= {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": has_row}
+    return found
+
+
+def are_ids(ids: Tensor, vocab_size: int) -> bool:
+    """Whether these are tokens of the vocabulary, ascending."""
+    return bool(ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all())
 
 
 def _token_ids(offsets: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class HuggingFace(Format):
         )
         model.save_pretrained(directory)
         source.tokenizer.save_pretrained(directory)
-        _for_older_readers(directory, dtype)
+        for_older_readers(directory, dtype)
         return {
             "dtype": dtype,
             "kept": source.kept,
@@ -59,44 +59,18 @@ class HuggingFace(Format):
         }
 
     def problems(self, directory: Path) -> list[str]:
-        config = read_json(directory / "config.json")
-        if config is None:
-            return ["config.json is missing or no JSON"]
-        problems = key_problems(
-            {
-                "architectures": lambda x: (
-                    isinstance(x, list)
-                    and len(x) == 1
-                    and str(x[0]).endswith(("ForCausalLM", "LMHeadModel"))
-                ),
-                "model_type": lambda x: x in transformers.CONFIG_MAPPING,
-                "vocab_size": whole,
-                "dtype": lambda x: x in DTYPE_NAMES,
-                "torch_dtype": config.get("dtype"),
-            },
-            config,
-            "config.json",
-        )
-        if "rope_parameters" in config:
-            problems += key_problems({"rope_theta": number}, config, "config.json")
         generation = read_json(directory / "generation_config.json")
-        problems += key_problems(
-            {
-                "num_assistant_tokens": whole,
-                "num_assistant_tokens_schedule": "constant",
-                "assistant_confidence_threshold": 0.0,
-            },
-            generation or {},
-            "generation_config.json",
-        )
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            if read_json(directory / name) is None:
-                problems.append(f"{name} is missing or no JSON")
-        if problems:
-            return problems
-        found, unreadable = safetensors_found(sorted(directory.glob("*.safetensors")))
-        expected = expected_tensors(directory, DTYPE_NAMES[config["dtype"]])
-        return unreadable + tensor_problems(expected, found)
+        drafting = {
+            "num_assistant_tokens": whole,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
+        problems = key_problems(drafting, generation or {}, "generation_config.json")
+        config = read_json(directory / "config.json") or {}
+        older: dict[str, Any] = {"torch_dtype": config.get("dtype")}
+        if "rope_parameters" in config:
+            older["rope_theta"] = number
+        return problems + key_problems(older, config, "config.json") + model_problems(directory)
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         return load_small_lm(directory, target)
@@ -145,6 +119,35 @@ class HuggingFace(Format):
 FORMATS.register("hf")(HuggingFace())
 
 
+def model_problems(directory: Path) -> list[str]:
+    """Everything in which a directory is no whole causal language model with its tokenizer."""
+    config = read_json(directory / "config.json")
+    if config is None:
+        return ["config.json is missing or no JSON"]
+    problems = key_problems(
+        {
+            "architectures": lambda x: (
+                isinstance(x, list)
+                and len(x) == 1
+                and str(x[0]).endswith(("ForCausalLM", "LMHeadModel"))
+            ),
+            "model_type": lambda x: x in transformers.CONFIG_MAPPING,
+            "vocab_size": whole,
+            "dtype": lambda x: x in DTYPE_NAMES,
+        },
+        config,
+        "config.json",
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if read_json(directory / name) is None:
+            problems.append(f"{name} is missing or no JSON")
+    if problems:
+        return problems
+    found, unreadable = safetensors_found(sorted(directory.glob("*.safetensors")))
+    expected = expected_tensors(directory, DTYPE_NAMES[config["dtype"]])
+    return unreadable + tensor_problems(expected, found)
+
+
 def expected_tensors(directory: Path, dtype: str) -> dict[str, TensorSpec]:
     """The tensors that a directory's config asks for, by the model's own class; a tensor that is
     tied to another is stored once."""
@@ -159,8 +162,8 @@ def expected_tensors(directory: Path, dtype: str) -> dict[str, TensorSpec]:
     }
 
 
-def _for_older_readers(directory: Path, dtype: str) -> None:
-    """Adds the names that transformers 4 and engines built on it look for."""
+def for_older_readers(directory: Path, dtype: str) -> None:
+    """Adds to a model directory the names that transformers 4 and engines built on it look for."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
     # What the target was once called says nothing of the drafter.

@@ -21,9 +21,9 @@ from decode.drafters import Drafter
 from decode.target import Target
 from heads.base import Heads, output_layer
 from heads.medusa import MedusaDrafter, MedusaOptions
-from heads.store import build_heads, make_ready, read_heads, stored_options
+from heads.store import stored_options
 from train.export.formats import FORMATS, ExportJob, Format
-from train.export.formats.of_heads import as_stored, refuse_bias, require_fit
+from train.export.formats.of_heads import as_stored, drafter_of, heads_of, require_fit
 from train.export.schema import (
     DTYPE_NAMES,
     TensorSpec,
@@ -33,7 +33,6 @@ from train.export.schema import (
     tensor_problems,
     whole,
 )
-from train.export.source import shown_name
 
 WEIGHTS = "medusa_lm_head.safetensors"
 
@@ -56,11 +55,9 @@ class Medusa(Format):
         return None
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
+        heads = heads_of(job, self.name)
         target = job.target
         assert target is not None
-        refuse_bias(target, self.name)
-        heads = read_heads(job.drafter, target)
-        heads.borrow(target.model, torch.float32)
         options: MedusaOptions = heads.options
         ids = heads.vocabulary
         shared = options.output != "own"
@@ -79,7 +76,7 @@ class Medusa(Format):
             "hidden_size": heads.hidden_size,
             "vocab_size": target.vocab_size,
             "medusa_fc_bias": True,
-            "base_model_name_or_path": shown_name(job.description["target"]["name"]),
+            "base_model_name_or_path": job.target_name,
             "torch_dtype": dtype,
         }
         if shared:
@@ -131,10 +128,7 @@ class Medusa(Format):
         state = {f"blocks.{name}": tensor for name, tensor in found.items() if ".linear." in name}
         for place in range(1 if shared else count):
             state[f"output.layers.{place}.weight"] = found[f"{place}.{layers}.weight"]
-        heads = build_heads(options, target, None, "meta")
-        heads.load_state_dict(state, assign=True)
-        make_ready(heads, target, target.dtype)
-        return MedusaDrafter(heads, target.vocab_size)
+        return drafter_of(MedusaDrafter, options, None, state, target)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         speculative = json.dumps(

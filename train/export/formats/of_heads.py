@@ -9,15 +9,38 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.target import DTYPES, Target
-from heads.base import output_layer
+from heads.base import HeadOptions, Heads, output_layer
+from heads.drafter import HeadsDrafter
+from heads.store import build_heads, make_ready, read_heads
+from train.export.formats import ExportJob
 
 
-def refuse_bias(target: Target, form: str) -> None:
-    """UserError where the target's output layer has a bias, which no layout of heads can hold."""
+def heads_of(job: ExportJob, form: str) -> Heads:
+    """The heads to be exported, with what they borrow of the target, in float32. Raises UserError
+    where the target's output layer has a bias, which no layout of heads can hold."""
+    target = job.target
+    assert target is not None
     if output_layer(target.model).bias is not None:
         raise UserError(
             f"the output layer of {target.name} has a bias, for which format {form} has no place"
         )
+    heads = read_heads(job.drafter, target)
+    heads.borrow(target.model, torch.float32)
+    return heads
+
+
+def drafter_of(
+    kind: type[HeadsDrafter],
+    options: HeadOptions,
+    vocabulary: Tensor | None,
+    state: Mapping[str, Tensor],
+    target: Target,
+) -> HeadsDrafter:
+    """Heads that were read back, ready to draft. vocabulary: ids of a reduced one."""
+    heads = build_heads(options, target, vocabulary, "meta")
+    heads.load_state_dict(state, assign=True)
+    make_ready(heads, target, target.dtype)
+    return kind(heads, target.vocab_size)
 
 
 def require_fit(config: Mapping[str, Any], directory: Path, target: Target) -> None:

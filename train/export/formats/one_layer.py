@@ -9,7 +9,6 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
@@ -18,9 +17,9 @@ from decode.drafters import Drafter
 from decode.target import Target
 from heads.base import HeadOptions
 from heads.drafter import HeadsDrafter
-from heads.store import build_heads, make_ready, read_heads, stored_options
+from heads.store import stored_options
 from train.export.formats import EXPORT_FILE, ExportJob, Format
-from train.export.formats.of_heads import as_stored, refuse_bias, require_fit
+from train.export.formats.of_heads import as_stored, drafter_of, heads_of, require_fit
 from train.export.schema import (
     DTYPE_NAMES,
     TensorSpec,
@@ -88,20 +87,30 @@ class OneLayer(Format):
         """What no shape shows."""
         return []
 
+    def stored(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
+        """What config.json is, of the llama's settings and the extra ones."""
+        return config
+
+    def flat(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """The `config` that was `stored`; whatever is not there is left out."""
+        return stored
+
+    def wrong_settings(self, stored: dict[str, Any]) -> list[str]:
+        """What is wrong with config.json beside what `flat` gives."""
+        return []
+
     def refuse(self, job: ExportJob) -> None:
         return None
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        target = job.target
-        assert target is not None
-        refuse_bias(target, self.name)
-        heads: Any = read_heads(job.drafter, target)
-        heads.borrow(target.model, torch.float32)
+        heads: Any = heads_of(job, self.name)
+        assert job.target is not None
         dtype = job.dtype or "float32"
-        weights = self.tensors(heads, target)
+        weights = self.tensors(heads, job.target)
         save_file(as_stored(weights, dtype), directory / WEIGHTS)
         config = _config(heads.config, self.architecture, dtype) | self.extra_config(heads)
-        (directory / "config.json").write_text(json.dumps(config, indent=2))
+        stored = self.stored(config, heads, job)
+        (directory / "config.json").write_text(json.dumps(stored, indent=2))
         ids = heads.vocabulary
         filled = ids is not None and not self.carries_vocabulary
         return {
@@ -113,9 +122,10 @@ class OneLayer(Format):
         }
 
     def problems(self, directory: Path) -> list[str]:
-        config = read_json(directory / "config.json")
-        if config is None:
+        stored = read_json(directory / "config.json")
+        if stored is None:
             return ["config.json is missing or no JSON"]
+        config = self.flat(stored)
         expected: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": "llama",
@@ -133,7 +143,7 @@ class OneLayer(Format):
             **self.extra_keys(),
         }
         ids = {"bos_token_id", "eos_token_id", "pad_token_id"}
-        problems = key_problems(expected, config, "config.json")
+        problems = self.wrong_settings(stored) + key_problems(expected, config, "config.json")
         # Layers to read, above all: each engine counts them in its own way.
         problems += [
             f"config.json has {key}, which is not expected"
@@ -146,14 +156,11 @@ class OneLayer(Format):
         return problems or self.wrong_values(config, load_file(directory / WEIGHTS))
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        config = json.loads((directory / "config.json").read_text())
+        config = self.flat(json.loads((directory / "config.json").read_text()))
         depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["deepest"]
         require_fit(config, directory, target)
         options, ids, state = self.restored(load_file(directory / WEIGHTS), depth)
-        heads = build_heads(options, target, ids, "meta")
-        heads.load_state_dict(state, assign=True)
-        make_ready(heads, target, target.dtype)
-        return self.drafter(heads, target.vocab_size)
+        return drafter_of(self.drafter, options, ids, state, target)
 
 
 def layer_specs(config: dict[str, Any], name: str, reads: int) -> dict[str, TensorSpec]:

@@ -1,0 +1,245 @@
+"""EAGLE-3 as GGUF: the same drafts when read back, and accepted in llama-server as by us."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from decode.errors import UserError
+from decode.store import open_drafter
+from decode.target import Target, load_target
+from tests.export import (
+    KEPT,
+    PROMPTS,
+    make_heads,
+    make_taught,
+    needs,
+    reloaded,
+    rewrite_gguf,
+    save_target,
+    task,
+)
+from tests.test_target import write_gguf
+from tests.tiny import save_tiny
+from train.export.engines import Counting
+from train.export.formats import FORMATS, format_for
+from train.export.formats.in_gguf import in_halves, in_pairs
+from train.export.verify import count_ours, verify
+from train.export.write import check_export, export_drafter
+
+EAGLE3 = {"type": "eagle3", "steps": 3}
+KINDS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
+    "whole": (EAGLE3, None),
+    "target's": (EAGLE3 | {"output": "target"}, None),
+    "reduced": (EAGLE3, KEPT),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """Seven layers, the fewest in which EAGLE-3 has three to read."""
+    path = tmp_path_factory.mktemp("target") / "target.gguf"
+    write_gguf(path, layers=7)
+    return load_target(str(path))
+
+
+def exported(
+    path: Path,
+    target: Target,
+    kind: str,
+    moved: float = 0.0,
+    file: Path | None = None,
+    dtype: str | None = None,
+) -> Path:
+    """The export of such heads; file: that will be served, where it is not the target's own."""
+    options, kept = KINDS[kind]
+    make_heads(path / "drafter", target, options, kept, moved)
+    served = str(file or target.name)
+    export_drafter(path / "drafter", "llama-server", path / "out", target=served, dtype=dtype)
+    return path / "out"
+
+
+def test_rows_in_pairs_and_back() -> None:
+    rows = torch.arange(24).reshape(8, 3)
+    assert in_pairs(rows, 2)[:, 0].div(3).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    rows = torch.arange(48).reshape(16, 3)
+    assert in_pairs(rows, 2)[:8, 0].div(3).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert torch.equal(in_halves(in_pairs(rows, 2), 2), rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -> None:
+    out = exported(tmp_path, target, kind, moved=0.05)
+    asked = task(target, out, prompts=PROMPTS[:8])
+    before = open_drafter(str(tmp_path / "drafter"), target)
+    counted = [
+        count_ours(asked, drafter, Counting()) for drafter in (before, reloaded(out, target))
+    ]
+    assert counted[0] == counted[1]
+    record = check_export(out)
+    assert record["layout"] == "eagle3-gguf"
+    assert record["facts"]["kept"] == (150 if kind == "reduced" else None)
+    assert "--spec-type draft-eagle3" in (out / "README.md").read_text()
+    reader = gguf.GGUFReader(out / "drafter.gguf")
+    # Our taps are the outputs of 1, 2 and 3; llama.cpp counts the layers that read them.
+    assert reader.fields["eagle3.target_layers"].contents() == [2, 3, 4]
+    ids = [tensor.data.tolist() for tensor in reader.tensors if tensor.name == "d2t"]
+    assert ids == ([KEPT.tolist()] if kind == "reduced" else [])
+
+
+def test_the_dtype_of_the_weights(tmp_path: Path, target: Target) -> None:
+    out = exported(tmp_path, target, "reduced", moved=0.05, dtype="bfloat16")
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(out / "drafter.gguf").tensors}
+    assert (types["fc.weight"], types["output_norm.weight"], types["d2t"]) == ("BF16", "F32", "I64")
+    reloaded(out, target)
+
+
+def test_what_may_be_asked_for() -> None:
+    for name in ("gguf", "llama-server", "llama.cpp", "eagle3-gguf"):
+        assert format_for(name, "eagle3").name == "eagle3-gguf"
+    assert format_for("gguf", "small_lm").name == format_for("llama.cpp", "small_lm").name == "gguf"
+    with pytest.raises(UserError, match="cannot hold a small_lm drafter; use --format gguf or hf"):
+        format_for("eagle3-gguf", "small_lm")
+
+
+def test_what_cannot_be_written(tmp_path: Path, target: Target) -> None:
+    directory = save_target(tmp_path / "directory", layers=7)
+    make_heads(tmp_path / "no-file", directory, EAGLE3)
+    with pytest.raises(UserError, match=r"takes the tokenizer from the target's GGUF file"):
+        export_drafter(tmp_path / "no-file", "gguf", tmp_path / "out")
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    scaled = save_target(tmp_path / "scaled", layers=7, rope_parameters=rope)
+    make_heads(tmp_path / "rope", scaled, EAGLE3)
+    with pytest.raises(UserError, match=r"has rope_type linear.*convert_hf_to_gguf"):
+        export_drafter(tmp_path / "rope", "gguf", tmp_path / "out", target=target.name)
+    rewrite_gguf(Path(shutil.copy(target.name, tmp_path / "other.gguf")), _swap_tokens)
+    make_heads(tmp_path / "drafter", target, EAGLE3)
+    other = str(tmp_path / "other.gguf")
+    with pytest.raises(UserError, match=r"20 of the 300 tokens of .* are not those of"):
+        export_drafter(tmp_path / "drafter", "gguf", tmp_path / "out", target=other)
+    assert not (tmp_path / "out").exists()
+
+
+def _swap_tokens(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+    tokens = keys["tokenizer.ggml.tokens"]
+    tokens[100:120] = tokens[110:120] + tokens[100:110]
+
+
+def test_the_file_that_is_served_may_be_quantized(tmp_path: Path, target: Target) -> None:
+    """Heads are read for the weights they were trained on; of the file only the tokens count."""
+    file = Path(shutil.copy(target.name, tmp_path / "rounded.gguf"))
+
+    def rounded(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        for name, values in tensors.items():
+            tensors[name] = values.round(1)
+
+    rewrite_gguf(file, rounded)
+    out = exported(tmp_path, target, "whole", moved=0.05, file=file)
+    served = load_target(str(file))
+    asked = task(served, out, prompts=PROMPTS[:8])
+    assert count_ours(asked, reloaded(out, served), Counting())[0] > 100
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
+    """A target with Llama 3's positions and its file, of which transformers does not read them."""
+    place = tmp_path_factory.mktemp("llama3")
+    write_gguf(place / "target.gguf", layers=7, rope_parameters=LLAMA3)
+    save_tiny(place / "target", layers=7, rope_parameters=LLAMA3)
+    return load_target(str(place / "target")), place / "target.gguf"
+
+
+def test_positions_of_llama_3(llama3: tuple[Target, Path], tmp_path: Path) -> None:
+    target, file = llama3
+    out = exported(tmp_path, target, "reduced", file=file)
+    found = {t.name: torch.tensor(t.data) for t in gguf.GGUFReader(out / "drafter.gguf").tensors}
+    turns: Any = target.model.model.rotary_emb
+    plain = 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(found["rope_freqs.weight"] * turns.inv_freq, plain)
+    assert found["rope_freqs.weight"].tolist()[::3] == [1, 8]
+    reloaded(out, target)
+
+
+def test_an_export_for_another_target(tmp_path: Path, target: Target) -> None:
+    out = exported(tmp_path, target, "whole")
+    write_gguf(tmp_path / "deeper.gguf", layers=9)
+    with pytest.raises(UserError, match=r"reads what layers \[2, 3, 4\] of its target are given"):
+        reloaded(out, load_target(str(tmp_path / "deeper.gguf")))
+
+
+Change = Callable[[dict[str, Any], dict[str, Any]], Any]
+WRONG: dict[str, tuple[Change, str]] = {
+    "a missing norm": (
+        lambda k, t: t.pop("blk.0.attn_norm_2.weight"),
+        "blk.0.attn_norm_2.weight is missing",
+    ),
+    "embeddings": (
+        lambda k, t: t.update({"token_embd.weight": t["output.weight"]}),
+        "tensor token_embd.weight is not expected",
+    ),
+    "no map": (lambda k, t: t.pop("d2t"), "tensor d2t is missing"),
+    "ids of no token": (lambda k, t: t.update({"d2t": t["d2t"] + 2}), "d2t is not of different"),
+    "another order": (
+        lambda k, t: t.update({"d2t": t["d2t"][::-1].copy()}),
+        "d2t is not of different tokens, ascending",
+    ),
+    "layers": (lambda k, t: k.update({"eagle3.target_layers": [2, 3]}), "target_layers is [2, 3]"),
+    "no layers": (lambda k, t: k.pop("eagle3.target_layers"), "has no eagle3.target_layers"),
+    "a norm of another kind": (
+        lambda k, t: k.update({"eagle3.norm_before_residual": True}),
+        "norm_before_residual is True, expected False",
+    ),
+    "a small LM's": (
+        lambda k, t: k.update({"general.architecture": "llama"}),
+        "architecture is 'llama', expected one of eagle3",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
+    return exported(tmp_path_factory.mktemp("sound"), target, "reduced")
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_schema_finds(what: str, sound: Path, tmp_path: Path) -> None:
+    change, said = WRONG[what]
+    for name in ("drafter.gguf", "export.json"):
+        (tmp_path / name).write_bytes((sound / name).read_bytes())
+    form = FORMATS["eagle3-gguf"]
+    rewrite_gguf(tmp_path / "drafter.gguf", lambda keys, tensors: None)
+    assert form.problems(tmp_path) == []
+    rewrite_gguf(tmp_path / "drafter.gguf", change)
+    assert said in form.problems(tmp_path)[0]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("which", "reduced"), [("", False), ("", True), ("llama3", True)])
+def test_llama_server_accepts_what_our_loop_accepts(
+    which: str, reduced: bool, tmp_path: Path, target: Target, llama3: tuple[Target, Path]
+) -> None:
+    """To the token. With the layers one off, or the rows of q and k as they were, it accepts a
+    third as much."""
+    needs("llama-server")
+    target, file = llama3 if which else (target, Path(target.name))
+    make_taught(tmp_path / "drafter", target, EAGLE3, reduced)
+    out = tmp_path / "out"
+    export_drafter(tmp_path / "drafter", "llama-server", out, target=str(file))
+    found = verify("llama-server", task(target, out, target_spec=str(file)), min_drafted=500)
+    assert found.failures == []
+    assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
+    assert found.accepted > 0.4 * found.drafted

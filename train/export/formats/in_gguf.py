@@ -1,0 +1,305 @@
+"""What all GGUF exports have in common: one file of metadata, weights and the target's tokenizer.
+
+llama.cpp compares a drafter's vocabulary with the target's, and where it finds a difference it may
+draft nothing and say so in its log only. So the tokenizer's keys are copied byte for byte from the
+target's own GGUF file, never made again.
+"""
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Quantization
+from gguf import GGUFValueType as Value
+from torch import Tensor
+
+from decode.embedded import EMBEDDED
+from decode.errors import UserError
+from decode.gguf_file import read_header
+from decode.target import EMBEDDED_PREFIX
+from train.export.formats import EXPORT_FILE, Format
+from train.export.schema import (
+    FoundTensor,
+    TensorSpec,
+    key_problems,
+    number,
+    tensor_problems,
+    whole,
+)
+
+FILE = "drafter.gguf"
+TYPES = {
+    "float32": Quantization.F32,
+    "bfloat16": Quantization.BF16,
+    "float16": Quantization.F16,
+}
+FILE_TYPES = {
+    "float32": gguf.LlamaFileType.ALL_F32,
+    "bfloat16": gguf.LlamaFileType.MOSTLY_BF16,
+    "float16": gguf.LlamaFileType.MOSTLY_F16,
+}
+COPIED = "tokenizer."
+# The one tensor that is no weight: the token ids of a reduced draft vocabulary.
+D2T = "d2t"
+
+# GGUF's name of each module within a layer, by transformers' name.
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+class InGGUF(Format):
+    """A layout says under which architectures llama.cpp knows it, and what is in such a file.
+
+    spec_type: as llama-server is asked to draft with it.
+    """
+
+    engines = ("llama-server", "llama.cpp", "gguf")
+    instead = {
+        "medusa": "llama.cpp has no Medusa heads; serve them with vLLM or TGI",
+        "eagle1": "llama.cpp has no EAGLE-1; serve it with vLLM",
+    }
+    needs_target = True
+    architectures: ClassVar[tuple[str, ...]]
+    spec_type: ClassVar[str]
+
+    @abstractmethod
+    def shapes(
+        self, of: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> dict[str, tuple[int, ...]]:
+        """The tensors that a file's own metadata asks for, as PyTorch has their shapes. of: its
+        architecture."""
+
+    def extra_keys(self, of: str) -> dict[str, Any]:
+        """What is expected of keys that only this layout has, as `key_problems` takes it."""
+        return {}
+
+    def wrong_values(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
+        """What no shape shows."""
+        return []
+
+    def problems(self, directory: Path) -> list[str]:
+        try:
+            read_header(directory / FILE)  # Our reader, which finds what was cut short.
+            reader = gguf.GGUFReader(directory / FILE)
+            facts = json.loads((directory / EXPORT_FILE).read_text())["facts"]
+        except (UserError, OSError, ValueError, KeyError) as error:
+            return [str(error)]
+        keys = keys_of(reader)
+        of = keys.get("general.architecture")
+        if of not in self.architectures:
+            known = ", ".join(self.architectures)
+            return [f"general.architecture is {of!r}, expected one of {known}"]
+        expected = _expected_keys(of, keys, facts) | self.extra_keys(of)
+        problems = key_problems(expected, keys, FILE)
+        if problems:
+            return problems
+        specs = {
+            name: TensorSpec(shape, (_type(name, len(shape), facts["dtype"]).name,))
+            for name, shape in self.shapes(of, keys, facts).items()
+        }
+        problems = tensor_problems(specs, {t.name: _found(t) for t in reader.tensors})
+        return problems or self.wrong_values(weights_of(reader), keys)
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        served = Path(target).name if target.endswith(".gguf") else "TARGET.gguf"
+        return [
+            (
+                "llama-server",
+                "",
+                f"llama-server -m {served} -md {FILE} --spec-type {self.spec_type} \\\n"
+                f"  --spec-draft-n-max {gamma} --spec-draft-p-min 0",
+            )
+        ]
+
+
+def target_gguf(spec: str) -> Path:
+    """The GGUF file of a target. Raises UserError where it is none."""
+    if spec.startswith(EMBEDDED_PREFIX):
+        embedded = EMBEDDED[spec.removeprefix(EMBEDDED_PREFIX)]
+        found = embedded.find()
+        if found is None:
+            raise UserError(f"{spec} is not installed. Install it with: {embedded.install}")
+        return found
+    path = Path(spec).expanduser()
+    if path.suffix.lower() != ".gguf" or not path.is_file():
+        raise UserError(
+            f"format gguf takes the tokenizer from the target's GGUF file, and the target {spec} "
+            "is none; name the file that llama.cpp will serve with --target FILE.gguf"
+        )
+    return path
+
+
+def tokenizer_fields(path: Path, vocab_size: int) -> dict[str, gguf.ReaderField]:
+    """All `tokenizer.*` keys of a GGUF file. Raises UserError where it has no tokens, or not as
+    many as the drafter."""
+    read_header(path)
+    fields = gguf.GGUFReader(path).fields
+    copied = {name: kept for name, kept in fields.items() if name.startswith(COPIED)}
+    if "tokenizer.ggml.tokens" not in copied:
+        raise UserError(f"{path} has no tokenizer (tokenizer.ggml.tokens); name a complete model")
+    count = len(copied["tokenizer.ggml.tokens"].contents())
+    if count != vocab_size:
+        raise UserError(
+            f"the target's GGUF file has {count} tokens and the drafter {vocab_size} output rows; "
+            "llama.cpp asks for equal numbers. Name the GGUF file that was made from the drafter's "
+            "target"
+        )
+    return copied
+
+
+def metadata(config: Any, of: str, dtype: str) -> dict[str, tuple[Any, Value]]:
+    """The keys that describe a model of architecture `of`, with their types."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        "general.type": ("model", Value.STRING),
+        "general.name": ("drafter", Value.STRING),
+        "general.file_type": (int(FILE_TYPES[dtype]), Value.UINT32),
+        f"{of}.block_count": (config.num_hidden_layers, Value.UINT32),
+        f"{of}.context_length": (config.max_position_embeddings, Value.UINT32),
+        f"{of}.embedding_length": (config.hidden_size, Value.UINT32),
+        f"{of}.feed_forward_length": (config.intermediate_size, Value.UINT32),
+        f"{of}.attention.head_count": (config.num_attention_heads, Value.UINT32),
+        f"{of}.attention.head_count_kv": (config.num_key_value_heads, Value.UINT32),
+        f"{of}.attention.key_length": (head, Value.UINT32),
+        f"{of}.attention.value_length": (head, Value.UINT32),
+        f"{of}.attention.layer_norm_rms_epsilon": (config.rms_norm_eps, Value.FLOAT32),
+        f"{of}.rope.dimension_count": (head, Value.UINT32),
+        f"{of}.rope.freq_base": (float(config.rope_parameters["rope_theta"]), Value.FLOAT32),
+        f"{of}.vocab_size": (config.vocab_size, Value.UINT32),
+    }
+
+
+def write_file(
+    directory: Path,
+    of: str,
+    described: Mapping[str, tuple[Any, Value]],
+    copied: Mapping[str, gguf.ReaderField],
+    tensors: Mapping[str, Tensor],
+    dtype: str,
+) -> None:
+    """Write `FILE` into a directory. described: keys with their types; copied: a tokenizer's;
+    tensors: by GGUF's names."""
+    writer = gguf.GGUFWriter(directory / FILE, of)
+    for key, (value, kind) in described.items():
+        # All lists that we write are of layers.
+        writer.add_key_value(key, value, kind, Value.INT32 if kind == Value.ARRAY else None)
+    for name, kept in copied.items():
+        sub_type = kept.types[-1] if kept.types[0] == Value.ARRAY else None
+        writer.add_key_value(name, kept.contents(), kept.types[0], sub_type)
+    for name, tensor in tensors.items():
+        stored = _type(name, tensor.dim(), dtype)
+        data = np.ascontiguousarray((tensor if name == D2T else tensor.float()).numpy())
+        if name != D2T:
+            data = gguf.quants.quantize(data, stored)
+        writer.add_tensor(name, data, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def in_pairs(rows: Tensor, heads: int) -> Tensor:
+    """[heads·d, …] with each head's rows 0, d/2, 1, d/2 + 1, … for a rotation of neighbours."""
+    halves = rows.unflatten(0, (heads, 2, -1))
+    return halves.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def in_halves(rows: Tensor, heads: int) -> Tensor:
+    """What `in_pairs` was given."""
+    pairs = rows.unflatten(0, (heads, -1, 2))
+    return pairs.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def keys_of(reader: gguf.GGUFReader) -> dict[str, Any]:
+    """A file's metadata."""
+    return {name: found.contents() for name, found in reader.fields.items()}
+
+
+def weights_of(reader: gguf.GGUFReader) -> dict[str, Tensor]:
+    """A file's tensors, float32 but for whole numbers."""
+
+    def values(tensor: gguf.ReaderTensor) -> Tensor:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        is_ids = tensor.tensor_type == Quantization.I64
+        data = tensor.data if is_ids else gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        return torch.tensor(data).reshape(shape)
+
+    return {tensor.name: values(tensor) for tensor in reader.tensors}
+
+
+def layer_shapes(of: str, keys: Mapping[str, Any], reads: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a decoder layer whose attention reads so many numbers, by their names within
+    the layer."""
+    hidden, inner = keys[f"{of}.embedding_length"], keys[f"{of}.feed_forward_length"]
+    head = keys[f"{of}.attention.key_length"]
+    q = keys[f"{of}.attention.head_count"] * head
+    kv = keys[f"{of}.attention.head_count_kv"] * head
+    return {
+        "attn_norm.weight": (hidden,),
+        "attn_q.weight": (q, reads),
+        "attn_k.weight": (kv, reads),
+        "attn_v.weight": (kv, reads),
+        "attn_output.weight": (hidden, q),
+        "ffn_norm.weight": (hidden,),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner, hidden),
+        "ffn_down.weight": (hidden, inner),
+    }
+
+
+def _type(name: str, dimensions: int, dtype: str) -> Quantization:
+    if name == D2T:
+        return Quantization.I64
+    # llama.cpp adds and multiplies vectors in float32 only.
+    return TYPES[dtype] if dimensions > 1 else Quantization.F32
+
+
+def _expected_keys(of: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = keys.get("tokenizer.ggml.tokens") or []
+    expected: dict[str, Any] = {
+        f"{of}.{key}": whole
+        for key in (
+            "context_length",
+            "embedding_length",
+            "feed_forward_length",
+            "attention.head_count",
+            "attention.head_count_kv",
+            "attention.key_length",
+            "attention.value_length",
+            "rope.dimension_count",
+        )
+    }
+    return expected | {
+        "general.type": "model",
+        "general.file_type": int(FILE_TYPES[facts["dtype"]]),
+        f"{of}.block_count": facts["layers"],
+        f"{of}.vocab_size": len(tokens),
+        f"{of}.attention.layer_norm_rms_epsilon": number,
+        f"{of}.rope.freq_base": number,
+        "tokenizer.ggml.model": lambda x: isinstance(x, str) and x != "",
+        "tokenizer.ggml.tokens": lambda x: len(x) > 0,
+    }
+
+
+def _found(tensor: gguf.ReaderTensor) -> FoundTensor:
+    # GGUF lists dimensions from the innermost out.
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    known = tensor.tensor_type in TYPES.values()
+    finite = known and bool(
+        np.isfinite(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).all()
+    )
+    return FoundTensor(shape, tensor.tensor_type.name, finite or not known)
