@@ -259,7 +259,8 @@ def _measured(
     if now < was - LOSS_ALLOWED:
         reason = (
             "the rows that its reduced vocabulary lacks are filled up, and they take tokens from "
-            "those it learnt; train it without draft_vocabulary"
+            "those it learnt; train it without draft_vocabulary, or heads with the target's own "
+            "output layer (output: target)"
             if reduced
             else "the weights were rounded; export it with --dtype float32"
         )
