@@ -1,10 +1,12 @@
 """What small modules on SmolLM2-135M's hidden states are worth, kind by kind, beside a small LM.
 
-    python -m benchmarks.heads [--quick] [--json FILE] [--plots DIR] [--runs DIR]
+    python -m benchmarks.heads [--quick] [--arms NAME,…] [--more FILE] [--json FILE]
+        [--plots DIR] [--runs DIR]
 
 One run: the target answers the shipped training prompts, its hidden states are cached once, and
 every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1 and EAGLE-3, and a small
 LM of the target's first two layers. Each is stored with the tree that pays at this machine's costs.
+With --more, prompts of your own are answered and learnt from as well.
 What then counts are the shipped test prompts: how often the first head's guess is the target's next
 but one token, beside a bigram table of the same text and prompt lookup; tokens per step; and the
 speed-up over plain decoding in the same loop, greedy, in bfloat16. In float32 every arm's greedy
@@ -12,6 +14,7 @@ text must be plain decoding's, token by token, and that is checked. Runs are kep
 they were.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +25,7 @@ from rich.table import Table
 
 from benchmarks.common import describe_machine, write_json
 from decode.drafters import DRAFTERS
+from decode.errors import UserError
 from decode.loop import Decoder
 from decode.settings import DecodeSettings
 from decode.store import open_drafter
@@ -43,12 +47,31 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "hydra": ({"type": "hydra", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
     "eagle1": ({"type": "eagle1", "depth": 4}, {"forward_kl": 0.1}),
     "eagle3": ({"type": "eagle3", "steps": 3}, {"forward_kl": 1.0}),
+    # What EAGLE-1 is without its regression: asked for with --arms only.
+    "eagle1_tokens": ({"type": "eagle1", "depth": 4, "regression": 0.0}, {"forward_kl": 1.0}),
 }
 SMALL_LM = "small_lm"
+KNOWN = (SMALL_LM, *HEADS)
+ARMS = KNOWN[:-1]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """arms: their names. more: a file of prompts of which the first more_prompts are learnt from
+    beside the shipped ones. runs: where the run is kept."""
+
+    quick: bool
+    arms: tuple[str, ...]
+    more: Path | None
+    more_prompts: int
+    runs: Path
 
 
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="little text, one epoch")] = False,
+    arms: Annotated[str, typer.Option(help="those to train, in this order")] = ",".join(ARMS),
+    more: Annotated[Path | None, typer.Option(help="prompts to learn from beside ours")] = None,
+    more_prompts: Annotated[int, typer.Option(help="how many of them")] = 4000,
     json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
     plots: Annotated[Path | None, typer.Option(help="write heads.png here")] = None,
     runs: Annotated[Path, typer.Option(help="where trained drafters are kept")] = Path("runs"),
@@ -57,7 +80,11 @@ def main(
     quieten()
     torch.set_num_threads(cores())
     reporter = Reporter()
-    config = validate_config(run_config(quick=quick, runs=runs), base_dir=PROMPTS)
+    chosen = tuple(arms.split(","))
+    if unknown := [name for name in chosen if name not in KNOWN]:
+        raise UserError(f"unknown arm {unknown[0]!r}; known arms: {', '.join(KNOWN)}")
+    settings = Settings(quick, chosen, more, more_prompts, runs)
+    config = validate_config(run_config(settings), base_dir=PROMPTS)
     run = Run(config, Accelerator(cpu=True), reporter)
     report = run.execute()
     found = figures(report)
@@ -78,8 +105,13 @@ def main(
         )
 
 
-def run_config(*, quick: bool, runs: Path) -> dict[str, Any]:
+def run_config(settings: Settings) -> dict[str, Any]:
     """The texts, their hidden states, and a stage for every arm."""
+    quick = settings.quick
+    train, limit = ["train.jsonl"], None
+    if settings.more is not None:
+        shipped = len((PROMPTS / train[0]).read_text().splitlines())
+        train, limit = [*train, str(settings.more.absolute())], shipped + settings.more_prompts
     answer = {"kind": "generate", "max_new_tokens": 80, "batch_size": 32, "part_prompts": 96}
     loop = {"epochs": 1 if quick else 3, "tokens_per_batch": 1024, "log_every": 40}
     learning: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
@@ -96,29 +128,33 @@ def run_config(*, quick: bool, runs: Path) -> dict[str, Any]:
             "kind": "feature_cache",
             "text": TEXT,
             # What the output layer reads, and what EAGLE-3 does of a target with 30 layers.
-            "taps": [-1, 1, 14, 26],
-        },
-        {
-            "name": "words",
-            "kind": "distill",
-            "drafter": {"layers": [0, 1]},
-            "draft_vocabulary": 8000,
-            "losses": {"cross_entropy": 1.0},
-            "train_embeddings": False,
-            **learning,
-            "loop": loop | {"max_steps": 30},
-        },
-        {
-            "name": SMALL_LM,
-            "kind": "distill",
-            "drafter": {"stage": "words"},
-            "teacher": "states",
-            "losses": {"forward_kl": 1.0},
-            "train_embeddings": False,
-            **learning,
+            "taps": [-1, 1, 14, 26] if "eagle3" in settings.arms else [-1],
         },
     ]
-    for name, (heads, losses) in HEADS.items():
+    for name in settings.arms:
+        if name == SMALL_LM:
+            begun = {
+                "name": "words",
+                "kind": "distill",
+                "drafter": {"layers": [0, 1]},
+                "draft_vocabulary": 8000,
+                "losses": {"cross_entropy": 1.0},
+                "train_embeddings": False,
+                **learning,
+                "loop": loop | {"max_steps": 30},
+            }
+            distilled = {
+                "name": SMALL_LM,
+                "kind": "distill",
+                "drafter": {"stage": "words"},
+                "teacher": "states",
+                "losses": {"forward_kl": 1.0},
+                "train_embeddings": False,
+                **learning,
+            }
+            stages += [begun, distilled]
+            continue
+        heads, losses = HEADS[name]
         stages.append(
             {
                 "name": name,
@@ -132,15 +168,20 @@ def run_config(*, quick: bool, runs: Path) -> dict[str, Any]:
                 **learning,
             }
         )
+    parts = ["heads"]
+    if settings.arms != ARMS:
+        parts += settings.arms
+    if settings.more is not None:
+        parts.append(f"more{settings.more_prompts}")
     return {
-        "name": "heads-quick" if quick else "heads",
-        "output_dir": str(runs),
+        "name": "-".join([*parts, "quick"] if quick else parts),
+        "output_dir": str(settings.runs),
         "trackers": [],
         "precision": "bf16",
         "target": {"model": TARGET, "dtype": "bfloat16", "device": "cpu"},
-        "data": {split: f"{split}.jsonl" for split in ("train", "dev", "test")},
+        "data": {"train": train, "limit": limit, "dev": "dev.jsonl", "test": "test.jsonl"},
         "evaluation": {
-            "stages": [SMALL_LM, *HEADS],
+            "stages": list(settings.arms),
             "prompts": 6 if quick else 42,
             "gamma": 4,
             "max_new_tokens": 24 if quick else 64,
@@ -186,7 +227,7 @@ def same_text(run: Run, reporter: Reporter, *, prompts: int) -> dict[str, float]
     plain = _decode(target, "none", texts)
     found = {}
     for index, stage in enumerate(run.config.stages):
-        if stage.name in (SMALL_LM, *HEADS):
+        if stage.name in KNOWN:
             directory = run.directory / "stages" / f"{index:02d}-{stage.name}" / "drafter"
             drafted = _decode(target, str(directory), texts)
             same = [ours == theirs for ours, theirs in zip(drafted, plain, strict=True)]
@@ -210,7 +251,7 @@ def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
             shown[f"speedup_{name}"] = row["speedup"]["value"]
         if row["top1"] is not None:
             shown[f"top1_gain_{name}"] = row["top1"] - row["bigram_top1"]
-        if name != SMALL_LM:
+        if name != SMALL_LM and SMALL_LM in found:
             shown[f"tokens_per_step_{name}_vs_small_lm"] = (
                 row["tokens_per_step"] / found[SMALL_LM]["tokens_per_step"]
             )

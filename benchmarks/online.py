@@ -11,8 +11,8 @@ served. All is at one γ, greedy, for SmolLM2-135M, with two kinds of drafter: a
     frozen          distilled offline on maths, and left as it is
     online (…)      begins where `frozen` does and learns while it serves: from rejected places
                     only, from a mix (these and a quarter of the others), from all
-    offline on all  distilled offline on all three domains, with as many optimizer steps as `frozen`
-                    and the mixed online arm took together, whether they were kept or not
+    offline on all  distilled offline on all three domains, with as many tokens of text as `frozen`
+                    and the mixed online arm took in all their steps, kept or not
 
 A quick run serves about 100 requests of each domain, with answers of at most 20 tokens; of heads
 only the mix learns in it.
@@ -43,6 +43,7 @@ from benchmarks.online_runs import (
     Arm,
     Settings,
     first_config,
+    offline_steps,
     second_config,
 )
 from benchmarks.online_tables import END, plot, ratios, row, table
@@ -78,12 +79,12 @@ def main(
     size = requests or (100 if quick else 400)
     place = runs / ("online-quick-data" if quick else "online-data") / str(size)
     settings = Settings(quick, runs, place.absolute(), size, temperature)
-    reporter.say(f"expected to take about {'14 minutes' if quick else '3 hours'} on two cores")
+    reporter.say(f"expected to take about {'17 minutes' if quick else '3 hours'} on two cores")
     prepare(files, place, {"train": size, "stream": size})
     begin = time.perf_counter()
     first = _run(first_config(settings), reporter)
     taken = {
-        family: len(_summary(first, Arm(family, MAIN).stage)["rounds"]) * settings.round_steps
+        family: offline_steps(len(_summary(first, Arm(family, MAIN).stage)["rounds"]))
         for family in FAMILIES
     }
     second = _run(second_config(taken, settings), reporter)

@@ -1,10 +1,11 @@
 """The two runs of `benchmarks.online` as configs: what is distilled offline, and what serves.
 
 The first distils on the first domain and serves the stream with what came of it, frozen and
-learning; the second distils on all domains, with as many optimizer steps more as the learning arm
-took, and serves the same stream.
+learning; the second distils on all domains, on as many tokens more as the learning arm took, and
+serves the same stream.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,10 @@ SMALL_LM, HEADS = "small LM", "heads"
 FAMILIES = (SMALL_LM, HEADS)
 # By family, the stage that distils offline.
 START = {SMALL_LM: "small-lm", HEADS: "heads"}
+# Tokens of text, padding included, of an optimizer step of offline distillation, and of one of the
+# ROUND_STEPS of an online round; the learning rates of the latter.
+OFFLINE_TOKENS, ROUND_TOKENS, ROUND_STEPS = 1024, 512, 12
+RATES = {SMALL_LM: 1e-3, HEADS: 1e-3}
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,6 @@ class Settings:
         return 60 if self.quick else 300
 
     @property
-    def round_steps(self) -> int:
-        """Optimizer steps of a round of online learning."""
-        return 4 if self.quick else 8
-
-    @property
     def arms(self) -> list[Arm]:
         """Of heads, in a quick run, only the mix learns: there is no time for all."""
         found = []
@@ -89,6 +89,11 @@ def first_config(settings: Settings) -> dict[str, Any]:
     return _config("online-first", DOMAINS[:1], stages, settings)
 
 
+def offline_steps(rounds: int) -> int:
+    """So many optimizer steps of offline distillation take as many tokens as these rounds."""
+    return math.ceil(rounds * ROUND_STEPS * ROUND_TOKENS / OFFLINE_TOKENS)
+
+
 def second_config(taken: dict[str, int], settings: Settings) -> dict[str, Any]:
     """The run that distils on all domains, by family with so many steps more, and serves the
     stream."""
@@ -106,6 +111,7 @@ def _config(
         "name": f"{name}-quick-{settings.requests}" if settings.quick else name,
         "output_dir": str(settings.runs),
         "trackers": [],
+        "precision": "bf16",
         "target": {"model": TARGET, "dtype": "bfloat16", "device": "cpu"},
         "data": {
             "train": [f"{data}/{domain}-train.jsonl" for domain in learnt],
@@ -128,7 +134,7 @@ def _offline(steps: dict[str, int], settings: Settings) -> list[dict[str, Any]]:
     shared = {"text": "answers", "draft_vocabulary": 12000, "losses": {"forward_kl": 1.0}}
 
     def training(family: str, lr: float) -> dict[str, Any]:
-        loop = {"epochs": 1000, "max_steps": steps[family], "tokens_per_batch": 1024}
+        loop = {"epochs": 1000, "max_steps": steps[family], "tokens_per_batch": OFFLINE_TOKENS}
         return shared | {"name": START[family], "loop": loop, "optimizer": {"lr": lr}}
 
     return [
@@ -159,13 +165,13 @@ def _serving(arm: Arm, settings: Settings) -> dict[str, Any]:
     if arm.share is not None:
         learning = {
             "every_requests": BATCH,
-            "steps": settings.round_steps,
-            "tokens_per_batch": 1024,
+            "steps": ROUND_STEPS,
+            "tokens_per_batch": ROUND_TOKENS,
             "accepted": SHARES[arm.share],
             "k": 64,
             "holdout_every": 5,
             "holdout_requests": 8,
-            "optimizer": {"lr": 1e-3, "warmup_steps": 4, "schedule": "constant"},
+            "optimizer": {"lr": RATES[arm.family], "warmup_steps": 4, "schedule": "constant"},
         }
     return {
         "name": arm.stage,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import online, online_runs, online_tables
+from benchmarks import heads, online, online_runs, online_tables
 from benchmarks.common import in_fresh_process, require
 from benchmarks.decode import ratios
 from benchmarks.decode_contest import Setting, hold, long_answers
@@ -50,6 +50,23 @@ def test_the_objectives_are_one_sound_run(quick: bool, tmp_path):
     config = validate_config(run_config(arms, quick=quick, runs=tmp_path), base_dir=PROMPTS)
     assert len({stage.name for stage in config.stages}) == len(config.stages)
     assert BASE in ARMS
+
+
+@pytest.mark.parametrize("arms", [heads.ARMS, heads.KNOWN[1:], ("eagle1",), (heads.SMALL_LM,)])
+def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path):
+    more = tmp_path / "more.jsonl"
+    more.write_text('{"prompt": "Why?"}\n')
+    plain, with_more = (
+        validate_config(
+            heads.run_config(heads.Settings(False, arms, file, 1, tmp_path)), base_dir=PROMPTS
+        )
+        for file in (None, more)
+    )
+    assert len({stage.name for stage in plain.stages}) == len(plain.stages)
+    assert set(arms) <= {stage.name for stage in plain.stages}
+    assert plain.name != with_more.name
+    # The shipped prompts, and one more.
+    assert with_more.data.limit == len((PROMPTS / "train.jsonl").read_text().splitlines()) + 1
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import errno
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -473,13 +475,20 @@ SETTINGS: dict[str, Any] = {
 
 
 def online_of(
-    drafter: SmallLMDrafter, *, vocab: int, directory: Path | None = None, **settings: Any
+    drafter: SmallLMDrafter,
+    *,
+    vocab: int,
+    directory: Path | None = None,
+    autocast: Any = nullcontext,
+    **settings: Any,
 ) -> Online:
     student = SmallLMStudent(
         copy.deepcopy(drafter.lm.model).float().requires_grad_(True), Terms({"forward_kl": 1.0})
     )
     config = OnlineConfig.model_validate(SETTINGS | settings)
-    return Online(drafter, student, config, {}, vocab_size=vocab, directory=directory)
+    return Online(
+        drafter, student, config, {}, vocab_size=vocab, directory=directory, autocast=autocast
+    )
 
 
 @functools.cache
@@ -518,6 +527,23 @@ def test_learning_between_requests_raises_acceptance_and_keeps_the_text() -> Non
     assert all(r.version == sum(x.kept for x in rounds[: r.number]) for r in rounds)
     assert np.mean(rates[-4:]) > np.mean(rates[:4]) + 0.05
     assert [n for n in rounds[3].requests if n % 2 == 0] == []  # those are held out
+
+
+def test_products_in_bfloat16_learn_alike_and_weights_stay_float32() -> None:
+    target, small = pair()
+    lower = partial(torch.autocast, "cpu", torch.bfloat16)
+    rounds = []
+    for autocast in (nullcontext, lower):
+        drafter = SmallLMDrafter(copy.deepcopy(small).requires_grad_(False))
+        online = online_of(drafter, vocab=40, autocast=autocast)
+        Decoder(target, drafter, gamma=2, observers=[online.observe]).decode(prompts_of(8), 16)
+        rounds.append(online.learn())
+        assert {p.dtype for p in online.student.trained().values()} == {torch.float32}
+    whole, rounded = rounds
+    # Not the same numbers, so that it was used, and nearly the same.
+    assert 0 < abs(whole.before - rounded.before) < 1e-2
+    assert rounded.loss == pytest.approx(whole.loss, rel=1e-2)
+    assert rounded.loss != whole.loss
 
 
 def test_a_swap_computes_again_what_was_cached_of_the_old_weights() -> None:

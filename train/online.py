@@ -19,6 +19,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,8 @@ class Online:
     made_with: as of `distill.cache.describe_teacher`, with this config's k. directory: where the
     buffers are kept on disk; None: in memory only. reduce: sums over processes; all of them then
     call `due`, `learn` and `swap` alike, each with requests of its own, and have the same weights.
+    autocast: makes the context that the copy's forward passes run in, for products in another
+    precision than its weights, which stay as they are.
 
     Raises UserError where the drafter cannot take the student's weights, and for parameter groups
     that match nothing.
@@ -131,10 +134,11 @@ class Online:
         eos_token_ids: Sequence[int] = (),
         directory: Path | None = None,
         reduce: Reduce = _alone,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         student.require_fits(drafter)
         self.drafter, self.student, self.settings = drafter, student, settings
-        self.reduce = reduce
+        self.reduce, self.autocast = reduce, autocast
         self.collector = Collector(
             settings.k,
             vocab_size,
@@ -299,7 +303,8 @@ class Online:
         parameters = list(self.student.trained().values())
         total = 0.0
         if records:
-            loss, _ = self.student.loss(records)
+            with self.autocast():
+                loss, _ = self.student.loss(records)
             loss.backward()
             total = float(loss.detach())
         total, count = self._sum([total, float(sum(len(r.places) for r in records))])
@@ -326,7 +331,8 @@ class Online:
         """Σ TV over the held-out tokens of all processes."""
         lost = 0.0
         for batch in _by_length(records, self.settings.tokens_per_batch):
-            lost += float(self.student.lost(batch))
+            with self.autocast():
+                lost += float(self.student.lost(batch))
         return self._sum([lost])[0]
 
     def _sum(self, values: list[float]) -> list[float]:

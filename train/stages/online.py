@@ -262,6 +262,8 @@ class OnlineStage(Stage):
         if settings.learning is None:
             return None
         target, accelerator = context.target, context.accelerator
+        # Not float16, whose small gradients would need a scaler.
+        lower = accelerator.mixed_precision == "bf16"
         ids = None if student.ids is None else student.ids.to(target.device)
         return Online(
             drafter,
@@ -273,6 +275,7 @@ class OnlineStage(Stage):
             eos_token_ids=target.eos_token_ids,
             directory=context.directory / f"rank-{accelerator.process_index}",
             reduce=partial(accelerator.reduce, reduction="sum"),
+            autocast=partial(torch.autocast, student.device.type, torch.bfloat16, lower),
         )
 
     def _resume(
