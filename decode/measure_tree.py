@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.drafters import Drafter
+from decode.drafters.shaped import ShapedDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
 from decode.rules import Verdict
 from decode.rules.exact import ExactMatch
 from decode.sampling import Noise, Sampling
 from decode.scores import Scores
-from decode.shapes import Shape, require_whole
+from decode.shapes import require_whole
 from decode.shapes.static import FixedTree
 from decode.shapes.structure import Structure
 
@@ -64,14 +65,13 @@ def probe(width: int, depth: int) -> Structure:
     return Structure([(*[0] * above, rank) for above in range(depth) for rank in range(width)])
 
 
-def require_shaped(drafter: Drafter) -> Shape:
-    """The drafter's shape; UserError for a drafter without one."""
-    shape = getattr(drafter, "shape", None)
-    if not isinstance(shape, Shape):
+def require_shaped(drafter: Drafter) -> ShapedDrafter:
+    """The drafter; UserError for one that does not draft in shapes."""
+    if not isinstance(drafter, ShapedDrafter):
         raise UserError(
             f"{type(drafter).__name__} drafts in no shape, so there is no tree to calibrate"
         )
-    return shape
+    return drafter
 
 
 def measure_acceptance(
@@ -93,8 +93,8 @@ def measure_acceptance(
     ones alone. Tokens past the end of a text are not counted. Raises UserError for a drafter
     without a shape, and as `Decoder` does.
     """
-    shaped: Any = drafter
-    shape = require_shaped(drafter)
+    shaped = require_shaped(drafter)
+    shape = shaped.shape
     if not prompts:
         raise UserError("there are no prompts to measure acceptance on")
     counts = np.zeros((2, tree.depth, int(tree.ranks.max()) + 1), dtype=np.int64)

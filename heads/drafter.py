@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draft import Draft, Siblings
-from decode.drafters import Contexts, Drafter, Limits
+from decode.draft import Draft
+from decode.drafters import Contexts, Limits
+from decode.drafters.shaped import ShapedDrafter
 from decode.errors import UserError
 from decode.features import Features
 from decode.growth import Growth
 from decode.new_weights import take_weights
 from decode.sampling import Noise, Sampling
 from decode.shapes import Shape
-from decode.shapes.chain import Chain
 from decode.target import DTYPES, Target
 from heads.base import Heads
 from heads.store import load_heads
 
 
-class HeadsDrafter(Drafter):
+class HeadsDrafter(ShapedDrafter):
     """Drafts in any shape, at most as deep as there are heads, from the hidden states of the last
     token that the target has read. Those come from the verification pass, so that one target call
     both judges a draft and yields what the next one is made of (1811.03115, section 4).
@@ -38,15 +38,14 @@ class HeadsDrafter(Drafter):
     trained = True
 
     def __init__(self, heads: Heads, vocab_size: int, shape: Shape | None = None) -> None:
+        super().__init__(vocab_size, shape, farthest=heads.depth)
         self.heads = heads.eval().requires_grad_(False)
         self.taps = heads.taps
-        self.shape = shape or Chain()
         if (self.shape.depth or 0) > heads.depth:
             raise UserError(
                 f"a tree {self.shape.depth} deep and heads for {heads.depth} tokens; make the tree "
                 "shallower, or train more heads"
             )
-        self._vocab_size = vocab_size
         self.last = torch.zeros(0)  # [B, F]: the newest features of each row
         self._read = np.zeros(0, dtype=bool)  # [B]: whether there are any
 
@@ -60,25 +59,8 @@ class HeadsDrafter(Drafter):
     def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
         """What follows the text and each node, in a draft at most `deepest` deep."""
 
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def branches(self) -> bool:
-        return self.shape.branches
-
     def with_shape(self, shape: Shape) -> Self:
-        return type(self)(self.heads, self._vocab_size, shape)
-
-    def siblings(self, sampling: Sampling) -> Siblings:
-        return self.shape.siblings(sampling)
-
-    def deepest(self, gamma: int) -> int:
-        return self.shape.depth or min(gamma, self.heads.depth)
-
-    def most_nodes(self, gamma: int) -> int:
-        return self.shape.most_nodes(min(gamma, self.heads.depth))
+        return type(self)(self.heads, self.vocab_size, shape)
 
     def start(self, contexts: Contexts) -> None:
         self._read = np.zeros(len(contexts.lengths), dtype=bool)

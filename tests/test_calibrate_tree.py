@@ -253,6 +253,13 @@ def test_a_tree_is_drafted_whole_whatever_gamma_says(base: Path, drafters: Path)
         assert (figures["drafts"], figures["gamma"]) == (f"chain or {WHOLE}", most)
 
 
+def test_a_depth_of_0_is_not_taken_for_none_given(base: Path) -> None:
+    for name, asked in (("generate", ["the dog"]), ("evaluate", ["--prompts", "none.jsonl"])):
+        refused = command(name, base, "ngram", *asked, "--gamma", "0")
+        assert refused.exit_code == 2
+        assert "gamma is 0; a draft needs at least 1 token" in refused.stderr
+
+
 def test_python_drafts_the_stored_tree_whole(base: Path, drafters: Path) -> None:
     path = drafters / "small"
     store_tree(path, Structure([(0,), (0, 0), (0, 0, 0)]), {})

@@ -13,6 +13,7 @@ from decode.draft import Draft, Siblings
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits, Verified
 from decode.drafters.composite import CompositeDrafter
 from decode.drafters.ngram import NgramDrafter
+from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.store import NgramStore, StoreDrafter
 from decode.errors import UserError
@@ -310,6 +311,15 @@ def test_the_store_is_fed_with_the_targets_likeliest_tokens() -> None:
     # What was said before is known by heart.
     assert second.counts.steps < first.counts.steps
     assert second.counts.acceptance_rate > 0.9
+
+
+@pytest.mark.parametrize("kind", [CompositeDrafter, SeveralDrafters])
+def test_a_store_beside_others_is_fed_too(kind: Any) -> None:
+    store = Watched(min_n=4, max_n=4, top_k=3, width=50)
+    prompts = [[5, 17, 250, 9, 42], [7] * 5]
+    run = Decoder(model("llama"), kind([NgramDrafter(), store]), gamma=3).decode(prompts, 12)
+    assert store.shown >= 20
+    assert run.outputs == Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 12).outputs
 
 
 def test_an_observer_sees_every_pass() -> None:

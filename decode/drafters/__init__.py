@@ -65,9 +65,6 @@ class Drafter(ABC):
 
     def describe_drafts(self, most: int | None = None) -> str:
         """In a few words what its drafts are, such as `chain`. most: where none may be deeper."""
-        shape = getattr(self, "shape", None)
-        if isinstance(shape, Shape):
-            return shape.describe(most)
         return "tree" if self.branches else "chain"
 
     def with_shape(self, shape: Shape) -> "Drafter":

@@ -1,45 +1,25 @@
 """Several drafters asked in turn, row by row."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from decode.draft import Draft, Siblings
-from decode.drafters import Contexts, Drafter, Limits, Verified
+from decode.drafters import Contexts, Drafter, Limits
+from decode.drafters.group import Group
 from decode.errors import UserError
-from decode.features import Features
 from decode.sampling import Noise, Sampling
 from decode.shapes import Shape
 
 
-class CompositeDrafter(Drafter):
+class CompositeDrafter(Group):
     """Each row takes the draft of the first drafter that has one for it: prompt lookup first, say,
     and the trained one where nothing is found. A drafter is asked only if a row is left for it.
 
     Which drafter a row gets depends on its text alone, so drafts stay lossless. Tokens that one
     drafter chose, beside rows that another drew, declare q = 1 for themselves. Raises UserError
-    without drafters, and where one chooses trees and another draws, or two draw in different ways:
-    no q says that of one draft.
+    as `Group`, and where one chooses trees and another draws, or two draw in different ways: no q
+    says that of one draft.
     """
-
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        if not drafters:
-            raise UserError("a composite of no drafters; name at least one")
-        self.drafters = list(drafters)
-        sizes = {size for drafter in drafters if (size := drafter.vocab_size) is not None}
-        if len(sizes) > 1:
-            raise UserError(
-                f"the drafters of a composite have vocabularies of {sorted(sizes)} tokens; "
-                "expected one and the same, the target's"
-            )
-        self._vocab_size = next(iter(sizes), None)
-        self.observes = any(drafter.observes for drafter in drafters)
-        self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self._vocab_size
 
     @property
     def branches(self) -> bool:
@@ -62,9 +42,6 @@ class CompositeDrafter(Drafter):
     def describe_drafts(self, most: int | None = None) -> str:
         return " or ".join(dict.fromkeys(x.describe_drafts(most) for x in self.drafters))
 
-    def deepest(self, gamma: int) -> int:
-        return max(drafter.deepest(gamma) for drafter in self.drafters)
-
     def most_nodes(self, gamma: int) -> int:
         return max(drafter.most_nodes(gamma) for drafter in self.drafters)
 
@@ -82,15 +59,6 @@ class CompositeDrafter(Drafter):
             raise refused[0]
         return CompositeDrafter(shaped)
 
-    def start(self, contexts: Contexts) -> None:
-        for drafter in self.drafters:
-            drafter.start(contexts)
-
-    def read(self, features: Features) -> None:
-        for drafter in self.drafters:
-            if drafter.taps:
-                drafter.read(features)
-
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         depths = limits.depths.copy()
         drafts: list[Draft] = []
@@ -106,19 +74,6 @@ class CompositeDrafter(Drafter):
         if not drafts:
             return Draft.none(len(depths), "cpu")
         return _merged(drafts)
-
-    def verified(self, seen: Verified) -> None:
-        for drafter in self.drafters:
-            if drafter.observes:
-                drafter.verified(seen)
-
-    def commit(self, contexts: Contexts) -> None:
-        for drafter in self.drafters:
-            drafter.commit(contexts)
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        for drafter in self.drafters:
-            drafter.keep_rows(rows)
 
 
 def _merged(drafts: list[Draft]) -> Draft:

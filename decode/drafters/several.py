@@ -3,21 +3,19 @@
 Shapes: B rows, N nodes of all drafts together, R rows of q, V vocabulary.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from decode.draft import Draft, Siblings
-from decode.drafters import Contexts, Drafter, Limits
+from decode.drafters import Contexts, Limits
+from decode.drafters.group import Group
 from decode.errors import UserError
-from decode.features import Features
 from decode.sampling import Noise, Sampling
 from decode.trees import first_equal, merged, pack
 
 
-class SeveralDrafters(Drafter):
+class SeveralDrafters(Group):
     """Each drafter drafts for itself; paths that begin alike share their nodes.
 
     Where any of them draws its tokens, each node's q is that of its own drafter (for a chosen
@@ -25,16 +23,10 @@ class SeveralDrafters(Drafter):
     token that an elder sibling has already stays as a leaf, and what follows it moves to the elder
     one (`decode.shapes.chains` says why). Where all choose their tokens, equal nodes are one.
 
-    Elder siblings are those of the drafter named first. Raises UserError for no drafters, and when
-    one of them draws without replacement: among the draws of others that is not one kind of
+    Elder siblings are those of the drafter named first. Raises UserError as `Group`, and when one
+    of them draws without replacement: among the draws of others that is not one kind of
     siblings.
     """
-
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        if not drafters:
-            raise UserError("several drafters, but none is named; give at least one")
-        self.drafters = list(drafters)
-        self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 
     @property
     def branches(self) -> bool:
@@ -50,20 +42,8 @@ class SeveralDrafters(Drafter):
             )
         return "independent" if "independent" in kinds else "chosen"
 
-    def deepest(self, gamma: int) -> int:
-        return max(drafter.deepest(gamma) for drafter in self.drafters)
-
     def most_nodes(self, gamma: int) -> int:
         return sum(drafter.most_nodes(gamma) for drafter in self.drafters)
-
-    def start(self, contexts: Contexts) -> None:
-        for drafter in self.drafters:
-            drafter.start(contexts)
-
-    def read(self, features: Features) -> None:
-        for drafter in self.drafters:
-            if drafter.taps:
-                drafter.read(features)
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         # Drafters that used the same random numbers would not draw independently.
@@ -95,14 +75,6 @@ class SeveralDrafters(Drafter):
         if q_rows is not None:
             q_rows = q_rows.gather(1, by_depth).gather(1, order)
         return Draft(tokens.gather(1, order), sizes, q, above, q_rows)
-
-    def commit(self, contexts: Contexts) -> None:
-        for drafter in self.drafters:
-            drafter.commit(contexts)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        for drafter in self.drafters:
-            drafter.keep_rows(rows)
 
 
 def _joined(drafts: list[Draft]) -> tuple[Tensor, Tensor]:

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.draft import Draft, Siblings
-from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
+from decode.draft import Draft
+from decode.drafters import DRAFTERS, Contexts, Limits
+from decode.drafters.shaped import ShapedDrafter
 from decode.errors import UserError
 from decode.growth import Growth
 from decode.kv import CachedLM, sliding_window
 from decode.new_weights import take_weights
 from decode.sampling import Noise, Sampling
 from decode.shapes import Shape
-from decode.shapes.chain import Chain
 from decode.stored_tree import stored_shape
 from decode.target import Target, load_model_and_tokenizer
 from decode.vocabulary import load_vocabulary
 
 
 @DRAFTERS.register("small_lm")
-class SmallLMDrafter(Drafter):
+class SmallLMDrafter(ShapedDrafter):
     """Draws tokens from `model`, with the sampling parameters it is given, in any shape.
 
     Its cache always holds a prefix of the committed text; whatever it lacks (after full
@@ -43,16 +43,15 @@ class SmallLMDrafter(Drafter):
         vocabulary: Tensor | None = None,
         shape: Shape | None = None,
     ) -> None:
+        super().__init__(model.config.get_text_config().vocab_size, shape)
         self.lm = CachedLM(model)
         self.vocabulary = vocabulary
-        self.shape = shape or Chain()
         if (self.shape.depth or 0) >= self.lm.max_positions:
             raise UserError(
                 f"a tree {self.shape.depth} deep does not fit into the context of the drafter "
                 f"{type(model).__name__}, which holds {self.lm.max_positions} tokens, text "
                 "included; make the tree shallower"
             )
-        self._vocab_size = model.config.get_text_config().vocab_size
         self._capacity = 0  # tokens of a row that the model can attend to
         self._cached = np.zeros(0, dtype=np.int64)  # [B]: committed tokens that are in the cache
 
@@ -65,25 +64,8 @@ class SmallLMDrafter(Drafter):
         reduced = load_vocabulary(path, model)
         return cls(model, reduced.ids if reduced else None, stored_shape(path))
 
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def branches(self) -> bool:
-        return self.shape.branches
-
     def with_shape(self, shape: Shape) -> "SmallLMDrafter":
         return SmallLMDrafter(self.lm.model, self.vocabulary, shape)
-
-    def siblings(self, sampling: Sampling) -> Siblings:
-        return self.shape.siblings(sampling)
-
-    def deepest(self, gamma: int) -> int:
-        return self.shape.depth or gamma
-
-    def most_nodes(self, gamma: int) -> int:
-        return self.shape.most_nodes(gamma)
 
     def start(self, contexts: Contexts) -> None:
         rows, slots = contexts.tokens.shape
@@ -136,7 +118,7 @@ class _LMGrowth(Growth):
         those that are wanted, and others that lacked no more.
         """
         super().__init__(
-            contexts, sampling, drafter.lm.device, drafter._vocab_size, drafter.vocabulary
+            contexts, sampling, drafter.lm.device, drafter.vocab_size, drafter.vocabulary
         )
         self.drafter, self.wanted = drafter, wanted
         self.whole_text = np.zeros(self.rows, dtype=bool)

@@ -8,48 +8,30 @@ import typer
 from rich.table import Table
 
 from decode.errors import UserError
-from train.commands.shared import (
-    GAMMA,
-    DeviceOption,
+from train.commands.options import (
     DrafterOption,
-    DraftTemperatureOption,
-    DtypeOption,
-    GammaOption,
-    MinPOption,
-    PenaltyOption,
-    PolicyOption,
-    TargetOption,
-    TemperatureOption,
+    Drafting,
+    Drawing,
+    Loading,
     TokensOption,
-    TopKOption,
-    TopPOption,
-    app,
-    quieten,
-    shows_errors,
+    takes_groups,
 )
+from train.commands.shared import app, quieten, shows_errors
 
 
 @app.command()
 @shows_errors
+@takes_groups
 def calibrate(
-    target: TargetOption,
+    *,
+    loading: Loading,
     drafter: DrafterOption,
     prompts: Annotated[Path, typer.Option(help="JSONL file with prompts of the dev split")],
     thresholds: Annotated[str, typer.Option(help="θ to try")] = "0.15,0.20,0.25,0.30,0.35",
     acceptance: Annotated[str, typer.Option(help="acceptance to be within")] = "0.6,0.8",
-    policy: PolicyOption = "fixed",
-    gamma: GammaOption = None,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: PenaltyOption = 1.0,
-    draft_temperature: DraftTemperatureOption = None,
+    drafting: Drafting,
     max_new_tokens: TokensOption = 64,
     limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = 32,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    seed: int = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
     """Choose θ of the rule `threshold`, which is LOSSY, on dev prompts: of those whose acceptance
@@ -57,12 +39,10 @@ def calibrate(
     import heads  # noqa: F401  (makes its drafters known)
     from decode.artifact import write_file
     from decode.calibrate import calibrate_threshold
-    from decode.sampling import Sampling
     from decode.settings import DecodeSettings
     from decode.shapes.chain import Chain
     from decode.stats import finite
     from decode.store import open_drafter
-    from decode.target import load_target
     from train.console import Reporter
     from train.data.chat import prompt_tokens
     from train.data.read import read_examples, spread
@@ -73,15 +53,11 @@ def calibrate(
     if len(bounds) != 2:
         raise UserError(f"acceptance is {acceptance!r}; expected two numbers, such as 0.6,0.8")
     settings = DecodeSettings(
-        gamma=gamma or GAMMA,
-        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
-        rule={"name": "threshold", "threshold": tried[0]},
-        policy=policy,
-        draft_temperature=draft_temperature,
+        **drafting.settings, rule={"name": "threshold", "threshold": tried[0]}
     )
     examples, _ = read_examples(str(prompts))
     reporter = Reporter()
-    loaded = load_target(target, dtype=dtype, device=device)
+    loaded = loading.load()
     which = open_drafter(drafter, loaded)
     if which.branches:
         which = which.with_shape(Chain())  # what the rule judges
@@ -95,7 +71,7 @@ def calibrate(
             thresholds=tried,
             within=(bounds[0], bounds[1]),
             max_new_tokens=max_new_tokens,
-            seed=seed,
+            seed=drafting.seed,
             progress=lambda done: bar.update(done, what="calibrating"),
         )
     table = Table(title=f"rule threshold, LOSSY, on {len(chosen)} dev prompts")
@@ -118,8 +94,10 @@ def calibrate(
 
 @app.command()
 @shows_errors
+@takes_groups
 def calibrate_tree(
-    target: TargetOption,
+    *,
+    loading: Loading,
     drafter: Annotated[str, typer.Option(help="a drafter directory; with --out any model")],
     prompts: Annotated[Path, typer.Option(help="JSONL file with prompts of the dev split")],
     method: Annotated[
@@ -137,16 +115,9 @@ def calibrate_tree(
     ] = None,
     depth: Annotated[int, typer.Option(min=1, help="how deep at most")] = 6,
     width: Annotated[int, typer.Option(min=1, help="of the likeliest tokens of each node")] = 8,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: PenaltyOption = 1.0,
+    drawing: Drawing,
     max_new_tokens: TokensOption = 64,
     limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = 32,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    seed: int = 0,
     out: Annotated[
         Path | None, typer.Option(help="write the tree to this file, not to the drafter")
     ] = None,
@@ -155,25 +126,24 @@ def calibrate_tree(
     """Choose the tree that a drafter drafts in by what the target accepts on dev prompts, and
     store it with the drafter, whose default shape it is from then on."""
     import heads  # noqa: F401  (makes its drafters known)
-    from decode.sampling import Sampling
     from train.calibrate_tree import Asked, run
     from train.console import Reporter
 
     quieten()
     asked = Asked(
-        target=target,
+        target=loading.target,
         drafter=drafter,
         prompts=prompts,
         method=method,
         nodes=nodes,
         depth=depth,
         width=width,
-        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        sampling=drawing.sampling,
         max_new_tokens=max_new_tokens,
         limit=limit,
-        dtype=dtype,
-        device=device,
-        seed=seed,
+        dtype=loading.dtype,
+        device=loading.device,
+        seed=drawing.seed,
         out=out,
         json_file=json_file,
     )

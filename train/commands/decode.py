@@ -8,52 +8,29 @@ from typing import Annotated
 import typer
 
 from decode.errors import UserError
-from train.commands.shared import (
-    GAMMA,
-    DeviceOption,
+from train.commands.options import (
+    Decoding,
     DrafterOption,
-    DraftTemperatureOption,
-    DtypeOption,
-    GammaOption,
-    MinPOption,
-    PenaltyOption,
-    PolicyOption,
-    RuleOption,
-    ShapeOption,
-    TargetOption,
-    TemperatureOption,
+    Loading,
     TokensOption,
-    TopKOption,
-    TopPOption,
-    app,
-    quieten,
-    shows_errors,
+    takes_groups,
 )
+from train.commands.shared import app, quieten, shows_errors
 
 
 @app.command()
 @shows_errors
+@takes_groups
 def evaluate(
-    target: TargetOption,
+    *,
+    loading: Loading,
     drafter: DrafterOption,
     prompts: Annotated[Path, typer.Option(help="JSONL file with prompt or messages")],
-    rule: RuleOption = None,
-    policy: PolicyOption = "fixed",
-    shape: ShapeOption = None,
-    gamma: GammaOption = None,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: PenaltyOption = 1.0,
-    draft_temperature: DraftTemperatureOption = None,
+    decoding: Decoding,
     max_new_tokens: TokensOption = 64,
     batch_size: Annotated[int, typer.Option(help="rows decoded together for acceptance")] = 16,
     timed_prompts: Annotated[int, typer.Option(help="prompts that time is measured on")] = 8,
     limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    seed: int = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
     steps_file: Annotated[
         Path | None, typer.Option("--steps", help="write every step here, as JSON")
@@ -64,9 +41,7 @@ def evaluate(
     from decode.artifact import write_file
     from decode.measure import Protocol
     from decode.measure import evaluate as measure
-    from decode.sampling import Sampling
     from decode.store import open_drafter
-    from decode.target import load_target
     from train.console import Reporter
     from train.data.chat import prompt_tokens
     from train.data.read import read_examples, spread
@@ -77,21 +52,16 @@ def evaluate(
 
     quieten()
     protocol = Protocol(
-        gamma=gamma or GAMMA,
-        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
-        rule=rule,
-        policy=policy,
-        shape=shape,
-        draft_temperature=draft_temperature,
+        **decoding.settings,
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         timed_prompts=timed_prompts,
         timed_tokens=max_new_tokens,
-        seed=seed,
+        seed=decoding.seed,
     )
     examples, _ = read_examples(str(prompts))
     reporter = Reporter()
-    loaded = load_target(target, dtype=dtype, device=device)
+    loaded = loading.load()
     which = open_drafter(drafter, loaded)
     chosen = [prompt_tokens(e, loaded.tokenizer) for e in spread(examples, limit)]
     with reporter.bar("evaluating", len(chosen)) as bar:
@@ -106,7 +76,7 @@ def evaluate(
         "name": "evaluate",
         "rows": [{"stage": "–", "drafter": drafter, "order": 0, "evaluation": figures}],
         "provenance": [describe_process()],
-        "config": {"target": {"model": target}, "evaluation": {"gamma": gamma}},
+        "config": {"target": {"model": loading.target}, "evaluation": {"gamma": decoding.gamma}},
     }
     reporter.table(table(report))
     for line in footnotes(report):
@@ -119,20 +89,13 @@ def evaluate(
 
 @app.command()
 @shows_errors
+@takes_groups
 def generate(
-    target: TargetOption,
+    *,
+    loading: Loading,
     prompt: Annotated[str, typer.Argument(help="what to ask; - reads standard input")],
     drafter: DrafterOption = "ngram",
-    rule: RuleOption = None,
-    policy: PolicyOption = "fixed",
-    shape: ShapeOption = None,
-    gamma: GammaOption = None,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: PenaltyOption = 1.0,
-    draft_temperature: DraftTemperatureOption = None,
+    decoding: Decoding,
     stop: Annotated[
         list[str] | None, typer.Option(help="a string that ends the answer; may be given again")
     ] = None,
@@ -141,19 +104,14 @@ def generate(
     trace: Annotated[
         bool, typer.Option("--trace", help="print each step's draft with p, q and the verdict")
     ] = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    seed: int = 0,
 ) -> None:
     """Answer one prompt, streaming the text as it becomes certain."""
     import torch
 
     import heads  # noqa: F401  (makes its drafters known)
-    from decode.sampling import Sampling
     from decode.settings import DecodeSettings
     from decode.stops import StopStrings
     from decode.store import open_drafter
-    from decode.target import load_target
     from decode.text import TextPieces
     from decode.trace import TraceStep, format_trace
     from train.data.chat import prompt_tokens
@@ -163,15 +121,8 @@ def generate(
     asked = sys.stdin.read() if prompt == "-" else prompt
     if not asked.strip():
         raise UserError("the prompt is empty; say what to answer")
-    settings = DecodeSettings(
-        gamma=gamma or GAMMA,
-        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
-        rule=rule,
-        policy=policy,
-        shape=shape,
-        draft_temperature=draft_temperature,
-    )
-    loaded = load_target(target, dtype=dtype, device=device)
+    settings = DecodeSettings(**decoding.settings)
+    loaded = loading.load()
     message = {"role": "user", "content": asked}
     example = Example("prompt", (message,), asked, None, None, "the command line")
     ids = prompt_tokens(example, loaded.tokenizer, system)
@@ -190,7 +141,7 @@ def generate(
     done = decoder.decode(
         [ids],
         max_new_tokens,
-        seed=seed,
+        seed=decoding.seed,
         on_tokens=None if trace else stream,
         on_step=show if trace else None,
     )
@@ -199,6 +150,7 @@ def generate(
     pieces.end()
     counts, seconds = done.counts, done.timing.total
     drafts = decoder.drafter.describe_drafts(decoder.policy.most)
+    gamma = decoding.gamma
     if gamma is not None and decoder.drafter.deepest(gamma) != gamma:
         drafts += f" (γ {gamma} is for drafts that have no depth of their own)"
     typer.echo(

@@ -5,12 +5,8 @@ from typing import Annotated
 
 import typer
 
-from train.commands.shared import (
-    TokensOption,
-    app,
-    quieten,
-    shows_errors,
-)
+from train.commands.options import TokensOption
+from train.commands.shared import app, quieten, shows_errors
 
 
 @app.command()

@@ -8,12 +8,8 @@ import typer
 from rich.table import Table
 
 from decode.errors import UserError
-from train.commands.shared import (
-    TargetOption,
-    app,
-    quieten,
-    shows_errors,
-)
+from train.commands.options import TargetOption
+from train.commands.shared import app, quieten, shows_errors
 
 
 @app.command()

@@ -1,0 +1,60 @@
+"""What drafters have in common that are made of others."""
+
+from collections.abc import Sequence
+
+import torch
+
+from decode.drafters import Contexts, Drafter, Verified
+from decode.errors import UserError
+from decode.features import Features
+
+
+class Group(Drafter):
+    """Several drafters that are all told what happens; how their drafts become one is for those
+    that derive from it.
+
+    Raises UserError for no drafters, and for different vocabularies.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if not drafters:
+            raise UserError("several drafters, but none is named; give at least one")
+        self.drafters = list(drafters)
+        sizes = {size for drafter in drafters if (size := drafter.vocab_size) is not None}
+        if len(sizes) > 1:
+            raise UserError(
+                f"drafters that are to draft together have vocabularies of {sorted(sizes)} tokens; "
+                "expected one and the same, the target's"
+            )
+        self._vocab_size = next(iter(sizes), None)
+        self.observes = any(drafter.observes for drafter in drafters)
+        self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self._vocab_size
+
+    def deepest(self, gamma: int) -> int:
+        return max(drafter.deepest(gamma) for drafter in self.drafters)
+
+    def start(self, contexts: Contexts) -> None:
+        for drafter in self.drafters:
+            drafter.start(contexts)
+
+    def read(self, features: Features) -> None:
+        for drafter in self.drafters:
+            if drafter.taps:
+                drafter.read(features)
+
+    def verified(self, seen: Verified) -> None:
+        for drafter in self.drafters:
+            if drafter.observes:
+                drafter.verified(seen)
+
+    def commit(self, contexts: Contexts) -> None:
+        for drafter in self.drafters:
+            drafter.commit(contexts)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        for drafter in self.drafters:
+            drafter.keep_rows(rows)

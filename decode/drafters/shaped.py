@@ -1,0 +1,41 @@
+"""What drafters have in common that draft in shapes."""
+
+from decode.draft import Siblings
+from decode.drafters import Drafter
+from decode.sampling import Sampling
+from decode.shapes import Shape
+from decode.shapes.chain import Chain
+
+
+class ShapedDrafter(Drafter):
+    """A drafter that can say what follows any node, and so drafts in any shape.
+
+    shape: None: a chain. farthest: how deep its drafts can be; None: as deep as is asked for.
+    """
+
+    def __init__(
+        self, vocab_size: int, shape: Shape | None = None, farthest: int | None = None
+    ) -> None:
+        self._vocab_size = vocab_size
+        self.shape = shape or Chain()
+        self.farthest = farthest
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def branches(self) -> bool:
+        return self.shape.branches
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return self.shape.siblings(sampling)
+
+    def deepest(self, gamma: int) -> int:
+        return self.shape.depth or min(gamma, self.farthest or gamma)
+
+    def most_nodes(self, gamma: int) -> int:
+        return self.shape.most_nodes(min(gamma, self.farthest or gamma))
+
+    def describe_drafts(self, most: int | None = None) -> str:
+        return self.shape.describe(most)
