@@ -19,7 +19,7 @@ only the mix learns in it.
 
 Offline distillation must first have the target answer its prompts; what online arms learn from is
 what they serve. The time of both is in the table. Acceptance at a domain's end is that of its last
-40 requests, with 95% bootstrap intervals over requests. An arm has recovered at the first 25
+40 requests, with 95% bootstrap intervals over requests. An arm has recovered at the first 20
 requests of a domain whose acceptance is within 0.02 of that. Net tokens per second include
 learning, not the saving of versions. Arms are kept and go on where they were.
 """
@@ -79,7 +79,7 @@ def main(
     size = requests or (100 if quick else 400)
     place = runs / ("online-quick-data" if quick else "online-data") / str(size)
     settings = Settings(quick, runs, place.absolute(), size, temperature)
-    reporter.say(f"expected to take about {'15 minutes' if quick else '3 hours'} on two cores")
+    reporter.say(f"expected to take about {'17 minutes' if quick else '3 hours'} on two cores")
     prepare(files, place, {"train": size, "stream": size})
     begin = time.perf_counter()
     first = _run(first_config(settings), reporter)

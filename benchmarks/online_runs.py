@@ -14,7 +14,7 @@ from typing import Any
 DOMAINS = ("maths", "code", "general")
 TARGET = "embedded:smollm2-135m"
 GAMMA = 2
-BATCH = 25
+BATCH = 20
 # What an online arm learns from beside what was rejected: the share of what was accepted.
 SHARES = {"rejected": 0.0, "mix": 0.25, "all": 1.0}
 MAIN = "mix"
@@ -24,7 +24,7 @@ FAMILIES = (SMALL_LM, HEADS)
 START = {SMALL_LM: "small-lm", HEADS: "heads"}
 # Tokens of text, padding included, of an optimizer step of offline distillation, and of one of the
 # ROUND_STEPS of an online round; the learning rates of the latter.
-OFFLINE_TOKENS, ROUND_TOKENS, ROUND_STEPS = 1024, 512, 10
+OFFLINE_TOKENS, ROUND_TOKENS, ROUND_STEPS = 1024, 512, 12
 RATES = {SMALL_LM: 1e-3, HEADS: 1e-3}
 
 
