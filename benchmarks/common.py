@@ -19,6 +19,14 @@ from train.memory import peak_memory
 from train.run import describe_process, make_directory
 
 MIB = 2**20
+# The `evaluation` of a run whose drafters a benchmark measures itself: as short as can be.
+UNJUDGED = {
+    "prompts": 1,
+    "max_new_tokens": 2,
+    "timed_prompts": 0,
+    "generate": False,
+    "baselines": [],
+}
 _SHOWN = 4000  # of a failed process's output, characters
 
 

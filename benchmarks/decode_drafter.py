@@ -7,6 +7,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
+from benchmarks.common import UNJUDGED
 from decode.target import Target
 from train.config import validate_config
 from train.console import Reporter
@@ -28,7 +29,7 @@ def train_drafter(target: Target, *, quick: bool, runs: Path, reporter: Reporter
     )
     run = Run(config, Accelerator(cpu=target.device.type == "cpu"), reporter)
     run.execute()
-    return run.directory / "stages" / f"{len(config.stages) - 1:02d}-distill" / "drafter"
+    return run.stage_directory("distill") / "drafter"
 
 
 def first_layers(model: PreTrainedModel) -> list[int]:
@@ -57,13 +58,7 @@ def run_config(
         "target": {"model": target, "dtype": "bfloat16", "device": device},
         "data": {split: f"{split}.jsonl" for split in ("train", "dev", "test")},
         # The benchmark measures the drafter; the run's own evaluation would be time lost.
-        "evaluation": {
-            "prompts": 1,
-            "max_new_tokens": 2,
-            "timed_prompts": 0,
-            "generate": False,
-            "baselines": [],
-        },
+        "evaluation": UNJUDGED,
         "stages": [
             *texts,
             {

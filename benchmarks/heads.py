@@ -226,10 +226,9 @@ def same_text(run: Run, reporter: Reporter, *, prompts: int) -> dict[str, float]
     texts = run.prompts(spread(run.read_data()["test"], prompts))
     plain = _decode(target, "none", texts)
     found = {}
-    for index, stage in enumerate(run.config.stages):
+    for stage in run.config.stages:
         if stage.name in KNOWN:
-            directory = run.directory / "stages" / f"{index:02d}-{stage.name}" / "drafter"
-            drafted = _decode(target, str(directory), texts)
+            drafted = _decode(target, str(run.stage_directory(stage.name) / "drafter"), texts)
             same = [ours == theirs for ours, theirs in zip(drafted, plain, strict=True)]
             found[stage.name] = sum(same) / len(same)
             reporter.say(f"{stage.name}: {found[stage.name]:.0%} of float32 texts identical")

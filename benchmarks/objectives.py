@@ -27,7 +27,7 @@ import typer
 from accelerate import Accelerator
 from rich.table import Table
 
-from benchmarks.common import describe_machine, write_json
+from benchmarks.common import UNJUDGED, describe_machine, write_json
 from decode.loop import Decoder
 from decode.measure import ratio_of_totals
 from decode.sampling import Sampling
@@ -183,13 +183,7 @@ def run_config(arms: list[tuple[str, str, int]], *, quick: bool, runs: Path) -> 
         "target": {"model": TARGET, "dtype": "bfloat16", "device": "cpu"},
         "data": {split: f"{split}.jsonl" for split in ("train", "dev", "test")},
         # The run's own evaluation is of other prompts for every row; here it would be time lost.
-        "evaluation": {
-            "prompts": 1,
-            "max_new_tokens": 2,
-            "timed_prompts": 0,
-            "generate": False,
-            "baselines": [],
-        },
+        "evaluation": UNJUDGED,
         "stages": stages,
     }
 
@@ -206,8 +200,7 @@ def measure(
     if kept.exists():
         result: dict[str, Any] = json.loads(kept.read_text())
         return result
-    index = next(i for i, stage in enumerate(run.config.stages) if stage.name == name)
-    directory = run.directory / "stages" / f"{index:02d}-{name}"
+    directory = run.stage_directory(name)
     target: Target = run.target
     examples = spread(run.read_data()["test"], 12 if quick else 42)
     found: dict[str, Any] = {}
@@ -249,16 +242,12 @@ def cache_error(run: Run) -> list[dict[str, float]]:
     logits' gradient, relative to the gradient's.
     """
     target = run.target
-    names = [stage.name for stage in run.config.stages]
-    directories = {
-        name: run.directory / "stages" / f"{i:02d}-{name}" for i, name in enumerate(names)
-    }
-    drafter = directories["start"] / "drafter"
+    drafter = run.stage_directory("start") / "drafter"
     student = load_model_and_tokenizer(str(drafter), dtype="float32", device="cpu").model
     vocabulary = load_vocabulary(drafter, student)
     assert vocabulary is not None
     teacher = LiveTeacher(split_model(target.model), vocabulary=vocabulary.ids)
-    answers = spread(read_answers(directories["dev"]), 16)
+    answers = spread(read_answers(run.stage_directory("dev")), 16)
     examples = {example.id: example for example in run.read_data()["dev"]}
     terms = Terms({"forward_kl": 1.0})
     sums = {k: np.zeros(3) for k in (8, 16, 32, 64, 128)}

@@ -161,13 +161,8 @@ def _run(raw: dict[str, Any], reporter: Reporter) -> Run:
     return run
 
 
-def _directory(run: Run, name: str) -> Path:
-    index = next(i for i, stage in enumerate(run.config.stages) if stage.name == name)
-    return run.directory / "stages" / f"{index:02d}-{name}"
-
-
 def _summary(run: Run, stage: str) -> dict[str, Any]:
-    done = json.loads((_directory(run, stage) / "done.json").read_text())
+    done = json.loads((run.stage_directory(stage) / "done.json").read_text())
     summary: dict[str, Any] = done["summary"]
     return summary
 
@@ -184,7 +179,7 @@ def _training(run: Run, name: str) -> dict[str, float]:
 
 def _counts(run: Run, stage: str) -> np.ndarray:
     """int [requests, 4]: see `train.stream.COUNTS`."""
-    saves = (_directory(run, stage) / "progress").glob("progress-*")
+    saves = (run.stage_directory(stage) / "progress").glob("progress-*")
     newest = max(saves, key=lambda path: int(path.name.rpartition("-")[2]))
     return np.array(json.loads((newest / "progress.json").read_text())["counts"])
 

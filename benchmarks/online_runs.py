@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import UNJUDGED
+
 DOMAINS = ("maths", "code", "general")
 TARGET = "embedded:smollm2-135m"
 GAMMA = 2
@@ -119,13 +121,7 @@ def _config(
             "stream": [f"{data}/{domain}-stream.jsonl" for domain in DOMAINS],
         },
         # The run's own evaluation is of other prompts for every row; here it would be time lost.
-        "evaluation": {
-            "prompts": 1,
-            "max_new_tokens": 2,
-            "timed_prompts": 0,
-            "generate": False,
-            "baselines": [],
-        },
+        "evaluation": UNJUDGED,
         "stages": stages,
     }
 

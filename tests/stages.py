@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from decode.target import Target
 from tests.training import Killed, Lines
 from train.data.read import Example
-from train.stage import Outcome, StageContext
+from train.stage import Outcome, Stage, StageContext
 from train.stages import STAGES
 from train.trainer import Trainer
 
@@ -85,3 +85,16 @@ def kill_at_step(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         return original(self, at, *args)
 
     monkeypatch.setattr(Trainer, "_optimizer_step", step)
+
+
+def run_killed(
+    context: StageContext, stage: Stage, monkeypatch: pytest.MonkeyPatch, count: int
+) -> Outcome:
+    """What a stage ends with that died before the optimizer step of this number and was begun
+    again."""
+    with monkeypatch.context() as patch:
+        kill_at_step(patch, count)
+        with pytest.raises(Killed):
+            run_stage(context, stage)
+    context.accelerator.free_memory()  # as the end of the process would
+    return run_stage(context, stage)

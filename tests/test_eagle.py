@@ -33,9 +33,9 @@ from heads.features import LiveFeatures
 from heads.layer import Rotary
 from heads.store import new_heads, save_heads
 from heads.training import HeadTraining
-from tests.stages import LOOP, drafter_weights, kill_at_step, make_stage, run_stage, stage_context
+from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
 from tests.tiny import EOS_ID, VOCAB, tiny_target
-from tests.training import Killed, assert_equal
+from tests.training import assert_equal
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -532,12 +532,7 @@ def test_a_killed_stage_ends_with_the_same_weights(
     context = stage_context(tmp_path, target(kind))
     whole = run_stage(context, make_stage("heads", "whole", heads=KINDS[kind], **STAGE))
     stage = make_stage("heads", "killed", heads=KINDS[kind], **STAGE)
-    with monkeypatch.context() as patch:
-        kill_at_step(patch, 4)
-        with pytest.raises(Killed):
-            run_stage(context, stage)
-    context.accelerator.free_memory()
-    again = run_stage(context, stage)
+    again = run_killed(context, stage, monkeypatch, 4)
     assert_equal(drafter_weights(again), drafter_weights(whole))
 
 

@@ -33,9 +33,9 @@ from heads.bigrams import Bigrams, lookup_top1
 from heads.features import LiveFeatures
 from heads.store import new_heads, save_heads
 from heads.training import HeadTraining
-from tests.stages import LOOP, drafter_weights, kill_at_step, make_stage, run_stage, stage_context
+from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
 from tests.tiny import EOS_ID, VOCAB, tiny_target
-from tests.training import Killed, assert_equal
+from tests.training import assert_equal
 from train.config import validate_config
 from train.data.chat import prompt_tokens
 from train.samples import read_samples
@@ -703,12 +703,7 @@ def test_a_killed_stage_ends_with_the_same_weights(
     heads = BLOCKWISE | {"sub_loss": sub_loss}
     whole = run_stage(context, make_stage("heads", "whole", heads=heads, **STAGE))
     stage = make_stage("heads", "killed", heads=heads, **STAGE)
-    with monkeypatch.context() as patch:
-        kill_at_step(patch, 4)
-        with pytest.raises(Killed):
-            run_stage(context, stage)
-    context.accelerator.free_memory()
-    again = run_stage(context, stage)
+    again = run_killed(context, stage, monkeypatch, 4)
     assert_equal(drafter_weights(again), drafter_weights(whole))
     both = [outcome.summary["training"]["history"] for outcome in (again, whole)]
     assert both[0] == both[1]

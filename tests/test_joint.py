@@ -38,13 +38,13 @@ from tests.stages import (
     WORDS,
     drafter_weights,
     examples,
-    kill_at_step,
     make_stage,
+    run_killed,
     run_stage,
     stage_context,
 )
 from tests.tiny import VOCAB, save_tiny, tiny_target
-from tests.training import Killed, assert_equal
+from tests.training import assert_equal
 from train.backbone import AdapterConfig, Backbone, BackboneConfig
 from train.cli import app
 from train.clock import Clock
@@ -377,12 +377,7 @@ def test_a_killed_stage_ends_with_the_same_target(
     settings: Any = STAGE | {"heads": MEDUSA, "backbone": backbone}
     whole = run_stage(context, make_stage("heads", "whole", **settings))
     stage = make_stage("heads", "killed", **settings)
-    with monkeypatch.context() as patch:
-        kill_at_step(patch, 4)
-        with pytest.raises(Killed):
-            run_stage(context, stage)
-    context.accelerator.free_memory()
-    again = run_stage(context, stage)
+    again = run_killed(context, stage, monkeypatch, 4)
     assert_equal(drafter_weights(again), drafter_weights(whole))
     targets = [load_target(str(o.target), device="cpu").model for o in (again, whole)]
     assert_equal(*(dict(model.state_dict()) for model in targets))

@@ -59,6 +59,11 @@ class Run:
     def directory(self) -> Path:
         return self.config.run_dir
 
+    def stage_directory(self, name: str) -> Path:
+        """Of the stage of this name; it is there once the stage has begun."""
+        index = next(i for i, stage in enumerate(self.config.stages) if stage.name == name)
+        return self.directory / "stages" / f"{index:02d}-{name}"
+
     @property
     def target(self) -> Target:
         """Loaded when it is first needed: a run that is done needs none."""
@@ -90,7 +95,7 @@ class Run:
         outcomes: dict[str, Path] = {}
         evaluate_baselines(self, examples)
         for index, settings in enumerate(self.config.stages):
-            directory = self.directory / "stages" / f"{index:02d}-{settings.name}"
+            directory = self.stage_directory(settings.name)
             outcome = self._stage(settings, directory, outcomes, examples)
             outcomes[settings.name] = directory
             judged = self.config.evaluation.stages
