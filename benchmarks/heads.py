@@ -4,8 +4,8 @@
         [--plots DIR] [--runs DIR]
 
 One run: the target answers the shipped training prompts, its hidden states are cached once, and
-every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1 and EAGLE-3, and a small
-LM of the target's first two layers. Each is stored with the tree that pays at this machine's costs.
+every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and a
+small LM of the target's first two layers. Each is stored with the tree that pays at this machine's costs.
 With --more, prompts of your own are answered and learnt from as well.
 What then counts are the shipped test prompts: how often the first head's guess is the target's next
 but one token, beside a bigram table of the same text and prompt lookup; tokens per step; and the
@@ -47,6 +47,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "hydra": ({"type": "hydra", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
     "eagle1": ({"type": "eagle1", "depth": 4}, {"forward_kl": 0.1}),
     "eagle3": ({"type": "eagle3", "steps": 3}, {"forward_kl": 1.0}),
+    "hydra_plus": ({"type": "hydra_plus", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
     # What EAGLE-1 is without its regression: asked for with --arms only.
     "eagle1_tokens": ({"type": "eagle1", "depth": 4, "regression": 0.0}, {"forward_kl": 1.0}),
 }

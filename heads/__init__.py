@@ -3,7 +3,7 @@
 Importing this package registers its kinds of heads, and their drafters, under their names.
 """
 
-from heads import blockwise, eagle1, eagle3, hydra, medusa
+from heads import blockwise, eagle1, eagle3, hydra, hydra_plus, medusa
 from heads.base import HEADS
 
-__all__ = ["HEADS", "blockwise", "eagle1", "eagle3", "hydra", "medusa"]
+__all__ = ["HEADS", "blockwise", "eagle1", "eagle3", "hydra", "hydra_plus", "medusa"]

@@ -6,7 +6,7 @@ others are the drafter's own. Steps attend to all of the text: in the loop the d
 and values of its own, made from the target's features for what is committed and from its own
 states for what is drafted. So nothing that it imagined outlives its draft.
 
-Shapes: B rows, n tokens, T tokens of a text, F features of a token, H hidden size, C slots.
+Shapes: B rows, n tokens, T tokens of a text, F features of a token, H hidden size.
 """
 
 from abc import abstractmethod
@@ -19,17 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.contexts import Contexts
-from decode.features import Features
 from decode.growth import Growth
 from decode.sampling import Sampling
-from decode.slots import Slots
-from heads.base import Given, Heads, Prediction, ahead, trained_places
-from heads.drafter import HeadsDrafter
-from heads.embeddings import BorrowedEmbeddings, require_embeddings
-from heads.layer import Attend, Rotary, SlotAttention, UnrolledAttention, layer_config
+from heads.attending import AttendingDrafter, AttendingHeads
+from heads.base import Given, Prediction, ahead, trained_places
+from heads.embeddings import TokenHeads
+from heads.layer import Attend, Rotary, UnrolledAttention, layer_config
 
 
-class AutoregressiveHeads(Heads):
+class AutoregressiveHeads(TokenHeads, AttendingHeads):
     """A kind says what a step computes. "Head" d is step d after the last token with features: what
     its loss and its figures are of, and what is drafted at depth d.
 
@@ -40,25 +38,8 @@ class AutoregressiveHeads(Heads):
         self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None
     ) -> None:
         super().__init__(options, depth, model, vocabulary)
-        require_embeddings(model, self.hidden_size)
         self.config = layer_config(model)
-        self.embeddings = BorrowedEmbeddings()
-        # In a list, as it is neither stored nor moved with the module.
-        self._rotary: list[Rotary] = []
-
-    def borrow(
-        self,
-        model: PreTrainedModel,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        super().borrow(model, dtype, device)
-        self.embeddings.borrow(model, dtype, device)
-        self._rotary = [Rotary(self.config, device or model.device)]
-
-    @abstractmethod
-    def fuse(self, features: Tensor) -> Tensor:
-        """[..., H]: the target's features [..., F] as the states that a first step reads."""
+        self._rotary = Rotary(self.config)
 
     @abstractmethod
     def advance(
@@ -83,7 +64,7 @@ class AutoregressiveHeads(Heads):
         """The next states [B, n, H], of states [B, n, H] and the tokens that follow, int64 [B, n];
         positions: int64 [B, n] or [1, n], those of the tokens whose states are read."""
         states = states.to(self.dtype)
-        turns = self._rotary[0](positions, states)
+        turns = self._rotary(positions, states)
         return self.advance(states, self.embeddings(tokens).to(self.dtype), turns, attend)
 
     def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
@@ -101,47 +82,17 @@ class AutoregressiveHeads(Heads):
                 yield Prediction(depth, places, self.readout(own), extra)
 
 
-class AutoregressiveDrafter(HeadsDrafter):
+class AutoregressiveDrafter(AttendingDrafter):
     """Drafts in any shape, no deeper than `depth`.
 
-    Entry i of a row's cache is a step from the target's features of token i and token i + 1; so a
-    text of L tokens has L − 1 of them, and the last one says what may follow the text. Features
-    are kept as they are read, and steps are taken when there is a draft to make: also after rounds
-    in which another drafter drafted. The nodes of a draft take the slots after the last entry, and
-    the next round's entries are written over them.
+    Entry i of a row's cache is a step from the target's features of token i and token i + 1, so
+    that the last one says what may follow the text. The nodes of a draft take the slots after it.
     """
 
     heads: AutoregressiveHeads
 
-    def start(self, contexts: Contexts) -> None:
-        rows, capacity = contexts.tokens.shape
-        some = next(self.heads.parameters())
-        self.states = some.new_zeros(rows, capacity, self.heads.hidden_size)
-        self.slots = Slots(1, rows, capacity, some.device)
-        self.known = np.zeros(rows, dtype=np.int64)  # [B]: tokens whose features are there
-        self.cached = np.zeros(rows, dtype=np.int64)  # [B]: entries that are in the cache
-        self._read = self.known > 0
-
-    def read(self, features: Features) -> None:
-        fused = self.heads.fuse(features.of(self.taps).to(self.states.dtype))
-        count = fused.shape[1]
-        rows_B1 = torch.arange(len(self.known), device=fused.device)[:, None]
-        first_B1 = torch.as_tensor(self.known, device=fused.device)[:, None]
-        # What lies past a row's own count is written over before it is read.
-        self.states[rows_B1, first_B1 + torch.arange(count, device=fused.device)] = fused
-        self.known = self.known + features.counts
-        self._read = self.known > 0
-
     def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
         return _Growth(self, contexts, sampling)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        here = rows.to(self.states.device)
-        self.states = self.states.index_select(0, here)
-        self.slots.keep_rows(here)
-        kept = rows.cpu().numpy()
-        self.known, self.cached = self.known[kept], self.cached[kept]
 
 
 class _Growth(Growth):
@@ -161,24 +112,15 @@ class _Growth(Growth):
 
     def _first(self) -> Tensor:
         drafter = self.drafter
-        # Every row takes as many steps as the row that lacks most; for the others that repeats a
-        # few, which writes the same keys and values again and keeps the batch rectangular.
-        lacking = int((self.entries - drafter.cached).max())
-        start = np.maximum(self.entries - lacking, 0)
-        columns = start[:, None] + np.arange(lacking)
+        columns = drafter.missing(self.entries)
         tokens = np.take_along_axis(self.contexts.tokens, columns + 1, axis=1)
-        rows_B1 = torch.arange(self.rows, device=self.device)[:, None]
-        places = torch.as_tensor(columns, device=self.device)
         made = self._steps(
-            drafter.states[rows_B1, places],
+            drafter.kept(columns),
             torch.as_tensor(tokens, device=self.device),
-            places,
-            start,
+            torch.as_tensor(columns, device=self.device),
+            columns[:, 0],
         )
-        drafter.cached = self.entries.copy()
-        # A row without entries drafts nothing, whatever is taken for it.
-        last = torch.as_tensor(np.maximum(self.entries - start - 1, 0), device=self.device)
-        self.states = made[rows_B1, last[:, None]]
+        self.states = drafter.newest(made, columns, self.entries)[:, None]
         return self._logits(self.states)[:, 0]
 
     def _extend(self, count: int) -> Tensor:
@@ -222,11 +164,8 @@ class _Growth(Growth):
     ) -> Tensor:
         """Next states [B, n, H], whose keys and values go to the slots from start, int [B], on.
         seen: of nodes of a tree, which of the nodes each may see."""
-        slots, count = self.drafter.slots, tokens.shape[1]
-        slots.place(start, count)
-        base = start if seen is None else self.entries
-        base_B1 = torch.as_tensor(base, device=self.device)[:, None]
-        attend = SlotAttention(slots.layers[0], slots.mask(base_B1, start, count, seen))
+        root = None if seen is None else self.entries
+        attend = self.drafter.attention(start, tokens.shape[1], root, seen)
         return self.heads.step(states, tokens, positions, attend)
 
     def _logits(self, states: Tensor) -> Tensor:

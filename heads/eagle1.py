@@ -63,9 +63,6 @@ class Eagle1Heads(AutoregressiveHeads):
     def sub_losses(self, uniform: float) -> dict[int, float]:
         return {1: 1.0}
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return features
-
     def advance(
         self, states: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:

@@ -1,4 +1,6 @@
-"""The target's token embeddings, for heads that read drafted tokens too: borrowed, not stored."""
+"""Heads that read drafted tokens too, by the target's embeddings: borrowed, not stored."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -6,9 +8,30 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from heads.base import Heads
 
 
-def require_embeddings(model: PreTrainedModel, hidden_size: int) -> None:
+class TokenHeads(Heads):
+    """Raises UserError for a target whose embeddings are no hidden states' size."""
+
+    def __init__(
+        self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None
+    ) -> None:
+        super().__init__(options, depth, model, vocabulary)
+        _require_embeddings(model, self.hidden_size)
+        self.embeddings = _BorrowedEmbeddings()
+
+    def borrow(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().borrow(model, dtype, device)
+        self.embeddings.borrow(model, dtype, device)
+
+
+def _require_embeddings(model: PreTrainedModel, hidden_size: int) -> None:
     """UserError where the target's embeddings [V, E] are no hidden states' size, E ≠ H."""
     own = model.get_input_embeddings().weight.shape[1]
     if own != hidden_size:
@@ -19,7 +42,7 @@ def require_embeddings(model: PreTrainedModel, hidden_size: int) -> None:
         )
 
 
-class BorrowedEmbeddings:
+class _BorrowedEmbeddings:
     """The table as it is stored, also where the target scales what it looks up. No module, so that
     neither `parameters` nor an engine sees it."""
 

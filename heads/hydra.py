@@ -4,7 +4,7 @@ Shapes: B rows, n tokens, m nodes fed, F features of a token, H hidden size, D h
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -16,9 +16,9 @@ from decode.contexts import Contexts
 from decode.drafters import DRAFTERS
 from decode.growth import Growth
 from decode.sampling import Sampling
-from heads.base import HEADS, Given, HeadOptions, Heads, Prediction, ahead, trained_places
+from heads.base import HEADS, Given, HeadOptions, Prediction, ahead, trained_places
 from heads.drafter import HeadsDrafter
-from heads.embeddings import BorrowedEmbeddings, require_embeddings
+from heads.embeddings import TokenHeads
 
 
 class HydraOptions(HeadOptions):
@@ -53,7 +53,7 @@ class _Block(nn.Module):
 
 
 @HEADS.register("hydra")
-class HydraHeads(Heads):
+class HydraHeads(TokenHeads):
     """Head k reads the target's state at t and the embeddings of the tokens t + 1 … t + k, side by
     side (section 3): the first of them is the target's own, the others are drafted. In training
     they are the text's.
@@ -62,15 +62,13 @@ class HydraHeads(Heads):
     distribution, like Medusa's. (The paper's projection of the first layer starts at random.)
     """
 
-    Options = HydraOptions
+    Options: ClassVar[type[HeadOptions]] = HydraOptions
 
     def __init__(
         self, options: HydraOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.heads, model, vocabulary)
         size = self.hidden_size
-        require_embeddings(model, size)
-        self.embeddings = BorrowedEmbeddings()
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 _Block((head + 2) * size, size),
@@ -86,17 +84,12 @@ class HydraHeads(Heads):
             if isinstance(block, _Block):
                 block.start_from()
 
-    def borrow(
-        self,
-        model: PreTrainedModel,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        super().borrow(model, dtype, device)
-        self.embeddings.borrow(model, dtype, device)
-
     def sub_losses(self, uniform: float) -> dict[int, float]:
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
+
+    def in_context(self, features: Tensor) -> Tensor:
+        """[B, T, H]: what the heads read of the target's features of a text, [B, T, H]."""
+        return features
 
     def states(self, features: Tensor, tokens: Tensor) -> Tensor:
         """[n, H] of head d: features [n, F] of a token, and the d tokens after it, int64 [n, d]."""
@@ -106,7 +99,7 @@ class HydraHeads(Heads):
         return made
 
     def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
-        features = torch.cat([given.features[tap] for tap in self.taps], -1)
+        features = self.in_context(torch.cat([given.features[tap] for tap in self.taps], -1))
         for depth in depths:
             places = trained_places(given.loss_mask, depth)
             after = [ahead(given.input_ids, by)[places] for by in range(1, depth + 1)]
@@ -121,12 +114,15 @@ class HydraDrafter(HeadsDrafter):
     heads: HydraHeads
 
     def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
-        return _Growth(self, contexts, sampling)
+        return HydraGrowth(self, contexts, sampling)
 
 
-class _Growth(Growth):
-    def __init__(self, drafter: HydraDrafter, contexts: Contexts, sampling: Sampling) -> None:
+class HydraGrowth(Growth):
+    """From what the heads of a drafter last read of each row, [B, H]."""
+
+    def __init__(self, drafter: HeadsDrafter, contexts: Contexts, sampling: Sampling) -> None:
         heads, self.features = drafter.heads, drafter.last
+        assert isinstance(heads, HydraHeads)
         super().__init__(
             contexts, sampling, self.features.device, drafter.vocab_size, heads.vocabulary
         )

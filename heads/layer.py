@@ -54,14 +54,20 @@ def layer_config(model: PreTrainedModel) -> LlamaConfig:
 
 
 class Rotary:
-    """cos and sin of positions. No module: it has nothing that is trained or stored."""
+    """cos and sin of positions. No module: it has nothing that is trained, stored or moved, and is
+    made where it is first asked, also for heads that begin on `meta`."""
 
-    def __init__(self, config: LlamaConfig, device: torch.device) -> None:
-        self._made = LlamaRotaryEmbedding(config).to(device)
+    def __init__(self, config: LlamaConfig) -> None:
+        self._config = config
+        self._made: dict[torch.device, LlamaRotaryEmbedding] = {}
 
     def __call__(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """[B, n, D] twice, in the dtype of `like`, of positions int64 [B, n]."""
-        cos, sin = self._made(like, positions)
+        device = positions.device
+        if device not in self._made:
+            with torch.inference_mode(False):
+                self._made[device] = LlamaRotaryEmbedding(self._config).to(device)
+        cos, sin = self._made[device](like, positions)
         return cos, sin
 
 

@@ -30,7 +30,7 @@ from distill.vocabulary import positions
 from heads.base import Given, HeadOptions, trained_places
 from heads.eagle3 import tapped_layers
 from heads.features import LiveFeatures
-from heads.layer import Rotary
+from heads.layer import Rotary, layer_config
 from heads.store import new_heads, save_heads
 from heads.training import HeadTraining
 from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
@@ -44,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle1": {"type": "eagle1", "depth": DEPTH},
     "eagle3": {"type": "eagle3", "steps": DEPTH},
     "hydra": {"type": "hydra", "heads": DEPTH},
+    "hydra_plus": {"type": "hydra_plus", "heads": DEPTH, "layers": 2},
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 IDS = torch.arange(0, VOCAB, 2)
@@ -99,7 +100,7 @@ def eagle1_states(
         count = len(states)
         mixed = torch.cat([embedded[:count], states], -1) @ heads.fc.weight.T
         mask = torch.full((count, count), float("-inf"), dtype=states.dtype).triu(1)[None, None]
-        turns = Rotary(config, states.device)(torch.arange(count)[None], states)
+        turns = Rotary(config)(torch.arange(count)[None], states)
         made = torch.func.functional_call(
             layer, weights, (mixed[None],), {"attention_mask": mask, "position_embeddings": turns}
         )
@@ -163,12 +164,40 @@ def hydra_states(
 ) -> torch.Tensor:
     read = torch.cat([features[-1], *embedded[-depth:]])
     for block in heads.blocks[depth - 1]:
-        skipped = block.skip.weight @ read + block.skip.bias
+        skip = block.skip
+        skipped = read if isinstance(skip, torch.nn.Identity) else skip.weight @ read + skip.bias
         read = skipped + F.silu(block.linear.weight @ read + block.linear.bias)
     return read
 
 
-STATES = {"eagle1": eagle1_states, "eagle3": eagle3_states, "hydra": hydra_states}
+def hydra_plus_states(
+    heads: Any, features: torch.Tensor, embedded: torch.Tensor, depth: int
+) -> torch.Tensor:
+    """Hydra's, of what transformers' own llama layer makes of the features [t + 1, H]."""
+    config = layer_config(target().model)
+    config._attn_implementation = "eager"
+    layer: Any = LlamaDecoderLayer(config, 0).to(features.dtype)
+    weights = {
+        name.removeprefix("prefix.").removeprefix("layer."): x
+        for name, x in heads.named_parameters()
+        if name.startswith("prefix.")
+    }
+    count = len(features)
+    mask = torch.full((count, count), float("-inf"), dtype=features.dtype).triu(1)[None, None]
+    turns = Rotary(config)(torch.arange(count)[None], features)
+    made = torch.func.functional_call(
+        layer, weights, (features[None],), {"attention_mask": mask, "position_embeddings": turns}
+    )
+    made = made if torch.is_tensor(made) else made[0]
+    return hydra_states(heads, made[0], embedded, depth)
+
+
+STATES = {
+    "eagle1": eagle1_states,
+    "eagle3": eagle3_states,
+    "hydra": hydra_states,
+    "hydra_plus": hydra_plus_states,
+}
 
 
 def readout(heads: Any, state: torch.Tensor) -> torch.Tensor:
@@ -586,11 +615,12 @@ def test_eagle3_starts_as_the_target_without_its_last_layers() -> None:
     assert heads.output.of(3)[0].shape == (VOCAB, 32)
 
 
-def test_hydra_starts_as_the_target() -> None:
-    heads: Any = new_heads(HeadOptions.of(KINDS["hydra"] | {"layers": 2}), target(), None)
+@pytest.mark.parametrize("kind", ["hydra", "hydra_plus"])
+def test_hydra_starts_as_the_target(kind: str) -> None:
+    heads: Any = new_heads(HeadOptions.of(KINDS[kind] | {"layers": 2}), target(), None)
     heads.borrow(target().model)
     ids = text(1, 10)
-    found = trained_logits("hydra", heads, ids, taken("hydra", heads.taps, ids))
+    found = trained_logits(kind, heads, ids, taken(kind, heads.taps, ids))
     logits = target().model(ids).logits[0]
     for depth in range(1, DEPTH + 1):
         torch.testing.assert_close(found[depth][: 9 - depth], logits[: 9 - depth])

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 WORDS = ["the", "a", "dog", "fox", "sea", "shell", "target", "drafter", "token", "sells", "jumps"]
 STAGES = {"00-tied": 50, "01-reduced": 50, "02-frozen": 10, "03-own": 8}
 STAGES |= {"04-medusa": 8, "05-blockwise": 8, "06-both": 6, "07-tuned": 6}
-STAGES |= {"08-eagle1": 4, "09-eagle3": 6, "10-hydra": 4}
+STAGES |= {"08-eagle1": 4, "09-eagle3": 6, "10-hydra": 4, "11-hydra_plus": 4}
 # In these some steps are not clipped.
 GENTLE = {"03-own", *(stage for stage in STAGES if stage > "04")}
 # One process has nobody to share its teacher with.
@@ -116,6 +116,12 @@ stages:
   - name: hydra
     kind: heads
     heads: {{type: hydra, heads: 2}}
+    loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: hydra_plus
+    kind: heads
+    heads: {{type: hydra_plus, heads: 2, layers: 2}}
+    losses: {{forward_kl: 1.0}}
     loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
 """

@@ -95,11 +95,13 @@ def test_what_layers_cannot_be_exported(tmp_path: Path, target: Target) -> None:
     make_heads(tmp_path / "eagle1", target, EAGLE1)
     make_heads(tmp_path / "eagle3", target, EAGLE3)
     make_heads(tmp_path / "hydra", target, {"type": "hydra", "heads": 3})
+    make_heads(tmp_path / "hydra_plus", target, {"type": "hydra_plus", "heads": 3})
     refused = {
         ("eagle1", "gguf"): r"llama\.cpp has no EAGLE-1; serve it with vLLM",
         ("eagle1", "sglang"): "cannot hold a eagle1 drafter; use --format eagle1",
         ("eagle3", "tgi"): "cannot hold a eagle3 drafter; use --format eagle3",
         ("hydra", "vllm"): "no inference engine has Hydra heads",
+        ("hydra_plus", "vllm"): r"no inference engine has Hydra\+\+ heads",
     }
     for (name, form), message in refused.items():
         with pytest.raises(UserError, match=message):

@@ -20,6 +20,7 @@ ROWS = 100_000
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"type": "medusa", "heads": 3},
     "hydra": {"type": "hydra", "heads": 3},
+    "hydra_plus": {"type": "hydra_plus", "heads": 3, "layers": 2},
     "eagle1": {"type": "eagle1", "depth": 3},
     "eagle3": {"type": "eagle3", "steps": 3},
 }
@@ -52,6 +53,7 @@ def drafter(kind: str, shape: Shape | None) -> Drafter:
         ("medusa", "exact", "top"),
         ("hydra", "speculative", None),
         ("hydra", "multi_round", "distinct"),
+        ("hydra_plus", "multi_round", "distinct"),
         ("eagle1", "speculative", None),
         ("eagle1", "traversal", "independent"),
         ("eagle3", "multi_round", "distinct"),

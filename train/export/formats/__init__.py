@@ -103,6 +103,7 @@ FORMATS: Registry[Format] = Registry("export format")
 UNSERVED = {
     "blockwise": "no inference engine has Blockwise heads; train Medusa heads for vLLM or TGI",
     "hydra": "no inference engine has Hydra heads; train Medusa or EAGLE heads for vLLM",
+    "hydra_plus": "no inference engine has Hydra++ heads; train Medusa or EAGLE heads for vLLM",
 }
 
 
