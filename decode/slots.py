@@ -23,23 +23,64 @@ class _Window:
     end: int = 0  # one past the last slot any row uses
 
 
+class _Store:
+    """What all layers keep of one kind, keys or values, [B, H, C, D] each: in one tensor, so that
+    one gather moves a path in all of them. Layers unlike the first have tensors of their own."""
+
+    def __init__(self, layers: int, rows: int, capacity: int) -> None:
+        self._layers, self._rows, self._capacity = layers, rows, capacity
+        self._tensors: list[Tensor] = []  # [n, B, H, C, D]
+        self._places: dict[int, tuple[int, int]] = {}  # a layer's: which tensor, and where in it
+
+    def make(self, layer: int, like: Tensor) -> None:
+        """Room for a layer whose fed tokens are [B, H, n, D]."""
+        shape = (self._rows, like.shape[1], self._capacity, like.shape[3])
+        # Zeros, not empty: a masked slot is still multiplied by its weight of 0, and 0·NaN is NaN.
+        if not self._tensors:
+            self._tensors.append(like.new_zeros(self._layers, *shape))
+        first = self._tensors[0]
+        alike = first.shape[1:] == shape and first.dtype == like.dtype
+        if alike and first.device == like.device:
+            self._places[layer] = 0, layer
+        else:
+            self._places[layer] = len(self._tensors), 0
+            self._tensors.append(like.new_zeros(1, *shape))
+
+    def of(self, layer: int) -> Tensor:
+        """[B, H, C, D]."""
+        tensor, place = self._places[layer]
+        return self._tensors[tensor][place]
+
+    def move(self, rows_B1: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
+        for x in self._tensors:
+            x[:, rows_B1, :, target_BM] = x[:, rows_B1, :, source_BM]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self._rows = len(rows)
+        self._tensors = [x.index_select(1, rows) for x in self._tensors]
+
+
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, [B, H, C, D], written in place."""
 
     is_sliding = False
 
-    def __init__(self, rows: int, capacity: int, window: _Window) -> None:
+    def __init__(
+        self, number: int, stores: tuple[_Store, _Store], capacity: int, window: _Window
+    ) -> None:
         super().__init__()
-        self.rows, self.capacity, self.window = rows, capacity, window
+        self.number, self.stores, self.capacity, self.window = number, stores, capacity, window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        def allocate(like: Tensor) -> Tensor:
-            # Zeros, not empty: a masked slot is still multiplied by its weight of 0, and 0·NaN is
-            # NaN.
-            return like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
-
-        self.keys, self.values = allocate(key_states), allocate(value_states)
+        for store, states in zip(self.stores, (key_states, value_states), strict=True):
+            store.make(self.number, states)
         self.is_initialized = True
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Take what the stores have; again after they changed their rows."""
+        if self.is_initialized:
+            self.keys, self.values = (store.of(self.number) for store in self.stores)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -71,7 +112,10 @@ class Slots:
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
         self.device = device
         self._window = _Window()
-        self.layers = [SlotLayer(rows, capacity, self._window) for _ in range(layers)]
+        self._stores = _Store(layers, rows, capacity), _Store(layers, rows, capacity)
+        self.layers = [
+            SlotLayer(number, self._stores, capacity, self._window) for number in range(layers)
+        ]
 
     def place(self, start: np.ndarray, n: int) -> None:
         """The n tokens that are fed next go to the slots from `start`, int [B], on."""
@@ -110,7 +154,7 @@ class Slots:
         """Keep a path of the last forward: column `columns_BM[b, m]` moves to slot start_b + m, for
         the first counts[b] columns, int [B].
 
-        One gather per layer, and none where all lie where they belong, as a chain's do.
+        Nothing is moved where all lie where they belong, as a chain's do.
         """
         places_M = np.arange(columns_BM.shape[1])
         moved = (columns_BM.cpu().numpy() != places_M) & (places_M < counts[:, None])
@@ -121,14 +165,12 @@ class Slots:
         rows_B1 = torch.arange(len(start), device=self.device)[:, None]
         source_BM = first_B1 + columns_BM
         target_BM = first_B1 + torch.arange(columns_BM.shape[1], device=self.device)
-        for layer in self.layers:
-            for cache in (layer.keys, layer.values):
-                cache[rows_B1, :, target_BM] = cache[rows_B1, :, source_BM]
+        for store in self._stores:
+            store.move(rows_B1, source_BM, target_BM)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all rows but these (int64 [B']), in this order."""
+        for store in self._stores:
+            store.keep_rows(rows)
         for layer in self.layers:
-            layer.rows = len(rows)
-            if layer.is_initialized:
-                layer.keys = layer.keys.index_select(0, rows)
-                layer.values = layer.values.index_select(0, rows)
+            layer.look_up()
