@@ -23,6 +23,7 @@ from decode.target import Target
 Method = Literal["calibrated", "sequoia"]
 Progress = Callable[[str], None]  # what is done next
 MOST_NODES = 64
+WIDE = 3  # nodes on each level of the tree that drafting is timed with
 
 
 class NothingAccepted(UserError):
@@ -128,7 +129,9 @@ def calibrate_tree(
         )
     progress("costs")
     settings = DecodeSettings(gamma=deepest, sampling=sampling)
-    decoder, _ = settings.decoder(target, chains)
+    # Drafting is timed in a tree too: a level of several nodes costs more than a link of a chain.
+    usual = FixedTree(Structure.of_widths([min(WIDE, width), *[1] * (deepest - 1)]))
+    decoder, _ = settings.decoder(target, drafter.with_shape(usual))
     widest = (nodes or MOST_NODES) + 1
     shortest = min(prompts, key=len)
     costs = measure_costs(decoder, [shortest], most=deepest, widest=widest, trees=True)

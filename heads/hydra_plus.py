@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, n tokens, H hidden size.
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -25,7 +26,7 @@ class HydraPlusOptions(HydraOptions):
     the target's distribution, which is the stage's `losses`: `forward_kl: 1`."""
 
     type: Literal["hydra_plus"] = "hydra_plus"  # type: ignore[assignment]
-    layers: int = 4
+    layers: int = Field(4, ge=1)
 
 
 class PrefixLayer(nn.Module):
@@ -35,12 +36,14 @@ class PrefixLayer(nn.Module):
         super().__init__()
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layer = DraftLayer(config, config.hidden_size)
+        self._spread = config.initializer_range
         self._rotary = Rotary(config)
 
     @torch.no_grad()
-    def start_from(self, spread: float) -> None:
+    def start_from(self) -> None:
+        """Change nothing, at first."""
         self.input_layernorm.weight.fill_(1.0)
-        self.layer.start_from(spread)
+        self.layer.start_from(self._spread)
 
     def forward(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[B, n, H] of features [B, n, H]; positions: int64 [B, n] or [1, n]."""
@@ -60,13 +63,12 @@ class HydraPlusHeads(HydraHeads, AttendingHeads):
         self, options: HydraPlusOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, model, vocabulary)
-        self._spread = layer_config(model).initializer_range
         self.prefix = PrefixLayer(layer_config(model))
 
     @torch.no_grad()
     def start_from(self, model: PreTrainedModel) -> None:
         super().start_from(model)
-        self.prefix.start_from(self._spread)
+        self.prefix.start_from()
 
     def in_context(self, features: Tensor) -> Tensor:
         positions = torch.arange(features.shape[1], device=features.device)[None]
