@@ -4,8 +4,9 @@
         [--plots DIR] [--runs DIR]
 
 One run: the target answers the shipped training prompts, its hidden states are cached once, and
-every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and a
-small LM of the target's first two layers. Each is stored with the tree that pays at this machine's costs.
+every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and
+a small LM of the target's first two layers. Each is stored with the tree that pays at this
+machine's costs.
 With --more, prompts of your own are answered and learnt from as well.
 What then counts are the shipped test prompts: how often the first head's guess is the target's next
 but one token, beside a bigram table of the same text and prompt lookup; tokens per step; and the
