@@ -178,6 +178,16 @@ def test_differences_are_listed_by_key():
     assert differences(old, new) == ["b.c.1: 2 → 3", "e: None → 5"]
 
 
+def test_differences_of_stages_are_listed_by_name():
+    a, b, c = ({"name": name, "lr": 1} for name in "abc")
+    assert differences({"stages": [a, b]}, {"stages": [a, c, b]}) == ["stages.c is new"]
+    assert differences({"stages": [a, b]}, {"stages": [b | {"lr": 2}]}) == [
+        "stages.a is gone",
+        "stages.b.lr: 1 → 2",
+    ]
+    assert differences([a, b], [b, a], "stages") == ["stages: a, b → b, a"]
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_config_is_valid(path: Path):
     config = load_config(path)

@@ -303,7 +303,7 @@ def test_other_settings_for_a_run_that_exists_are_refused(base, monkeypatch):
         kill_at(patch, 2)
         with pytest.raises(Killed):
             start(base)
-    with pytest.raises(UserError, match=r"(?s)other settings.*stages.2.loop.epochs: 3 → 4"):
+    with pytest.raises(UserError, match=r"(?s)other settings.*stages.distill.loop.epochs: 3 → 4"):
         start(base, "stages.distill.loop.epochs=4")
 
 

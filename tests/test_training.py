@@ -928,10 +928,10 @@ def test_changed_settings_are_printed_and_refused_unless_they_are_allowed(base, 
         with pytest.raises(Killed):
             command(base)
     changes = {
-        "stages.second.optimizer.lr=0.5": "stages.1.optimizer.lr: 0.0003 → 0.5",
-        "stages.second.loop.tokens_per_batch=99": "stages.1.loop.tokens_per_batch: 150 → 99",
+        "stages.second.optimizer.lr=0.5": "stages.second.optimizer.lr: 0.0003 → 0.5",
+        "stages.second.loop.tokens_per_batch=99": "stages.second.loop.tokens_per_batch: 150 → 99",
         "evaluation.gamma=7": "evaluation.gamma: 4 → 7",
-        "stages.first.lora.r=3": "stages.0.lora.r: 2 → 3",
+        "stages.first.lora.r=3": "stages.first.lora.r: 2 → 3",
     }
     refused = command(base, *changes)
     assert refused.exit_code == 2

@@ -198,7 +198,8 @@ def dump_config(config: RunConfig) -> dict[str, Any]:
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """'key: old → new' for every value in which two dumped configs differ."""
+    """'key: old → new' for every value in which two dumped configs differ. Entries of a list that
+    have names, as stages do, are told apart by them, whatever came before them."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line
@@ -207,6 +208,20 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
                 old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key
             )
         ]
+    before, after = _by_name(old), _by_name(new)
+    if before is not None and after is not None:
+        common = [name for name in before if name in after]
+        moved = common != [name for name in after if name in before]
+        return [
+            *([f"{prefix}: {', '.join(before)} → {', '.join(after)}"] if moved else []),
+            *(f"{prefix}.{name} is gone" for name in before if name not in after),
+            *(f"{prefix}.{name} is new" for name in after if name not in before),
+            *(
+                line
+                for name in common
+                for line in differences(before[name], after[name], f"{prefix}.{name}")
+            ),
+        ]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return [
             line
@@ -214,6 +229,16 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
             for line in differences(*pair, f"{prefix}.{index}")
         ]
     return [] if old == new else [f"{prefix}: {old!r} → {new!r}"]
+
+
+def _by_name(entries: Any) -> dict[str, Any] | None:
+    """The entries of a list by their names; None where not every one has a name of its own."""
+    if not isinstance(entries, list) or not entries:
+        return None
+    if not all(isinstance(entry, dict) and "name" in entry for entry in entries):
+        return None
+    named = {entry["name"]: entry for entry in entries}
+    return named if len(named) == len(entries) else None
 
 
 class _Loader(yaml.SafeLoader):
