@@ -10,13 +10,16 @@ import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from decode.errors import UserError
 from train.memory import peak_memory
 from train.run import describe_process, make_directory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MIB = 2**20
 # The `evaluation` of a run whose drafters a benchmark measures itself: as short as can be.
@@ -56,6 +59,12 @@ def write_json(path: Path, value: Any) -> None:
         path.write_text(json.dumps(value, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a plot; UserError when its directory cannot be made."""
+    make_directory(path.parent)
+    figure.savefig(path, dpi=150)
 
 
 def in_fresh_process(function: str, **arguments: Any) -> Any:

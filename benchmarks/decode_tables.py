@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
+from benchmarks.common import save_figure
 from benchmarks.decode_contest import OURS, Contest
 from benchmarks.decode_contestants import NAMES
 
@@ -82,5 +83,4 @@ def plot(contests: Sequence[Contest], file: Path) -> None:
         panel.set_yticks(places, [NAMES[name] for name in names], fontsize=8)
         panel.set_xlabel("tokens/s", fontsize=8)
         panel.margins(x=0.15)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
+    save_figure(figure, file)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.common import MIB, forget_peak, peak_resident_memory, resident_memory
+from benchmarks.common import MIB, forget_peak, peak_resident_memory, resident_memory, save_figure
 from benchmarks.distill_contestants import EagerDistillation
 from distill.losses import Terms
 from distill.module import Distillation
@@ -24,7 +24,6 @@ from distill.output import split_model
 from distill.teacher import LiveTeacher
 from train.commands.shared import cores, quieten
 from train.plots import LIGHT, SERIES
-from train.run import make_directory
 
 KINDS = {"chunked": Distillation, "eager": EagerDistillation}
 HIDDEN, LAYERS = 256, 2
@@ -94,8 +93,7 @@ def draw(points: dict[str, list[dict[str, Any]]], path: Path) -> None:
             if column == 0:
                 axes.set_ylabel(label)
     grid[0][0].legend(frameon=False)
-    make_directory(path.parent)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def _tiny(vocabulary: int, seed: int) -> PreTrainedModel:

@@ -24,7 +24,7 @@ import typer
 from accelerate import Accelerator
 from rich.table import Table
 
-from benchmarks.common import describe_machine, write_json
+from benchmarks.common import describe_machine, save_figure, write_json
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -327,8 +327,7 @@ def plot(found: dict[str, dict[str, Any]], file: Path) -> None:
         side.tick_params(labelsize=9)
         side.grid(axis="x", alpha=0.3)
         side.set_axisbelow(True)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
+    save_figure(figure, file)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import typer
 from accelerate import Accelerator
 from rich.table import Table
 
-from benchmarks.common import UNJUDGED, describe_machine, write_json
+from benchmarks.common import UNJUDGED, describe_machine, save_figure, write_json
 from decode.loop import Decoder
 from decode.measure import ratio_of_totals
 from decode.sampling import Sampling
@@ -381,8 +381,7 @@ def plot(
         side.set_xlabel("acceptance rate (dotted: the start)", fontsize=9)
         side.set_yticks(places, names, fontsize=9)
         side.grid(axis="x", alpha=0.3)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
+    save_figure(figure, file)
 
 
 if __name__ == "__main__":

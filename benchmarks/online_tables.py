@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from benchmarks.common import save_figure
 from benchmarks.online_runs import BATCH, DOMAINS, FAMILIES, GAMMA, MAIN, Arm
 from decode.measure import ratio_of_totals
 from train.plots import LIGHT, SERIES
-from train.run import make_directory
 
 END = 40  # requests at the end of a domain
 # How far a window may be below the domain's end to count as recovered.
@@ -131,5 +131,4 @@ def plot(counts: dict[Arm, np.ndarray], size: int, file: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8)
     panels[-1].set_xlabel("requests served")
-    make_directory(file.parent)
-    figure.savefig(file, dpi=150)
+    save_figure(figure, file)
