@@ -109,8 +109,7 @@ def calibrate_tree(
         raise UserError(f"method is {method!r}; expected one of {', '.join(get_args(Method))}")
     require_shaped(drafter)
     sampling = sampling or Sampling()
-    chains = drafter.with_shape(Chain())
-    deepest = chains.most_nodes(depth)
+    deepest = drafter.with_shape(Chain()).most_nodes(depth)
     progress("acceptance")
     found = measure_acceptance(
         target.model,

@@ -81,32 +81,38 @@ def text(rows: int = 1, length: int = 12) -> torch.Tensor:
 # --- the definitions, one token at a time ---------------------------------------------------------
 
 
+def llama_layer(heads: Any, prefixes: tuple[str, ...], x: torch.Tensor, **parts: Any) -> Any:
+    """[n, H] of x [n, H]: transformers' own llama layer on the parameters whose names begin with
+    the first of the prefixes, less all of them; parts: what stands in it for parts of its own."""
+    config = layer_config(target().model)
+    config._attn_implementation = "eager"
+    layer: Any = LlamaDecoderLayer(config, 0).to(x.dtype)
+    for name, part in parts.items():
+        setattr(layer, name, part)
+    weights = {}
+    for name, weight in heads.named_parameters():
+        if name.startswith(prefixes[0]):
+            weights[functools.reduce(str.removeprefix, prefixes, name)] = weight
+    count = len(x)
+    mask = torch.full((count, count), float("-inf"), dtype=x.dtype).triu(1)[None, None]
+    turns = Rotary(config)(torch.arange(count)[None], x)
+    made = torch.func.functional_call(
+        layer, weights, (x[None],), {"attention_mask": mask, "position_embeddings": turns}
+    )
+    return (made if torch.is_tensor(made) else made[0])[0]
+
+
 def eagle1_states(
     heads: Any, features: torch.Tensor, embedded: torch.Tensor, depth: int
 ) -> torch.Tensor:
     """[H]: what step `depth` makes after features [t + 1, H] and the embeddings [t + depth, H] of
     the tokens that follow each of them and what was drafted; by transformers' own llama layer."""
-    config = copy.deepcopy(heads.config)
-    config._attn_implementation = "eager"
-    layer: Any = LlamaDecoderLayer(config, 0).to(features.dtype)
-    weights = {
-        name.removeprefix("layers.0."): x
-        for name, x in heads.named_parameters()
-        if name.startswith("layers.0.")
-    }
-    layer.input_layernorm = torch.nn.Identity()
     states = features
     for _ in range(depth):
-        count = len(states)
-        mixed = torch.cat([embedded[:count], states], -1) @ heads.fc.weight.T
-        mask = torch.full((count, count), float("-inf"), dtype=states.dtype).triu(1)[None, None]
-        turns = Rotary(config)(torch.arange(count)[None], states)
-        made = torch.func.functional_call(
-            layer, weights, (mixed[None],), {"attention_mask": mask, "position_embeddings": turns}
-        )
-        made = made if torch.is_tensor(made) else made[0]
+        mixed = torch.cat([embedded[: len(states)], states], -1) @ heads.fc.weight.T
+        made = llama_layer(heads, ("layers.0.",), mixed, input_layernorm=torch.nn.Identity())
         # The next step sees all features as they are, and then what the drafter made of them.
-        states = torch.cat([states, made[0, -1:]])
+        states = torch.cat([states, made[-1:]])
     return states[-1]
 
 
@@ -174,22 +180,8 @@ def hydra_plus_states(
     heads: Any, features: torch.Tensor, embedded: torch.Tensor, depth: int
 ) -> torch.Tensor:
     """Hydra's, of what transformers' own llama layer makes of the features [t + 1, H]."""
-    config = layer_config(target().model)
-    config._attn_implementation = "eager"
-    layer: Any = LlamaDecoderLayer(config, 0).to(features.dtype)
-    weights = {
-        name.removeprefix("prefix.").removeprefix("layer."): x
-        for name, x in heads.named_parameters()
-        if name.startswith("prefix.")
-    }
-    count = len(features)
-    mask = torch.full((count, count), float("-inf"), dtype=features.dtype).triu(1)[None, None]
-    turns = Rotary(config)(torch.arange(count)[None], features)
-    made = torch.func.functional_call(
-        layer, weights, (features[None],), {"attention_mask": mask, "position_embeddings": turns}
-    )
-    made = made if torch.is_tensor(made) else made[0]
-    return hydra_states(heads, made[0], embedded, depth)
+    made = llama_layer(heads, ("prefix.", "layer."), features)
+    return hydra_states(heads, made, embedded, depth)
 
 
 STATES = {
