@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from decode.attention import LONGEST_CHAIN, SLOTS, each_token_alone
 from decode.errors import UserError
 from decode.features import Recorder
-from decode.packed import PackedModel, can_pack
+from decode.packed import prepare
 from decode.slots import Slots
 
 # In the trial of a model with its first tree.
@@ -69,16 +70,14 @@ class CachedLM:
     recurrent_gemma), chunked attention (llama4), flash attention. Refused when the first tree is
     fed, by a trial: models that make masks or positions of their own (ALiBi: bloom, mpt).
 
-    pack: run on a packed copy of its weights (see `decode.packed`); None: where that is possible.
+    It runs the model in its prepared form (`decode.packed.prepare`).
     taps: whose hidden states (`decode.features`) each forward leaves in `features`, [B, n, H].
     """
 
-    def __init__(
-        self, model: PreTrainedModel, *, pack: bool | None = None, taps: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, taps: Sequence[int] = ()) -> None:
         self.model = model
-        self._packed = PackedModel(model) if (can_pack(model) if pack is None else pack) else None
-        self._runs: PreTrainedModel = self._packed.model if self._packed else model
+        self._prepared = prepare(model)
+        self._runs = self._prepared.model
         self._recorder = Recorder(self._runs, taps) if taps else None
         self.features: Mapping[int, Tensor] = {}
         self.device = model.device
@@ -86,7 +85,7 @@ class CachedLM:
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         parameters = inspect.signature(model.forward).parameters
         self._keeps_columns = "logits_to_keep" in parameters
-        self._boolean_masks = model.config._attn_implementation == "sdpa"
+        self._boolean_masks = self._runs.config._attn_implementation == "sdpa"
         self._mask_dtype = model.dtype
         self._slots: Slots | None = None
         self._cache: Cache | None = None
@@ -103,13 +102,13 @@ class CachedLM:
         self.capacity = capacity
         self.refresh()
         layers = self.model.config.get_text_config().num_hidden_layers
-        self._slots = Slots(layers, rows, capacity, self.device)
+        step = SLOTS if self._prepared.row_exact else 1
+        self._slots = Slots(layers, rows, capacity, self.device, step=step)
         self._cache = Cache(layers=self._slots.layers)
 
     def refresh(self) -> None:
         """Follow weights that were changed in place. What is cached stays as it was computed."""
-        if self._packed:
-            self._packed.refresh()
+        self._prepared.refresh()
 
     def forward(
         self,
@@ -148,7 +147,9 @@ class CachedLM:
         taken: AbstractContextManager[Mapping[int, Tensor]] = (
             self._recorder.recording() if self._recorder else nullcontext({})
         )
-        with taken as self.features:
+        chain = ancestors_BNM is None and n <= LONGEST_CHAIN
+        alone = each_token_alone() if chain else nullcontext()
+        with alone, taken as self.features:
             logits = self._runs(
                 input_ids=ids_BN,
                 # Only padding can lie past the last position; it must not index out of a learned

@@ -9,12 +9,15 @@ are those of the same kernels.
 import copy
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psutil
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from decode import attention
 
 _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
     torch.float32: lambda: True,
@@ -73,6 +76,47 @@ class PackedModel:
             layer.refresh()
 
 
+class PreparedModel:
+    """A model as the loop runs it: packed where this machine can, else the model itself.
+
+    model: what to run. row_exact: the packed copy attends with `decode.attention`, so that a chain
+    may be fed with `each_token_alone`, over keys padded to a multiple of its `SLOTS`.
+    """
+
+    def __init__(self, model: PreTrainedModel, packed: PackedModel | None) -> None:
+        self._packed = packed
+        self.model: PreTrainedModel = packed.model if packed else model
+        self.row_exact = self.model.config._attn_implementation == attention.NAME
+
+    def refresh(self) -> None:
+        """Follow weights that were changed in place, as by an optimizer."""
+        if self._packed:
+            self._packed.refresh()
+
+
+def prepare(model: PreTrainedModel) -> PreparedModel:
+    """The prepared form of a model. It is made once and shared by all who decode with the model, as
+    long as the model lives: packing takes time and memory, and two decoders can be compared only
+    if both run on the same kernels. It is made again for a model that was rebuilt in the meantime,
+    as by an adapter or another output layer."""
+    state = (
+        tuple(id(parameter) for parameter in model.parameters()),
+        model.config._attn_implementation,
+        _hooked(model),
+    )
+    if model not in _PREPARED or _PREPARED[model][0] != state:
+        packed = None
+        if can_pack(model):
+            packed = PackedModel(model)
+            attention.use_own_attention(packed.model)
+        _PREPARED[model] = state, packed
+    return PreparedModel(model, _PREPARED[model][1])
+
+
+# The packed copy must not refer to the model, or neither would ever be freed.
+_PREPARED: WeakKeyDictionary[nn.Module, tuple[Any, PackedModel | None]] = WeakKeyDictionary()
+
+
 def pack_layers(module: nn.Module) -> list[PackedLinear]:
     """Put packed layers in the place of a module's linear ones; those layers."""
     packed = []
@@ -93,6 +137,10 @@ def can_pack(model: nn.Module) -> bool:
     plain = all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)
     if not plain or not all(p.dtype in _SUPPORTED and _SUPPORTED[p.dtype]() for p in parameters):
         return False
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+    if _hooked(model):
         return False
     return 2 * sum(p.nbytes for p in parameters) < psutil.virtual_memory().available
+
+
+def _hooked(model: nn.Module) -> bool:
+    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

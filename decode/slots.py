@@ -107,10 +107,17 @@ class SlotLayer(CacheLayerMixin):
 
 
 class Slots:
-    """`rows` empty sequences of at most `capacity` slots in each of so many layers."""
+    """`rows` empty sequences of at most `capacity` slots in each of so many layers.
 
-    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
-        self.device = device
+    step: after the prompt, attention is given a multiple of so many slots; those past the text are
+    masked.
+    """
+
+    def __init__(
+        self, layers: int, rows: int, capacity: int, device: torch.device, *, step: int = 1
+    ) -> None:
+        self.device, self._step = device, step
+        capacity = _round_up(capacity, step)
         self._window = _Window()
         self._stores = _Store(layers, rows, capacity), _Store(layers, rows, capacity)
         self.layers = [
@@ -120,7 +127,9 @@ class Slots:
     def place(self, start: np.ndarray, n: int) -> None:
         """The n tokens that are fed next go to the slots from `start`, int [B], on."""
         window = self._window
-        window.end = int(start.max()) + n
+        # A prompt's pass is causal as it stands, and needs no mask.
+        end = int(start.max()) + n
+        window.end = _round_up(end, self._step) if start.any() else end
         window.begin = int(start[0]) if bool((start == start[0]).all()) else None
         if window.begin is None:
             first = torch.as_tensor(start, device=self.device)[:, None]
@@ -136,7 +145,8 @@ class Slots:
         base_B1: where the tree begins; everything below it is seen. ancestors_BNM: which of its m
         nodes, whose last n are fed, each of those may see; None: a chain.
         """
-        if ancestors_BNM is None and (n == 1 or not start.any()) and self._window.begin is not None:
+        causal = not start.any() or (n == 1 and self._step == 1)
+        if ancestors_BNM is None and causal and self._window.begin is not None:
             return None
         slots_S = torch.arange(self._window.end, device=self.device)
         offset_BS = slots_S - base_B1  # a slot's column in the tree; negative: the past
@@ -174,3 +184,7 @@ class Slots:
             store.keep_rows(rows)
         for layer in self.layers:
             layer.look_up()
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step

@@ -1,6 +1,8 @@
 """Packed weights: the same results, nothing changed in the model, and they follow its weights."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.kv import CachedLM
 from decode.loop import Decoder
-from decode.packed import PackedLinear, PackedModel, can_pack
+from decode.packed import PackedLinear, PackedModel, can_pack, prepare
+from decode.vocabulary import reduce_output
 from tests.tiny import FAMILIES, real_target, tiny_model
 
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -44,7 +47,7 @@ def test_results_are_those_of_the_model(family: str, dtype: torch.dtype) -> None
 
 def test_changed_weights_are_packed_again() -> None:
     model = tiny_model("llama")
-    lm = CachedLM(model, pack=True)
+    lm = CachedLM(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(input_ids=IDS, labels=IDS).loss.backward()
     stale = logits(lm._runs)
@@ -75,7 +78,36 @@ def test_models_that_others_have_wrapped_stay_as_they_are() -> None:
     hooked.model.layers[0].register_forward_hook(lambda *args: None)
     assert not can_pack(hooked)
     assert not can_pack(tiny_model("llama").to(torch.float64))
-    assert CachedLM(hooked)._packed is None
+    assert prepare(hooked).model is hooked
+
+
+def test_a_model_is_prepared_once_and_freed_with_it() -> None:
+    model = tiny_model("llama")
+    prepared = prepare(model)
+    assert prepared.model is not model
+    drafter = SmallLMDrafter(model)
+    assert Decoder(model, drafter).lm._runs is prepared.model is drafter.lm._runs
+    freed = weakref.ref(prepared.model)
+    del model, prepared, drafter
+    gc.collect()
+    assert freed() is None
+
+
+def test_free_memory_decides_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two decoders that are compared run on the same kernels, however memory changes meanwhile."""
+    model = tiny_model("llama")
+    plain = Decoder(model, DRAFTERS["none"]())
+    monkeypatch.setattr("decode.packed.can_pack", lambda model: False)
+    assert Decoder(model, DRAFTERS["ngram"]()).lm._runs is plain.lm._runs
+
+
+def test_a_model_that_was_rebuilt_is_prepared_again() -> None:
+    model = tiny_model("llama", tie=False)
+    before = prepare(model).model
+    reduce_output(model, torch.arange(5, 50))
+    after = prepare(model).model
+    assert after is not before
+    assert logits(after).shape[-1] == 45
 
 
 @pytest.mark.real
