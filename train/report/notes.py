@@ -33,7 +33,9 @@ def footnotes(report: dict[str, Any]) -> list[str]:
     identical, close = _all(rows, "identical_to_plain"), _all(rows, "identical_within_rounding")
     if identical:
         line = f"greedy texts identical to plain decoding: {_range(identical)}"
-        if close and close != identical:
+        if min(identical) == 1:
+            line += ", token by token, with no allowance for rounding"
+        elif close and close != identical:
             line += f"; up to choices within rounding: {_range(close)}"
         lines.append(line)
     repetition, repeating = _all(rows, "repetition"), _all(rows, "share_repeating")
