@@ -1,5 +1,6 @@
 """The checkpoint's `generation_config`: put aside beside us, followed where users expect it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.text import SpeculativeGenerator
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
+from train.export.engines import Task
+from train.export.engines.transformers import _generate
 from train.stages.generate import GenerateConfig, _beam_search
 
 NEW = 24
@@ -94,6 +97,13 @@ def test_beam_search_answers_on_the_stages_settings_alone() -> None:
     settings = GenerateConfig(name="answers", num_beams=3, max_new_tokens=NEW)
     plain = _beam_search(with_config(tiny_target()), IDS, settings)
     assert _beam_search(with_config(tiny_target(), **CHECKPOINT), IDS, settings) == plain
+
+
+def test_the_transformers_engine_is_run_on_the_same_settings() -> None:
+    target = with_config(tiny_target(), **CHECKPOINT)
+    task = Task(target, "tiny", Path(), IDS, gamma=2, max_new_tokens=NEW)
+    texts, _ = _generate(task, None)
+    assert texts == [ours(target, ids, Sampling()) for ids in IDS]
 
 
 # --- text in, text out ----------------------------------------------------------------------------
