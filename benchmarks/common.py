@@ -29,6 +29,7 @@ UNJUDGED = {
     "timed_prompts": 0,
     "generate": False,
     "baselines": [],
+    "in_turn": [],
 }
 _SHOWN = 4000  # of a failed process's output, characters
 

@@ -18,6 +18,7 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
+from decode.generation import nothing_filled_in
 from decode.loop import Decoder
 from decode.packed import PackedModel, can_pack
 from decode.sampling import Sampling
@@ -180,7 +181,7 @@ def _transformers(
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
         torch.manual_seed(seed)
-        with watched(model, assistant) as watch:
+        with nothing_filled_in(model), watched(model, assistant) as watch:
             found = model.generate(
                 ids.to(model.device),
                 attention_mask=mask.to(model.device),

@@ -184,6 +184,7 @@ def run_config(settings: Settings) -> dict[str, Any]:
         "data": {"train": train, "limit": limit, "dev": "dev.jsonl", "test": "test.jsonl"},
         "evaluation": {
             "stages": list(settings.arms),
+            "in_turn": [],
             "prompts": 6 if quick else 42,
             "gamma": 4,
             "max_new_tokens": 24 if quick else 64,

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
 
 from decode.costs import Costs
 from decode.drafters import DRAFTERS, Drafter
 from decode.errors import UserError
+from decode.generation import nothing_filled_in, stated_config
 from decode.loop import Decoded, Decoder
 from decode.settings import DecodeSettings
 from decode.stats import Counts, Step, Timing, finite, summary
@@ -229,27 +229,24 @@ def _decode_all(
 
 
 def time_generate(target: Target, prompt: Sequence[int], protocol: Protocol) -> float:
-    """Seconds that `transformers` `generate()` takes for the same prompt, sampling and length."""
-    sampling = protocol.sampling
-    drawn: dict[str, Any] = {"do_sample": not sampling.greedy}
-    if not sampling.greedy:
-        drawn |= {key: getattr(sampling, key) for key in ("temperature", "top_k", "top_p")}
-        drawn["min_p"] = sampling.min_p or None
-    if sampling.repetition_penalty != 1:
-        drawn["repetition_penalty"] = sampling.repetition_penalty
-    eos = list(target.eos_token_ids)
-    settings = GenerationConfig(
+    """Seconds that `transformers` `generate()` takes for the same prompt, sampling and length.
+
+    The protocol's settings are all it is given: the checkpoint's `generation_config`, which it
+    would follow otherwise, is put aside, as in our loop.
+    """
+    settings = stated_config(
+        protocol.sampling,
         max_new_tokens=protocol.timed_tokens,
-        eos_token_id=eos or None,
-        pad_token_id=eos[0] if eos else 0,
-        **drawn,
+        eos_token_ids=target.eos_token_ids,
     )
     ids = torch.tensor([list(prompt)], device=target.device)
-    begin = time.perf_counter()
-    target.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-    return time.perf_counter() - begin
+    mask = torch.ones_like(ids)
+    with nothing_filled_in(target.model):
+        begin = time.perf_counter()
+        target.model.generate(ids, attention_mask=mask, generation_config=settings)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+        return time.perf_counter() - begin
 
 
 def identical(

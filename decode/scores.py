@@ -34,7 +34,10 @@ class Scores:
         if sampling.repetition_penalty != 1 or processors:
             assert draft is not None
             assert contexts is not None
-            before = torch.nn.functional.pad(draft.ancestors(), (0, 0, 1, 0))  # [B, N+1, N]
+            ancestors = draft.ancestors()
+            # Not `pad`: before torch 2.10 it refuses a draft without nodes.
+            root = ancestors.new_zeros(len(ancestors), 1, ancestors.shape[2])
+            before = torch.cat([root, ancestors], 1)  # [B, N+1, N]
             text = (contexts.tokens, contexts.lengths, draft.tokens, before)
             if sampling.repetition_penalty != 1:
                 logits = penalise(logits, tokens_before(*text), sampling.repetition_penalty)

@@ -15,11 +15,11 @@ from decode.drafters import Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.fingerprint import eos_token_ids, fingerprint
+from decode.generation import sampling_as_generate
 from decode.loop import Decoded, Decoder
 from decode.policies import POLICIES, Policy
 from decode.processors import LogitsProcessor
 from decode.rules import Rule
-from decode.sampling import Sampling
 from decode.shapes import SHAPES, Shape
 from decode.stops import StopStrings
 from decode.store import open_drafter
@@ -97,36 +97,55 @@ class SpeculativeGenerator:
         prompts: Prompt | Sequence[Prompt],
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[LogitsProcessor] = (),
         streamer: BaseStreamer | None = None,
         seed: int = 0,
-        num_beams: int = 1,
+        num_beams: int | None = None,
         on_step: Callable[[TraceStep], None] | None = None,
     ) -> str | list[str]:
         """The answer's text, special tokens left out; for a list of prompts, a list of texts.
 
         A prompt is text, which is continued as it stands; messages ({"role", "content"}), which
-        the tokenizer's chat template writes out; or token ids. temperature 0 is greedy, and the
-        text then that of `model.generate()`. stop: strings that end a text; they stay in it, as
-        does all of the token that completed one. logits_processor: a `LogitsProcessorList`.
-        streamer: as `TextStreamer`, given the prompt and then each block of new tokens; for one
-        prompt. seed: a text depends on it and on its prompt's place, not on the batch. on_step:
-        see `decode.trace`.
+        the tokenizer's chat template writes out; or token ids.
+
+        Text is drawn as `model.generate()` draws it. temperature, top_k, top_p, min_p,
+        repetition_penalty and num_beams that are None come from the checkpoint
+        (`model.generation_config`), and from the defaults of `generate()` where it has none: for
+        sampled text that is top_k 50. temperature None is greedy unless the checkpoint sets
+        `do_sample`; temperature 0 is always greedy, top_k 0 and top_p 1 switch those filters off.
+        Lengths are not taken from the checkpoint.
+
+        stop: strings that end a text; they stay in it, as does all of the token that completed
+        one. logits_processor: a `LogitsProcessorList`. streamer: as `TextStreamer`, given the
+        prompt and then each block of new tokens; for one prompt. seed: a text depends on it and on
+        its prompt's place, not on the batch. on_step: see `decode.trace`.
 
         Beam search is left to `model.generate()`. Raises UserError for num_beams other than 1, a
-        streamer with several prompts, messages without a chat template, and as `Decoder.decode`.
+        streamer with several prompts, messages without a chat template, a setting of the
+        checkpoint that changes the text and that this loop does not have (such as
+        no_repeat_ngram_size; the message says how to switch it off), and as `Decoder.decode`.
         """
-        if num_beams != 1:
+        config = self.model.generation_config
+        beams = num_beams or config.num_beams or 1
+        if beams != 1:
             raise UserError(
-                f"num_beams is {num_beams}; beam search keeps several texts at a time, of which no "
-                "draft can be verified: use model.generate(num_beams=…), or leave it out"
+                f"num_beams is {beams}; beam search keeps several texts at a time, of which no "
+                "draft can be verified: use model.generate(num_beams=…), or say num_beams=1"
             )
+        sampling = sampling_as_generate(
+            config,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )
         if isinstance(prompts, torch.Tensor):
             prompts = prompts.tolist()
         single = _is_one(prompts)
@@ -137,7 +156,7 @@ class SpeculativeGenerator:
             self.model,
             self.drafter,
             eos_token_ids=self.eos_token_ids,
-            sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+            sampling=sampling,
             processors=logits_processor,
             stop=StopStrings(self.tokenizer, stop) if stop else None,
             **self._options,

@@ -82,6 +82,7 @@ def test_a_good_config_is_read_whole(tmp_path):
         ("name: run", "name: run\nevaluation: {shape: chan}", 'Did you mean "chain"'),
         ("name: run", "name: run\nevaluation: {min_p: 2.0}", "'evaluation.min_p'"),
         ("name: run", "name: run\nevaluation: {baselines: [ngrm]}", 'Did you mean "ngram"'),
+        ("name: run", "name: run\nevaluation: {in_turn: [ngrm]}", 'Did you mean "ngram"'),
         ("kind: generate", "kind: generate, samples: 2", "temperature > 0"),
         ("name: run", "name: [", "not valid YAML"),
     ],

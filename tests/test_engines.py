@@ -40,7 +40,8 @@ trackers: []
 target: {{model: {base}/target, dtype: float32, device: cpu}}
 data: {{train: train.jsonl, dev: test.jsonl, test: test.jsonl}}
 evaluation:
-  {{prompts: 1, gamma: 2, max_new_tokens: 2, timed_prompts: 0, generate: false, baselines: []}}
+  {{prompts: 1, gamma: 2, max_new_tokens: 2, timed_prompts: 0, generate: false, baselines: [],
+    in_turn: []}}
 stages:
   - name: tied
     kind: distill

@@ -495,11 +495,13 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
     monkeypatch.setattr("train.evaluate.evaluate", watched)
     report = Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
     stages = config.run_dir / "stages"
-    assert judged == [*[str(tmp_path / "target")] * 2, str(stages / "01-both" / "target")]
-    ngram, alone, both = (row["evaluation"] for row in report["rows"])
+    new = str(stages / "01-both" / "target")
+    assert judged == [*[str(tmp_path / "target")] * 2, new, new]
+    ngram, alone, both, in_turn = (row["evaluation"] for row in report["rows"])
     assert ngram["drift"] is None
     assert alone["drift"] is None
     assert both["drift"]["kl"] > 0
+    assert in_turn["drift"] == both["drift"]
     assert both["identical_to_plain"] == 1.0
     notes = " ".join(footnotes(report))
     said = "both: the target was trained too; speed-up and losslessness are towards the new target"
@@ -529,4 +531,4 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
     # Done is done, and it is found again with its target.
     again = Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
     assert again["rows"] == report["rows"]
-    assert len(judged) == 3
+    assert len(judged) == 4

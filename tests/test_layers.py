@@ -1,11 +1,19 @@
-"""Imports run one way: train → heads → distill → decode."""
+"""Imports run one way, train → heads → distill → decode; pyproject.toml names what is imported."""
 
 import ast
+import re
+import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 # Each may import those after it, and itself.
@@ -55,8 +63,8 @@ def test_imports_run_one_way(layer: str) -> None:
 
 
 def test_every_package_has_its_layer() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = config["tool"]["setuptools"]["packages"]["find"]["include"]
     assert {pattern.rstrip("*") for pattern in patterns} <= set(LAYERS)
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages - {"tests", "benchmarks"} <= set(LAYERS)
@@ -85,3 +93,81 @@ def test_a_wrong_import_is_found(source: str) -> None:
 )
 def test_a_right_import_is_not(source: str) -> None:
     assert violations(source, Path("decode/rules/new.py"), {"decode"}) == []
+
+
+# --- what pyproject.toml declares -----------------------------------------------------------------
+
+# Run by the Python of an inference engine's own environment, which `make engine-NAME` installs.
+CHILDREN = {"train/export/engines/vllm_child.py", "train/export/engines/openvino_child.py"}
+# Extras that a part of the repository needs beside the dependencies.
+EXTRAS = {"train": ["deepspeed"], "benchmarks": ["benchmarks"], "tests": ["deepspeed", "dev"]}
+# Used without being imported: accelerate starts the tracker.
+NOT_IMPORTED = {"tensorboard"}
+
+
+def project() -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def declared(*extras: str) -> dict[str, Requirement]:
+    """The requirements by canonical name, with those of some extras."""
+    lists = [project()["dependencies"], *(project()["optional-dependencies"][e] for e in extras)]
+    requirements = [Requirement(line) for lines in lists for line in lines]
+    return {canonicalize_name(requirement.name): requirement for requirement in requirements}
+
+
+installed = cache(packages_distributions)
+
+
+def distribution(package: str) -> str:
+    """Who brings a top-level package; its own name where it is not installed."""
+    return canonicalize_name(installed().get(package, [package])[0])
+
+
+def third_party(file: Path) -> set[str]:
+    """The distributions that a file imports from."""
+    names = {name for _, name in imported(ast.parse(file.read_text()), ".".join(file.parent.parts))}
+    ours = {*LAYERS, "tests", "benchmarks", *sys.stdlib_module_names}
+    return {distribution(name) for name in names - ours}
+
+
+@pytest.mark.parametrize("part", [*LAYERS, "benchmarks", "tests"])
+def test_what_is_imported_is_declared(part: str) -> None:
+    known = {*declared(*EXTRAS.get(part, []))}
+    missing = {
+        (str(file.relative_to(ROOT)), name)
+        for file in sorted((ROOT / part).rglob("*.py"))
+        for name in third_party(file) - known
+        if str(file.relative_to(ROOT)) not in CHILDREN
+    }
+    assert missing == set()
+
+
+def test_what_is_declared_is_used() -> None:
+    files = [file for layer in LAYERS for file in (ROOT / layer).rglob("*.py")]
+    used = {name for file in files for name in third_party(file)}
+    assert {*declared()} - used == NOT_IMPORTED
+
+
+def test_lower_bounds_are_those_that_are_tried() -> None:
+    """`make test-lowest` installs constraints-lowest.txt; each bound is in it."""
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    pins = {
+        canonicalize_name(name): Version(version)
+        for name, version in (line.split("==") for line in lines if re.match(r"[\w.-]+==", line))
+    }
+    bounds = {
+        name: [Version(part.version) for part in requirement.specifier if part.operator == ">="]
+        for name, requirement in declared("deepspeed").items()
+    }
+    assert all(len(found) == 1 for found in bounds.values())
+    assert bounds == {name: [pins[name]] for name in bounds}
+
+
+def test_the_licence_is_shipped() -> None:
+    assert project()["license"] == "Apache-2.0"
+    assert project()["license-files"] == ["LICENSE"]
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License\n                           Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text

@@ -5,12 +5,15 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from decode.errors import UserError
+from train.commands.run import print_report
+from train.console import Reporter
 from train.report.headline import headline
 from train.report.make import make_report
 from train.report.notes import footnotes
@@ -376,31 +379,74 @@ def test_draft_lengths_that_vary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ngram", "trained", "verdict", "against"),
+    ("ngram", "trained", "both", "verdict", "ranking"),
     [
-        (1.1, 1.5, "decodes 1.50 times as fast", "is faster than ngram"),
-        (1.5, 1.2, "decodes 1.20 times as fast", "is slower than ngram"),
-        (1.0, 1.02, "neither clearly faster nor clearly slower", "is not clearly different"),
-        (1.1, 0.8, "is slower than the target alone", "is slower than ngram"),
-        (1.1, None, "its speed is not known", "1.80 tokens per step, ngram yields 1.40"),
+        (1.1, 1.5, 1.9, "decodes 1.50 times as fast", "ngram+two is faster than two and ngram."),
+        (1.5, 1.2, None, "decodes 1.20 times as fast", "ngram is faster than two."),
+        (
+            1.0,
+            1.02,
+            1.04,
+            "neither clearly faster nor clearly slower",
+            "ngram+two is not clearly faster than two and ngram (intervals overlap).",
+        ),
+        (
+            1.1,
+            1.5,
+            1.45,
+            "decodes 1.50 times as fast",
+            "two is not clearly faster than ngram+two (intervals overlap), but it is faster than "
+            "ngram.",
+        ),
+        (1.1, 0.8, None, "is slower than the target alone", "ngram is faster than two."),
+        (1.1, None, None, "its speed is not known", "which is fastest is not known."),
     ],
 )
 def test_headline(
-    tmp_path: Path, ngram: float, trained: float | None, verdict: str, against: str
+    tmp_path: Path,
+    ngram: float,
+    trained: float | None,
+    both: float | None,
+    verdict: str,
+    ranking: str,
 ) -> None:
     rows = [
         ("before", "ngram", figures(ngram, 0.4)),
         ("one (start)", "small_lm", figures(0.5 if trained else None, 0.3)),
         ("two", "small_lm", figures(trained, 0.8)),
     ]
+    if both is not None:
+        rows.append(("ngram+two", "ngram+small_lm", figures(both, 0.9)))
     best = headline(make_report(write_run(tmp_path, rows)))
     assert best is not None
+    # Also where both in turn are faster: that is said beside it.
     assert best["label"] == "two"
     assert verdict in best["verdict"]
-    assert against in best["against"]
+    assert best["ranking"].endswith(ranking)
     assert best["warnings"] == []
     # Stage two went on with what stage one began.
     assert best["before"]["acceptance_rate"] == 0.3
+    shown = [(entry["what"], entry["label"]) for entry in best["compared"]]
+    everyone = [("trained", "two"), ("untrained", "ngram"), ("in turn", "ngram+two")]
+    assert shown == (everyone if both else everyone[:2])
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert best["ranking"] in text
+    assert all(f"Speed-up, {label} ({what})" in text for what, label in shown)
+
+
+def test_the_headline_of_the_terminal_has_every_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ("ngram+two", "ngram+small_lm", figures(1.6, 0.9))
+    report = make_report(write_run(tmp_path, [*ROWS, both]))
+    print_report(SimpleNamespace(reporter=Reporter(), directory=tmp_path), report)
+    said = capsys.readouterr().out
+    assert (
+        "two (trained) 1.50× [1.45, 1.56], 1.80 tokens per step; "
+        "ngram (untrained) 1.10× [1.05, 1.16], 1.40 tokens per step; "
+        "ngram+two (in turn) 1.60× [1.55, 1.66], 1.90 tokens per step\n"
+    ) in said
+    assert "ngram+two is not clearly faster than two (intervals overlap), but it is faster" in said
 
 
 @pytest.mark.parametrize(

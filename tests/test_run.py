@@ -15,7 +15,9 @@ from click.testing import Result
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import train.evaluate
 from decode.artifact import CorruptArtifact
+from decode.drafters.composite import CompositeDrafter
 from decode.errors import UserError
 from decode.store import describe_drafter
 from distill.losses import Rows, Terms
@@ -158,7 +160,9 @@ def test_a_run_leaves_everything_behind(base):
         "words (start)",
         "words",
         "distill",
+        "ngram+distill",
     ]
+    assert report["rows"][-1]["drafter"] == "ngram+small_lm"
     assert json.loads((run / "report.json").read_text()) == report
     assert "<svg" in (run / "report.html").read_text()
     for row in report["rows"]:
@@ -201,9 +205,29 @@ def test_a_small_lm_and_heads_share_one_pass_of_the_target(base):
     (base / "config.yaml").write_text(text + f"  - {json.dumps(heads)}\n")
     report = start(base, "evaluation.stages=[distill, medusa]")
     rows = {row["stage"]: row for row in report["rows"]}
-    assert list(rows) == ["before", "distill", "medusa"]
+    assert list(rows) == ["before", "distill", "medusa", "ngram+medusa"]
+    assert rows["ngram+medusa"]["drafter"] == "ngram+medusa"
+    # The tree of the heads where lookup finds nothing: more than a chain, and not always a tree.
+    assert "tree" in rows["ngram+medusa"]["evaluation"]["drafts"]
     assert rows["medusa"]["drafter"] == "medusa"
     assert all(row["evaluation"]["identical_to_plain"] == 1 for row in rows.values())
+
+
+def test_drafters_that_cannot_be_asked_in_turn_cost_their_row_only(base, monkeypatch):
+    said = []
+    monkeypatch.setattr(Reporter, "say", lambda self, text: said.append(text))
+    original = train.evaluate.evaluate
+
+    def picky(target: Any, drafter: Any, *args: Any) -> Any:
+        if isinstance(drafter, CompositeDrafter):
+            raise UserError("these do not go together")
+        return original(target, drafter, *args)
+
+    monkeypatch.setattr(train.evaluate, "evaluate", picky)
+    assert [row["stage"] for row in start(base)["rows"]][-1] == "distill"
+    assert "ngram+distill is not evaluated: these do not go together" in said
+    monkeypatch.setattr(train.evaluate, "evaluate", original)
+    assert [row["stage"] for row in start(base)["rows"]][-1] == "ngram+distill"
 
 
 def test_a_second_start_says_that_it_is_done(base, monkeypatch):

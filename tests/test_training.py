@@ -845,7 +845,7 @@ STAGE = """
 @pytest.fixture
 def base(tmp_path, monkeypatch) -> Path:
     """Two stages with dropout; what judges their drafters is left out."""
-    for name in ("evaluate_baselines", "evaluate_drafter"):
+    for name in ("evaluate_baselines", "evaluate_drafter", "evaluate_in_turn"):
         monkeypatch.setattr(f"train.run.{name}", lambda *arguments: None)
     monkeypatch.setattr("train.run.make_report", lambda directory: {})
     monkeypatch.setattr("train.commands.run.print_report", lambda run, report: None)

@@ -54,6 +54,8 @@ class EvaluationConfig(Strict):
     prompts: how many prompts of the split, spread evenly over it; None: all.
     baselines: untrained drafters that get a row of their own, each at the best of baseline_gammas
     where the policy is `fixed`.
+    in_turn: untrained drafters that are asked before the run's last trained one, which drafts where
+    they find nothing. Each makes one more row, `ngram+STAGE`, on the same prompts.
     gamma: how deep drafts are that have no depth of their own; a tree is drafted whole.
     rule, policy, shape: parts by name, as `NAME`, `NAME:option=value,…` or a mapping of name and
     options; rule None: `speculative`, for trees `multi_round`. The shape is that of trained
@@ -66,6 +68,7 @@ class EvaluationConfig(Strict):
     prompts: int | None = Field(None, ge=1)
     baselines: list[str] = ["ngram"]
     baseline_gammas: list[int] = [2, 4, 8]
+    in_turn: list[str] = ["ngram"]
     gamma: int = Field(4, ge=1)
     rule: str | dict[str, Any] | None = None
     policy: str | dict[str, Any] = "fixed"
@@ -86,7 +89,7 @@ class EvaluationConfig(Strict):
     @model_validator(mode="after")
     def _known(self) -> "EvaluationConfig":
         self.protocol()
-        for name in self.baselines:
+        for name in [*self.baselines, *self.in_turn]:
             DRAFTERS[name]
         return self
 

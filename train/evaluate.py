@@ -1,10 +1,12 @@
-"""Judges drafters within a run: before the first stage, and after every stage that made one."""
+"""Judges drafters within a run: before the first stage, after every stage that made one, and the
+last one once more in turn with an untrained drafter."""
 
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from decode.artifact import verify_directory, write_directory
+from decode.artifact import CorruptArtifact, verify_directory, write_directory
+from decode.errors import UserError
 from decode.measure import Evaluation, evaluate, fastest_gamma
 from decode.registry import Choice
 from decode.store import DRAFTER_FILE, describe_drafter, open_drafter
@@ -76,6 +78,42 @@ def evaluate_drafter(
     run.accelerator.wait_for_everyone()
 
 
+def evaluate_in_turn(
+    run: "Run", stage: str, outcome: Outcome, examples: dict[str, list[Example]]
+) -> None:
+    """A row for the drafter of a run's last judged stage behind each untrained one of `in_turn`.
+
+    These rows are an extra: settings that a pair of drafters cannot have (a policy that watches a
+    chain, with a tree) leave the row out and say so.
+    """
+    directory = outcome.drafter
+    assert directory is not None
+    settings = run.config.evaluation
+    kind = describe_drafter(directory)["kind"]
+    first = len(settings.baselines) + 2 * len(run.config.stages)
+    for order, name in enumerate(settings.in_turn, first):
+        label = f"{name}+{stage}"
+        if _must_do(run, order, label):
+            spec = f"{name}+{directory}"
+            try:
+                _evaluate(
+                    run,
+                    order,
+                    label,
+                    label,
+                    f"{name}+{kind}",
+                    spec,
+                    settings.gamma,
+                    examples,
+                    outcome.target,
+                )
+            except CorruptArtifact:
+                raise
+            except UserError as error:
+                run.reporter.say(f"{label} is not evaluated: {error}")
+        run.accelerator.wait_for_everyone()
+
+
 def _directory(run: "Run", order: int, label: str) -> Path:
     return run.directory / "evaluations" / f"{order:02d}-{label}"
 
@@ -138,6 +176,9 @@ def drift_of(spec: str) -> dict[str, float] | None:
     """How far the target of a drafter (by what a user names it) has moved from the one it was
     trained from, as its stage measured it; None where it did not."""
     path = Path(spec).expanduser()
+    _, plus, others = spec.partition("+")
+    if plus and not path.exists():
+        return drift_of(others.removeprefix("+"))
     if not (path / DRAFTER_FILE).exists():
         return None
     found: dict[str, float] | None = describe_drafter(path)["provenance"].get("drift")

@@ -30,7 +30,7 @@ from train.config import SPLITS, RunConfig, differences, dump_config, validate_c
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import Example, data_fingerprint, read_examples
-from train.evaluate import evaluate_baselines, evaluate_drafter
+from train.evaluate import evaluate_baselines, evaluate_drafter, evaluate_in_turn
 from train.memory import peak_memory
 from train.report.make import make_report
 from train.schema import StageConfig
@@ -94,6 +94,7 @@ class Run:
         self.accelerator.init_trackers(self.config.name)
         outcomes: dict[str, Path] = {}
         evaluate_baselines(self, examples)
+        last: tuple[str, Outcome] | None = None
         for index, settings in enumerate(self.config.stages):
             directory = self.stage_directory(settings.name)
             outcome = self._stage(settings, directory, outcomes, examples)
@@ -101,6 +102,9 @@ class Run:
             judged = self.config.evaluation.stages
             if outcome.drafter is not None and (judged is None or settings.name in judged):
                 evaluate_drafter(self, index, settings.name, outcome, examples)
+                last = settings.name, outcome
+        if last is not None:
+            evaluate_in_turn(self, *last, examples)
         report: dict[str, Any] = {}
         if self.accelerator.is_main_process:
             report = make_report(self.directory)

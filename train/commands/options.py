@@ -43,7 +43,9 @@ class Loading:
 class Drawing:
     """How tokens are drawn."""
 
-    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0
+    temperature: Annotated[
+        float, typer.Option(help="0: greedy, whatever the checkpoint's generation_config says")
+    ] = 0.0
     top_k: Annotated[int, typer.Option(help="0: off")] = 0
     top_p: Annotated[float, typer.Option(help="1: off")] = 1.0
     min_p: Annotated[float, typer.Option(help="0: off")] = 0.0

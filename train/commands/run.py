@@ -92,11 +92,17 @@ def print_plan(run: Any, reporter: Any) -> None:
 
 
 def print_report(run: Any, report: dict[str, Any]) -> None:
-    """The table of all drafters, what holds for all of its rows, and where the report is."""
+    """The table of all drafters, how the best of them compare, what holds for all rows, and where
+    the report is."""
+    from train.report.headline import comparison, headline
     from train.report.notes import footnotes
     from train.report.table import table
 
     run.reporter.table(table(report))
+    if best := headline(report):
+        run.reporter.say(comparison(best))
+        if best["ranking"]:
+            run.reporter.say(best["ranking"])
     for line in footnotes(report):
         run.reporter.say(line)
     run.reporter.say(f"report: {run.directory / 'report.html'}")

@@ -1,30 +1,35 @@
-"""The best drafter of a run, in words."""
+"""The best drafter of a run and what to judge it by, in words."""
 
 from typing import Any
 
-from train.report.rows import bare, is_baseline, labels
-from train.report.words import Row, moved, number, percent
+from train.report.rows import bare, is_baseline, is_in_turn, labels
+from train.report.words import Row, moved, number, percent, ratio
 
 
 def headline(report: dict[str, Any]) -> dict[str, Any] | None:
     """The best drafter a stage made, in words; None where nothing was evaluated.
 
-    {label, row, verdict, against, before, baseline, warnings}. The best is the fastest, or without
-    times the one with most tokens per step; `before` are its figures before all training, and
-    `baseline` is the best of the drafters that need none.
+    {label, row, verdict, before, compared, ranking, warnings}. The best is the fastest, or without
+    times the one with most tokens per step; `before` are its figures before all training.
+    `compared` are the rows a reader should judge it by, each {what, label, evaluation}: itself, the
+    best drafter that needs no training, and both in turn where that was measured. `ranking` says
+    which of them is fastest, and "" where there is nothing to compare.
     """
     named = list(zip(labels(report), report["rows"], strict=True))
     if not named:
         return None
     baselines = [pair for pair in named if is_baseline(report, pair[1])]
-    trained = [pair for pair in named if not is_baseline(report, pair[1])]
+    in_turn = [pair for pair in named if is_in_turn(pair[1])]
+    trained = [pair for pair in named if pair not in baselines and pair not in in_turn]
     label, row = max(trained or baselines, key=lambda pair: _worth(pair[1]))
     evaluation = row["evaluation"]
     start = f"{_first_stage(report, row['stage'])} (start)"
     before = next((r["evaluation"] for _, r in named if r["stage"] == start), None)
-    against: tuple[str, Row] | None = None
+    compared = [_entry("trained" if trained else "untrained", label, row)]
     if trained and baselines:
-        against = max(baselines, key=lambda pair: _worth(pair[1]))
+        compared.append(_entry("untrained", *max(baselines, key=lambda pair: _worth(pair[1]))))
+    if in_turn:
+        compared.append(_entry("in turn", *in_turn[-1]))
     warnings = []
     if not trained:
         warnings.append("No trained drafter was evaluated yet; this is an untrained baseline.")
@@ -54,9 +59,9 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
         "label": label,
         "row": row,
         "verdict": _verdict(evaluation),
-        "against": _against(evaluation, against) if against else None,
         "before": before,
-        "baseline": against,
+        "compared": compared,
+        "ranking": _ranking(compared),
         "warnings": warnings,
     }
 
@@ -96,14 +101,38 @@ def _verdict(evaluation: dict[str, Any]) -> str:
     )
 
 
-def _against(evaluation: dict[str, Any], baseline: tuple[str, Row]) -> str:
-    label, row = bare(baseline[0]), baseline[1]
-    ours, theirs = evaluation.get("speedup"), row["evaluation"].get("speedup")
-    if ours is None or theirs is None:
-        mine, other = evaluation.get("tokens_per_step"), row["evaluation"].get("tokens_per_step")
-        return f"yields {number(mine)} tokens per step, {label} yields {number(other)}"
-    if ours["low"] > theirs["high"]:
-        return f"is faster than {label}, which needs no training"
-    if ours["high"] < theirs["low"]:
-        return f"is slower than {label}, which needs no training: this drafter is not finished"
-    return f"is not clearly different from {label}, which needs no training (intervals overlap)"
+def comparison(best: dict[str, Any]) -> str:
+    """The rows of a headline beside each other, in one line."""
+    shown = []
+    for entry in best["compared"]:
+        evaluation = entry["evaluation"]
+        tokens = f"{number(evaluation.get('tokens_per_step'))} tokens per step"
+        timed = evaluation.get("speedup")
+        figures = f"{ratio(timed)}, {tokens}" if timed else tokens
+        shown.append(f"{entry['label']} ({entry['what']}) {figures}")
+    return "; ".join(shown)
+
+
+def _entry(what: str, label: str, row: Row) -> dict[str, Any]:
+    return {"what": what, "label": bare(label), "evaluation": row["evaluation"]}
+
+
+def _ranking(compared: list[dict[str, Any]]) -> str:
+    """Which of these is fastest, in a sentence. Intervals that overlap are no difference."""
+    if len(compared) < 2:
+        return ""
+    timed = [(e["label"], s) for e in compared if (s := e["evaluation"].get("speedup"))]
+    if len(timed) < len(compared):
+        return "Not all of them were timed, so which is fastest is not known."
+    first, top = max(timed, key=lambda pair: pair[1]["value"])
+    others = [pair for pair in timed if pair[0] != first]
+    level = [label for label, found in others if found["high"] >= top["low"]]
+    slower = [label for label, found in others if found["high"] < top["low"]]
+    if not level:
+        return f"{first} is faster than {_and(slower)}."
+    text = f"{first} is not clearly faster than {_and(level)} (intervals overlap)"
+    return f"{text}, but it is faster than {_and(slower)}." if slower else f"{text}."
+
+
+def _and(names: list[str]) -> str:
+    return " and ".join(names)

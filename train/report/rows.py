@@ -31,6 +31,11 @@ def is_baseline(report: dict[str, Any], row: Row) -> bool:
     return row["drafter"] in known and row["stage"] not in stages
 
 
+def is_in_turn(row: Row) -> bool:
+    """Whether a row is of several drafters together, such as `ngram+heads`."""
+    return "+" in row["drafter"]
+
+
 def _main_gamma(report: dict[str, Any]) -> Any:
     """The γ of the trained drafters."""
     configured = (report["config"].get("evaluation") or {}).get("gamma")

@@ -8,11 +8,11 @@ from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
-from transformers import GenerationConfig
 
 from decode.artifact import verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
+from decode.generation import nothing_filled_in, stated_config
 from decode.loop import Decoder
 from decode.sampling import Sampling
 from decode.target import Target
@@ -192,17 +192,15 @@ def _beam_search(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt, device=target.device)
         mask[row, width - len(prompt) :] = 1
-    found = target.model.generate(
-        ids,
-        attention_mask=mask,
-        generation_config=GenerationConfig(
-            max_new_tokens=settings.max_new_tokens,
-            num_beams=settings.num_beams,
-            do_sample=False,
-            eos_token_id=eos or None,
-            pad_token_id=pad,
-        ),
+    given = stated_config(
+        Sampling(),
+        max_new_tokens=settings.max_new_tokens,
+        eos_token_ids=eos,
+        num_beams=settings.num_beams,
+        pad_token_id=pad,
     )
+    with nothing_filled_in(target.model):
+        found = target.model.generate(ids, attention_mask=mask, generation_config=given)
     answers = []
     for row in found[:, width:].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))

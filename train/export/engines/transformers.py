@@ -6,9 +6,11 @@ from contextlib import contextmanager
 
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
+from decode.generation import nothing_filled_in, stated_config
+from decode.sampling import Sampling
 from decode.target import load_model_and_tokenizer
 from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task
 
@@ -62,12 +64,11 @@ Drafts = list[list[tuple[int, list[int]]]]  # of each text: (where it starts, it
 def _generate(
     task: Task, assistant: PreTrainedModel | None, drafts: Drafts | None = None
 ) -> tuple[list[list[int]], float]:
-    eos = list(task.target.eos_token_ids)
-    settings = GenerationConfig(
+    # Greedy, as our loop is run beside it, whatever the checkpoint's generation_config says.
+    settings = stated_config(
+        Sampling(),
         max_new_tokens=task.max_new_tokens,
-        do_sample=False,
-        eos_token_id=eos or None,
-        pad_token_id=eos[0] if eos else 0,
+        eos_token_ids=task.target.eos_token_ids,
     )
     texts = []
     begin = time.perf_counter()
@@ -75,7 +76,7 @@ def _generate(
         if drafts is not None:
             drafts.append([])
         ids = torch.tensor([list(prompt)], device=task.target.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), nothing_filled_in(task.target.model):
             found = task.target.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
