@@ -152,7 +152,9 @@ def test_half_precision_is_processed_in_float32(dtype: torch.dtype, penalty: flo
     if dtype == torch.bfloat16:  # or rounding made no difference
         assert (wanted.to(dtype).argmax(-1) != wanted.argmax(-1)).sum() > 10
     assert scores.raw is logits
-    growth = FixedGrowth(logits[0, 0], contexts, Sampling(repetition_penalty=1.1), torch.device("cpu"), vocab)
+    growth = FixedGrowth(
+        logits[0, 0], contexts, Sampling(repetition_penalty=1.1), torch.device("cpu"), vocab
+    )
     at_first = theirs(torch.as_tensor(tokens[:, :12]), logits[:1, 0].float().repeat(rows, 1))
     assert torch.equal(growth.first(), at_first)
 

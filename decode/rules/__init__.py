@@ -86,10 +86,10 @@ def require_fitting(rule: Rule, drafter: str, branches: bool, siblings: Siblings
     instead = "let it draft in the shape chain"
     if siblings == "mixed":  # chains that are merged are a tree again
         instead = "ask its drafters in turn (A+B), not for one tree (A++B)"
+    fitting = ", ".join(name for name in RULES if RULES[name].judges(branches, siblings))
     raise UserError(
         f"{drafter} drafts trees of {siblings} siblings and the rule {type(rule).__name__} judges "
-        f"{judged}; rules for such trees: "
-        f"{', '.join(name for name in RULES if RULES[name].judges(branches, siblings))}; or {instead}"
+        f"{judged}; rules for such trees: {fitting}; or {instead}"
     )
 
 
