@@ -27,14 +27,15 @@ class Limits:
     """How deep a draft may be.
 
     depths: int [B] on the host, per row; 0 means that nothing shall be drafted there.
-    stops: asked before each token of a chain is chosen, with its place (0, 1, …) and the drafter's
-        logits for it, [B, V']; says for which rows (bool [B]) the draft ends before that token.
-        Never asked about a token that is already chosen: dropping it for its own probability
-        would change what is sampled.
+    stops: asked before each token of a chain is chosen, with its place (0, 1, …), the drafter's
+        logits for it, [B, V'], and which rows are still drafting, bool [B] on the host; says for
+        which of those (bool [B]) the draft ends before that token. The logits of other rows mean
+        nothing. Never asked about a token that is already chosen: dropping it for its own
+        probability would change what is sampled.
     """
 
     depths: np.ndarray
-    stops: Callable[[int, Tensor], Tensor] | None = None
+    stops: Callable[[int, Tensor, np.ndarray], Tensor] | None = None
 
     @property
     def deepest(self) -> int:

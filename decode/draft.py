@@ -11,10 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# How the children of one node came about. chosen: picked by a rule that draws nothing, so that
-# q = 1 for each. independent: drawn from the same q again and again (a chain's only child is that
-# too). distinct: drawn from q without replacement.
-Siblings = Literal["chosen", "independent", "distinct"]
+# How the children of one node were drawn. independent: all from the same q, with replacement (the
+# only child of a chain's node too). distinct: from the same q, without replacement. mixed: with
+# replacement, each from a q of its own, as several drafters do; a token that one of them chose has
+# a q that is 1 for it.
+Drawn = Literal["independent", "distinct", "mixed"]
+# chosen: nothing was drawn, so q = 1 for each child.
+Siblings = Literal["chosen", "independent", "distinct", "mixed"]
 
 
 @dataclass
@@ -28,8 +31,8 @@ class Draft:
     parents: int64 [B, N] or None. −1 is the last committed token; None means a chain.
     q_rows: int64 [B, N] or None: the row of q that node i was drawn from. None: row parent(i)+1,
         as if q had a row for the context that ends at each node (row 0: the committed context).
-    distinct: siblings were drawn without replacement: each from q without its elder siblings,
-        renormalised; q itself is declared whole.
+    drawn: how siblings were drawn, where there is a q. Distinct ones were drawn from q without
+        their elder siblings, renormalised; q itself is declared whole.
 
     >>> Draft.none(2, "cpu").tokens.shape
     torch.Size([2, 0])
@@ -40,7 +43,7 @@ class Draft:
     q: Tensor | None = None
     parents: Tensor | None = None
     q_rows: Tensor | None = None
-    distinct: bool = False
+    drawn: Drawn = "independent"
     _ancestors: Tensor | None = field(default=None, repr=False)
 
     @classmethod
@@ -73,7 +76,7 @@ class Draft:
             move(self.q),
             move(self.parents),
             move(self.q_rows),
-            self.distinct,
+            self.drawn,
             move(self._ancestors),
         )
 
@@ -85,7 +88,7 @@ class Draft:
     def siblings(self) -> Siblings:
         if self.q is None:
             return "chosen"
-        return "distinct" if self.distinct else "independent"
+        return self.drawn
 
     def limit_depth(self, depths: np.ndarray) -> None:
         """Take away row b's nodes that are deeper than depths[b], int [B]."""
@@ -121,7 +124,7 @@ class Draft:
             token = self.tokens[row, nodes][:, None]
             return torch.zeros(len(nodes), vocab, device=row.device).scatter_(1, token, 1.0), whole
         q = self.q[row, self.rows_of_q()[row, nodes]]
-        if not self.distinct or self.parents is None:
+        if self.drawn != "distinct" or self.parents is None:
             return q, whole
         order = torch.arange(self.tokens.shape[1], device=row.device)
         elder = (self.parents == self.parents[row, nodes][:, None]) & (order < nodes[:, None])

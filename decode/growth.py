@@ -44,7 +44,7 @@ class Growth(ABC):
         """[B, n, V']: its logits after each of the last `count` fed nodes, which are new."""
 
     def first(self) -> Tensor:
-        """[B, V']: the logits of the root's children, repetition penalty applied."""
+        """[B, V']: the logits of the root's children, repetition penalty applied (in float32)."""
         logits = self._first()
         return self._penalised(logits[:, None], 0)[:, 0]
 
@@ -96,7 +96,8 @@ class Growth(ABC):
         return seen
 
     def _penalised(self, logits: Tensor, count: int) -> Tensor:
-        """logits [B, n, V'] of the last `count` fed nodes (0: of the root) after the penalty."""
+        """logits [B, n, V'] of the last `count` fed nodes (0: of the root) after the penalty, if
+        there is one: then float32."""
         penalty = self.sampling.repetition_penalty
         if penalty == 1:
             return logits

@@ -16,10 +16,15 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
 def penalise(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
-    """Repetition penalty (1909.05858): logits [..., V] of the tokens in ids [..., M], each counted
-    once, divided by the penalty where positive and multiplied where negative."""
-    found = logits.gather(-1, ids)
-    return logits.scatter(-1, ids, torch.where(found < 0, found * penalty, found / penalty))
+    """Repetition penalty (1909.05858): float32 logits [..., V], those of the tokens in ids [..., M]
+    divided by the penalty where positive and multiplied where negative, each once.
+
+    In float32, as `generate()` does: rounded to bfloat16 again, a penalised logit could tie with
+    one that is not, or pass it.
+    """
+    found = logits.gather(-1, ids).float()
+    found = torch.where(found < 0, found * penalty, found / penalty)
+    return logits.to(torch.float32, copy=True).scatter_(-1, ids, found)
 
 
 def tokens_before(
@@ -48,9 +53,10 @@ def process(
     nodes: Tensor,
     on_path: Tensor,
 ) -> Tensor:
-    """logits [B, R, V] after any processors, each place with the exact text before it.
+    """float32 logits [B, R, V] after any processors, each place with the exact text before it.
 
-    Processors know no padding, so places with texts of one length are handed over together.
+    Processors are given float32, as by `generate()`. They know no padding, so places with texts of
+    one length are handed over together.
     Arguments as in `tokens_before`; nodes stand in the order of their depth.
     """
     drafted, mask = nodes.cpu().numpy(), on_path.cpu().numpy()
@@ -59,16 +65,16 @@ def process(
         for place in range(mask.shape[1]):
             text = np.concatenate([tokens[row, : lengths[row]], drafted[row, mask[row, place]]])
             texts.setdefault(len(text), []).append((row, place, text))
-    changed = logits.clone()
+    changed = logits.to(torch.float32, copy=True)
     for same_length in texts.values():
         at_rows, at_places, ids = zip(*same_length, strict=True)
         at = (
             torch.as_tensor(at_rows, device=logits.device),
             torch.as_tensor(at_places, device=logits.device),
         )
-        scores = logits[at]
+        scores = changed[at]
         input_ids = torch.as_tensor(np.stack(ids), device=logits.device)
         for processor in processors:
             scores = processor(input_ids, scores)
-        changed[at] = scores.to(changed.dtype)
+        changed[at] = scores.float()
     return changed

@@ -17,8 +17,8 @@ from decode.sampling import Sampling
 class Scores:
     """Rules take what they need: all distributions, those of one row each, or drawn tokens.
 
-    logits: [B, N+1, V] in the model's dtype, processors applied, temperature and filters not yet.
-    raw: the same before the processors.
+    logits: [B, N+1, V], processors applied, temperature and filters not yet; float32 where a
+    penalty or a processor changed them, else in the model's dtype. raw: as the model gave them.
     """
 
     def __init__(

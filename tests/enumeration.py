@@ -87,7 +87,7 @@ class Enumerated:
 def enumerate_rule(
     rule: Rule,
     p: Contextual,
-    q: Contextual | None,
+    q: Contextual | Sequence[Contextual] | None,
     parents: Sequence[int],
     siblings: Siblings,
     tokens: Sequence[int] = (),
@@ -95,23 +95,37 @@ def enumerate_rule(
     """What a rule makes of drafts at most two deep, all that can be drawn from q.
 
     parents: of the nodes, breadth-first; siblings: how the drafter draws; tokens: what it chooses.
+    q: for mixed siblings several, which nodes are drawn from in turn.
     """
-    drafts, chances = _drafts(q, parents, siblings, tokens)
-    thresholds = _Probe(rule, p, q, parents, siblings).run(drafts, chances)
-    return thresholds
+    return enumerate_drafts(rule, p, *_drafts(q, parents, siblings, tokens))
+
+
+def enumerate_drafts(rule: Rule, p: Contextual, draft: Draft, chances: np.ndarray) -> Enumerated:
+    """The same of drafts that are given, at most two deep: each row of `draft` with its chance,
+    float [M]."""
+    return _Probe(rule, p, draft).run(chances)
 
 
 def _drafts(
-    q: Contextual | None, parents: Sequence[int], siblings: Siblings, tokens: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [M, N] and [M]: the drafts that can come about, and how probable each is."""
+    q: Contextual | Sequence[Contextual] | None,
+    parents: Sequence[int],
+    siblings: Siblings,
+    tokens: Sequence[int],
+) -> tuple[Draft, np.ndarray]:
+    """The drafts that can come about, a row each, and how probable each is, [M]."""
+    count = len(parents)
     if q is None:
-        return np.array([tokens], dtype=np.int64).reshape(1, len(parents)), np.ones(1)
+        return _draft(np.array([tokens], dtype=np.int64).reshape(1, count), parents), np.ones(1)
+    sources = [q] if isinstance(q, Contextual) else list(q)
+
+    def own(draft: Sequence[int], node: int) -> np.ndarray:
+        return sources[node % len(sources)](*_context(draft, parents, parents[node]))
+
     drafts, chances = [], []
-    for draft in itertools.product(range(TOKENS), repeat=len(parents)):
+    for draft in itertools.product(range(TOKENS), repeat=count):
         chance = 1.0
         for node, parent in enumerate(parents):
-            weights = q(*_context(draft, parents, parent)).copy()
+            weights = own(draft, node).copy()
             if siblings == "distinct":
                 weights[[draft[i] for i in range(node) if parents[i] == parent]] = 0
                 weights /= weights.sum()
@@ -121,7 +135,23 @@ def _drafts(
         if chance:
             drafts.append(draft)
             chances.append(chance)
-    return np.array(drafts, dtype=np.int64).reshape(len(drafts), len(parents)), np.array(chances)
+    if siblings == "mixed":  # a row of q for each node
+        q_rows = list(range(count))
+        stored = [[own(draft, node) for node in q_rows] for draft in drafts]
+    else:  # as shapes store it: for each node that has children
+        inner = sorted({-1, *parents})
+        q_rows = [inner.index(parent) for parent in parents]
+        stored = [[sources[0](*_context(d, parents, node)) for node in inner] for d in drafts]
+    made = _draft(np.array(drafts, dtype=np.int64).reshape(len(drafts), count), parents)
+    made.q = torch.as_tensor(np.array(stored), dtype=torch.float32)
+    made.q_rows = torch.tensor([q_rows], dtype=torch.int64).expand(len(drafts), -1)
+    made.drawn = "independent" if siblings == "chosen" else siblings
+    return made, np.array(chances)
+
+
+def _draft(tokens: np.ndarray, parents: Sequence[int]) -> Draft:
+    above = torch.tensor([list(parents)], dtype=torch.int64).expand(len(tokens), -1)
+    return Draft(torch.as_tensor(tokens), np.full(len(tokens), len(parents)), parents=above)
 
 
 def _context(draft: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
@@ -130,44 +160,58 @@ def _context(draft: Sequence[int], parents: Sequence[int], node: int) -> tuple[i
 
 
 class _Probe:
-    def __init__(
-        self,
-        rule: Rule,
-        p: Contextual,
-        q: Contextual | None,
-        parents: Sequence[int],
-        siblings: Siblings,
-    ) -> None:
-        self.rule, self.p, self.q, self.siblings = rule, p, q, siblings
-        self.parents, self.nodes = list(parents), len(parents)
-        # Rules for trees are shown a chain as a tree, or they might take another way.
-        self.is_chain = not rule.trees
+    """Asks the rule about rows of a draft, each with one more node of padding, which would pass if
+    it were judged."""
 
-    def run(self, drafts: np.ndarray, chances: np.ndarray) -> Enumerated:
-        nodes = self.nodes
+    def __init__(self, rule: Rule, p: Contextual, draft: Draft) -> None:
+        self.rule, self.p = rule, p
+        rows, self.nodes = draft.tokens.shape
+        self.tokens = draft.tokens.numpy()
+        parents = (draft.parent_rows() - 1).numpy()
+        # What follows the padding is nothing the rule may look at.
+        probs = np.full((rows, self.nodes + 2, TOKENS), 1 / TOKENS)
+        for row in range(rows):
+            for node in range(-1, int(draft.sizes[row])):
+                probs[row, node + 1] = p(*_context(self.tokens[row], parents[row], node))
+        self.logits = logits_of(probs)
+        one = torch.ones(rows, 1, dtype=torch.int64)
+        above = torch.cat([torch.as_tensor(parents), (self.nodes - 1) * one], 1)
+        q_rows = torch.cat([draft.rows_of_q(), 0 * one], 1)
+        # Rules for trees are shown a chain as a tree, or they might take another way.
+        self.padded = Draft(
+            torch.cat([draft.tokens, one], 1),
+            draft.sizes,
+            draft.q,
+            above if rule.trees else None,
+            None if draft.q is None else q_rows,
+            draft.drawn,
+        )
+
+    def run(self, chances: np.ndarray) -> Enumerated:
+        nodes, all_rows = self.nodes, np.arange(len(chances))
         patterns = np.array(list(itertools.product([False, True], repeat=nodes)), dtype=bool)
         patterns = patterns.reshape(2**nodes, nodes)
         # thresholds[m, pattern, i]: below it node i passes, where the others go as the pattern says
-        thresholds = np.zeros((len(drafts), 2**nodes, nodes))
+        thresholds = np.zeros((len(chances), 2**nodes, nodes))
         for i in range(nodes):
             which = np.flatnonzero(~patterns[:, i])
-            found = self._threshold(drafts, patterns[which], i)
+            found = self._threshold(all_rows, patterns[which], i)
             thresholds[:, which, i] = found
             thresholds[:, which + 2 ** (nodes - 1 - i), i] = found
         weight = np.where(patterns, thresholds, 1 - thresholds).prod(2) * chances[:, None]
 
         draft_of, pattern_of = np.nonzero(weight)
-        drafts, weight = drafts[draft_of], weight[draft_of, pattern_of]
         accept = np.where(patterns[pattern_of], LOW, HIGH)
-        below = self._next_cdf(drafts, accept)
-        verdict = self._judge(drafts)(accept, np.zeros(len(drafts)))
-        return self._pool(drafts, weight, verdict, np.diff(below, axis=1))
+        below = self._next_cdf(draft_of, accept)
+        verdict = self._judge(draft_of)(accept, np.zeros(len(draft_of)))
+        weight = weight[draft_of, pattern_of]
+        return self._pool(self.tokens[draft_of], weight, verdict, np.diff(below, axis=1))
 
-    def _threshold(self, drafts: np.ndarray, patterns: np.ndarray, i: int) -> np.ndarray:
+    def _threshold(self, rows: np.ndarray, patterns: np.ndarray, i: int) -> np.ndarray:
         """[M, P']: up to where node i passes. 0 where it makes no difference."""
-        shape = (len(drafts), len(patterns))
-        accept = np.tile(np.where(patterns, LOW, HIGH), (len(drafts), 1))
-        judge = self._judge(np.repeat(drafts, len(patterns), axis=0))
+        shape = (len(rows), len(patterns))
+        accept = np.tile(np.where(patterns, LOW, HIGH), (len(rows), 1))
+        judge = self._judge(np.repeat(rows, len(patterns)))
 
         def ends(at: np.ndarray | float) -> np.ndarray:
             accept[:, i] = at
@@ -185,13 +229,13 @@ class _Probe:
             low, high = np.where(same, middle, low), np.where(same, high, middle)
         return np.where(ends(HIGH) == passed, 0.0, (low + high) / 2).reshape(shape)
 
-    def _next_cdf(self, drafts: np.ndarray, accept: np.ndarray) -> np.ndarray:
+    def _next_cdf(self, rows: np.ndarray, accept: np.ndarray) -> np.ndarray:
         """[M', V+1]: the next token is below v while its uniform is below this."""
-        judge = self._judge(drafts)
-        cdf = np.zeros((len(drafts), TOKENS + 1))
+        judge = self._judge(rows)
+        cdf = np.zeros((len(rows), TOKENS + 1))
         cdf[:, -1] = 1
         for v in range(1, TOKENS):
-            low, high = np.zeros(len(drafts)), np.ones(len(drafts))
+            low, high = np.zeros(len(rows)), np.ones(len(rows))
             for _ in range(HALVINGS):
                 middle = (low + high) / 2
                 less = judge(accept, middle).next_token.numpy() < v
@@ -200,42 +244,21 @@ class _Probe:
             cdf[:, v] = np.where(low == 0, 0.0, np.where(high == 1, 1.0, (low + high) / 2))
         return cdf
 
-    def _judge(self, drafts: np.ndarray) -> Judge:
-        """The rule on rows of drafts [R, N], each with a node of padding, which would pass if it
-        were judged."""
-        rows = len(drafts)
-        unique, back = np.unique(drafts, axis=0, return_inverse=True)
-        back = back.reshape(-1)
-        padded = np.concatenate([unique, np.ones((len(unique), 1), dtype=np.int64)], 1)
-        parents = [*self.parents, self.nodes - 1]
-        logits = np.stack(
-            [
-                [self.p(*_context(d, parents, node)) for node in range(-1, self.nodes)]
-                for d in unique
-            ]
-        )
-        # The row after the padding is nothing the rule may look at.
-        logits = np.concatenate([logits, np.full_like(logits[:, :1], 1 / TOKENS)], 1)
-        q, q_rows = None, None
-        if self.q is not None:
-            # As shapes store it: a row for each node that has children.
-            inner = sorted({-1, *self.parents})
-            q = np.stack([[self.q(*_context(d, parents, node)) for node in inner] for d in unique])
-            q = torch.as_tensor(q[back], dtype=torch.float32)
-            at = [inner.index(node) for node in self.parents]
-            q_rows = torch.tensor([[*at, 0]]).expand(rows, -1)
+    def _judge(self, rows: np.ndarray) -> Judge:
+        """The rule on these rows, int [R]."""
+        at, whole = torch.as_tensor(rows), self.padded
         draft = Draft(
-            torch.as_tensor(padded[back]),
-            np.full(rows, self.nodes),
-            q,
-            None if self.is_chain else torch.tensor([parents]).expand(rows, -1),
-            q_rows,
-            self.siblings == "distinct",
+            whole.tokens[at],
+            whole.sizes[rows],
+            None if whole.q is None else whole.q[at],
+            None if whole.parents is None else whole.parents[at],
+            None if whole.q_rows is None else whole.q_rows[at],
+            whole.drawn,
         )
-        scores = Scores(logits_of(logits)[torch.as_tensor(back)], PLAIN)
+        scores = Scores(self.logits[at], PLAIN)
 
         def judge(accept: np.ndarray, following: np.ndarray) -> Verdict:
-            padded = np.concatenate([accept, np.zeros((rows, 1))], 1)
+            padded = np.concatenate([accept, np.zeros((len(rows), 1))], 1)
             return self.rule.verify(draft, scores, SetNoise(padded, following[:, None]))
 
         return judge

@@ -211,7 +211,7 @@ class Pairs(Shape):
             np.full(growth.rows, nodes),
             None if chosen else torch.cat(q, 1),
             torch.cat(parents, 1),
-            distinct=self._siblings == "distinct",
+            drawn="distinct" if self._siblings == "distinct" else "independent",
         )
         draft.limit_depth(limits.depths)
         return draft

@@ -113,4 +113,4 @@ class JudgedAsDistinct(_Wrapped):
     """Siblings with replacement, judged as if they were without."""
 
     def told(self, draft: Draft) -> Draft:
-        return replace(draft, distinct=True)
+        return replace(draft, drawn="distinct")

@@ -365,8 +365,29 @@ class Trees(Drafter):
             q,
             torch.tensor([[-1, -1, 1]]).expand(rows, -1),
             torch.tensor([[0, 0, 1]]).expand(rows, -1) if self.distinct else None,
-            self.distinct,
+            "distinct" if self.distinct else "independent",
         )
+
+
+class Only(Drafter):
+    """Another drafter, for one row only."""
+
+    def __init__(self, row: int, drafter: Drafter) -> None:
+        self.row, self.drafter = row, drafter
+
+    @property
+    def branches(self) -> bool:
+        return self.drafter.branches
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return self.drafter.siblings(sampling)
+
+    def start(self, contexts: Contexts) -> None:
+        self.drafter.start(contexts)
+
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        depths = np.where(np.arange(len(limits.depths)) == self.row, limits.depths, 0)
+        return self.drafter.draft(contexts, Limits(depths), sampling, noise)
 
 
 def test_a_composite_asks_in_turn() -> None:
@@ -410,14 +431,30 @@ def test_a_composite_of_a_chain_and_trees() -> None:
             assert draft.q[1, 1, 0] == pytest.approx(1 / 300)
 
 
-def test_what_a_composite_cannot_mix() -> None:
-    sampling = Sampling(1.0)
+def test_a_composite_of_drawn_chains_and_trees() -> None:
+    """Drawn chains go with trees of any kind; chosen siblings beside them are mixed: each has a q
+    of its own."""
     small = SmallLMDrafter(model("llama", layers=1))
-    with pytest.raises(UserError, match=r"do not go together .*Trees: distinct trees"):
-        CompositeDrafter([small, Trees(True)]).siblings(sampling)
-    with pytest.raises(UserError, match=r"do not go together .*Trees: chosen trees"):
-        CompositeDrafter([Trees(False), small]).siblings(sampling)
+    contexts = contexts_of([[1, 2, 3, 1, 2], [4, 5]])
+    for distinct, kind in ((False, "mixed"), (True, "distinct")):
+        both = CompositeDrafter([Only(0, Trees(distinct)), small])
+        assert both.siblings(Sampling(1.0)) == kind
+        both.start(contexts)
+        draft = both.draft(contexts, limits_of(contexts, 2), Sampling(1.0), noise_for(2))
+        assert draft.siblings == kind
+        assert draft.parent_rows().tolist() == [[0, 0, 2], [0, 1, 0]]
+        with torch.no_grad():
+            second, whole = draft.q_of(torch.tensor([1, 0]), 300)
+        # The second child, its elder gone from q or not; the first token of the chain.
+        assert float(second[0, 41]) == (pytest.approx(1 / 300) if distinct else 1)
+        assert whole.tolist() == pytest.approx([299 / 300 if distinct else 1, 1])
     assert CompositeDrafter([Trees(False), small]).siblings(GREEDY) == "chosen"
+
+
+def test_what_a_composite_cannot_mix() -> None:
+    small = SmallLMDrafter(model("llama", layers=1))
+    with pytest.raises(UserError, match=r"do not go together .*Trees: chosen trees, Trees: disti"):
+        CompositeDrafter([small, Trees(False), Trees(True)]).siblings(Sampling(1.0))
     with pytest.raises(UserError, match="at least one"):
         CompositeDrafter([])
     with pytest.raises(UserError, match=r"vocabularies of \[280, 300\]"):

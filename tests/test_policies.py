@@ -11,6 +11,8 @@ import torch
 
 from decode.costs import Costs
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
+from decode.drafters.composite import CompositeDrafter
+from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -60,6 +62,13 @@ def made(spec: str, rows: int = 1) -> Any:
     policy = POLICIES.make(spec)
     policy.start(rows)
     return policy
+
+
+def ask(
+    policy: Policy, place: int, logits: torch.Tensor, drafting: Sequence[bool] | None = None
+) -> torch.Tensor:
+    rows = np.ones(len(logits), dtype=bool) if drafting is None else np.array(drafting)
+    return policy.stops(place, logits, rows)
 
 
 # --- by hand --------------------------------------------------------------------------------------
@@ -117,11 +126,12 @@ def test_confidence_is_the_largest_probability_at_temperature_1() -> None:
     policy = made("confidence:threshold=0.5,least=2,most=4", rows=3)
     probs = torch.tensor([[0.6, 0.3, 0.1], [0.45, 0.35, 0.2], [0.5, 0.25, 0.25]])
     logits = probs.log() + 3
-    assert not policy.stops(0, logits).any()
-    assert not policy.stops(1, logits).any()
+    assert not ask(policy, 0, logits).any()
+    # A row that may draft one token only is not asked about others.
+    assert not ask(policy, 1, logits, [True, True, False]).any()
     # Below the threshold, not at it (1e-6: rounding).
     policy.threshold -= 1e-6
-    assert policy.stops(2, logits).tolist() == [False, True, False]
+    assert ask(policy, 2, logits, [True, True, False]).tolist() == [False, True, False]
     assert policy.asked == 3
     told = step([4, 4, 1], [0, 1, 1], drafted=[4, 2, 1])
     policy.observe(told)
@@ -140,7 +150,7 @@ def test_entropy_sets_the_length() -> None:
     gamma = round(5 - 4 * min(1, h / 0.5))
     assert gamma == 2
     logits = torch.stack([two, one, torch.full((4,), 0.25), skewed]).log()
-    stopped = [policy.stops(place, logits).tolist() for place in range(6)]
+    stopped = [ask(policy, place, logits).tolist() for place in range(6)]
     first = [[row[b] for row in stopped].index(True) for b in range(4)]
     assert first == [1, 5, 1, gamma]
 
@@ -151,7 +161,7 @@ def test_entropy_average_goes_on_from_the_text_that_was_kept() -> None:
     def told(*values: tuple[float, float]) -> None:
         for place, pair in enumerate(values):
             policy.measure = lambda logits, pair=pair: torch.tensor(pair)
-            policy.stops(place, torch.zeros(2, 4))
+            ask(policy, place, torch.zeros(2, 4))
 
     told((0.4, 0.4), (0.8, 0.8), (0.0, 0.0))
     # Row 0 kept its first token: the third place, after a rejected token, does not count.
@@ -171,7 +181,7 @@ def test_adaptive_confidence_learns_where_drafting_pays() -> None:
         confidence = float(random.uniform(0, 1))
         seen.append(confidence)
         policy.measure = lambda logits, c=confidence: torch.full((2,), c)
-        policy.stops(0, torch.zeros(2, 4))
+        ask(policy, 0, torch.zeros(2, 4))
         policy.observe(step([1, 1], [int(confidence > 0.7)] * 2))
     below, above = max(c for c in seen if c <= 0.7), min(c for c in seen if c > 0.7)
     assert policy.thresholds == pytest.approx([(below + above) / 2] * 2)
@@ -181,7 +191,7 @@ def test_adaptive_confidence_learns_where_drafting_pays() -> None:
     for accepted in (0, 1):
         for confidence in seen:
             policy.measure = lambda logits, c=confidence: torch.full((1,), c)
-            policy.stops(0, torch.zeros(1, 4))
+            ask(policy, 0, torch.zeros(1, 4))
             policy.observe(step([1], [accepted]))
         if accepted:
             assert policy.thresholds == pytest.approx([min(seen) / 2])
@@ -201,7 +211,7 @@ def test_adaptive_confidence_maximises_its_criterion() -> None:
         accepted = int(random.random() < confidence)
         pairs.append((confidence, accepted))
         policy.measure = lambda logits, c=confidence: torch.full((1,), c, dtype=torch.float64)
-        policy.stops(0, torch.zeros(1, 4))
+        ask(policy, 0, torch.zeros(1, 4))
         policy.observe(step([1], [accepted]))
 
     def worth(theta: float) -> float:
@@ -296,6 +306,60 @@ def test_a_rows_text_and_lengths_do_not_depend_on_the_batch(name: str) -> None:
         lengths += [int(s.drafted[0]) for s in alone.steps]
     if name != "fixed":
         assert len(set(lengths)) > 2  # or it was never put to the test
+
+
+WATCHERS = [name for name in SPECS if POLICIES[name].watches]
+
+
+def test_there_are_policies_that_watch() -> None:
+    assert WATCHERS == ["adaptive_confidence", "confidence", "entropy"]
+
+
+def short_lm() -> SmallLMDrafter:
+    """One whose context is full long before the text ends."""
+    return SmallLMDrafter(model("llama", seed=5, layers=1, max_positions=24))
+
+
+@pytest.mark.parametrize("first", [NgramDrafter, short_lm], ids=["lookup", "short"])
+@pytest.mark.parametrize("name", WATCHERS)
+def test_a_policy_hears_only_of_rows_that_its_drafter_serves(
+    name: str, first: Callable[[], Drafter]
+) -> None:
+    """Rows beside them are served by other drafters, which may ask the policy too."""
+    drafter = CompositeDrafter([first(), SmallLMDrafter(model("llama", seed=7, layers=1))])
+    policy = POLICIES.make(SPECS[name])
+    runs = Decoder(model("llama"), drafter, policy=policy, sampling=Sampling(0.5))
+
+    def told(rows: Sequence[int]) -> dict[int, Any]:
+        """Of each row its text, and what was drafted in each of its steps."""
+        found = runs.decode([PROMPTS[row % 4] for row in rows], 24, row_ids=rows)
+        if first is NgramDrafter and len(rows) > 4:
+            heard = [
+                ~np.isnan(s.signals[policy.signal][:, 0])
+                for s in found.steps
+                if policy.signal in s.signals
+            ]
+            # Rows that were looked up beside rows that were not, or nothing is put to the test.
+            assert any(rows.any() and not rows.all() for rows in heard)
+        return {
+            row: (
+                found.outputs[place],
+                [
+                    (int(s.depths[at]), int(s.drafted[at]), int(s.accepted[at]))
+                    for s in found.steps
+                    for at in np.flatnonzero(s.rows == place)
+                ],
+            )
+            for place, row in enumerate(rows)
+        }
+
+    together = told(range(24))
+    for begin in range(0, 24, 6):
+        assert told(range(begin, begin + 6)) == {
+            row: together[row] for row in range(begin, begin + 6)
+        }
+    for row in (0, 2, 9):
+        assert told([row]) == {row: together[row]}
 
 
 class Dropping(SmallLMDrafter):

@@ -120,6 +120,54 @@ def test_any_processors_see_the_text_before_each_place(branching: bool) -> None:
     assert torch.equal(scores.raw, logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("penalty", [1.1, None])
+def test_half_precision_is_processed_in_float32(dtype: torch.dtype, penalty: float | None) -> None:
+    """As in generate(): 2,000 places have the argmax, and the very scores, that it has there.
+    Without a penalty of ours, a processor does what it does."""
+    rows, nodes, vocab = 500, 3, 300
+    random = np.random.default_rng(0)
+    logits = torch.randn(rows, nodes + 1, vocab, generator=torch.Generator().manual_seed(0))
+    logits = (4 * logits).to(dtype)
+    # Texts of likely tokens, as texts are.
+    likely = logits.topk(8, -1).indices.flatten(1).numpy()
+    tokens, drafted = random.permuted(likely, axis=1), random.permuted(likely, axis=1)
+    draft = Draft(torch.as_tensor(drafted[:, :nodes]), np.full(rows, nodes))
+    contexts = Contexts(tokens, np.full(rows, 12))
+    theirs = transformers.RepetitionPenaltyLogitsProcessor(penalty or 1.1)
+    sampling = Sampling(repetition_penalty=penalty or 1.0)
+    given = [] if penalty else [theirs]
+    scores = Scores(logits, sampling, draft, contexts, given)
+    text = np.concatenate([tokens[:, :12], drafted[:, :nodes]], 1)
+    wanted = torch.stack(
+        [
+            theirs(torch.as_tensor(text[:, : 12 + place]), logits[:, place].float())
+            for place in range(nodes + 1)
+        ],
+        1,
+    )
+    assert scores.logits.dtype == torch.float32
+    assert torch.equal(scores.logits, wanted)
+    assert torch.equal(scores.pick(torch.zeros(0)), wanted.argmax(-1))
+    if dtype == torch.bfloat16:  # or rounding made no difference
+        assert (wanted.to(dtype).argmax(-1) != wanted.argmax(-1)).sum() > 10
+    assert scores.raw is logits
+    growth = FixedGrowth(
+        logits[0, 0], contexts, Sampling(repetition_penalty=1.1), torch.device("cpu"), vocab
+    )
+    at_first = theirs(torch.as_tensor(tokens[:, :12]), logits[:1, 0].float().repeat(rows, 1))
+    assert torch.equal(growth.first(), at_first)
+
+
+def test_nothing_is_made_of_logits_that_are_not_processed() -> None:
+    """A float32 copy of all logits of a large vocabulary would cost more than the loop does."""
+    logits = torch.randn(2, 3, 20).bfloat16()
+    draft, contexts, _ = random_tree(2, 2, 20, False)
+    assert Scores(logits, Sampling(), draft, contexts).logits is logits
+    growth = FixedGrowth(logits[0, 0], contexts, Sampling(), torch.device("cpu"), 20)
+    assert growth.first().dtype == torch.bfloat16
+
+
 class FixedGrowth(Growth):
     """Logits that depend on nothing, so that only the penalty tells nodes apart."""
 

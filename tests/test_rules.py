@@ -54,7 +54,7 @@ def pairings() -> list[tuple[str, str, Siblings]]:
         for draft in DRAFTS
         for siblings in SIBLINGS
         if RULES[rule].judges(draft not in CHAINS, siblings)
-        and not (draft in CHAINS and siblings == "distinct")
+        and not (draft in CHAINS and siblings in ("distinct", "mixed"))
         and not (draft == "twins" and siblings != "chosen")
     ]
 
@@ -66,8 +66,12 @@ def enumerated(
     # To draw without replacement there must be enough to draw.
     p, q = Contextual(random), Contextual(random, least=3 if siblings == "distinct" else 1)
     parents, tokens = DRAFTS[draft]
-    chosen = siblings == "chosen"
-    return p, enumerate_rule(rule, p, None if chosen else q, parents, siblings, tokens)
+    declared: Any = {
+        "chosen": None,
+        # Two drafters that draw, and one that chooses: all of its q is in one token.
+        "mixed": [q, Contextual(random), Contextual(random, parts=1)],
+    }.get(siblings, q)
+    return p, enumerate_rule(rule, p, declared, parents, siblings, tokens)
 
 
 @pytest.mark.parametrize(("rule", "draft", "siblings"), pairings())
@@ -87,6 +91,9 @@ def test_the_output_has_the_targets_distribution(rule: str, draft: str, siblings
         (JudgedAsDistinct("traversal"), "tree", "independent"),
         (FirstReject(), "chain", "independent"),
         (RULES["spectr"](), "tree", "distinct"),
+        # It takes the first child's q for all.
+        (RULES["spectr"](), "tree", "mixed"),
+        (RULES["spectr"](), "wide", "mixed"),
         (RULES["lenience"](lenience=0.8), "chain", "independent"),
         (RULES["speculative_skip_residual"](), "chain", "independent"),
         (RULES["threshold"](), "chain", "independent"),
@@ -172,16 +179,21 @@ def random_draft(siblings: Siblings, *, chain: bool = False, seed: int = 0) -> D
     sizes = random.integers(0, NODES + 1, ROWS)
     parents = np.zeros((ROWS, NODES), dtype=np.int64)
     tokens = np.zeros((ROWS, NODES), dtype=np.int64)
-    q = FILTERED.probs(random_logits(seed) + random_logits(-1))
+    logits = random_logits(seed) + random_logits(-1)
+    q = FILTERED.probs(logits)
     for row in range(ROWS):
         # Not below the one before it, so that shallow nodes come before deeper ones.
         parents[row] = np.sort(random.integers(-1, np.arange(NODES)))
         parents[row] = np.minimum(parents[row], np.arange(NODES) - 1)
         if chain:
             parents[row] = np.arange(NODES) - 1
+        if siblings == "mixed":  # a q for each node, near that of its parent
+            above = logits[row, torch.as_tensor(parents[row]) + 1]
+            q[row, 1:] = FILTERED.probs(above + random_logits(-2)[row, 1:])
         for node in range(NODES):
-            weights = q[row, parents[row, node] + 1].numpy().astype(np.float64)
-            if siblings != "independent":
+            own = node + 1 if siblings == "mixed" else parents[row, node] + 1
+            weights = q[row, own].numpy().astype(np.float64)
+            if siblings in ("chosen", "distinct"):
                 weights[tokens[row, :node][parents[row, :node] == parents[row, node]]] = 0
             if weights.sum() == 0:
                 weights[:] = 1
@@ -191,7 +203,8 @@ def random_draft(siblings: Siblings, *, chain: bool = False, seed: int = 0) -> D
         sizes,
         None if siblings == "chosen" else q,
         None if chain else torch.as_tensor(parents),
-        distinct=siblings == "distinct",
+        torch.arange(1, NODES + 1).expand(ROWS, -1) if siblings == "mixed" else None,
+        drawn="independent" if siblings == "chosen" else siblings,
     )
 
 
@@ -208,7 +221,8 @@ def only(draft: Draft, row: int) -> Draft:
         draft.sizes[row : row + 1],
         None if draft.q is None else draft.q[row : row + 1],
         None if draft.parents is None else draft.parents[row : row + 1, :size],
-        distinct=draft.distinct,
+        None if draft.q_rows is None else draft.q_rows[row : row + 1, :size],
+        drawn=draft.drawn,
     )
 
 
@@ -307,7 +321,7 @@ def test_a_residual_of_nothing_falls_back_to_p(rule: str) -> None:
         drafts.append(tree_of([2, 2, 2], [-1, -1, 0], p))
         if "distinct" in RULES[rule].siblings:
             # Another child was drawn than there are tokens; the last is worth nothing.
-            drafts.append(tree_of([2, 2, 2], [-1, -1, -1], p, distinct=True))
+            drafts.append(tree_of([2, 2, 2], [-1, -1, -1], p, drawn="distinct"))
     for draft in drafts:
         for following, token in ((0.25, 0), (0.75, 1)):
             verdict = judged(rule, draft, p, 0.5, following)

@@ -368,7 +368,7 @@ def test_q_is_that_of_the_path(name: str, sampling: Sampling) -> None:
             q = draft.q[row, rows_of_q[row, node]]
             torch.testing.assert_close(q, sampling.probs(logits))
             assert q[path[-1]] > 0
-        if draft.distinct:
+        if draft.siblings == "distinct":
             assert len(set(paths)) == len(paths)
 
 
@@ -577,7 +577,7 @@ def again(draft: Draft, noise: Noise, rows: Tensor) -> Tensor:
     tokens = torch.zeros_like(drawn)
     for node in range(nodes):
         weights = q[every, q_rows[:, node]].clone()
-        if draft.distinct:
+        if draft.siblings == "distinct":
             for elder in range(node):
                 gone = parents[:, elder] == parents[:, node]
                 weights[every[gone], drawn[gone, elder]] = 0.0

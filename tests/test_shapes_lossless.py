@@ -21,10 +21,12 @@ from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.growth import Growth
+from decode.loop import Decoder
+from decode.rules import RULES
 from decode.sampling import Noise, Sampling
 from decode.shapes import SHAPES, Shape
 from decode.trees import first_equal, pack
-from tests.enumeration import TOKENS, Contextual
+from tests.enumeration import TOKENS, Contextual, enumerate_drafts
 from tests.test_drafters import contexts_of, limits_of, model, noise_for
 from tests.test_shapes import Path, paths_of
 
@@ -169,8 +171,29 @@ def judge(p: Contextual, tree: Tree, distinct: bool) -> np.ndarray:
 def joint_of(p: Contextual, draft: Draft) -> np.ndarray:
     total = np.zeros((TOKENS,) * 3)
     for tree, rows in trees_of(draft):
-        total += rows / len(draft.sizes) * judge(p, tree, draft.distinct)
+        total += rows / len(draft.sizes) * judge(p, tree, draft.siblings == "distinct")
     return total
+
+
+def different(draft: Draft) -> tuple[Draft, np.ndarray]:
+    """Each different tree of a draft once, and its share of the rows, [M]."""
+    assert draft.parents is not None
+    assert draft.q is not None
+    valid = draft.valid()[..., None]
+    q = draft.q.gather(1, draft.rows_of_q()[..., None].expand(-1, -1, TOKENS))
+    nodes = torch.cat([draft.parents[..., None], draft.tokens[..., None], q], 2)
+    nodes = torch.where(valid, nodes, 0).flatten(1).numpy()
+    _, rows, counts = np.unique(nodes, axis=0, return_index=True, return_counts=True)
+    at = torch.as_tensor(rows)
+    found = Draft(
+        draft.tokens[at],
+        draft.sizes[rows],
+        draft.q[at],
+        draft.parents[at],
+        draft.rows_of_q()[at],
+        draft.drawn,
+    )
+    return found, counts / len(draft.sizes)
 
 
 def drafts_of(drafter: Drafter, noise: GridNoise) -> Draft:
@@ -214,25 +237,57 @@ def test_drawn_trees_are_lossless(
         np.testing.assert_allclose(joint_of(p, draft), p.joint(), atol=1e-5)
 
 
+def merged_drafts(other: str, seed: int) -> tuple[Contextual, Draft]:
+    """A target, and all that a drafter which draws drafts together with others."""
+    chain = SHAPES["chain"]()
+    p, q, second = pair(seed)
+    drafters: list[Drafter] = [TableDrafter(q, chain)]
+    if other == "chain":
+        drafters.append(TableDrafter(second, chain))
+        noise = GridNoise(grid(4, 4), each=2)
+    elif other == "chains":
+        drafters.insert(0, TableDrafter(second, SHAPES["chains"](chains=2, budget=3)))
+        noise = GridNoise(grid(4, 5), each=3)
+    else:
+        drafters = [Says(1, 2), *drafters, Says(1, 0)]
+        noise = GridNoise(grid(4, 2))
+    several = SeveralDrafters(drafters)
+    draft = drafts_of(several, noise)
+    assert several.siblings(PLAIN) == draft.siblings == "mixed"
+    return p, draft
+
+
 @pytest.mark.parametrize("other", ["chain", "chains", "chosen"])
 def test_trees_of_several_drafters_are_lossless(other: str) -> None:
-    chain = SHAPES["chain"]()
     for seed in range(PAIRS):
-        p, q, second = pair(seed)
-        drafters: list[Drafter] = [TableDrafter(q, chain)]
-        if other == "chain":
-            drafters.append(TableDrafter(second, chain))
-            noise = GridNoise(grid(4, 4), each=2)
-        elif other == "chains":
-            drafters.insert(0, TableDrafter(second, SHAPES["chains"](chains=2, budget=3)))
-            noise = GridNoise(grid(4, 5), each=3)
-        else:
-            drafters = [Says(1, 2), *drafters, Says(1, 0)]
-            noise = GridNoise(grid(4, 2))
-        several = SeveralDrafters(drafters)
-        assert several.siblings(PLAIN) == "independent"
-        draft = drafts_of(several, noise)
+        p, draft = merged_drafts(other, seed)
         np.testing.assert_allclose(joint_of(p, draft), p.joint(), atol=1e-5)
+
+
+def variation(rule: str, other: str, seed: int) -> float:
+    """The total variation between the target and what a rule, itself enumerated, makes of them."""
+    p, draft = merged_drafts(other, seed)
+    found = enumerate_drafts(RULES[rule](), p, *different(draft))
+    return float(np.abs(found.joint - p.joint()).sum() / 2)
+
+
+MIXED = [
+    rule
+    for rule in RULES
+    if RULES[rule].lossless and rule != "exact" and RULES[rule].judges(True, "mixed")
+]
+
+
+@pytest.mark.parametrize("other", ["chain", "chosen"])
+@pytest.mark.parametrize("rule", MIXED)
+def test_rules_for_mixed_siblings_are_lossless_on_merged_trees(rule: str, other: str) -> None:
+    assert max(variation(rule, other, seed) for seed in range(3)) < 1e-5
+
+
+def test_the_rule_that_refuses_merged_trees_would_not_be_lossless_there() -> None:
+    assert MIXED == ["multi_round", "traversal"]
+    assert max(variation("spectr", "chain", seed) for seed in range(3)) > 0.05
+    assert max(variation("spectr", "chosen", seed) for seed in range(3)) > 0.05
 
 
 def without_duplicates(draft: Draft) -> Draft:
@@ -335,3 +390,9 @@ def test_several_drafters_are_refused() -> None:
     with pytest.raises(UserError, match="SmallLMDrafter draws siblings without replacement"):
         several.siblings(PLAIN)
     assert several.siblings(Sampling()) == "chosen"
+    merged = SeveralDrafters([NgramDrafter(), SmallLMDrafter(model("llama", layers=1))])
+    said = "trees of mixed siblings and the rule SpecTr judges independent siblings; rules for such"
+    with pytest.raises(UserError, match=rf"{said} trees: .*multi_round.*in turn \(A\+B\)"):
+        Decoder(model("llama"), merged, rule="spectr", sampling=PLAIN)
+    Decoder(model("llama"), merged, rule="spectr")  # greedy: exact match
+    Decoder(model("llama"), merged, sampling=PLAIN)

@@ -1,5 +1,7 @@
 """Several drafters asked in turn, row by row."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -16,9 +18,9 @@ class CompositeDrafter(Group):
     and the trained one where nothing is found. A drafter is asked only if a row is left for it.
 
     Which drafter a row gets depends on its text alone, so drafts stay lossless. Tokens that one
-    drafter chose, beside rows that another drew, declare q = 1 for themselves. Raises UserError
-    as `Group`, and where one chooses trees and another draws, or two draw in different ways: no q
-    says that of one draft.
+    drafter chose, beside rows that another drew, declare q = 1 for themselves; where these are
+    trees, siblings are mixed. Raises UserError as `Group`, and where one draws the siblings of its
+    trees without replacement and another makes trees in another way.
     """
 
     @property
@@ -27,17 +29,17 @@ class CompositeDrafter(Group):
 
     def siblings(self, sampling: Sampling) -> Siblings:
         kinds = [(drafter.siblings(sampling), drafter.branches) for drafter in self.drafters]
-        drawn = {kind for kind, _ in kinds if kind != "chosen"}
-        if len(drawn) > 1 or (drawn and ("chosen", True) in kinds):
+        together = _siblings(kinds)
+        if together is None:
             said = ", ".join(
                 f"{type(drafter).__name__}: {kind}{' trees' * branches}"
                 for drafter, (kind, branches) in zip(self.drafters, kinds, strict=True)
             )
             raise UserError(
-                f"the drafters of a composite do not go together ({said}); expected trees of one "
-                "kind, beside chains that are chosen"
+                f"the drafters of a composite do not go together ({said}); trees whose siblings "
+                "are distinct go with chains, and with trees of the same kind"
             )
-        return drawn.pop() if drawn else "chosen"
+        return together
 
     def describe_drafts(self, most: int | None = None) -> str:
         return " or ".join(dict.fromkeys(x.describe_drafts(most) for x in self.drafters))
@@ -76,6 +78,21 @@ class CompositeDrafter(Group):
         return _merged(drafts)
 
 
+def _siblings(kinds: Sequence[tuple[Siblings, bool]]) -> Siblings | None:
+    """How siblings come about in one draft of (kind, whether it branches) in different rows; None
+    where no kind says that. A chain has none, so only whether it is drawn matters."""
+    if all(kind == "chosen" for kind, _ in kinds):
+        return "chosen"
+    trees = {kind for kind, branches in kinds if branches}
+    if not trees:
+        return "independent"
+    if len(trees) > 1:
+        return None if "distinct" in trees else "mixed"
+    kind = trees.pop()
+    # Beside what is drawn, each chosen token needs a q of its own.
+    return "mixed" if kind == "chosen" else kind
+
+
 def _merged(drafts: list[Draft]) -> Draft:
     """One draft of drafts that have nodes in different rows."""
     if len(drafts) == 1:
@@ -112,4 +129,6 @@ def _merged(drafts: list[Draft]) -> Draft:
             q_rows[own, :count] = draft.rows_of_q()[own]
     if not trees:
         q_rows = None  # row i for node i, as in any chain
-    return Draft(tokens, sizes, q, parents, q_rows, any(draft.distinct for draft in drafts))
+    kind = _siblings([(draft.siblings, not draft.is_chain) for draft in drafts])
+    assert kind is not None, "the drafters do not draft what they said"
+    return Draft(tokens, sizes, q, parents, q_rows, "independent" if kind == "chosen" else kind)

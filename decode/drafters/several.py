@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from decode.draft import Draft, Siblings
+from decode.draft import Draft, Drawn, Siblings
 from decode.drafters import Contexts, Limits
 from decode.drafters.group import Group
 from decode.errors import UserError
@@ -19,9 +19,9 @@ class SeveralDrafters(Group):
     """Each drafter drafts for itself; paths that begin alike share their nodes.
 
     Where any of them draws its tokens, each node's q is that of its own drafter (for a chosen
-    token: 1), and siblings from different drafters are independent draws from different q's. So a
-    token that an elder sibling has already stays as a leaf, and what follows it moves to the elder
-    one (`decode.shapes.chains` says why). Where all choose their tokens, equal nodes are one.
+    token: 1), and siblings are mixed: independent draws from different q's. So a token that an
+    elder sibling has already stays as a leaf, and what follows it moves to the elder one
+    (`decode.shapes.chains` says why). Where all choose their tokens, equal nodes are one.
 
     Elder siblings are those of the drafter named first. Raises UserError as `Group`, and when one
     of them draws without replacement: among the draws of others that is not one kind of
@@ -40,7 +40,9 @@ class SeveralDrafters(Group):
                 f"{name} draws siblings without replacement, which cannot be merged with the "
                 "drafts of others; give its shape another draw (independent or top)"
             )
-        return "independent" if "independent" in kinds else "chosen"
+        if len(kinds) > 1 and set(kinds) != {"chosen"}:
+            return "mixed"
+        return kinds[0]
 
     def most_nodes(self, gamma: int) -> int:
         return sum(drafter.most_nodes(gamma) for drafter in self.drafters)
@@ -74,7 +76,8 @@ class SeveralDrafters(Group):
         order, above, sizes = pack(keep, above)
         if q_rows is not None:
             q_rows = q_rows.gather(1, by_depth).gather(1, order)
-        return Draft(tokens.gather(1, order), sizes, q, above, q_rows)
+        drawn: Drawn = "independent" if len(self.drafters) == 1 else "mixed"
+        return Draft(tokens.gather(1, order), sizes, q, above, q_rows, drawn)
 
 
 def _joined(drafts: list[Draft]) -> tuple[Tensor, Tensor]:

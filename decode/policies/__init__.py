@@ -49,9 +49,14 @@ class Policy(ABC):
     def depths(self) -> np.ndarray:
         """int [B], 0 … most: how deep each row's next draft may be; all 0 is a plain step."""
 
-    def stops(self, place: int, logits: Tensor) -> Tensor:
+    def stops(self, place: int, logits: Tensor, drafting: np.ndarray) -> Tensor:
         """bool [B]: whose draft ends before its token number `place` (0, 1, …), given the drafter's
-        logits for that token, [B, V']. Asked only where `watches`."""
+        logits for that token, [B, V']. Asked only where `watches`.
+
+        drafting: bool [B], the rows that are asked about. The logits of all others mean nothing:
+        their draft has ended, or another drafter serves them. Several drafters may ask in one
+        round, each about rows of its own.
+        """
         raise NotImplementedError
 
     def observe(self, step: Step) -> None:
@@ -82,7 +87,13 @@ class Watcher(Policy):
         if not 1 <= least <= most:
             raise UserError(f"least is {least} and most is {most}; expected 1 ≤ least ≤ most")
         self.least = least
+        self._forget()
+
+    def _forget(self) -> None:
+        # By place: the number, float [B], and which rows it was asked for, bool [B].
         self._seen: list[Tensor] = []
+        self._drafting: list[np.ndarray] = []
+        self.asked = 0
 
     def depths(self) -> np.ndarray:
         return np.full(self.rows, self.most)
@@ -93,36 +104,39 @@ class Watcher(Policy):
 
     @abstractmethod
     def ends(self, place: int, value: Tensor) -> Tensor:
-        """bool [B]: whose draft ends before this place, given the number there, [B]."""
+        """bool [B]: whose draft ends before this place, given the number there, [B]; NaN in rows
+        that are not asked about."""
 
     def learn(self, step: Step, values: np.ndarray, asked: np.ndarray) -> None:
-        """values: float64 [B, D], the number at each place; asked: int [B], how many of a row's
-        places it was asked for while the row was still drafting."""
+        """values: float64 [B, D], the number at each place; asked: int [B], at how many places a
+        row was asked about: the first ones. Behind them values are NaN."""
         return None
 
     def start(self, rows: int) -> None:
         super().start(rows)
-        self._seen = []
+        self._forget()
 
-    def stops(self, place: int, logits: Tensor) -> Tensor:
-        if place == 0:
-            self._seen = []
+    def stops(self, place: int, logits: Tensor, drafting: np.ndarray) -> Tensor:
         value = self.measure(logits)
-        self._seen.append(value)
+        asked = torch.as_tensor(drafting, device=value.device)
+        value = torch.where(asked, value, torch.nan)
+        if place < len(self._seen):  # another drafter asked before, about other rows
+            self._seen[place] = torch.where(asked, value, self._seen[place].to(value))
+            self._drafting[place] = self._drafting[place] | drafting
+        else:
+            self._seen.append(value)
+            self._drafting.append(drafting)
         self.asked = len(self._seen)
-        ended = self.ends(place, value)
+        ended = self.ends(place, value) & asked
         return ended if place >= self.least else torch.zeros_like(ended)
 
     def observe(self, step: Step) -> None:
         if not self._seen:
             return
         values = torch.stack(self._seen, 1).double().cpu().numpy()
-        # A row is fed along with longer ones after its own draft has ended; that says nothing.
-        asked = np.minimum(np.minimum(step.drafted + 1, step.depths), values.shape[1])
-        inside = np.arange(values.shape[1]) < asked[:, None]
-        step.signals[self.signal] = np.where(inside, values, np.nan)
-        self.learn(step, values, asked)
-        self._seen, self.asked = [], 0
+        step.signals[self.signal] = values
+        self.learn(step, values, np.stack(self._drafting, 1).sum(1))
+        self._forget()
 
 
 POLICIES: Registry[type[Policy]] = Registry("draft-length policy")

@@ -6,6 +6,7 @@ parameters, and knows nothing of drafters or of the loop.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Rule(ABC):
 
     lossless: bool
     trees: bool
-    siblings: frozenset[Siblings] = frozenset({"chosen", "independent", "distinct"})
+    siblings: frozenset[Siblings] = frozenset(get_args(Siblings))
     exact_when_greedy: bool = True
 
     @classmethod
@@ -82,11 +83,13 @@ def require_fitting(rule: Rule, drafter: str, branches: bool, siblings: Siblings
     if rule.judges(branches, siblings):
         return
     judged = " or ".join(sorted(rule.siblings)) + " siblings" if rule.trees else "chains only"
+    instead = "let it draft in the shape chain"
+    if siblings == "mixed":  # chains that are merged are a tree again
+        instead = "ask its drafters in turn (A+B), not for one tree (A++B)"
+    fitting = ", ".join(name for name in RULES if RULES[name].judges(branches, siblings))
     raise UserError(
         f"{drafter} drafts trees of {siblings} siblings and the rule {type(rule).__name__} judges "
-        f"{judged}; rules for such trees: "
-        f"{', '.join(name for name in RULES if RULES[name].judges(branches, siblings))}; or let it "
-        "draft in the shape chain"
+        f"{judged}; rules for such trees: {fitting}; or {instead}"
     )
 
 

@@ -14,10 +14,11 @@ HALVINGS = 16
 
 @RULES.register("spectr")
 class SpecTr(Descent):
-    """Of a node's k children, drawn independently from q, the first is accepted that passes with
-    probability min(1, p(x)/(ρ·q(x))). With β = Σ min(q, p/ρ) one of them passes with probability
-    1 − (1−β)ᵏ, ρ in [1, k] is the least with 1 − (1−β)ᵏ ≤ ρβ, and if none passes the next token
-    has weights p − min(q, p/ρ)·(1 − (1−β)ᵏ)/β. With one child it is speculative sampling.
+    """Of a node's k children, all drawn independently from one q, the first is accepted that passes
+    with probability min(1, p(x)/(ρ·q(x))). With β = Σ min(q, p/ρ) one of them passes with
+    probability 1 − (1−β)ᵏ, ρ in [1, k] is the least with 1 − (1−β)ᵏ ≤ ρβ, and if none passes the
+    next token has weights p − min(q, p/ρ)·(1 − (1−β)ᵏ)/β. With one child it is speculative
+    sampling. Children of different q's would need another rule.
     """
 
     lossless = True

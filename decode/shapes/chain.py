@@ -31,7 +31,7 @@ class Chain(Shape):
         for place in range(limits.deepest):
             if limits.stops is not None:
                 # One transfer a token, and only for policies that look at the logits.
-                ended = limits.stops(place, logits).cpu().numpy()
+                ended = limits.stops(place, logits, sizes > place).cpu().numpy()
                 sizes[ended & (sizes > place)] = place
                 if not (sizes > place).any():
                     break

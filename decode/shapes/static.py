@@ -145,7 +145,7 @@ class FixedTree(Shape):
             q,
             plan.parents.expand(rows, -1),
             None if q is None else plan.q_rows.expand(rows, -1),
-            distinct=children.siblings == "distinct",
+            drawn="distinct" if children.siblings == "distinct" else "independent",
             _ancestors=plan.ancestors.expand(rows, -1, -1),
         )
         return _without(draft, torch.cat(children.lacking, 1)) if children.lacking else draft
@@ -217,7 +217,7 @@ def _without(draft: Draft, lacking: Tensor) -> Draft:
         draft.q,
         parents,
         draft.q_rows.gather(1, order),
-        distinct=True,
+        drawn="distinct",
     )
 
 
