@@ -94,6 +94,20 @@ def write_file(path: Path, data: bytes | str) -> None:
             _sync(path.parent)
 
 
+def require_space(directory: Path, needed: int, what: str) -> None:
+    """Refuse to begin where the disk that `directory` is or will be on has fewer than `needed` free
+    bytes. what: what they are for. Raises UserError."""
+    there = Path(os.path.abspath(directory))
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise UserError(
+            f"{what} in {directory} take {needed / 2**30:.2f} GiB, and its disk has "
+            f"{free / 2**30:.2f} GiB free; free some space there, or choose another output_dir"
+        )
+
+
 def verify_directory(path: Path, *, deep: bool = True) -> dict[str, Any]:
     """Check `path` against its manifest and return the manifest's meta.
 

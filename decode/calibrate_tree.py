@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from decode.costs import Costs
 from decode.drafters import Drafter
 from decode.errors import UserError
+from decode.kv import require_trees
 from decode.measure_costs import measure_costs
 from decode.measure_tree import Acceptance, measure_acceptance, probe, require_shaped
 from decode.sampling import Sampling
@@ -102,12 +103,13 @@ def calibrate_tree(
     costs. `sequoia` plans by the acceptance of each rank, at all depths together, and the costs
     (2402.12374, section 3.1), at most `nodes` (None: 64).
 
-    Raises UserError for a drafter without a shape, no prompts, an unknown method, where no draft
-    was right, and as `measure_costs` and `Decoder` do.
+    Raises UserError for a drafter without a shape, a target that cannot verify trees, no prompts,
+    an unknown method, where no draft was right, and as `measure_costs` and `Decoder` do.
     """
     if method not in get_args(Method):
         raise UserError(f"method is {method!r}; expected one of {', '.join(get_args(Method))}")
     require_shaped(drafter)
+    require_trees(target.model)
     sampling = sampling or Sampling()
     deepest = drafter.with_shape(Chain()).most_nodes(depth)
     progress("acceptance")

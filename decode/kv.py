@@ -3,24 +3,25 @@
 Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 """
 
-import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from decode.attention import LONGEST_CHAIN, SLOTS, each_token_alone
 from decode.errors import UserError
-from decode.features import Recorder
+from decode.features import Recorder, layer_list_name
 from decode.packed import prepare
 from decode.slots import Slots
+from decode.tree_support import reason_against_trees
 
-# In the trial of a model with its first tree.
-SIBLINGS = 16
+# Models that passed the trial, and with which attention and dtype they did.
+_PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, torch.dtype]]] = WeakKeyDictionary()
 
 
 def require_slots(model: PreTrainedModel, longest: int) -> None:
@@ -60,6 +61,28 @@ def sliding_window(model: PreTrainedModel) -> int | None:
     return window if getattr(config, "use_sliding_window", True) else None
 
 
+def require_trees(model: PreTrainedModel) -> None:
+    """Refuse a model that cannot verify token trees, by a trial (`decode.tree_support`) of a few
+    tiny forwards. A model that passed is not tried again.
+
+    Call it before expensive work whose result will be drafted in a tree. Raises UserError where
+    the model does not honour 4-D attention masks and positions, and as `require_slots` does.
+    """
+    kind = str(model.config._attn_implementation), model.dtype
+    if kind in _PASSED.get(model, ()):
+        return
+    layers = range(model.config.get_text_config().num_hidden_layers)
+    lm = CachedLM(model, taps=layers if layer_list_name(model) else ())
+    lm._tried = True
+    reason = reason_against_trees(lm)
+    if reason is not None:
+        raise UserError(
+            f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
+            f"token trees need: it {reason}. Draft chains (shape chain) or use another model"
+        )
+    _PASSED.setdefault(model, set()).add(kind)
+
+
 class CachedLM:
     """A causal LM and the slots of the sequences it is decoding.
 
@@ -67,8 +90,9 @@ class CachedLM:
     Tested with trees: llama, qwen2, qwen3, gemma, gemma2, gemma3, gpt2, mistral, phi3 and opt, with
     sdpa and eager attention where they have both. Sliding-window layers will do for texts that fit
     into the window. Refused by `require_slots`: recurrent and hybrid models (mamba, jamba,
-    recurrent_gemma), chunked attention (llama4), flash attention. Refused when the first tree is
-    fed, by a trial: models that make masks or positions of their own (ALiBi: bloom, mpt).
+    recurrent_gemma), chunked attention (llama4), flash attention. Refused by `require_trees`, when
+    the first tree is fed at the latest: models that make masks or positions of their own (ALiBi:
+    bloom, mpt).
 
     It runs the model in its prepared form (`decode.packed.prepare`).
     taps: whose hidden states (`decode.features`) each forward leaves in `features`, [B, n, H].
@@ -83,8 +107,6 @@ class CachedLM:
         self.device = model.device
         config = model.config.get_text_config()
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-        parameters = inspect.signature(model.forward).parameters
-        self._keeps_columns = "logits_to_keep" in parameters
         self._boolean_masks = self._runs.config._attn_implementation == "sdpa"
         self._mask_dtype = model.dtype
         self._slots: Slots | None = None
@@ -129,27 +151,21 @@ class CachedLM:
         Raises UserError where a tree is fed to a model that does not honour masks and positions.
         """
         assert self._slots is not None, "reset() comes before forward()"
-        rows, n = ids_BN.shape
+        n = ids_BN.shape[1]
         if ancestors_BNM is not None and not self._tried:
-            self._try_trees()
+            require_trees(self.model)
+            self._tried = True
         self._slots.place(start, n)
         base = start if ancestors_BNM is None else start + n - ancestors_BNM.shape[2]
         base_B1 = torch.as_tensor(base, device=self.device)[:, None]
         if depth_BN is None:
             depth_BN = torch.arange(n, device=self.device)[None, :]
-        extra: dict[str, object] = {}
-        picked = None
-        if columns is not None and self._keeps_columns:
-            kept, picked = np.unique(columns, return_inverse=True)
-            extra["logits_to_keep"] = torch.as_tensor(kept, device=self.device)
-        elif columns is not None:
-            picked = columns
         taken: AbstractContextManager[Mapping[int, Tensor]] = (
             self._recorder.recording() if self._recorder else nullcontext({})
         )
         chain = ancestors_BNM is None and n <= LONGEST_CHAIN
         alone = each_token_alone() if chain else nullcontext()
-        with alone, taken as self.features:
+        with alone, taken as self.features, self._only(columns, n):
             logits = self._runs(
                 input_ids=ids_BN,
                 # Only padding can lie past the last position; it must not index out of a learned
@@ -158,50 +174,36 @@ class CachedLM:
                 attention_mask=self._mask(base_B1, start, n, ancestors_BNM),
                 past_key_values=self._cache,
                 use_cache=True,
-                **extra,
             ).logits
-        if picked is None:
-            return logits
-        if logits.shape[1] == 1:
-            return logits
-        index_B = torch.as_tensor(picked, device=self.device)
-        return logits[torch.arange(rows, device=self.device), index_B][:, None]
+        # The model has no output layer that could be given less to do.
+        if columns is not None and logits.shape[1] != 1:
+            logits = _columns_of(logits, columns)
+        return logits
 
-    @torch.no_grad()
-    def _try_trees(self) -> None:
-        """Feed SIBLINGS tokens after one, and once more in the opposite order: each one's logits
-        must be the same, whatever is beside it and wherever it stands. In a third row they are a
-        chain, which tells how large an error would be."""
-        size = self.model.config.get_text_config().vocab_size
-        count = 1 + SIBLINGS
-        row = torch.arange(count, device=self.device) * size // count
-        ids = torch.stack([row, torch.cat([row[:1], row[1:].flip(0)]), row])
-        chain = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()
-        star = torch.eye(count, dtype=torch.bool, device=self.device)
-        star[:, 0] = True
-        seen = torch.stack([star, star, chain])
-        trial = CachedLM(self.model)
-        trial._tried = True
-        trial.reset(3, count, longest=1)
-        start = np.zeros(3, dtype=np.int64)
+    @contextmanager
+    def _only(self, columns: np.ndarray | None, n: int) -> Iterator[None]:
+        """Within it the output layer is given the hidden state of one of n columns per row: logits
+        of all of them would be the largest tensor of a prefill by far. Whatever the model does to
+        its logits afterwards (scaling, soft caps) stays as it is."""
+        find = getattr(self._runs, "get_output_embeddings", None)
+        layer = find() if find and columns is not None and n > 1 else None
+        if layer is None:
+            yield
+            return
+        assert columns is not None
+
+        def pick(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            hidden, *others = given
+            if hidden.shape[:2] != (len(columns), n):
+                return None
+            return _columns_of(hidden, columns), *others
+
+        # Only within: a hook that stays would be met by whoever else uses the model.
+        hook = layer.register_forward_pre_hook(pick)
         try:
-            logits = trial.forward(ids, start, depth_BN=seen.sum(2) - 1, ancestors_BNM=seen)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            reason = f"fails on one ({error})"
-        else:
-            there, back, chained = logits[:, 1:].float()
-            apart = float((there - back.flip(0)).abs().max())
-            wrong = float((there - chained).abs().max())
-            unit = torch.finfo(self._mask_dtype).eps * float(there.abs().max())
-            # Sums in another order differ by more in bfloat16 than some errors do in float32.
-            if apart <= min(0.1 * wrong, 1000 * unit) + 4 * unit:
-                self._tried = True
-                return
-            reason = "gives other logits for a token when a sibling stands before it"
-        raise UserError(
-            f"{type(self.model).__name__} does not honour 4-D attention masks and position_ids, "
-            f"which token trees need: it {reason}. Draft chains (shape chain) or use another model"
-        )
+            yield
+        finally:
+            hook.remove()
 
     def _mask(
         self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None
@@ -223,3 +225,9 @@ class CachedLM:
         """Drop all rows but these (int64 [B']), in this order."""
         assert self._slots is not None
         self._slots.keep_rows(rows)
+
+
+def _columns_of(x_BND: Tensor, columns: np.ndarray) -> Tensor:
+    """One column of each row, int [B]: [B, 1, D]."""
+    rows = torch.arange(len(x_BND), device=x_BND.device)
+    return x_BND[rows, torch.as_tensor(columns, device=x_BND.device)][:, None]

@@ -57,6 +57,26 @@ class Decoded:
         }
 
 
+def require_prompts(prompts: Sequence[Sequence[int]], max_positions: int, vocab_size: int) -> None:
+    """Refuse prompts (token ids) that cannot be decoded: none, an empty one, one that fills the
+    context, or ids that are no tokens (UserError, naming the prompt by its place)."""
+    if not prompts:
+        raise UserError("there are no prompts to decode")
+    for row, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise UserError(f"prompt {row} is empty; a model needs at least one token")
+        if len(prompt) >= max_positions:
+            raise UserError(
+                f"prompt {row} has {len(prompt)} tokens and the target's context holds "
+                f"{max_positions}, which leaves no room for an answer; shorten it"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise UserError(
+                f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; the target "
+                f"knows 0 to {vocab_size - 1}. Use its own tokenizer"
+            )
+
+
 class Decoder:
     """A target, a drafter, a rule and a draft-length policy, ready to decode.
 
@@ -246,21 +266,7 @@ class Decoder:
         where the model's positions end."""
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
-        if not prompts:
-            raise UserError("there are no prompts to decode")
-        for row, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise UserError(f"prompt {row} is empty; a model needs at least one token")
-            if len(prompt) >= self.lm.max_positions:
-                raise UserError(
-                    f"prompt {row} has {len(prompt)} tokens and the target's context holds "
-                    f"{self.lm.max_positions}, which leaves no room for an answer; shorten it"
-                )
-            if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-                raise UserError(
-                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; the target "
-                    f"knows 0 to {self._vocab_size - 1}. Use its own tokenizer"
-                )
+        require_prompts(prompts, self.lm.max_positions, self._vocab_size)
         lengths = np.array([len(prompt) for prompt in prompts])
         return np.minimum(lengths + max_new_tokens, self.lm.max_positions)
 

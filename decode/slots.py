@@ -56,8 +56,13 @@ class _Store:
             x[:, rows_B1, :, target_BM] = x[:, rows_B1, :, source_BM]
 
     def keep_rows(self, rows: Tensor) -> None:
+        """The rows that stay move to the front of the memory that is there. One layer at a time is
+        copied: a copy of all of them would be a second cache beside the first."""
         self._rows = len(rows)
-        self._tensors = [x.index_select(1, rows) for x in self._tensors]
+        for x in self._tensors:
+            for layer in x:
+                layer[: self._rows] = layer.index_select(0, rows)
+        self._tensors = [x[:, : self._rows] for x in self._tensors]
 
 
 class SlotLayer(CacheLayerMixin):

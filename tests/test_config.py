@@ -92,6 +92,37 @@ def test_what_is_wrong_is_named(tmp_path, old: str, new: str, message: str):
         load(tmp_path, GOOD.replace(old, new, 1))
 
 
+JUDGED = """
+name: run
+target: {model: some/where}
+data: {train: a.jsonl, test: b.jsonl}
+stages:
+  - {name: medusa, kind: heads, heads: {type: medusa}, tree: {nodes: 4}}
+  - {name: live, kind: online, drafter: {stage: medusa}, split: train}
+evaluation: {baselines: []}
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("{rule: block, temperature: 1.0}", "drafter of stage medusa drafts trees .* chains only"),
+        ("{rule: block, temperature: 1.0, stages: [live]}", "drafter of stage live drafts trees"),
+        ("{policy: entropy}", "entropy watches a chain grow, and the drafter of stage medusa"),
+        ("{split: dev}", "evaluation.split is dev, which data lacks"),
+    ],
+)
+def test_a_drafter_that_could_not_be_judged_is_refused(
+    tmp_path, settings: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, JUDGED.replace("{baselines: []}", settings))
+    load(tmp_path, JUDGED)
+    # In chains it is no tree, and what is not judged may be anything.
+    load(tmp_path, JUDGED, "evaluation.shape=chain", "evaluation.policy=entropy")
+    load(tmp_path, JUDGED, "evaluation.stages=[]", "evaluation.policy=entropy")
+
+
 def test_missing_and_foreign_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="cannot read the config"):
         load_config(tmp_path / "none.yaml")

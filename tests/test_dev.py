@@ -1,5 +1,6 @@
 """Figures about a drafter in training against the definition and against the loop; adapters."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from train.data.chat import prompt_tokens
 from train.data.read import spread
 from train.samples import read_samples
 from train.stage import StageContext
+from train.trainer import Trainer
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),
@@ -153,6 +155,20 @@ def test_dev_figures_without_a_dev_split_are_refused(context):
         run_stage(context, stage)
     with pytest.raises(UserError, match="no earlier stage 'answers'"):
         make_stage("distill", "distill", **(DRAFTER | {"dev": {"text": "answers"}}))
+
+
+def test_a_dev_prompt_that_does_not_fit_is_refused_before_the_training(context, monkeypatch):
+    def never(*args: Any) -> Any:
+        raise AssertionError("a step of training")
+
+    monkeypatch.setattr(Trainer, "_optimizer_step", never)
+    first = context.examples["dev"][0]
+    long = {"role": "user", "content": "sea " * 300}
+    context.examples["dev"] = [replace(first, messages=(long, *first.messages[1:]))]
+    dev = DEV | {"decode_prompts": 1}
+    settings = DRAFTER | {"dev": dev, "max_length": 1024}
+    with pytest.raises(UserError, match=r"has \d+ tokens and the target's context holds"):
+        run_stage(context, make_stage("distill", "distill", **settings))
 
 
 # --- adapters -------------------------------------------------------------------------------------

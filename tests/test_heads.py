@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, D heads, V vocabulary.
 """
 
 import copy
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -24,6 +25,7 @@ from decode.loop import Decoder
 from decode.measure_tree import measure_acceptance, probe
 from decode.sampling import Noise, Sampling
 from decode.shapes import SHAPES
+from decode.shapes.structure import Structure
 from decode.store import open_drafter, save_drafter
 from decode.target import Target
 from distill.losses import Terms
@@ -40,6 +42,7 @@ from train.config import validate_config
 from train.data.chat import prompt_tokens
 from train.samples import read_samples
 from train.stage import StageContext
+from train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -753,6 +756,74 @@ def test_a_tree_is_calibrated_and_stored(context: Any) -> None:
     assert drafter.branches
     plain = Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, NEW)
     assert Decoder(target().model, drafter).decode(PROMPTS, NEW).outputs == plain.outputs
+
+
+TREE = {"nodes": 5, "width": 4, "prompts": 4, "max_new_tokens": 16}
+
+
+def never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a step of training")
+
+
+def test_a_tree_that_cannot_be_planned_is_refused_before_the_training(
+    context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "_optimizer_step", never)
+    stage = make_stage("heads", "heads", heads=MEDUSA, tree=TREE, **STAGE)
+    long = dataclasses.replace(
+        context.examples["dev"][0], messages=({"role": "user", "content": "sea " * 300},)
+    )
+    examples = context.examples["dev"]
+    context.examples["dev"] = [*examples, long]
+    with pytest.raises(UserError, match=r"prompt 3 has \d+ tokens and the target's context holds"):
+        run_stage(context, stage)
+    context.examples["dev"] = examples
+    # This one's positions are its own.
+    alibi = stage_context(tmp_path / "alibi", tiny_target("bloom"))
+    for refused in (stage.plan, functools.partial(run_stage, stage=stage)):
+        with pytest.raises(UserError, match="does not honour 4-D attention masks"):
+            refused(alibi)
+    monkeypatch.undo()
+    # As chains its heads are trained like any others.
+    outcome = run_stage(alibi, make_stage("heads", "chains", heads=MEDUSA, **STAGE))
+    assert outcome.summary["tree"] is None
+
+
+def test_what_was_trained_outlives_a_tree_that_fails(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage("heads", "heads", heads=MEDUSA, tree=TREE, **STAGE)
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise UserError("the disk is full.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.head_tree.calibrate_tree", full)
+        with pytest.raises(UserError, match=r"no tree .* disk is full\. The drafter is trained"):
+            run_stage(context, stage)
+    path = context.directory / "heads" / "drafter"
+    drafter: Any = open_drafter(str(path), target())
+    assert not drafter.branches
+    weights = load_file(path / "heads.safetensors")
+    context.accelerator.free_memory()
+    # Another start plans the tree, and trains nothing. What so few steps have taught is not enough
+    # for a tree, so it is given one.
+    monkeypatch.setattr(Trainer, "_optimizer_step", never)
+    monkeypatch.setattr("train.stages.heads.calibrated_tree", lambda *args: Calibrated())
+    outcome = run_stage(context, stage)
+    again: Any = open_drafter(str(outcome.drafter), target())
+    assert again.shape.structure.paths == [(0,), (1,), (0, 0)]
+    assert outcome.summary["tree"]["paths"] == [(0,), (1,), (0, 0)]
+    assert_equal(load_file(path / "heads.safetensors"), weights)
+
+
+class Calibrated:
+    """As much of a `TreeCalibration` as a stage reads."""
+
+    structure = Structure([(0,), (1,), (0, 0)])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"nodes": 3}
 
 
 def test_a_stage_refuses_what_it_cannot_do(context: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from decode.drafters import small_lm
 from decode.errors import UserError
+from decode.loop import Decoder
 from decode.store import describe_drafter, open_drafter
 from decode.target import Target
 from distill import replay
@@ -351,6 +352,19 @@ def test_a_stream_without_prompts_is_refused(context):
         run_stage(context, online_stage("online"))
     with pytest.raises(UserError, match=r"which data lacks; set data\.stream"):
         run_stage(replace(context, examples={}), online_stage("online"))
+
+
+def test_a_stream_that_cannot_be_served_is_refused_before_its_first_request(context, monkeypatch):
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a request was served")
+
+    monkeypatch.setattr(Decoder, "decode", never)
+    long = replace(
+        context.examples["stream"][-1], messages=({"role": "user", "content": "sea " * 300},)
+    )
+    examples = context.examples | {"stream": [*context.examples["stream"], long]}
+    with pytest.raises(UserError, match=r"has \d+ tokens and the target's context holds"):
+        run_stage(replace(context, examples=examples), online_stage("online"))
 
 
 @pytest.mark.parametrize(

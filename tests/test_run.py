@@ -366,6 +366,35 @@ def test_a_run_that_could_not_begin_leaves_nothing(base):
     assert not (base / "runs").exists()
 
 
+def cannot(*args: Any) -> Any:
+    raise UserError("no trees here")
+
+
+@pytest.mark.parametrize("what", ["a later stage", "a prompt", "a tree"])
+def test_what_would_end_a_later_stage_ends_the_run_at_once(
+    base: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Even with no baseline that would be decoded first."""
+    monkeypatch.setattr(Trainer, "_optimizer_step", cannot)
+    monkeypatch.setattr(GenerateStage, "run", cannot)
+    overrides = ["evaluation.baselines=[]"]
+    if what == "a later stage":
+        with (base / "config.yaml").open("a") as file:
+            file.write("  - {name: live, kind: online, drafter: {stage: distill}}\n")
+        message = "stage live serves split stream, which data lacks"
+    elif what == "a prompt":
+        rows = [{"id": "long", "prompt": "sea " * 300}]
+        write_rows(base / "test.jsonl", rows)
+        message = r"prompt 0 has \d+ tokens and the target's context holds 256"
+    else:
+        monkeypatch.setattr("train.run.require_trees", cannot)
+        overrides.append("evaluation.shape=dynamic")
+        message = "no trees here"
+    with pytest.raises(UserError, match=message):
+        start(base, *overrides)
+    assert not (base / "runs").exists()
+
+
 def test_a_foreign_directory_is_not_written_into(base):
     (base / "runs" / "tiny").mkdir(parents=True)
     (base / "runs" / "tiny" / "thesis.txt").write_text("years of work")

@@ -1,8 +1,11 @@
 """Slots against lists of tokens: what a row has after rounds of feeding, committing and leaving."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.slots import Slots
 
@@ -49,3 +52,44 @@ def test_every_layer_keeps_the_paths_that_were_committed(shapes: list) -> None:
                     wanted = sign * (torch.tensor(kept).float() + 1000 * number)
                     there = found[row, :, : len(kept)]
                     assert torch.equal(there, wanted[None, :, None].expand(h, -1, d))
+
+
+class _NewBytes(TorchDispatchMode):
+    """The largest tensor that an operation made, in bytes of its memory; views make none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("rows", [[1, 2, 4], [4, 0, 3], [5], []])
+def test_rows_leave_without_a_second_cache(rows: list[int]) -> None:
+    layers, heads, size = 8, 2, 4
+    slots = Slots(layers, 6, CAPACITY, torch.device("cpu"))
+    slots.place(np.zeros(6, dtype=np.int64), CAPACITY)
+    generator = torch.Generator().manual_seed(0)
+    before = []
+    for layer in slots.layers:
+        states = torch.randn(2, 6, heads, CAPACITY, size, generator=generator)
+        layer.update(*states)
+        before.append((states[0], states[1]))
+    memory = [
+        x.untyped_storage().data_ptr() for x in (slots.layers[0].keys, slots.layers[0].values)
+    ]
+    with _NewBytes() as made:
+        slots.keep_rows(torch.tensor(rows, dtype=torch.int64))
+    # One layer's keys or values at a time.
+    assert made.largest <= 6 * heads * CAPACITY * size * 4
+    for layer, (keys, values) in zip(slots.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys[rows])
+        assert torch.equal(layer.values, values[rows])
+        assert layer.keys.untyped_storage().data_ptr() == memory[0]
+        assert layer.values.untyped_storage().data_ptr() == memory[1]

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate.checkpointing
@@ -379,6 +380,24 @@ def test_a_full_disk_leaves_the_checkpoints_there_are(tmp_path, half_trained, mo
         freed.fit()
         assert_equal(state_of(freed), state_of(whole))
     assert n > 10  # six files each of the checkpoints 6 and 8
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tmp_path, 4)
+    weights = sum(p.nbytes for p in trainer.module.parameters())
+    # Three checkpoints of weights and two moments, and the drafter.
+    needed = (3 * 3 + 1) * weights
+    free = [needed - 1]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    with pytest.raises(UserError, match=r"checkpoints and its drafter .* GiB free"):
+        trainer.fit()
+    assert trainer.at.step == 0
+    assert not steps_kept(tmp_path)
+    free[0] = needed
+    assert trainer.fit().step == 4
+    # One that has nothing left to train needs no more space.
+    free[0] = 0
+    assert tiny_trainer(tmp_path, 4).fit().step == 4
 
 
 # --- signals (promise 7) --------------------------------------------------------------------------

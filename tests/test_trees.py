@@ -13,12 +13,12 @@ from decode.drafters.ngram import NgramDrafter
 from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.kv import CachedLM
+from decode.kv import CachedLM, require_trees
 from decode.loop import Decoder
 from decode.sampling import Sampling
 from tests.test_loop import NEW, PROMPTS, answers, model
 from tests.test_shapes import DRAWN, NAMES, drawn, shape
-from tests.tiny import FAMILIES, PAD_ID, VOCAB, tiny_model
+from tests.tiny import FAMILIES, PAD_ID, VOCAB, loud_model, tiny_model
 
 
 @functools.cache
@@ -146,7 +146,8 @@ class Deaf(torch.nn.Module):
 def test_models_that_do_not_honour_what_a_tree_needs(family: str, drops: str) -> None:
     deaf: Any = Deaf(model(family), drops)
     tree = SmallLMDrafter(nearly(family), shape=shape("static"))
-    message = r"Deaf does not honour 4-D attention masks and position_ids, .* other logits"
+    found = "other logits" if drops == "attention_mask" else "the same logits"
+    message = rf"Deaf does not honour 4-D attention masks and position_ids, .* gives {found}"
     with pytest.raises(UserError, match=message):
         Decoder(deaf, tree, rule="exact").decode(PROMPTS[:1], NEW)
     # As a drafter too, and every time.
@@ -169,6 +170,141 @@ def test_rounding_is_no_reason_to_refuse(family: str, dtype: torch.dtype) -> Non
     deaf: Any = Deaf(whole, "attention_mask")
     with pytest.raises(UserError, match="does not honour"):
         Decoder(deaf, tree, rule="exact").decode(PROMPTS[:1], NEW)
+
+
+# Every family that `CachedLM` names: (fields of the config, what its hidden states carry).
+NAMED: dict[str, tuple[dict[str, Any], float]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "gpt2", "mistral", "phi3"), ({}, 128.0)),
+    "opt": ({"ffn_dim": 256, "word_embed_proj_dim": 128}, 128.0),
+    # They scale their embeddings, and norm what a layer adds.
+    "gemma": ({}, 16.0),
+    "gemma2": ({"head_dim": 64, "sliding_window": 64}, 4.0),
+    "gemma3_text": (
+        {
+            "head_dim": 64,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        4.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", NAMED)
+def test_large_activations_are_no_reason_to_refuse(family: str, attention: str) -> None:
+    fields, size = NAMED[family]
+    for dtype in (torch.float32, torch.bfloat16):
+        lm = loud_model(family, size=size, layers=4, **fields).to(dtype)
+        if attention == "sdpa" and not lm._supports_sdpa:
+            pytest.skip(f"{family} has no sdpa attention")
+        lm.set_attn_implementation(attention)
+        require_trees(lm)
+        for drops in ("attention_mask", "position_ids"):
+            deaf: Any = Deaf(lm, drops)
+            with pytest.raises(UserError, match="does not honour"):
+                require_trees(deaf)
+
+
+def test_a_model_whose_logits_hang_on_the_order_of_sums_is_not_refused() -> None:
+    """In bfloat16 rounding alone changes this one's logits by a seventh of what seeing all siblings
+    would change."""
+    lm = loud_model("qwen2").to(torch.bfloat16)
+    require_trees(lm)
+    drafter = SmallLMDrafter(lm, shape=shape("static"))
+    run = Decoder(lm, drafter, gamma=3, rule="exact").decode(PROMPTS, 8)
+    assert run.counts.tokens_per_step > 1.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_deaf_layer_is_enough_to_be_refused(dtype: torch.dtype) -> None:
+    """It makes a causal mask of its own, and stands above others that take the given one."""
+    lm = loud_model("qwen2").to(dtype)
+
+    def causal(_: Any, args: Any, given: dict[str, Any]) -> Any:
+        mask = given["attention_mask"]
+        if mask is not None:
+            fed, slots = mask.shape[-2:]
+            mask = torch.ones(fed, slots, dtype=torch.bool).tril(slots - fed)[None, None]
+        return args, given | {"attention_mask": mask}
+
+    lm.model.layers[7].register_forward_pre_hook(causal, with_kwargs=True)
+    with pytest.raises(UserError, match="other logits for a token when a sibling stands before"):
+        require_trees(lm)
+
+
+class Slanted(torch.nn.Module):
+    """A model that honours masks and positions, and prefers keys in slots nearby as well."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm, self.config, self.device, self.dtype = lm, lm.config, lm.device, lm.dtype
+
+    def forward(self, attention_mask: torch.Tensor | None, **inputs: Any) -> Any:
+        if attention_mask is not None:
+            fed, slots = attention_mask.shape[-2:]
+            apart = torch.arange(slots - fed, slots)[:, None] - torch.arange(slots)
+            bias = -0.5 * apart.to(self.dtype).expand(attention_mask.shape)
+            blocked = torch.finfo(self.dtype).min
+            attention_mask = bias.masked_fill(~attention_mask, blocked)
+        return self.lm(attention_mask=attention_mask, **inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_a_model_that_looks_at_slots_is_refused(family: str, dtype: torch.dtype) -> None:
+    lm = tiny_model(family).to(dtype)
+    require_trees(lm)
+    slanted: Any = Slanted(lm)
+    with pytest.raises(UserError, match="other logits for a token in another slot"):
+        require_trees(slanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_may_round_by_what_else_is_fed(dtype: torch.dtype) -> None:
+    """Their products are of as many rows as chose them, so that a stranger's token can change the
+    last bits of another's. A mask that is not honoured changes them too, and is refused."""
+    for honoured in (True, False):
+        lm = tiny_model("llama").to(dtype)
+        fed: list[torch.Tensor] = []
+        lm.register_forward_pre_hook(
+            lambda _, args, given, fed=fed: fed.append(given["input_ids"]), with_kwargs=True
+        )
+
+        def jitter(_: Any, args: Any, output: Any, fed: Any = fed) -> Any:
+            places = torch.arange(fed[-1].shape[1])
+            generator = torch.Generator().manual_seed(int((fed[-1] * places).sum()))
+            noise = torch.randn(output.shape, generator=generator) * torch.finfo(dtype).eps
+            return (output.float() * (1 + noise)).to(dtype)
+
+        lm.model.layers[0].mlp.register_forward_hook(jitter)
+        which: Any = lm if honoured else Deaf(lm, "attention_mask")
+        if honoured:
+            require_trees(which)
+        else:
+            with pytest.raises(UserError, match="when a sibling stands before"):
+                require_trees(which)
+
+
+def test_overflow_is_named() -> None:
+    lm = loud_model("llama", size=1000.0).half()
+    with pytest.raises(UserError, match="logits that are not finite in float16"):
+        require_trees(lm)
+
+
+def test_a_model_is_tried_once() -> None:
+    lm = tiny_model("llama")
+    calls: list[int] = []
+    lm.register_forward_pre_hook(lambda *args: calls.append(1))
+    require_trees(lm)
+    assert 0 < len(calls) <= 5
+    calls.clear()
+    require_trees(lm)
+    assert not calls
+    # With another attention it is another model.
+    lm.set_attn_implementation("eager")
+    require_trees(lm)
+    assert calls
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt"])

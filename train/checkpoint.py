@@ -103,6 +103,10 @@ class Checkpoints:
         progress: dict[str, Any] = state["progress"]
         return progress
 
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._steps())
+
     def _made_with(self) -> dict[str, Any]:
         return {
             "ranks": self.accelerator.num_processes,

@@ -11,7 +11,9 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from decode.drafters import DRAFTERS
 from decode.errors import UserError, nearest
 from decode.measure import Protocol
+from decode.rules import require_fitting
 from decode.sampling import Sampling
+from train.learners import heads_stage
 from train.schema import StageConfig, Strict
 from train.stages import STAGES
 
@@ -187,10 +189,44 @@ def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
                 f"evaluation.stages names {name!r}; there are {', '.join(names)}."
                 + nearest(name, names)
             )
+    _check_evaluation(config, stages)
     data = config.data.model_copy(
         update={split: _resolve(getattr(config.data, split), base_dir) for split in SPLITS}
     )
     return config.model_copy(update={"stages": stages, "data": data})
+
+
+def _check_evaluation(config: RunConfig, stages: Sequence[StageConfig]) -> None:
+    """UserError where a drafter could be trained and then not be judged."""
+    settings = config.evaluation
+    if getattr(config.data, settings.split) is None:
+        raise UserError(
+            f"evaluation.split is {settings.split}, which data lacks; set data.{settings.split}, "
+            "or judge on split test"
+        )
+    if settings.shape is not None:
+        return  # the protocol has compared it with rule and policy
+    protocol = settings.protocol()
+    for stage in stages:
+        judged = settings.stages is None or stage.name in settings.stages
+        if not judged or not _drafts_trees(stage, stages):
+            continue
+        name = f"the drafter of stage {stage.name}"
+        require_fitting(protocol.make_rule(True), name, True, "chosen")
+        if protocol.make_policy().watches:
+            raise UserError(
+                f"evaluation.policy {settings.policy} watches a chain grow, and {name} drafts in "
+                "the tree that it is stored with; set evaluation.policy: fixed, or "
+                "evaluation.shape: chain"
+            )
+
+
+def _drafts_trees(stage: StageConfig, stages: Sequence[StageConfig]) -> bool:
+    """Whether a stage's drafter is stored with a tree, as far as its config can say."""
+    settings: Any = stage
+    if stage.kind == "online" and settings.drafter.stage is not None:
+        stage = heads_stage(settings.drafter.stage, stages[: list(stages).index(stage)]) or stage
+    return getattr(stage, "tree", None) is not None
 
 
 def dump_config(config: RunConfig) -> dict[str, Any]:

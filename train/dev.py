@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop import Decoder, require_prompts
 from decode.target import Target
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat import prompt_tokens
@@ -55,7 +55,8 @@ class Judging:
 class DevSlice:
     """Figures of a `Judging` on a slice of the dev split, and acceptance on request.
 
-    Raises UserError when there is no dev split, or none of its text has response tokens.
+    Raises UserError when there is no dev split, none of its text has response tokens, or a prompt
+    that is decoded does not fit into the target's context.
     """
 
     def __init__(
@@ -77,6 +78,9 @@ class DevSlice:
         )
         prompts = spread(context.examples.get("dev", []), settings.decode_prompts)
         self.prompts = [prompt_tokens(e, context.target.tokenizer, context.system) for e in prompts]
+        if self.prompts:
+            target = context.target
+            require_prompts(self.prompts, target.max_positions, target.vocab_size)
 
     @torch.no_grad()
     def measure(self, module: nn.Module, weights: Weights) -> dict[str, float]:

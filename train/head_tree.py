@@ -2,8 +2,11 @@
 
 from pydantic import Field
 
-from decode.calibrate_tree import NothingAccepted, TreeCalibration, calibrate_tree
+from decode.calibrate_tree import MOST_NODES, NothingAccepted, TreeCalibration, calibrate_tree
 from decode.drafters import Drafter
+from decode.errors import UserError
+from decode.kv import require_slots, require_trees
+from decode.loop import require_prompts
 from decode.target import Target
 from heads.base import Heads
 from train.data.chat import prompt_tokens
@@ -24,16 +27,38 @@ class TreeConfig(Strict):
     max_new_tokens: int = Field(48, ge=2)
 
 
+def require_tree(settings: TreeConfig, context: StageContext, stage: str, heads: Heads) -> None:
+    """Refuse, before the training, a tree that could not be planned after it: no dev split, prompts
+    that do not fit, a target that cannot verify trees (UserError).
+
+    stage: its name, for messages. heads: of the right shapes; their weights do not matter.
+    """
+    if "dev" not in context.examples:
+        raise UserError(
+            f"stage {stage} calibrates a tree, but data has no dev split; give one, or leave tree "
+            "out"
+        )
+    target, prompts = context.target, _prompts(settings, context)
+    require_prompts(prompts, target.max_positions, target.vocab_size)
+    nodes = max(settings.width * heads.depth, settings.nodes or MOST_NODES)
+    require_slots(target.model, max(map(len, prompts)) + settings.max_new_tokens + nodes)
+    require_trees(target.model)
+
+
+def _prompts(settings: TreeConfig, context: StageContext) -> list[list[int]]:
+    chosen = spread(context.examples["dev"], settings.prompts)
+    return [prompt_tokens(e, context.target.tokenizer, context.system) for e in chosen]
+
+
 def calibrated_tree(
     settings: TreeConfig, context: StageContext, target: Target, drafter: Drafter, heads: Heads
 ) -> TreeCalibration | None:
     """The tree for a drafter made of `heads`; None where its first head was never right."""
-    chosen = spread(context.examples["dev"], settings.prompts)
     try:
         found = calibrate_tree(
             target,
             drafter,
-            [prompt_tokens(e, target.tokenizer, context.system) for e in chosen],
+            _prompts(settings, context),
             nodes=settings.nodes,
             depth=heads.depth,
             width=min(settings.width, heads.rows),

@@ -25,11 +25,13 @@ from accelerate.utils import set_seed
 
 from decode.artifact import recover, write_file
 from decode.errors import UserError
+from decode.kv import require_trees
+from decode.loop import require_prompts
 from decode.target import Target, load_target
 from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
 from train.console import Reporter
 from train.data.chat import prompt_tokens
-from train.data.read import Example, data_fingerprint, read_examples
+from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.evaluate import evaluate_baselines, evaluate_drafter, evaluate_in_turn
 from train.memory import peak_memory
 from train.report.make import make_report
@@ -89,6 +91,9 @@ class Run:
         # Before anything is written: a run that could not begin leaves no directory behind.
         examples = self.read_data()
         if self.accelerator.is_main_process:
+            self._require_same_run(examples)
+        self._require_ready(examples)
+        if self.accelerator.is_main_process:
             self.prepare(examples)
         self.accelerator.wait_for_everyone()
         self.accelerator.init_trackers(self.config.name)
@@ -113,7 +118,9 @@ class Run:
 
     def plan(self) -> list[tuple[str, str, Plan]]:
         """(stage, kind, plan) for every stage; loads the target, writes nothing."""
-        examples = self.read_data()
+        return self._plan(self.read_data())
+
+    def _plan(self, examples: dict[str, list[Example]]) -> list[tuple[str, str, Plan]]:
         plans: dict[str, Plan] = {}
         for settings in self.config.stages:
             context = self._context(self.directory / "stages" / settings.name, {}, examples)
@@ -121,8 +128,22 @@ class Run:
             plans[settings.name] = STAGES[settings.kind](settings).plan(context)
         return [(stage.name, stage.kind, plans[stage.name]) for stage in self.config.stages]
 
-    def prepare(self, examples: dict[str, list[Example]]) -> None:
-        """Make the run directory, or check that the one that exists is of this config and data."""
+    def _require_ready(self, examples: dict[str, list[Example]]) -> None:
+        """Whatever can end a stage or the judging of its drafter is looked at before the first
+        stage: a run shall not end after hours of work for what was plain at its beginning."""
+        directories = (self.stage_directory(stage.name) for stage in self.config.stages)
+        if all((directory / "done.json").exists() for directory in directories):
+            return
+        settings, target = self.config.evaluation, self.target
+        prompts = self.prompts(spread(examples[settings.split], settings.prompts))
+        require_prompts(prompts, target.max_positions, target.vocab_size)
+        protocol = settings.protocol()
+        if protocol.shape is not None and protocol.make_shape().branches:
+            require_trees(target.model)
+        self._plan(examples)
+
+    def _require_same_run(self, examples: dict[str, list[Example]]) -> None:
+        """Check that the run directory that exists, if one does, is of this config and data."""
         stored = self.directory / "config.json"
         resolved = dump_config(self.config)
         if stored.exists():
@@ -137,17 +158,21 @@ class Run:
             for line in changed:
                 self.reporter.say(f"changed since the run began: {line}")
             self._require_data_unchanged(examples)
-            for parent in ("stages", "evaluations"):
-                recover(self.directory / parent)
         elif self.directory.exists() and {p.name for p in self.directory.iterdir()} - BEGUN:
             raise UserError(
                 f"{self.directory} exists and is not a run of draftsmith (it has no config.json); "
                 "give this run another name or output_dir"
             )
+
+    def prepare(self, examples: dict[str, list[Example]]) -> None:
+        """Make the run directory, or clear up the one that exists."""
         for parent in DIRECTORIES:
             make_directory(self.directory / parent)
+        for parent in ("stages", "evaluations"):
+            recover(self.directory / parent)
         write_file(self.directory / "data.json", json.dumps(_fingerprints(examples), indent=2))
-        write_file(stored, json.dumps(resolved, indent=2))
+        resolved = dump_config(self.config)
+        write_file(self.directory / "config.json", json.dumps(resolved, indent=2))
         provenance = self.directory / "provenance.json"
         starts = json.loads(provenance.read_text()) if provenance.exists() else []
         write_file(provenance, json.dumps([*starts, describe_process()], indent=2))

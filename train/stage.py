@@ -20,7 +20,7 @@ from train.schema import StageConfig
 
 @dataclass
 class Plan:
-    """What a stage is going to do, for `--dry-run`; sizes are estimates."""
+    """What a stage is going to do; sizes are estimates."""
 
     what: str
     trained_parameters: int = 0
@@ -101,7 +101,11 @@ class Stage(ABC):
 
     @abstractmethod
     def plan(self, context: StageContext) -> Plan:
-        """What `run` will do. The target is loaded; nothing is written."""
+        """What `run` will do. The target is loaded; nothing is written.
+
+        Every stage of a run is planned before the first one begins. Raise UserError here for
+        whatever would end `run`, as far as it can be known.
+        """
 
     @abstractmethod
     def run(self, context: StageContext) -> Outcome:

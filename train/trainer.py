@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor, nn
 
+from decode.artifact import require_space
 from decode.errors import UserError
 from train import engines
-from train.checkpoint import Checkpoints
+from train.checkpoint import KEEP, Checkpoints
 from train.clock import Clock
 from train.console import Reporter
 from train.data.batches import Batches, Inputs, collate, inputs, padding_share
@@ -151,6 +152,8 @@ class Trainer:
         self.total_steps = self._total_steps()
         if stored:
             self.reporter.say(f"  going on after step {at.step} of {self.total_steps}")
+        if at.step < self.total_steps:
+            self._require_space()
         request = StopRequest()
         self.module.train()
         with request.listening(), self.reporter.bar("training", self.total_steps) as bar:
@@ -185,6 +188,17 @@ class Trainer:
                     raise Stopped(f"stopped after step {at.step} of {self.total_steps}")
         self._text(at.round)  # what `padding_share` is about, also where no step was left
         return at
+
+    def _require_space(self) -> None:
+        """Refuse to train what could not be saved: the checkpoints that are kept, one that is being
+        written, and the drafter."""
+        weights = sum(p.nbytes for p in self.module.parameters())
+        # AdamW's two moments, and the average.
+        kept = 3 if self.average else 2
+        trained = sum(p.nbytes for group in self.optimizer.param_groups for p in group["params"])
+        missing = max(KEEP + 1 - self.checkpoints.count(), 1)
+        needed = missing * (weights + kept * trained) + weights
+        require_space(self.checkpoints.parent, needed, "this stage's checkpoints and its drafter")
 
     @contextmanager
     def final_weights(self) -> Iterator[None]:

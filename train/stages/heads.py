@@ -17,6 +17,7 @@ from decode.calibrate_tree import TreeCalibration
 from decode.drafters import DRAFTERS, Drafter
 from decode.errors import UserError
 from decode.store import describe_drafter
+from decode.stored_tree import store_tree
 from decode.target import Target
 from distill.drift import Drift
 from distill.output import split_model
@@ -31,7 +32,7 @@ from train.clock import Clock
 from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.dev import DevConfig, DevSlice, Judging
-from train.head_tree import TreeConfig, calibrated_tree
+from train.head_tree import TreeConfig, calibrated_tree, require_tree
 from train.optimizer import OptimizerConfig
 from train.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
@@ -54,7 +55,8 @@ class HeadsConfig(TaughtConfig):
     frequent tokens of the text only. features: live, or a feature_cache stage's name, or the
     directory of one. remember_features: keep live ones in memory after their first use. dev:
     figures on a dev slice; `gamma` there is at most the number of heads. tree: calibrate a tree and
-    store it with the drafter; None: it drafts chains. chunk_tokens: how many tokens' logits exist
+    store it with the drafter, which is written before that; a target that cannot verify trees is
+    refused before the training. None: it drafts chains. chunk_tokens: how many tokens' logits exist
     at a time.
     """
 
@@ -141,9 +143,8 @@ class HeadsStage(TrainedStage):
     def plan(self, context: StageContext) -> Plan:
         settings: HeadsConfig = self.config
         target = context.target
-        self._require_dev(context)
         heads = build_heads(settings.heads, target, self._planned_vocabulary(context), "meta")
-        self._require_joint(heads)
+        self._require_ready(context, heads)
         begun = None if settings.start is None else context.plans[settings.start]
         trained = sum(p.numel() for p in heads.parameters())
         trained = trained if begun is None else begun.trained_parameters
@@ -170,7 +171,6 @@ class HeadsStage(TrainedStage):
         settings: HeadsConfig = self.config
         accelerator, target = context.accelerator, context.target
         device = accelerator.device
-        self._require_dev(context)
         split_model(target.model)  # refuses a target whose logits are more than a layer away
         samples, counts = fitting_samples(context, settings)
         vocabulary: Tensor | None = None
@@ -187,7 +187,7 @@ class HeadsStage(TrainedStage):
             start = describe_drafter(begun)["provenance"]
             heads = read_heads(begun, target)
             vocabulary = heads.vocabulary
-        self._require_joint(heads)
+        self._require_ready(context, heads)
         # Engines may take the module apart; this copy stays whole, on the CPU.
         whole = copy.deepcopy(heads)
         heads.to(device)
@@ -248,9 +248,6 @@ class HeadsStage(TrainedStage):
         if accelerator.is_main_process:
             if backbone is not None:
                 target, drift = backbone.save(weights, context.directory / "target")
-            if settings.tree is not None:
-                drafter = self._drafter(target, whole)
-                tree = calibrated_tree(settings.tree, context, target, drafter, whole)
             provenance = {
                 "stage": settings.name,
                 "run": context.run_name,
@@ -262,13 +259,9 @@ class HeadsStage(TrainedStage):
                 "original": drift and context.target.name,
             }
             path = context.directory / "drafter"
-            save_heads(
-                path,
-                whole,
-                target=target,
-                provenance=provenance,
-                tree=None if tree is None else tree.structure,
-            )
+            save_heads(path, whole, target=target, provenance=provenance)
+            # Only now: what was trained must not be lost to a tree that cannot be planned.
+            tree = self._tree(context, target, whole, path)
         summary = {
             "training": describe(trained),
             "samples": counts,
@@ -321,20 +314,36 @@ class HeadsStage(TrainedStage):
             )
         return torch.arange(size)
 
-    def _require_dev(self, context: StageContext) -> None:
+    def _require_ready(self, context: StageContext, heads: Heads) -> None:
+        """Whatever can end the stage, before its first step."""
         settings: HeadsConfig = self.config
-        if settings.tree is not None and "dev" not in context.examples:
-            raise UserError(
-                f"stage {settings.name} calibrates a tree, but data has no dev split; give one, or "
-                "leave tree out"
-            )
-
-    def _require_joint(self, heads: Heads) -> None:
+        if settings.tree is not None:
+            require_tree(settings.tree, context, settings.name, heads)
         if self.config.backbone is not None and heads.joint_weight is None:
             raise UserError(
                 f"stage {self.config.name}: heads of type {self.config.heads.type} are for a "
                 "target that stays as it is; leave backbone out"
             )
+
+    def _tree(
+        self, context: StageContext, target: Target, whole: Heads, path: Path
+    ) -> TreeCalibration | None:
+        """The tree that is stored with the drafter in `path`; None where it drafts chains."""
+        settings: HeadsConfig = self.config
+        if settings.tree is None:
+            return None
+        try:
+            tree = calibrated_tree(
+                settings.tree, context, target, self._drafter(target, whole), whole
+            )
+            if tree is not None:
+                store_tree(path, tree.structure, tree.to_dict())
+        except UserError as error:
+            raise UserError(
+                f"stage {settings.name}: no tree could be planned: {error} The drafter is trained "
+                f"and in {path}; start the run again to plan its tree without training again"
+            ) from error
+        return tree
 
     def _drafter(self, target: Target, whole: Heads) -> Drafter:
         """Of heads on the CPU, as it would be loaded."""

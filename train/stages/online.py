@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 
 from decode.drafters import Drafter
 from decode.errors import UserError
+from decode.kv import require_trees
+from decode.loop import require_prompts
 from decode.rules import RULES
 from decode.store import save_drafter
 from distill.cache import describe_teacher
@@ -17,6 +19,7 @@ from distill.losses import Terms
 from distill.online import OnlineStudent
 from distill.replay import bytes_per_draft, bytes_per_position
 from heads.online import require_learns
+from train.data.chat import prompt_tokens
 from train.data.read import Example
 from train.learners import Learning, heads_stage
 from train.online import Online, OnlineConfig
@@ -157,6 +160,11 @@ class OnlineStage(Stage):
                 f"  going on after {at.served} of {len(stream)} requests, version {at.version}"
             )
         student, drafter = self._learner(context, versions.path(at.version) if found else None)
+        target = context.target
+        prompts = [prompt_tokens(x, target.tokenizer, context.system) for x in stream]
+        require_prompts(prompts, target.max_positions, target.vocab_size)
+        if drafter.branches:
+            require_trees(target.model)
         online = self._online(context, student, drafter)
         serving = Serving(settings, context, stream, student, drafter, online, versions, at, number)
         if found is None:

@@ -1,0 +1,56 @@
+"""The cached model: one column's logits, and rows that leave."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode.features import FINAL
+from decode.kv import CachedLM
+from tests.test_trees import MORE, Deaf
+from tests.tiny import FAMILIES, VOCAB, tiny_model
+
+IDS = torch.randint(3, VOCAB, (4, 12), generator=torch.Generator().manual_seed(0))
+START = np.zeros(4, dtype=np.int64)
+COLUMNS = np.array([11, 3, 7, 3])
+
+
+def fed(lm: CachedLM, columns: np.ndarray | None = None) -> torch.Tensor:
+    lm.reset(4, 16)
+    with torch.inference_mode():
+        return lm.forward(IDS, START, columns=columns)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
+def test_one_column_is_what_all_columns_have_there(family: str, packed: bool) -> None:
+    """With what follows the output layer too: gemma2 caps its logits, softly."""
+    fields, attention = MORE.get(family, ({}, "sdpa"))
+    model = tiny_model(family, **fields)
+    model.set_attn_implementation(attention)
+    lm = CachedLM(model, pack=packed, taps=(0, FINAL))
+    whole = fed(lm)
+    states = {tap: x.clone() for tap, x in lm.features.items()}
+    layer = lm._runs.get_output_embeddings()
+    shapes: list[torch.Size] = []
+    hook = layer.register_forward_hook(lambda _, given, out: shapes.append(out.shape))
+    one = fed(lm, COLUMNS)
+    hook.remove()
+    assert shapes == [(4, 1, VOCAB)]
+    assert torch.equal(one[:, 0], whole[torch.arange(4), torch.as_tensor(COLUMNS)])
+    # Every fed token's hidden states are there, as before, and no hook stays.
+    assert all(torch.equal(lm.features[tap], x) for tap, x in states.items())
+    assert not layer._forward_pre_hooks
+    kept = torch.as_tensor(np.unique(COLUMNS))
+    if not packed:
+        with torch.inference_mode():
+            asked = model(input_ids=IDS, logits_to_keep=kept).logits
+        picked = np.searchsorted(kept.numpy(), COLUMNS)
+        assert torch.equal(one[:, 0], asked[torch.arange(4), torch.as_tensor(picked)])
+
+
+def test_without_an_output_layer_a_column_is_taken_of_all() -> None:
+    model = tiny_model("llama")
+    deaf: Any = Deaf(model)
+    assert torch.equal(fed(CachedLM(deaf), COLUMNS), fed(CachedLM(model, pack=False), COLUMNS))
