@@ -9,7 +9,7 @@ are those of the same kernels.
 import copy
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import psutil
 import torch
@@ -100,7 +100,9 @@ def prepare(model: PreTrainedModel) -> PreparedModel:
     if both run on the same kernels. It is made again for a model that was rebuilt in the meantime,
     as by an adapter or another output layer."""
     state = (
+        # The packed copy keeps the parameters alive, so that no other can get the id of one.
         tuple(id(parameter) for parameter in model.parameters()),
+        tuple(ref(module) for module in model.modules()),
         model.config._attn_implementation,
         _hooked(model),
     )
