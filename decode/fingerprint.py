@@ -75,20 +75,23 @@ def require_same_vocabulary(found: Fingerprint, expected: Fingerprint, what: str
 
     what: names the thing that `found` belongs to, for the message: 'the drafter in runs/x'.
     The tokenizers' ways of cutting text and their end-of-text ids may differ: neither changes what
-    an id stands for.
+    an id stands for. So may the rows of the output layers: models of one family pad the same
+    vocabulary to different sizes, and rows past the tokenizer's last id are no tokens.
     """
-    differences = []
-    if found.vocab_size != expected.vocab_size:
-        differences.append(f"{found.vocab_size} output rows, expected {expected.vocab_size}")
     if found.vocab_sha256 != expected.vocab_sha256:
-        hashes = (found.vocab_sha256[:12], expected.vocab_sha256[:12])
-        differences.append("token strings hash to {}…, expected {}…".format(*hashes))
-    if differences:
         raise UserError(
-            f"{what} has another vocabulary than the target: {'; '.join(differences)}. "
+            f"{what} has another vocabulary than the target: token strings hash to "
+            f"{found.vocab_sha256[:12]}… ({found.vocab_size} output rows), expected "
+            f"{expected.vocab_sha256[:12]}… ({expected.vocab_size}). "
             "Token ids would change their meaning between the two. Use parts made for the same "
             "target, or make this one again with the target in use."
         )
+
+
+def token_count(tokenizer: Any, rows: int) -> int:
+    """How many of the first `rows` output rows can stand for tokens: the tokenizer's highest id
+    and one. The rows after it are padding."""
+    return min(rows, max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
 def _vocab_sha256(tokenizer: Any) -> str:

@@ -122,7 +122,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         raise UserError(f"{error}{nearest(spec, DRAFTERS)}") from error
     own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
     require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
-    return SmallLMDrafter(loaded.model)
+    return SmallLMDrafter.of_target(loaded.model, target)
 
 
 def _kind(spec: str) -> str:
