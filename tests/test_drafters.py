@@ -219,7 +219,7 @@ def test_a_text_longer_than_the_drafters_context_is_read_from_its_last_part(
         append(contexts, [[9], [9], [9]])
         drafter.commit(contexts)
     assert drafter.drafts == 3 * 24
-    # Of 12 tokens 3 are drafted; half a context is left out at a time, and rows do so by themselves.
+    # Of 12 tokens 3 are drafted; half a context is left out at a time, in each row by itself.
     assert [b for b, _, _ in begins] == [0] * 2 + [6] * 6 + [12] * 6 + [18] * 6 + [24] * 4
     assert [b for _, b, _ in begins] == [0] * 9 + [6] * 6 + [12] * 6 + [18] * 3
     assert [b for _, _, b in begins][:2] == [36] * 2
