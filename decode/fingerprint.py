@@ -70,15 +70,20 @@ def fingerprint(tokenizer: Any, config: Any, generation_config: Any = None) -> F
     )
 
 
-def require_same_vocabulary(found: Fingerprint, expected: Fingerprint, what: str) -> None:
+def require_same_vocabulary(
+    found: Fingerprint, expected: Fingerprint, what: str, *, padding: bool = False
+) -> None:
     """Raises UserError unless token ids of `found` mean what they mean in `expected`.
 
     what: names the thing that `found` belongs to, for the message: 'the drafter in runs/x'.
     The tokenizers' ways of cutting text and their end-of-text ids may differ: neither changes what
     an id stands for.
+
+    padding: the output layers may have different numbers of rows. Models of one family pad the
+    same vocabulary to different sizes; rows past the tokenizer's last id are no tokens.
     """
     differences = []
-    if found.vocab_size != expected.vocab_size:
+    if found.vocab_size != expected.vocab_size and not padding:
         differences.append(f"{found.vocab_size} output rows, expected {expected.vocab_size}")
     if found.vocab_sha256 != expected.vocab_sha256:
         hashes = (found.vocab_sha256[:12], expected.vocab_sha256[:12])
@@ -89,6 +94,12 @@ def require_same_vocabulary(found: Fingerprint, expected: Fingerprint, what: str
             "Token ids would change their meaning between the two. Use parts made for the same "
             "target, or make this one again with the target in use."
         )
+
+
+def token_count(tokenizer: Any, rows: int) -> int:
+    """How many of the first `rows` output rows can stand for tokens: the tokenizer's highest id
+    and one. The rows after it are padding."""
+    return min(rows, max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
 def _vocab_sha256(tokenizer: Any) -> str:

@@ -1,6 +1,6 @@
 """What a tree's shape needs of a drafter: the logits after the text and after any node.
 
-Shapes: B rows, n nodes fed at once, m fed so far, V vocabulary, V' ≤ V draft vocabulary.
+Shapes: B rows, n nodes fed at once, m fed so far, V target vocabulary, V' ≤ V draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,9 @@ class Growth(ABC):
     A shape (`decode.shapes`) asks for `first`, draws tokens, feeds those that shall have children
     with `extend`, and so on. Fed nodes are numbered in the order they are fed.
 
-    vocabulary: int64 [V'], ascending, the token ids of the draft vocabulary's rows; None: all.
+    vocab_size: V. vocabulary: int64 [V'], ascending, the token ids of the draft vocabulary's rows;
+    None: row i is token i. Then V' may still be less than V: the drafter's output layer may be
+    padded to fewer rows than the target's.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class Growth(ABC):
     def whole(self, probs: Tensor) -> Tensor:
         """Probabilities over the draft vocabulary [..., V'] as q over the whole one [..., V]."""
         if self.vocabulary is None:
-            return probs
+            missing = self.vocab_size - probs.shape[-1]
+            return torch.nn.functional.pad(probs, (0, missing)) if missing else probs
         return probs.new_zeros(*probs.shape[:-1], self.vocab_size).index_copy_(
             -1, self.vocabulary, probs
         )
@@ -106,9 +109,13 @@ class Growth(ABC):
         else:
             on_path = self.fed.new_zeros(self.rows, 1, self.fed.shape[1], dtype=torch.bool)
         ids = tokens_before(self.contexts.tokens, self.contexts.lengths, self.fed, on_path)
-        if self.vocabulary is None:
+        size = logits.shape[-1]
+        if self.vocabulary is None and size == self.vocab_size:
             return penalise(logits, ids, penalty)
         # A token that the draft vocabulary lacks falls into a column that is cut off again.
-        place = torch.searchsorted(self.vocabulary, ids).clamp(max=len(self.vocabulary) - 1)
-        place = torch.where(self.vocabulary[place] == ids, place, len(self.vocabulary))
+        if self.vocabulary is None:
+            place = ids.clamp(max=size)
+        else:
+            place = torch.searchsorted(self.vocabulary, ids).clamp(max=size - 1)
+            place = torch.where(self.vocabulary[place] == ids, place, size)
         return penalise(torch.nn.functional.pad(logits, (0, 1)), place, penalty)[..., :-1]

@@ -318,7 +318,9 @@ class Decoder:
         if known is not None and known != self._vocab_size:
             raise UserError(
                 f"{type(self.drafter).__name__} has a vocabulary of {known} tokens and the target "
-                f"one of {self._vocab_size}; use a drafter made for this target"
+                f"one of {self._vocab_size}; use a drafter made for this target, or, where the "
+                "tokenizers are the same and only the padding differs, open the drafter by "
+                "its name (`open_drafter`)"
             )
 
     def _cut(

@@ -75,7 +75,8 @@ def describe_drafter(path: Path) -> dict[str, Any]:
 
 def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
     """A drafter from what a user names: `none`, `ngram`, `store`, a drafter directory, any smaller
-    causal LM of the same vocabulary (directory, GGUF file or hub id), or several of these with `+`
+    causal LM of the same tokenizer (directory, GGUF file or hub id), whose output layer may be
+    padded to another size than the target's, or several of these with `+`
     between them, such as `ngram+runs/x/drafter`, which are asked in that order, or with `++`, whose
     drafts become one tree. The untrained have options: `ngram:max_n=4`.
 
@@ -103,7 +104,12 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if (path / DRAFTER_FILE).exists():
         description = describe_drafter(path)
         made_for = Fingerprint.from_dict(description["target"]["fingerprint"])
-        require_same_vocabulary(made_for, target.fingerprint, f"the target of drafter {spec}")
+        require_same_vocabulary(
+            made_for,
+            target.fingerprint,
+            f"the target of drafter {spec}",
+            padding=description["kind"] == "small_lm",
+        )
         try:
             loader = DRAFTERS[description["kind"]]
         except UserError as error:
@@ -121,8 +127,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     except UserError as error:
         raise UserError(f"{error}{nearest(spec, DRAFTERS)}") from error
     own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
-    require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
-    return SmallLMDrafter(loaded.model)
+    require_same_vocabulary(own, target.fingerprint, f"drafter {spec}", padding=True)
+    return SmallLMDrafter.of_target(loaded.model, target)
 
 
 def _kind(spec: str) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from decode import gguf_file
 from decode.embedded import EMBEDDED, EmbeddedModel
 from decode.errors import UserError, nearest
-from decode.fingerprint import Fingerprint, fingerprint
+from decode.fingerprint import Fingerprint, fingerprint, token_count
 from decode.pretrained import (
     LoadOptions,
     from_pretrained,
@@ -61,6 +62,12 @@ class Target:
     def vocab_size(self) -> int:
         """Rows of the output layer; the tokenizer may know fewer tokens."""
         return self.fingerprint.vocab_size
+
+    @cached_property
+    def token_count(self) -> int:
+        """Ids that the tokenizer knows, at most `vocab_size`; the output rows after them are
+        padding. Drafters never draft those, and learn nothing of them."""
+        return token_count(self.tokenizer, self.vocab_size)
 
     @property
     def max_positions(self) -> int:

@@ -82,7 +82,7 @@ class SpeculativeGenerator:
         if isinstance(drafter, str):
             drafter = open_drafter(drafter, _target(model, tokenizer))
         elif not isinstance(drafter, Drafter):
-            drafter = SmallLMDrafter(drafter)
+            drafter = _of_model(drafter, _target(model, tokenizer))
         if shape is not None:
             made = SHAPES.make(shape, depth=gamma) if isinstance(shape, str) else shape
             drafter = drafter.with_shape(made)
@@ -236,6 +236,18 @@ def _is_one(prompts: Any) -> bool:
     return isinstance(prompts, str) or (
         len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)
     )
+
+
+def _of_model(model: PreTrainedModel, target: Target) -> SmallLMDrafter:
+    """Raises UserError for a model of another size: it has no tokenizer to compare."""
+    own: int = model.config.get_text_config().vocab_size
+    if own != target.vocab_size:
+        raise UserError(
+            f"the drafter {type(model).__name__} has a vocabulary of {own} tokens and the target "
+            f"one of {target.vocab_size}. If their tokenizers are the same and only the padding "
+            "differs, give the drafter by its name or directory, so that they can be compared"
+        )
+    return SmallLMDrafter.of_target(model, target)
 
 
 def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -18,9 +18,9 @@ class Agreement:
     """Means over the predicted tokens of a text.
 
     expected_acceptance: Σ min(p, q) = 1 − TV at temperature 1, p over the whole vocabulary, so what
-    a reduced draft vocabulary cannot draft counts as lost. top1: how often both likeliest tokens
-    are the same, which is acceptance for greedy decoding. lost_mass: of p, outside the draft
-    vocabulary.
+    a reduced draft vocabulary cannot draft counts as lost, and so does padding. top1: how often
+    both likeliest tokens are the same, which is acceptance for greedy decoding. lost_mass: of p,
+    outside the draft vocabulary.
     """
 
     expected_acceptance: float
@@ -47,14 +47,15 @@ def agreement_sums(
     """float64 [4]: acceptance, top-1 matches, lost mass and number of n tokens, summed.
 
     hidden [n, H], weight [d, H] and bias [d] of the drafter. teacher(slice) gives the target's
-    logits over its whole vocabulary. vocabulary: int64 [d], the tokens of a reduced output layer.
+    logits over its whole vocabulary. vocabulary: int64 [d], the tokens of a reduced output layer;
+    None: row i is token i.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=hidden.device)
     for begin in range(0, len(hidden), chunk):
         part = slice(begin, begin + chunk)
         q = F.linear(hidden[part], weight, bias).float().softmax(-1)
         p = teacher(part).logits.float().softmax(-1)
-        known = p if vocabulary is None else p[:, vocabulary]
+        known = p[:, : q.shape[1]] if vocabulary is None else p[:, vocabulary]
         guess = q.argmax(-1)
         if vocabulary is not None:
             guess = vocabulary[guess]

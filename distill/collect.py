@@ -45,7 +45,7 @@ class Collector:
     recorded whole, as what the drafter is judged on must not be its failures alone; 0: none.
     Distributions are the target's at temperature 1 before all processors, its k likeliest tokens
     and the tail; over the draft `vocabulary`, int64 [V'] ascending, renormalised, where one is
-    given. k ≥ V keeps all of them.
+    given, else over the first `vocab_size` rows, as others are padding. k ≥ V keeps all of them.
 
     taps: of heads on the target, the hidden states that they read: then recorded are only places
     that a head drafted for, with its number and what it read there. The head d of a draft after L
@@ -71,6 +71,7 @@ class Collector:
         seed: int = 0,
     ) -> None:
         self.vocabulary, self.taps = vocabulary, tuple(taps)
+        self.vocab_size = vocab_size
         self.k = min(k, vocab_size if vocabulary is None else len(vocabulary))
         self._ids = np.uint16 if vocab_size <= 1 << 16 else np.int32
         self.accepted, self.holdout_every, self.seed = accepted, holdout_every, seed
@@ -169,8 +170,8 @@ class Collector:
         for begin in range(0, len(rows), CHUNK):
             part = slice(begin, begin + CHUNK)
             logits = raw[which[part], places[part]]
-            if self.vocabulary is not None:
-                logits = logits[:, self.vocabulary]
+            kept = slice(self.vocab_size) if self.vocabulary is None else self.vocabulary
+            logits = logits[:, kept]
             few = top_k(logits, self.k)
             found.append(
                 (

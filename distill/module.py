@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,7 +20,9 @@ class Distillation(nn.Module):
     The output layer is used inside `forward`, not outside of it: engines that shard weights
     (FSDP, ZeRO) have them whole only there.
 
-    vocabulary: int64 [n], the token ids of a reduced output layer (`distill.vocabulary`).
+    vocabulary: int64 [n], the token ids of a reduced output layer (`distill.vocabulary`). tokens:
+    how many ids are tokens; the student's output rows after them are padding. They get no gradient,
+    and its probabilities are renormalised over the others, as the teacher's must be.
     """
 
     def __init__(
@@ -29,12 +32,14 @@ class Distillation(nn.Module):
         *,
         chunk: int = 256,
         vocabulary: Tensor | None = None,
+        tokens: int | None = None,
     ) -> None:
         super().__init__()
         split_model(student)  # refuses a model whose logits are more than a linear layer away
         self.student = student
-        size = student.config.get_text_config().vocab_size
-        rows = None if vocabulary is None else positions(vocabulary, size)
+        self.known: int = student.config.get_text_config().vocab_size
+        self.tokens = min(self.known, tokens or self.known)
+        rows = None if vocabulary is None else positions(vocabulary, self.known)
         self.register_buffer("label_rows", rows, persistent=False)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         self.terms = terms
@@ -56,30 +61,38 @@ class Distillation(nn.Module):
         agreement_with: the target over its whole vocabulary. The second value is then
         `agreement_sums`, and there is no loss (0).
         """
+        labels = input_ids[:, 1:]
+        # A target with more rows may say what the student has no embedding for.
+        input_ids = input_ids.clamp(max=self.known - 1)
         hidden = self.student.base_model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
         predicted = loss_mask[:, 1:]
         hidden = hidden[:, :-1][predicted]
         output = self.student.get_output_embeddings()
+        weight, bias = output.weight, output.bias
+        ids = self.vocabulary
+        if not isinstance(ids, Tensor) and self.tokens < self.known:
+            weight = weight[: self.tokens]
+            bias = None if bias is None else bias[: self.tokens]
         if agreement_with is not None:
-            ids = self.vocabulary
             return hidden.new_zeros(()), agreement_sums(
                 hidden,
-                output.weight,
-                output.bias,
+                weight,
+                bias,
                 agreement_with,
                 ids if isinstance(ids, Tensor) else None,
                 chunk=self.chunk,
             )
-        labels = input_ids[:, 1:][predicted]
+        labels = labels[predicted]
+        labels = torch.where(labels < self.tokens, labels, -100)
         rows = self.label_rows
         if isinstance(rows, Tensor):
-            labels = rows[labels]
+            labels = torch.where(labels < 0, labels, rows[labels.clamp(min=0)])
         return chunked_loss(
             hidden,
-            output.weight,
-            output.bias,
+            weight,
+            bias,
             teacher,
             labels,
             self.terms,

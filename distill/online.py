@@ -99,6 +99,7 @@ class SmallLMStudent(OnlineStudent):
 
     vocabulary: what its output layer was reduced to. max_length: of a text, in tokens; None: as far
     as the model sees. tokenizer: is stored with it, and names the padding; None: `pad_id` does.
+    tokens: of `Distillation`, as many as the records' distributions are over.
     Raises UserError for a model that `distill.output` refuses.
     """
 
@@ -113,15 +114,17 @@ class SmallLMStudent(OnlineStudent):
         max_length: int | None = None,
         tokenizer: Any = None,
         pad_id: int = 0,
+        tokens: int | None = None,
         chunk: int = 256,
     ) -> None:
         self.model, self.terms, self.vocabulary = model.eval(), terms, vocabulary
         ids = None if vocabulary is None else vocabulary.ids.to(model.device)
         self.ids, self.tokenizer = ids, tokenizer
         self.pad_id = pad_id if tokenizer is None else tokenizer.pad_token_id or 0
-        self.module = Distillation(model, terms, chunk=chunk, vocabulary=ids)
+        sizes: Any = {"chunk": chunk, "vocabulary": ids, "tokens": tokens}
+        self.module = Distillation(model, terms, **sizes)
         judged = Terms({"total_variation": 1.0})
-        self._judge = Distillation(model, judged, chunk=chunk, vocabulary=ids)
+        self._judge = Distillation(model, judged, **sizes)
         config = model.config.get_text_config()
         limits = [
             getattr(config, "max_position_embeddings", None),

@@ -31,7 +31,8 @@ class LiveTeacher:
     same samples cost no forward and still see the target's whole distribution.
 
     vocabulary: int64 [n], the draft vocabulary. The logits are then those of its tokens only, and
-    their softmax is the target's distribution p renormalised over it.
+    their softmax is the target's distribution p renormalised over it. tokens: where there is none,
+    how many ids are tokens; the logits are those of the first so many rows, without the padding.
 
     timed(): a context that its work is done in, so that somebody can time it.
     """
@@ -42,15 +43,20 @@ class LiveTeacher:
         *,
         remember: bool = False,
         vocabulary: Tensor | None = None,
+        tokens: int | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.target = target
         self._timed = timed
         output = target.output
-        self._weight: Tensor = output.weight if vocabulary is None else output.weight[vocabulary]
+        self._weight: Tensor = output.weight
         self._bias: Tensor | None = output.bias
-        if vocabulary is not None and output.bias is not None:
-            self._bias = output.bias[vocabulary]
+        rows: Tensor | slice | None = vocabulary
+        if rows is None and tokens is not None and tokens < len(self._weight):
+            rows = slice(tokens)
+        if rows is not None:
+            self._weight = self._weight[rows]
+            self._bias = None if self._bias is None else self._bias[rows]
         self._kept: dict[str, Tensor] | None = {} if remember else None
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from heads.cache import CachedFeatures
 class CachedStatesTeacher(LiveTeacher):
     """A `LiveTeacher` whose target is run no further than its output layer.
 
-    states: holds the tap `FINAL`. vocabulary, timed: as of `LiveTeacher`.
+    states: holds the tap `FINAL`. vocabulary, tokens, timed: as of `LiveTeacher`.
     """
 
     def __init__(
@@ -23,9 +23,10 @@ class CachedStatesTeacher(LiveTeacher):
         states: CachedFeatures,
         *,
         vocabulary: Tensor | None = None,
+        tokens: int | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        super().__init__(target, vocabulary=vocabulary, timed=timed)
+        super().__init__(target, vocabulary=vocabulary, tokens=tokens, timed=timed)
         self._states = states
 
     def hidden(

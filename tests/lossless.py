@@ -200,7 +200,7 @@ class Pairs(Shape):
             drawn = self._pair(probs, noise, 2 * nodes)
             tokens.append(drawn)
             parents.append(layer.repeat_interleave(2, dim=1))
-            q.append(probs)
+            q.append(growth.whole(probs))
             layer = nodes + torch.arange(drawn.shape[1]).expand(growth.rows, -1)
             nodes += drawn.shape[1]
             if depth + 1 < limits.deepest:

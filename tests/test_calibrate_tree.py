@@ -31,7 +31,7 @@ from heads.base import HeadOptions
 from heads.features import LiveFeatures
 from heads.store import new_heads, save_heads
 from heads.training import HeadTraining
-from tests.tiny import save_tiny, tiny_tokenizer
+from tests.tiny import save_tiny, tiny_target, tiny_tokenizer
 from train.cli import app
 from train.data.chat import prompt_tokens
 from train.data.read import read_examples
@@ -327,6 +327,13 @@ def test_without_a_place_for_it_the_tree_goes_into_a_file(base: Path, drafters: 
         base, base / "target", drafters / "e.json", "--shape", f"static:file={out}"
     )
     assert figures["drafts"] == "tree of 3 nodes, 3 deep"  # it is the target itself: a chain is all
+
+
+def test_a_target_without_trees_is_refused_before_anything_is_measured() -> None:
+    target, said = tiny_target("bloom"), []
+    with pytest.raises(UserError, match="does not honour 4-D attention masks"):
+        calibrate_tree(target, SmallLMDrafter(target.model), [[5, 6]], progress=said.append)
+    assert not said
 
 
 def test_what_cannot_be_calibrated_is_refused(base: Path, drafters: Path) -> None:

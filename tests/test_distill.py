@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from decode.errors import UserError
 from decode.vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
+from distill.cache import top_k
 from distill.losses import Terms
 from distill.module import Distillation
 from distill.output import split_model
@@ -15,7 +16,7 @@ from distill.signal import Whole
 from distill.student import student_from_config, student_from_layers
 from distill.teacher import LiveTeacher
 from distill.vocabulary import coverage, most_frequent, positions
-from tests.tiny import FAMILIES, tiny_llama, tiny_model
+from tests.tiny import FAMILIES, padded, tiny_llama, tiny_model
 
 ALL_TERMS = Terms({"forward_kl": 0.7, "cross_entropy": 0.3})
 
@@ -163,6 +164,44 @@ def test_reduced_distillation_is_over_the_renormalised_target():
     module = Distillation(student, ALL_TERMS, vocabulary=ids)
     _, parts = module(**batch, teacher=teacher.signal(**batch, ids=["a"]))
     torch.testing.assert_close(parts, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("target_rows", "rows"), [(300, 320), (320, 300), (310, 285)])
+def test_distillation_leaves_padding_out(target_rows, rows):
+    """Losses, top-k outcomes and agreement are over the 280 tokens that both know, renormalised."""
+    both = tiny_model("llama", vocab=280, layers=1)
+    target = padded(tiny_model("llama", vocab=280), target_rows)
+    student = padded(both, rows)
+    batch = batch_of([(4, 6)])
+    batch["input_ids"] = batch["input_ids"] % 280
+    batch["input_ids"][0, 5] = target_rows - 1  # said by the target, padding to the student
+    seen = batch["input_ids"].clamp(max=rows - 1)
+    whole = student(seen).logits[0, 3:9].double()[:, :280]
+    against = target(batch["input_ids"]).logits[0, 3:9].double()
+    labels = batch["input_ids"][0, 4:10].clone()
+    labels[1] = -100
+    expected = ALL_TERMS.values(whole, Whole(against[:, :280]), labels).sum(-1)
+    split = split_model(target)
+    signal = LiveTeacher(split, tokens=280).signal(**batch, ids=["a"])
+    module = Distillation(student, ALL_TERMS, tokens=280)
+    loss, parts = module(**batch, teacher=signal)
+    torch.testing.assert_close(parts, expected, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    assert student.get_output_embeddings().weight.grad[:280].abs().sum(-1).min() > 0
+
+    few = Terms({"forward_kl": 1.0})
+    kept = top_k(against[:, :280].float(), 9)
+    found = Distillation(student, few, tokens=280)(**batch, teacher=kept.__getitem__)
+    torch.testing.assert_close(
+        found[1], few.values(whole, kept, labels).sum(-1), rtol=1e-4, atol=1e-5
+    )
+
+    whole_word = LiveTeacher(split).signal(**batch, ids=["a"])
+    p = against.softmax(-1)
+    sums = module(**batch, agreement_with=whole_word)[1]
+    both_say = torch.minimum(p[:, :280], whole.softmax(-1)).sum()
+    assert sums[0].item() == pytest.approx(both_say.item(), rel=1e-5)
+    assert sums[2].item() == pytest.approx(p[:, 280:].sum().item(), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("tie", [True, False])

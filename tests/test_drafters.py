@@ -18,11 +18,12 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.store import NgramStore, StoreDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.rules import RULES
 from decode.sampling import Noise, Sampling, draw
 from decode.shapes import SHAPES
 from tests import lossless
 from tests.test_loop import RandomTrees
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import FAMILIES, padded, tiny_model
 
 GREEDY = Sampling()
 model = functools.cache(tiny_model)
@@ -135,27 +136,29 @@ def test_bad_ngram_sizes_are_refused(sizes: tuple[int, int]) -> None:
 
 
 class Recording(SmallLMDrafter):
-    """Checks each draft against one from scratch, by a plain forward over the row's whole text."""
+    """Checks each draft against one from scratch, by a plain forward over what it reads of the
+    row's text."""
 
     drafts = 0
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         draft = super().draft(contexts, limits, sampling, noise)
         for row, tokens in enumerate(drafted(draft)):
-            text = contexts.tokens[row, : contexts.lengths[row]].tolist()
+            text = contexts.tokens[row, self._begin[row] : contexts.lengths[row]].tolist()
             if not tokens:
                 continue
             with torch.inference_mode():
                 ids = torch.tensor([text + tokens[:-1]])
-                logits = self.lm.model(ids).logits[0, len(text) - 1 :]
+                logits = self.lm.model(ids).logits[0, len(text) - 1 :, : self.tokens]
             if sampling.greedy:
                 assert tokens == logits.argmax(-1).tolist()
             else:
                 assert draft.q is not None
                 # The same sums in float32, in another order.
-                torch.testing.assert_close(
-                    draft.q[row, : len(tokens)], sampling.probs(logits), rtol=1e-3, atol=1e-5
-                )
+                q = draft.q[row, : len(tokens)]
+                expected = torch.zeros_like(q)
+                expected[:, : self.tokens] = sampling.probs(logits)
+                torch.testing.assert_close(q, expected, rtol=1e-3, atol=1e-5)
             self.drafts += 1
         return draft
 
@@ -196,29 +199,57 @@ def test_what_a_drafter_lacks_after_full_acceptance() -> None:
     assert drafter.drafts == 9
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
 @pytest.mark.parametrize("limit", ["positions", "window"])
-def test_a_full_context_of_the_drafter_drafts_nothing(limit: str) -> None:
+def test_a_text_longer_than_the_drafters_context_is_read_from_its_last_part(
+    limit: str, sampling: Sampling, caplog: pytest.LogCaptureFixture
+) -> None:
     shape = {"max_positions": 12} if limit == "positions" else {"sliding_window": 12}
-    small: Any = tiny_model("mistral", layers=1, seed=7, **shape)
-    drafter = Recording(small)
-    contexts = contexts_of([[5] * 8, [7]])
+    drafter = Recording(tiny_model("mistral", layers=1, seed=7, **shape))
+    fed: list[int] = []
+    drafter.lm.forward = _counting(drafter.lm.forward, fed)  # type: ignore[method-assign]
+    contexts = contexts_of([[5] * 8, [7], [9, 8] * 20])
     drafter.start(contexts)
-    sizes = []
-    for _ in range(14):
-        draft = drafter.draft(contexts, limits_of(contexts, 3), GREEDY, noise_for(2))
-        sizes.append(draft.sizes.tolist())
-        append(contexts, [[9], [9]])
+    noise, begins = noise_for(3), []
+    for _ in range(24):
+        noise.next_round()
+        draft = drafter.draft(contexts, limits_of(contexts, 3), sampling, noise)
+        assert draft.sizes.tolist() == [3, 3, 3]
+        begins.append(drafter._begin.tolist())
+        append(contexts, [[9], [9], [9]])
         drafter.commit(contexts)
-    assert [row for row, _ in sizes] == [3, 3, 2, 1] + [0] * 10
-    assert [row for _, row in sizes] == [3] * 9 + [2, 1, 0, 0, 0]
+    assert drafter.drafts == 3 * 24
+    # Of 12 tokens 3 are drafted; half a context is left out at a time, in each row by itself.
+    assert [b for b, _, _ in begins] == [0] * 2 + [6] * 6 + [12] * 6 + [18] * 6 + [24] * 4
+    assert [b for _, b, _ in begins] == [0] * 9 + [6] * 6 + [12] * 6 + [18] * 3
+    assert [b for _, _, b in begins][:2] == [36] * 2
+    # Two tokens of a draft, and the text: what a row begins with is fed again once in 6 tokens.
+    assert sum(fed) < 24 * (2 + 1) + 40
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "has a context of 12 tokens and a text is longer" in caplog.text
 
-    # Prompts that never fit, beside one that does.
-    prompts = [[5] * 40, [7]]
-    whole = model("llama")
-    run = Decoder(whole, SmallLMDrafter(small), gamma=3).decode(prompts, 24)
-    plain = Decoder(whole, DRAFTERS["none"]()).decode(prompts, 24)
-    assert run.outputs == plain.outputs
-    assert 0 < run.counts.drafted.sum() < 3 * 12
+
+def _counting(forward: Callable[..., Any], fed: list[int]) -> Callable[..., Any]:
+    def counted(ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+        fed.append(ids.shape[1])
+        return forward(ids, *args, **options)
+
+    return counted
+
+
+@pytest.mark.parametrize("name", ["chain", "static:widths=[2,1,2]", "dynamic:width=2,nodes=6"])
+def test_greedy_text_is_plain_decodings_when_it_outgrows_the_drafter(name: str) -> None:
+    """Prompts that never fit beside one that does, with chains and trees; and as deep a draft as
+    the context lets there be."""
+    small = tiny_model("llama", seed=7, layers=1, max_positions=12)
+    prompts = [[5] * 40, [7], [5, 17, 250] * 4]
+    plain = Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24)
+    for gamma in (3, 11, 13):
+        drafter = SmallLMDrafter(small, shape=SHAPES.make(name))
+        found = Decoder(model("llama"), drafter, gamma=gamma).decode(prompts, 24)
+        assert found.outputs == plain.outputs
+        # Each step drafted, but for the last ones, which leave no room.
+        assert found.counts.drafted[0] >= found.counts.steps - 3
 
 
 def test_a_row_that_did_not_draft_is_fed_later_what_it_lacks() -> None:
@@ -521,6 +552,69 @@ def test_a_drafter_of_another_vocabulary_is_refused() -> None:
             Decoder(model("llama"), drafter)
 
 
+SIZES = [(300, 320), (320, 300), (300, 280)]  # rows of the target and of the drafter
+
+
+def pair(target_rows: int, rows: int) -> tuple[Any, Any]:
+    """A target and a drafter near it, of one tokenizer with 270 tokens."""
+    both = tiny_model("llama", vocab=270, seed=5)
+    return padded(both, target_rows, std=0.5), padded(both, rows)
+
+
+@pytest.mark.parametrize("name", ["chain", "chains:chains=2", "dynamic:width=2,nodes=6"])
+@pytest.mark.parametrize(("target_rows", "rows"), SIZES)
+def test_one_vocabulary_padded_to_other_sizes(target_rows: int, rows: int, name: str) -> None:
+    """Greedy text is plain decoding's. The target says some ids that no tokenizer has, and that the
+    drafter has no embedding for."""
+    target, small = pair(target_rows, rows)
+    prompts = [[5, 17, 250, 9, 42], [7], [30] * 9]
+    plain = Decoder(target, DRAFTERS["none"]()).decode(prompts, 24)
+    drafter = SmallLMDrafter(
+        small, shape=SHAPES.make(name, depth=3), vocab_size=target_rows, tokens=270
+    )
+    sampling = Sampling(repetition_penalty=1.2)
+    for how in (GREEDY, sampling):
+        found = Decoder(target, drafter, gamma=3, sampling=how).decode(prompts, 24)
+        expected = Decoder(target, DRAFTERS["none"](), sampling=how).decode(prompts, 24)
+        assert found.outputs == expected.outputs
+        assert max(max(output) for output in found.outputs) >= 270
+        assert found.counts.accepted.sum() > 0
+    if name == "chain":
+        looked = CompositeDrafter([NgramDrafter(1, 2), drafter])
+        assert Decoder(target, looked, gamma=3).decode(prompts, 24).outputs == plain.outputs
+
+
+@pytest.mark.parametrize(("target_rows", "rows"), SIZES)
+def test_padding_is_never_drafted_and_q_is_honest(target_rows: int, rows: int) -> None:
+    _, small = pair(target_rows, rows)
+    padding = SmallLMDrafter(small, vocab_size=target_rows, tokens=270)
+    assert mismatches(padding, SAMPLINGS[1], rows=500, gamma=4, vocab=270) == (0, 4000)
+    padding = Recording(small, vocab_size=target_rows, tokens=270)
+    contexts = contexts_of([[5, 6, 7], [8, 9]])
+    padding.start(contexts)
+    draft = padding.draft(contexts, limits_of(contexts, 3), Sampling(1.0), noise_for(2))
+    assert draft.q is not None
+    assert draft.q.shape == (2, 3, target_rows)
+    assert draft.q[..., :270].min() > 0
+    assert draft.q[..., 270:].max() == 0
+    # The rows that are left out would have been drafted.
+    probs = small(torch.tensor([[5, 6, 7]])).logits.softmax(-1)
+    assert probs[..., 270:].sum(-1).max() > 0.1
+
+
+def test_a_row_with_a_token_that_the_drafter_lacks_drafts_nothing() -> None:
+    _, small = pair(320, 280)
+    drafter = Recording(small, vocab_size=320, tokens=270)
+    contexts = contexts_of([[5, 6, 7], [8, 9, 10, 11], [275, 9]])
+    drafter.start(contexts)
+    for number, expected in enumerate([[2, 2, 2], [2, 0, 2], [2, 0, 2]]):
+        draft = drafter.draft(contexts, limits_of(contexts, 2), GREEDY, noise_for(3))
+        assert draft.sizes.tolist() == expected
+        append(contexts, [[20], [300 if number == 0 else 20], [275]])
+        drafter.commit(contexts)
+    assert drafter.drafts == 7
+
+
 @pytest.mark.parametrize("name", ["trees", "same"])
 def test_drafts_deeper_than_the_room_that_is_left(name: str) -> None:
     """Cut to what each row has, in the target's positions and in the drafter's."""
@@ -572,13 +666,33 @@ def test_texts_have_the_targets_distribution(which: str) -> None:
     assert (run.counts.reached.sum() - run.counts.accepted.sum()) / run.counts.steps >= 0.15
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["chain", "pairs"])
+def test_texts_have_the_distribution_of_a_target_with_other_padding(shape: str) -> None:
+    """The target says three tokens that the drafter never drafts, two of which it has never met."""
+    small = padded(lossless.model(0.2), 14)
+    drafter = SmallLMDrafter(
+        small,
+        shape=lossless.Pairs("independent") if shape == "pairs" else None,
+        vocab_size=lossless.VOCAB,
+        tokens=13,
+    )
+    rule = RULES["multi_round" if shape == "pairs" else "speculative"]()
+    found, counts = lossless.decode(drafter, rule, rows=150_000)
+    assert found.passes, found
+    assert found.df > 100
+    assert (counts.reached.sum() - counts.accepted.sum()) / counts.steps >= 0.15
+
+
 # --- promise 20: q is honest ----------------------------------------------------------------------
 
 
-def mismatches(drafter: Drafter, sampling: Sampling, rows: int, gamma: int) -> tuple[int, int]:
+def mismatches(
+    drafter: Drafter, sampling: Sampling, rows: int, gamma: int, vocab: int = 300
+) -> tuple[int, int]:
     """Draws that the declared q, with the same uniforms, would not have given; and how many."""
     random = np.random.default_rng(0)
-    contexts = contexts_of(random.integers(3, 300, (rows, 4)).tolist())
+    contexts = contexts_of(random.integers(3, vocab, (rows, 4)).tolist())
     wrong = total = 0
     drafter.start(contexts)
     noise = noise_for(rows)
@@ -591,7 +705,7 @@ def mismatches(drafter: Drafter, sampling: Sampling, rows: int, gamma: int) -> t
             wrong += int(((again != draft.tokens) & draft.valid()).sum())
             assert draft.q.dtype == torch.float32
         total += int(draft.sizes.sum())
-        append(contexts, [[token] for token in random.integers(3, 300, rows).tolist()])
+        append(contexts, [[token] for token in random.integers(3, vocab, rows).tolist()])
         drafter.commit(contexts)
     return wrong, total
 

@@ -26,7 +26,7 @@ from tests.stages import (
     run_stage,
     stage_context,
 )
-from tests.tiny import tiny_target
+from tests.tiny import padded, tiny_target
 from tests.training import Killed, assert_equal, scramble
 from train.data.chat import Sample, prompt_tokens
 from train.on_policy import OnPolicyConfig, OnPolicyText
@@ -196,6 +196,15 @@ def test_a_reduced_vocabulary_says_its_own_tokens_only_and_in_its_own_shares(con
         for token in answer(sample):
             assert token == ids[model(torch.tensor([tokens])).logits[0, -1].argmax()]
             tokens = [*tokens, token]
+
+
+def test_padding_is_never_written(context, target):
+    """The target may have no embedding for it."""
+    student = Student(replace(target, model=padded(target.model, 340)))
+    bare, _ = student.trainable.plain({})
+    assert bare(torch.arange(3, 9)[None]).logits.argmax(-1).max() >= 300
+    samples = text_of(context, student, fraction=1.0).round(0, student.weights)
+    assert max(token for sample in own(samples) for token in sample.tokens) < 300
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,6 +1,7 @@
 """Drafters as directories: what is saved comes back, and what does not fit is refused by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.store import StoreDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.shapes import SHAPES
 from decode.store import DRAFTER_FILE, describe_drafter, open_drafter, save_drafter
 from decode.target import Target
+from decode.text import SpeculativeGenerator
 from decode.vocabulary import reduce_output, save_with_vocabulary
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
 
@@ -134,14 +137,32 @@ def test_a_plain_model_directory_is_a_drafter(tmp_path: Path, target: Target) ->
 def test_a_drafter_for_another_vocabulary_is_refused(
     saved: Path, tmp_path: Path, target: Target
 ) -> None:
-    wider = tiny_target(vocab=310)
+    other = replace(target, fingerprint=replace(target.fingerprint, vocab_sha256="0" * 64))
     with pytest.raises(UserError, match=r"the target of drafter .*small.* another vocabulary") as e:
-        open_drafter(str(saved), wider)
+        open_drafter(str(saved), other)
     # What the drafter was made for is found, what is in use is expected.
-    assert "300 output rows, expected 310" in str(e.value)
-    path = save_tiny(tmp_path / "hf", vocab=310, **DRAFTER)
-    with pytest.raises(UserError, match=r"drafter .*hf has .*310 output rows, expected 300"):
-        open_drafter(str(path), target)
+    assert "expected 000000000000…" in str(e.value)
+    path = save_tiny(tmp_path / "hf", **DRAFTER)
+    with pytest.raises(UserError, match=r"drafter .*hf has another vocabulary .*expected 00000000"):
+        open_drafter(str(path), other)
+
+
+@pytest.mark.parametrize("rows", [310, 320])
+def test_a_drafter_may_be_padded_to_another_size(saved: Path, tmp_path: Path, rows: int) -> None:
+    """As a directory of ours, made for a target of another size, and as a plain model."""
+    target = tiny_target(vocab=315)
+    plain = Decoder(target.model, NoDrafter()).decode(PROMPTS, 16)
+    for path in (saved, save_tiny(tmp_path / "hf", vocab=rows, **DRAFTER)):
+        drafter = open_drafter(str(path), target)
+        assert isinstance(drafter, SmallLMDrafter)
+        assert (drafter.vocab_size, drafter.tokens) == (315, 300)
+        drafter = drafter.with_shape(SHAPES.make("static:widths=[2,1]"))
+        run = Decoder(target.model, drafter).decode(PROMPTS, 16)
+        assert run.outputs == plain.outputs
+        assert run.counts.drafted.sum() > 0
+    # A model as such has no tokenizer to compare.
+    with pytest.raises(UserError, match=r"vocabulary of 300 tokens .*give the drafter by its name"):
+        SpeculativeGenerator(target.model, target.tokenizer, tiny_model("llama", layers=1))
 
 
 def test_a_permuted_vocabulary_is_refused(tmp_path: Path, target: Target) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,19 @@ def test_padding_and_truncation_are_no_part_of_the_fingerprint() -> None:
     assert fingerprint(used, config) == fingerprint(tiny_tokenizer(), config)
 
 
-def test_other_row_count_is_another_vocabulary() -> None:
-    expected = tiny_target().fingerprint
-    found = tiny_target(vocab=VOCAB + 20).fingerprint
+def test_padding_is_no_part_of_the_vocabulary() -> None:
+    """Models of one family pad it to different sizes; where that matters it is refused, and another
+    tokenizer always is."""
+    whole, wide, narrow = tiny_target(), tiny_target(vocab=VOCAB + 20), tiny_target(vocab=VOCAB - 5)
+    expected = whole.fingerprint
+    for found in (wide, narrow):
+        require_same_vocabulary(found.fingerprint, expected, "the drafter", padding=True)
+    assert [x.token_count for x in (whole, wide, narrow)] == [VOCAB, VOCAB, VOCAB - 5]
     with pytest.raises(UserError, match="320 output rows, expected 300"):
-        require_same_vocabulary(found, expected, "the drafter")
+        require_same_vocabulary(wide.fingerprint, expected, "the drafter")
+    other = replace(wide.fingerprint, vocab_sha256="0" * 64)
+    with pytest.raises(UserError, match=r"the drafter has another vocabulary .*token strings hash"):
+        require_same_vocabulary(other, expected, "the drafter", padding=True)
 
 
 @pytest.mark.parametrize("fields", [{}, {"vocab_size": 3}, {"eos_token_ids": 2}])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from decode.artifact import CorruptArtifact
 from decode.errors import UserError
@@ -26,7 +27,7 @@ from distill.parts import text_sha256
 from distill.signal import TopK, Whole
 from distill.teacher import LiveTeacher
 from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_context
-from tests.tiny import tiny_target
+from tests.tiny import padded, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 from tests.training import Killed, assert_equal
 from train.data.batches import collate
 from train.samples import read_samples
@@ -334,6 +335,40 @@ def test_a_drafter_learns_from_the_cache_what_it_does_from_the_target(context, m
     if size:
         ids = drafter_weights(cached)["draft_vocabulary.safetensors ids"]
         assert torch.equal(ids, drafter_weights(live)["draft_vocabulary.safetensors ids"])
+
+
+@pytest.mark.parametrize("rows", [307, 330])
+def test_a_drafter_padded_to_another_size_learns_the_same(tmp_path, rows):
+    """A drafter of 300 tokens learns from a target of 320 rows, live and from its cache. Its
+    padding has large logits, which neither change the loss nor learn."""
+    context = stage_context(tmp_path, tiny_target(vocab=320))
+    model = tiny_model("llama", layers=1, seed=3, tie=False)
+    curves, weights = [], []
+    make_cache(context, k=300)
+    for size in (300, rows):
+        path = tmp_path / f"rows-{size}"
+        padded(model, size).save_pretrained(path)
+        tiny_tokenizer().save_pretrained(path)
+        for teacher in ("live", "cache") if size != 300 else ("live",):
+            name = f"{teacher}-{size}"
+            start = {"drafter": {"model": str(path)}, "teacher": teacher}
+            stage = make_stage("distill", name, cache_stage(), **(DRAFTER | start))
+            found = run_stage(context, stage)
+            curves.append([row["loss"] for row in found.summary["training"]["history"]])
+            weights.append(drafter_weights(found)["model.safetensors lm_head.weight"])
+            begun = load_file(path / "model.safetensors")["lm_head.weight"]
+            torch.testing.assert_close(weights[-1][300:], begun[300:])
+            assert not torch.equal(weights[-1][:300], begun[:300])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+    assert curves[2] == pytest.approx(curves[0], rel=0.01)
+    torch.testing.assert_close(weights[1][:300], weights[0], rtol=1e-3, atol=1e-4)
+
+
+def test_a_drafter_with_too_few_rows_is_refused_before_training(tmp_path):
+    context = stage_context(tmp_path, tiny_target(vocab=320))
+    path = str(save_tiny(tmp_path / "few", vocab=299))
+    with pytest.raises(UserError, match="299 output rows and its tokenizer knows 300 tokens"):
+        distill(context, drafter={"model": path})
 
 
 def test_a_directory_serves_as_well_and_in_a_later_run(context):

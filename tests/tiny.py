@@ -4,6 +4,7 @@ The weights are random but far from flat, so that next-token distributions have 
 greedy decoding never ties, and text depends on all of its prefix.
 """
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,19 @@ def loud_model(
             gain = 0.2 if own in ("q_proj", "k_proj") else 1.5 if own in _READERS else 2.0
             weight.sub_((weight @ carried)[:, None] * carried / hidden).mul_(gain * size)
     return model
+
+
+def padded(model: Any, rows: int, std: float = 2.0) -> Any:
+    """A copy with so many rows in its embeddings and output layer. Those that are added have this
+    standard deviation; where it is large, a model that may say them often does."""
+    other = copy.deepcopy(model)
+    before = other.config.vocab_size
+    other.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rows)
+        for layer in (other.get_input_embeddings(), other.get_output_embeddings()):
+            layer.weight[before:].normal_(std=std)
+    return other
 
 
 def tiny_llama(**shape: Any) -> Any:

@@ -85,6 +85,7 @@ class Learning:
             vocabulary,
             max_length=self.max_length,
             tokenizer=target.tokenizer,
+            tokens=target.token_count,
             chunk=self.chunk,
         )
-        return student, SmallLMDrafter(served, ids)
+        return student, SmallLMDrafter.of_target(served, target, ids)

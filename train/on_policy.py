@@ -97,6 +97,7 @@ class OnPolicyText:
         model, vocabulary = self.student.plain(weights("student."))
         if vocabulary is not None:
             _restore_vocabulary(model, vocabulary.ids)
+        _mask_padding(model, self.context.target.token_count)
         model.to(accelerator.device, self.context.target.dtype)
         mine = [
             (
@@ -176,6 +177,17 @@ def _restore_vocabulary(model: PreTrainedModel, ids: torch.Tensor) -> None:
         whole.weight[ids.cpu()] = reduced.weight
         whole.bias[ids.cpu()] = 0.0 if reduced.bias is None else reduced.bias
     model.set_output_embeddings(whole.requires_grad_(False))
+
+
+def _mask_padding(model: PreTrainedModel, tokens: int) -> None:
+    """Output rows from `tokens` on are no tokens: the target may have no embedding for them."""
+    output = model.get_output_embeddings()
+    if len(output.weight) <= tokens:
+        return
+    bias = output.weight.new_zeros(len(output.weight)) if output.bias is None else output.bias
+    bias = bias.detach().clone()
+    bias[tokens:] = -torch.inf
+    output.bias = nn.Parameter(bias, requires_grad=False)
 
 
 def _store(path: Path, samples: Sequence[Sample]) -> None:

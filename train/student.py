@@ -9,6 +9,7 @@ from pydantic import model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.errors import UserError
 from decode.fingerprint import fingerprint, require_same_vocabulary
 from decode.store import describe_drafter
 from decode.target import load_model_and_tokenizer
@@ -32,9 +33,10 @@ LOST_MASS_SAMPLES = 16
 class StudentConfig(Strict):
     """Where the drafter starts; exactly one of these.
 
-    layers: a subset of the target's layers. model: an existing smaller model of the same
-    vocabulary (hub id, directory, GGUF file). config: changes to the target's config, for random
-    weights. stage: the drafter of an earlier distill or online stage.
+    layers: a subset of the target's layers. model: an existing smaller model of the same tokenizer
+    (hub id, directory, GGUF file); its output layer may be padded to another size. config: changes
+    to the target's config, for random weights. stage: the drafter of an earlier distill or online
+    stage.
     """
 
     layers: list[int] | None = None
@@ -64,8 +66,8 @@ def make_student(
 ) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
     """The model to train, float32 on the CPU, and the reduced draft vocabulary it comes with.
 
-    Raises UserError for layers the target lacks, a model of another
-    vocabulary, and a damaged drafter.
+    Raises UserError for layers the target lacks, a model of another vocabulary or with too few
+    output rows for it, and a damaged drafter.
     """
     target = context.target
     if start.layers is not None:
@@ -78,7 +80,13 @@ def make_student(
         describe_drafter(Path(spec))
     loaded = load_model_and_tokenizer(spec, dtype="float32", device="cpu")
     own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
-    require_same_vocabulary(own, target.fingerprint, f"drafter {spec}")
+    require_same_vocabulary(own, target.fingerprint, f"drafter {spec}", padding=True)
+    if own.vocab_size < target.token_count:
+        raise UserError(
+            f"drafter {spec} has {own.vocab_size} output rows and its tokenizer knows "
+            f"{target.token_count} tokens, so it has no row for some that it is to learn; resize "
+            "it first (transformers: resize_token_embeddings)"
+        )
     return loaded.model.train(), load_vocabulary(Path(spec), loaded.model)
 
 

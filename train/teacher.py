@@ -76,18 +76,24 @@ def teacher_of(
     cache: Cache | None,
     vocabulary: Tensor | None,
     *,
+    tokens: int,
     remember: bool,
     clock: Clock,
 ) -> TeacherSource:
-    """vocabulary: int64 [n], the draft vocabulary; None: all tokens. remember: keep what the live
-    target said after its first use. clock: is told of its work, as `teacher`."""
+    """vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first so many
+    rows. remember: keep what the live target said after its first use. clock: is told of its work,
+    as `teacher`."""
     if isinstance(cache, CachedTeacher):
         return cache
     model = split_model(target)
     if cache is not None:
         return CachedStatesTeacher(
-            model, cache, vocabulary=vocabulary, timed=lambda: clock("teacher")
+            model, cache, vocabulary=vocabulary, tokens=tokens, timed=lambda: clock("teacher")
         )
     return LiveTeacher(
-        model, remember=remember, vocabulary=vocabulary, timed=lambda: clock("teacher")
+        model,
+        remember=remember,
+        vocabulary=vocabulary,
+        tokens=tokens,
+        timed=lambda: clock("teacher"),
     )

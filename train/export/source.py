@@ -112,7 +112,7 @@ def load_small_lm(path: Path, target: Target) -> SmallLMDrafter:
     """A model directory or GGUF file as a drafter, in the target's dtype and on its device."""
     dtype = str(target.dtype).removeprefix("torch.")
     loaded = load_model_and_tokenizer(str(path), dtype=dtype, device=str(target.device))
-    return SmallLMDrafter(loaded.model)
+    return SmallLMDrafter.of_target(loaded.model, target)
 
 
 def is_reduced(path: Path) -> bool:

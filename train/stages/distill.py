@@ -202,12 +202,18 @@ class DistillStage(TrainedStage):
         device = context.accelerator.device
         model.to(device)
         ids = None if vocabulary is None else vocabulary.ids.to(device)
+        tokens = context.target.token_count
         clock = Clock(device)
         with TargetModel(context, shard=settings.shard_teacher) as target:
             teacher: TeacherSource | None = None
             if settings.terms.needs_teacher:
                 teacher = teacher_of(
-                    target, cache, ids, remember=settings.remember_teacher, clock=clock
+                    target,
+                    cache,
+                    ids,
+                    tokens=tokens,
+                    remember=settings.remember_teacher,
+                    clock=clock,
                 )
 
             def step(
@@ -227,7 +233,11 @@ class DistillStage(TrainedStage):
                 Task(
                     settings.name,
                     Distillation(
-                        model, settings.terms, chunk=settings.chunk_tokens, vocabulary=ids
+                        model,
+                        settings.terms,
+                        chunk=settings.chunk_tokens,
+                        vocabulary=ids,
+                        tokens=tokens,
                     ),
                     step,
                     settings.terms.names,
@@ -331,7 +341,7 @@ class DistillStage(TrainedStage):
             model, vocabulary = student.plain(weights)
             model.to(context.target.device, context.target.dtype)
             ids = None if vocabulary is None else vocabulary.ids.to(context.target.device)
-            return context.target, SmallLMDrafter(model, ids)
+            return context.target, SmallLMDrafter.of_target(model, context.target, ids)
 
         judging = Judging(sums, lambda x: asdict(Agreement.from_sums(x)), "student.", decoded)
         return DevSlice(settings, context, self.config.name, judging)

@@ -278,7 +278,7 @@ class OnlineStage(Stage):
             student,
             settings.learning,
             describe_teacher(target, k=settings.learning.k, temperature=1.0, vocabulary=ids),
-            vocab_size=target.vocab_size,
+            vocab_size=target.token_count,
             vocabulary=ids,
             eos_token_ids=target.eos_token_ids,
             directory=context.directory / f"rank-{accelerator.process_index}",
@@ -304,7 +304,7 @@ class OnlineStage(Stage):
         found = {
             "buffer_bytes": online.buffer.nbytes,
             "buffered_positions": online.buffer.positions,
-            "bytes_per_position": bytes_per_position(online.collector.k, target.vocab_size),
+            "bytes_per_position": bytes_per_position(online.collector.k, target.token_count),
         }
         if student.heads:
             found["bytes_per_position"] += 1

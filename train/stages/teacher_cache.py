@@ -90,7 +90,7 @@ class TeacherCacheStage(Stage):
             target, k=settings.k, temperature=settings.temperature, vocabulary=vocabulary
         )
         ids = None if vocabulary is None else vocabulary.to(target.device)
-        teacher = LiveTeacher(split_model(target.model), vocabulary=ids)
+        teacher = LiveTeacher(split_model(target.model), vocabulary=ids, tokens=target.token_count)
 
         def write(number: int, part: Sequence[Sample], names: list[tuple[str, str]]) -> int:
             signals = self._score(context, teacher, part)
@@ -141,4 +141,4 @@ class TeacherCacheStage(Stage):
         return [signal for signal in found if signal is not None]
 
     def _vocabulary_size(self, context: StageContext) -> int:
-        return self.config.draft_vocabulary or context.target.vocab_size
+        return self.config.draft_vocabulary or context.target.token_count
