@@ -3,7 +3,7 @@
 from typing import Any
 
 from train.report.rows import bare, is_baseline, labels
-from train.report.words import Row, moved, number, percent
+from train.report.words import Row, disturbed, moved, number, percent
 
 
 def headline(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -48,6 +48,9 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
             f"Plain decoding runs at {generate['value']:.2f}× the speed of generate(), so the "
             "speed-up over it is too high; read the one over generate() instead."
         )
+    for name, other in [(label, row), *([against] if against else [])]:
+        if found := disturbed(other["evaluation"]):
+            warnings.append(f"The speed of {name} is not reliable: {found}.")
     if row["stage"].endswith(" (start)"):
         warnings.append("The best row is a drafter before its training: training did not help.")
     return {
