@@ -25,9 +25,6 @@ Method = Literal["calibrated", "sequoia"]
 Progress = Callable[[str], None]  # what is done next
 MOST_NODES = 64
 WIDE = 3  # nodes on each level of the tree that drafting is timed with
-# A larger tree must promise at least this share more speed, however exact the costs are: costs
-# drift by so much between two runs.
-WORTH = 0.02
 
 
 class NothingAccepted(UserError):
@@ -161,7 +158,7 @@ def calibrate_tree(
     costs = measure_costs(
         decoder, [shortest], most=deepest, widest=widest, trees=True, repeats=CAREFUL
     )
-    tolerance = max(WORTH, 2 * costs.noise)
+    tolerance = costs.noise
     if method == "sequoia":
         best, plan = (
             plan_tree(
@@ -206,8 +203,11 @@ def calibrate_tree(
 
 
 def _sizes(costs: Costs, most: int) -> list[int]:
-    """Numbers of nodes, at most `most`, whose pass was timed. Between them costs are guessed, and
-    sizes that are near each other differ by less than what two runs agree in."""
+    """Numbers of nodes, at most `most`, whose pass was timed: 1, 2, 4, …, and `most` itself.
+
+    Sizes between them would differ by less than two runs on one machine do, which would then
+    choose different trees; they would save about 1%.
+    """
     return sorted({min(width - 1, most) for width in costs.widths if width > 1} | {most})
 
 

@@ -103,8 +103,9 @@ def _noise(halves: Sequence[np.ndarray]) -> float:
     return float(np.sqrt(np.mean(apart**2)))
 
 
-# Wider passes cost by the token, and a line goes on from here.
-_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# The last committed token, and 1, 2, 4, … drafted ones: trees of so many nodes are compared. Wider
+# passes cost by the token, and a line goes on from here.
+_WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65, 129)
 
 
 def _fitting(sizes: Sequence[int], room: int) -> list[int]:

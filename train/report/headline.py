@@ -49,8 +49,8 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
             "speed-up over it is too high; read the one over generate() instead."
         )
     for name, other in [(label, row), *([against] if against else [])]:
-        if found := disturbed(other["evaluation"]):
-            warnings.append(f"The speed of {name} is not reliable: {found}.")
+        if told := disturbed(other["evaluation"]):
+            warnings.append(f"The speed of {name} is not reliable: {told}.")
     if row["stage"].endswith(" (start)"):
         warnings.append("The best row is a drafter before its training: training did not help.")
     return {
