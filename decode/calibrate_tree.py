@@ -8,14 +8,15 @@ from decode.costs import Costs
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.kv import require_trees
-from decode.measure_costs import measure_costs
+from decode.measure_costs import CAREFUL, measure_costs
 from decode.measure_tree import Acceptance, measure_acceptance, probe, require_shaped
+from decode.others import busy
 from decode.sampling import Sampling
 from decode.settings import DecodeSettings
 from decode.shapes import Shape
 from decode.shapes.calibrated import grow_greedily
 from decode.shapes.chain import Chain
-from decode.shapes.sequoia import Plan, plan_tree
+from decode.shapes.sequoia import Plan, plan_tree, smallest_within
 from decode.shapes.static import FixedTree
 from decode.shapes.structure import Structure
 from decode.stats import Counts
@@ -36,8 +37,9 @@ class TreeCalibration:
     """A tree and what it was chosen by.
 
     plan: with the tokens per step and the cost per token that the acceptance and the costs
-    promise. tree_tokens, chain_tokens: tokens per step that the loop really emitted on the same
-    prompts, with the tree, and with chains as deep.
+    promise. best: the one with the least cost per token; `plan` is the smallest whose cost is at
+    most `tolerance` (a share) above that. tree_tokens, chain_tokens: tokens per step that the loop
+    really emitted on the same prompts, with the tree, and with chains as deep.
     """
 
     method: Method
@@ -48,6 +50,8 @@ class TreeCalibration:
     chain_tokens: float
     prompts: int
     temperature: float
+    best: Plan
+    tolerance: float
 
     @property
     def structure(self) -> Structure:
@@ -62,7 +66,20 @@ class TreeCalibration:
             f"these prompts (promised: {self.plan.tokens_per_step:.2f}; chains {tree.depth} deep: "
             f"{self.chain_tokens:.2f}); at the measured costs {speed:.2f} times plain decoding"
         )
-        return found if speed > 1 else f"{found}: drafting does not pay on this machine"
+        if self.best.structure != tree:
+            found += (
+                f" (a tree of {len(self.best.structure)} nodes promises "
+                f"{1 / self.best.cost_per_token:.2f}; a difference of less than "
+                f"{self.tolerance:.1%} is not more than noise, so the smaller tree is taken)"
+            )
+        if speed <= 1:
+            found += ": drafting does not pay on this machine"
+        if busy(self.costs.others):
+            found += (
+                f". Other processes took {self.costs.others:.0%} of the processor while the costs "
+                "were measured: calibrate again on a machine that has nothing else to do"
+            )
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values: everything but the paths, which the tree's file has."""
@@ -72,6 +89,9 @@ class TreeCalibration:
             "depth": self.structure.depth,
             "promised_tokens_per_step": self.plan.tokens_per_step,
             "promised_cost_per_token": self.plan.cost_per_token,
+            "least_cost_per_token": self.best.cost_per_token,
+            "nodes_at_least_cost": len(self.best.structure),
+            "tolerance": self.tolerance,
             "tokens_per_step": self.tree_tokens,
             "chain_tokens_per_step": self.chain_tokens,
             "prompts": self.prompts,
@@ -101,7 +121,9 @@ def calibrate_tree(
     method: `calibrated` grows it by the acceptance of each rank at each depth (2401.10774, section
     2.3.3), to `nodes` nodes, or where None to as many as are cheapest per token at the measured
     costs. `sequoia` plans by the acceptance of each rank, at all depths together, and the costs
-    (2402.12374, section 3.1), at most `nodes` (None: 64).
+    (2402.12374, section 3.1), at most `nodes` (None: 64). Where the number of nodes is chosen by
+    costs, trees of as many nodes as passes were timed for are compared, and of those whose cost per
+    token differs by no more than noise the smallest is taken.
 
     Raises UserError for a drafter without a shape, a target that cannot verify trees, no prompts,
     an unknown method, where no draft was right, and as `measure_costs` and `Decoder` do.
@@ -135,19 +157,27 @@ def calibrate_tree(
     decoder, _ = settings.decoder(target, drafter.with_shape(usual))
     widest = (nodes or MOST_NODES) + 1
     shortest = min(prompts, key=len)
-    costs = measure_costs(decoder, [shortest], most=deepest, widest=widest, trees=True)
+    costs = measure_costs(
+        decoder, [shortest], most=deepest, widest=widest, trees=True, repeats=CAREFUL
+    )
+    tolerance = costs.noise
     if method == "sequoia":
-        plan = plan_tree(
-            found.by_rank(),
-            nodes=nodes or MOST_NODES,
-            depth=deepest,
-            draft_cost=costs.c,
-            verify_costs=list(zip(costs.widths, costs.v, strict=True)),
+        best, plan = (
+            plan_tree(
+                found.by_rank(),
+                nodes=nodes or MOST_NODES,
+                depth=deepest,
+                draft_cost=costs.c,
+                verify_costs=list(zip(costs.widths, costs.v, strict=True)),
+                sizes=_sizes(costs, nodes or MOST_NODES),
+                tolerance=share,
+            )
+            for share in (0.0, tolerance)
         )
     elif nodes is not None:
-        plan = _plan(found.table(), grow_greedily(found.table(), nodes), costs)
+        plan = best = _plan(found.table(), grow_greedily(found.table(), nodes), costs)
     else:
-        plan = cheapest(found.table(), costs)
+        best, plan = (cheapest(found.table(), costs, tolerance=x) for x in (0.0, tolerance))
 
     def tokens(what: str, shape: Shape) -> float:
         progress(what)
@@ -169,19 +199,36 @@ def calibrate_tree(
         tokens("chains", Chain()),
         len(prompts),
         sampling.temperature,
+        best,
+        tolerance,
     )
 
 
-def cheapest(table: Sequence[Sequence[float]], costs: Costs, most: int = MOST_NODES) -> Plan:
-    """Of the trees of 1 … `most` nodes that `grow_greedily` makes of a table of acceptance [D, K]
-    the one whose tokens cost least; of equal ones the smallest.
+def _sizes(costs: Costs, most: int) -> list[int]:
+    """Numbers of nodes, at most `most`, whose pass was timed: 1, 2, 4, …, and `most` itself.
+
+    Sizes between them would differ by less than two runs on one machine do, which would then
+    choose different trees; they would save about 1%.
+    """
+    return sorted({min(width - 1, most) for width in costs.widths if width > 1} | {most})
+
+
+def cheapest(
+    table: Sequence[Sequence[float]],
+    costs: Costs,
+    most: int = MOST_NODES,
+    tolerance: float = 0.0,
+) -> Plan:
+    """Of the trees that `grow_greedily` makes of a table of acceptance [D, K], with at most `most`
+    nodes and as many as passes were timed for, the smallest whose tokens cost at most `tolerance`
+    (a share) more than the cheapest ones'.
 
     >>> costs = Costs(0.05, 1, 0.1, (1, 2, 3, 4), (1.0, 1.0, 1.0, 2.0))
     >>> cheapest([[0.5, 0.3], [0.4, 0.2]], costs).structure.paths
     [(0,), (1,)]
     """
-    plans = [_plan(table, grow_greedily(table, nodes), costs) for nodes in range(1, most + 1)]
-    return min(plans, key=lambda plan: plan.cost_per_token)
+    plans = [_plan(table, grow_greedily(table, nodes), costs) for nodes in _sizes(costs, most)]
+    return plans[smallest_within([plan.cost_per_token for plan in plans], tolerance)]
 
 
 def _plan(table: Sequence[Sequence[float]], tree: Structure, costs: Costs) -> Plan:

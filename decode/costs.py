@@ -13,8 +13,11 @@ import numpy as np
 class Costs:
     """Measured costs of one target with one drafter.
 
-    step_s: seconds of a plain decoding step of `rows` rows. c: a draft step, in plain steps.
-    widths, v: verifying widths[i] tokens per row costs v[i] plain steps; v at width 1 is 1.
+    step_s: seconds of a plain decoding step of `rows` rows. c: a draft step, in plain steps,
+    without the drafter's pass over the prompt. widths, v: verifying widths[i] tokens per row costs
+    v[i] plain steps; v at width 1 is 1. noise: the relative standard error of the cost of a draft
+    and its verification, estimated from two halves of the measurement; 0 where it is not known.
+    others: the share of the processor that other processes took meanwhile (`decode.others`).
 
     >>> costs = Costs(0.05, 1, 0.1, (1, 2, 4), (1.0, 1.1, 1.3))
     >>> costs.verify([3, 8]).round(2).tolist()
@@ -26,6 +29,8 @@ class Costs:
     c: float
     widths: tuple[int, ...]
     v: tuple[float, ...]
+    noise: float = 0.0
+    others: float | None = None
 
     def verify(self, width: Sequence[int] | np.ndarray | int) -> np.ndarray:
         """float64, as `width`: v there; between measured widths, and beyond, on a line."""
@@ -38,6 +43,8 @@ class Costs:
             "rows": self.rows,
             "c": self.c,
             "v": {str(n): cost for n, cost in zip(self.widths, self.v, strict=True)},
+            "noise": self.noise,
+            "others_share": self.others,
         }
 
 

@@ -4,7 +4,7 @@ Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,7 +142,6 @@ class Decoder:
         self._require_same_vocabulary()
         self.eos = np.array(sorted(eos_token_ids), dtype=np.int64)
 
-    @torch.inference_mode()
     def decode(
         self,
         prompts: Sequence[Sequence[int]],
@@ -162,6 +161,38 @@ class Decoder:
         Raises UserError for no prompts, an empty prompt, one that leaves no room to answer or has
         ids that are no tokens, and for logits that are NaN or that processors mask throughout.
         """
+        passes = self.decoding(
+            prompts,
+            max_new_tokens,
+            seed=seed,
+            row_ids=row_ids,
+            on_tokens=on_tokens,
+            on_step=on_step,
+        )
+        while True:
+            try:
+                next(passes)
+            except StopIteration as end:
+                done: Decoded = end.value
+                return done
+
+    @torch.inference_mode()
+    def decoding(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        seed: int = 0,
+        row_ids: Sequence[int] | None = None,
+        on_tokens: OnTokens | None = None,
+        on_step: Callable[[TraceStep], None] | None = None,
+    ) -> Generator[int, None, Decoded]:
+        """`decode`, pass by pass: yields after the prefill and after each verification pass that is
+        not the last, and returns what `decode` returns.
+
+        What is yielded is how many tokens all rows have emitted so far. Time between two passes is
+        not counted. A decoder, and its drafter, can be in the middle of one decode only.
+        """
         ends = self._ends(prompts, max_new_tokens)
         clock = _Clock(self.lm.device)
         rows = np.arange(len(prompts))  # which prompt each row still decoding answers
@@ -180,15 +211,18 @@ class Decoder:
         first = np.full(len(rows), block.shape[1])
         emitted, ended = self._cut(rows, block, first, ends - contexts.lengths)
         self._append(contexts, block, emitted)
+        clock.mark("prefill")
         self.drafter.start(contexts)
         read: Features | None = None
         if self.drafter.taps and fed.any():
             read = Features(self.lm.features, fed)
             self.drafter.read(read)
         self.policy.start(len(rows))
-        clock.mark("prefill")
+        clock.mark("draft_prefill")
+        said, has_drafted = 0, False
 
         while True:
+            said += int(emitted.sum())
             for place, row in enumerate(rows):
                 new = block[place, : emitted[place]].tolist()
                 outputs[row] += new
@@ -203,6 +237,8 @@ class Decoder:
                 if read is not None and self.observers:
                     read = read.keep_rows(going)
             clock.mark("overhead")
+            yield said
+            clock.resume()
 
             noise.next_round(contexts.lengths)
             left = ends - contexts.lengths
@@ -211,6 +247,11 @@ class Decoder:
             depths = np.minimum(self.policy.depths(), left - 1)
             draft = Draft.none(len(rows), device)
             if depths.any():
+                if not has_drafted:
+                    # Not before: a policy may decode a whole text without a draft.
+                    self.drafter.prefill(contexts)
+                    clock.mark("draft_prefill")
+                    has_drafted = True
                 stops = self.policy.stops if self.policy.watches else None
                 limits = Limits(depths, stops)
                 draft = self.drafter.draft(contexts, limits, self.draft_sampling, noise).to(device)
@@ -362,6 +403,10 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self.timing = Timing()
         self._device = device
+        self._last = time.perf_counter()
+
+    def resume(self) -> None:
+        """What has passed since the last mark is charged to nothing."""
         self._last = time.perf_counter()
 
     def mark(self, part: str) -> float:

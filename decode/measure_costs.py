@@ -15,14 +15,17 @@ from decode.draft import Draft
 from decode.drafters import Contexts, Drafter, Limits
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.others import OtherProcesses
 from decode.policies import Policy
 from decode.rules import RULES, Rule
 from decode.sampling import Noise, Sampling
 from decode.stats import Step
 
-# Each width and each depth is timed so often, and the quickest two decide: what slows a pass down
-# is something else on the machine.
+# Each width and each depth is timed so often, in turns. The quickest third decides: what slows
+# a pass down is something else on the machine.
 REPEATS = 4
+# Where something is chosen by the costs that is kept, such as a tree.
+CAREFUL = 12
 
 
 def measure_costs(
@@ -32,14 +35,15 @@ def measure_costs(
     most: int = 8,
     widest: int = 16,
     trees: bool = False,
+    repeats: int = REPEATS,
 ) -> Costs:
     """Costs for the rows of `prompts` (token ids) decoded together, by running the decoder's own
     loop: v from passes of up to `widest` tokens, c from drafts of up to `most` steps. trees: the
     passes are over trees, which cost a mask and a walk more than chains.
 
-    Takes `REPEATS` + 1 decodes, each with one pass per width. Where the target's context is too
-    short for the widest passes beside the prompts they are left out; raises UserError where not
-    even a pass of 2 tokens fits.
+    Takes twice `repeats` + 1 decodes: each has one pass per width, or one draft per depth. Where
+    the target's context is too short for the widest passes beside the prompts they are left out;
+    raises UserError where not even a pass of 2 tokens fits.
     """
     room = decoder.lm.max_positions - max(map(len, prompts)) - 1
     widths = _fitting(sorted({min(n, widest) for n in _WIDTHS}), room)
@@ -49,25 +53,59 @@ def measure_costs(
             f"measuring costs needs a few tokens of context beside the prompt, and the target's "
             f"{decoder.lm.max_positions} leave {room}; give a shorter prompt"
         )
-    passes = _run(decoder, prompts, _Filler(trees), RULES["exact"](), [n - 1 for n in widths])
-    seconds = [
-        _quick([step.verify_s + step.overhead_s for step in passes if step.width == n])
-        for n in widths
-    ]
-    # The first draft of a text feeds the drafter the prompt as well.
-    drafts = _run(decoder, prompts, decoder.drafter, decoder.rule, [1, *depths], skip=1)
-    taken = [step.draft_s / step.depth for step in drafts if step.depth]
+    filler, exact = _Filler(trees), RULES["exact"]()
+    verifying = _Turns([n - 1 for n in widths])
+    # A text's first draft is cold, and is left out.
+    drafting = _Turns([1, *depths])
+    watch = OtherProcesses()
+    passes: list[list[Step]] = []
+    drafts: list[list[Step]] = []
+    # By turns, so that what else happens on the machine slows both kinds of passes down.
+    for _ in range(1 + repeats):
+        passes.append(_steps(decoder, prompts, filler, exact, verifying))
+        drafts.append(_steps(decoder, prompts, decoder.drafter, decoder.rule, drafting)[1:])
+    passes, drafts = passes[1:], drafts[1:]  # the first of each warms up
+    step_s, c, v = _estimate(passes, drafts, widths)
+    halves = [_estimate(passes[half::2], drafts[half::2], widths)[1:] for half in (0, 1)]
     return Costs(
-        seconds[0],
+        step_s,
         len(prompts),
-        _quick(taken) / seconds[0] if taken else 0.0,
+        c,
         tuple(widths),
-        tuple(float(x) for x in np.maximum.accumulate(np.array(seconds) / seconds[0])),
+        tuple(v.tolist()),
+        _noise([most * c + v for c, v in halves]) if repeats > 1 else 0.0,
+        watch.share(),
     )
 
 
-# Wider passes cost by the token, and a line goes on from here.
-_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+def _estimate(
+    passes: Sequence[Sequence[Step]], drafts: Sequence[Sequence[Step]], widths: Sequence[int]
+) -> tuple[float, float, np.ndarray]:
+    """Seconds of a plain step, c, and v by width, float64 [W], of several decodes' steps."""
+    seconds = np.array(
+        [
+            _quick([s.verify_s + s.overhead_s for run in passes for s in run if s.width == n])
+            for n in widths
+        ]
+    )
+    # The quickest at each depth: of all together they would be those of one depth.
+    depths = sorted({step.depth for run in drafts for step in run if step.depth})
+    taken = [_quick([s.draft_s / n for run in drafts for s in run if s.depth == n]) for n in depths]
+    c = float(np.mean(taken)) / seconds[0] if taken else 0.0
+    return float(seconds[0]), c, np.maximum.accumulate(seconds / seconds[0])
+
+
+def _noise(halves: Sequence[np.ndarray]) -> float:
+    """The relative standard error of the mean of two measurements, float64 [W] each: the root mean
+    square over the W places."""
+    one, other = halves
+    apart = (one - other) / (one + other)
+    return float(np.sqrt(np.mean(apart**2)))
+
+
+# The last committed token, and 1, 2, 4, … drafted ones: trees of so many nodes are compared. Wider
+# passes cost by the token, and a line goes on from here.
+_WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65, 129)
 
 
 def _fitting(sizes: Sequence[int], room: int) -> list[int]:
@@ -77,31 +115,24 @@ def _fitting(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def _quick(seconds: Sequence[float]) -> float:
-    return float(np.mean(sorted(seconds)[:2])) if len(seconds) else float("nan")
+    return float(np.mean(sorted(seconds)[: -(-len(seconds) // 3)]))
 
 
-def _run(
+def _steps(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     drafter: Drafter,
     rule: Rule,
-    depths: Sequence[int],
-    *,
-    skip: int = 0,
+    turns: "_Turns",
 ) -> list[Step]:
-    """Steps of decodes whose drafts are as deep as `depths` says, one after the other, without the
-    first `skip` of each; `REPEATS` decodes, after one that warms up."""
-    turns = _Turns(depths)
+    """The steps of one decode with drafts as deep as `turns` says."""
     other = copy.copy(decoder)
     other.drafter, other.rule, other.policy = drafter, rule, turns
     other.eos = np.zeros(0, dtype=np.int64)
-    steps: list[Step] = []
-    for warm in (False, *[True] * REPEATS):
-        with contextlib.suppress(_Enough):
-            # Each pass may emit all that was drafted, and then a token more.
-            other.decode(prompts, sum(depths) + len(depths) + 2)
-        steps += turns.steps[skip:] if warm else []
-    return steps
+    with contextlib.suppress(_Enough):
+        # Each pass may emit all that was drafted, and then a token more.
+        other.decode(prompts, sum(turns.turns) + len(turns.turns) + 2)
+    return turns.steps
 
 
 class _Enough(Exception):

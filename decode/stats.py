@@ -105,6 +105,8 @@ def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 class Timing:
     """Seconds of wall time, for all rows of a batch together.
 
+    prefill: the target's pass over the prompts. draft_prefill: the same for the drafter; it starts
+    and reads the prompts before its first draft (and what followed them, if that draft comes late).
     verify is the target's forward; overhead is the rule and all bookkeeping outside of forwards.
     """
 
@@ -112,6 +114,7 @@ class Timing:
     draft: float = 0.0
     verify: float = 0.0
     overhead: float = 0.0
+    draft_prefill: float = 0.0
     steps: int = 0  # verification passes
     draft_depth: int = 0  # how deep each pass's draft was, summed: the number of draft steps
     width: int = 0  # tokens each pass was fed per row, summed
@@ -124,11 +127,21 @@ class Timing:
 
     @property
     def total(self) -> float:
-        return self.prefill + self.draft + self.verify + self.overhead
+        return self.prefilling + self.stepping
+
+    @property
+    def prefilling(self) -> float:
+        """What is spent on the prompts, by target and drafter."""
+        return self.prefill + self.draft_prefill
+
+    @property
+    def stepping(self) -> float:
+        """What is spent on the steps after that."""
+        return self.draft + self.verify + self.overhead
 
     def to_dict(self) -> dict[str, float]:
         """Milliseconds by part, and the counts, as JSON values."""
-        parts = ("prefill", "draft", "verify", "overhead")
+        parts = ("prefill", "draft_prefill", "draft", "verify", "overhead")
         return {
             **{f"{part}_ms": 1000 * getattr(self, part) for part in parts},
             "steps": self.steps,

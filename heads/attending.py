@@ -3,6 +3,8 @@
 Shapes: B rows, n tokens, m entries that are missing, H hidden size.
 """
 
+from abc import abstractmethod
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -52,27 +54,38 @@ class AttendingDrafter(HeadsDrafter):
         self.known = self.known + features.counts
         self._read = self.known > 0
 
-    def missing(self, entries: np.ndarray) -> np.ndarray:
-        """int [B, m]: the entries up to `entries`, int [B], that are to be made now; from here on
-        they count as made.
+    @abstractmethod
+    def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
+        """[B, m, H]: what the layer makes of the entries `columns`, int [B, m], whose states are
+        [B, m, H]; their keys and values go into the cache."""
+
+    def prefill(self, contexts: Contexts) -> None:
+        self._make(contexts, np.maximum(contexts.lengths - 2, 0))
+
+    def newest(self, contexts: Contexts) -> Tensor:
+        """[B, H]: what the layer makes of each row's last entry, after all that are missing."""
+        entries = contexts.lengths - 1
+        made, first = self._make(contexts, entries)
+        # A row without entries drafts nothing, whatever is taken for it.
+        last = torch.as_tensor(np.maximum(entries - first - 1, 0), device=made.device)
+        return made[torch.arange(len(made), device=made.device), last]
+
+    def _make(self, contexts: Contexts, entries: np.ndarray) -> tuple[Tensor, np.ndarray]:
+        """Make the entries up to `entries`, int [B], that are missing: what the layer makes of
+        them, [B, m, H], and the number of each row's first one, int [B].
 
         Every row has as many as the row that lacks most; for the others that repeats a few, which
         writes the same keys and values again and keeps the batch rectangular.
         """
         lacking = int((entries - self.cached).max())
+        first = np.maximum(entries - lacking, 0)
+        if not lacking:
+            return self.states[:, :0], first
         self.cached = entries.copy()
-        return np.maximum(entries - lacking, 0)[:, None] + np.arange(lacking)
-
-    def kept(self, columns: np.ndarray) -> Tensor:
-        """[B, m, H]: the states of these entries, int [B, m]."""
+        columns = first[:, None] + np.arange(lacking)
         rows_B1 = torch.arange(len(columns), device=self.states.device)[:, None]
-        return self.states[rows_B1, torch.as_tensor(columns, device=self.states.device)]
-
-    def newest(self, made: Tensor, columns: np.ndarray, entries: np.ndarray) -> Tensor:
-        """[B, H] of what the layer made of `missing`, [B, m, H]: that of each row's last entry."""
-        # A row without entries drafts nothing, whatever is taken for it.
-        last = torch.as_tensor(np.maximum(entries - columns[:, 0] - 1, 0), device=made.device)
-        return made[torch.arange(len(made), device=made.device), last]
+        states = self.states[rows_B1, torch.as_tensor(columns, device=self.states.device)]
+        return self.layer(contexts, columns, states), first
 
     def attention(
         self,

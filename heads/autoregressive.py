@@ -94,6 +94,16 @@ class AutoregressiveDrafter(AttendingDrafter):
     def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
         return _Growth(self, contexts, sampling)
 
+    def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
+        tokens = np.take_along_axis(contexts.tokens, columns + 1, axis=1)
+        device = states.device
+        return self.heads.step(
+            states,
+            torch.as_tensor(tokens, device=device),
+            torch.as_tensor(columns, device=device),
+            self.attention(columns[:, 0], columns.shape[1]),
+        )
+
 
 class _Growth(Growth):
     """states [B, 1 + m, H]: of the text's end and of the m fed nodes, what their children's steps
@@ -111,16 +121,7 @@ class _Growth(Growth):
         self.states = drafter.states[:, :0]
 
     def _first(self) -> Tensor:
-        drafter = self.drafter
-        columns = drafter.missing(self.entries)
-        tokens = np.take_along_axis(self.contexts.tokens, columns + 1, axis=1)
-        made = self._steps(
-            drafter.kept(columns),
-            torch.as_tensor(tokens, device=self.device),
-            torch.as_tensor(columns, device=self.device),
-            columns[:, 0],
-        )
-        self.states = drafter.newest(made, columns, self.entries)[:, None]
+        self.states = self.drafter.newest(self.contexts)[:, None]
         return self._logits(self.states)[:, 0]
 
     def _extend(self, count: int) -> Tensor:
@@ -150,23 +151,13 @@ class _Growth(Growth):
         before: int,
         seen: Tensor | None = None,
     ) -> None:
-        """Steps of n more nodes, of their parents' states [B, n, H]; `before` were fed before."""
-        made = self._steps(states, tokens, positions, self.entries + before, seen)
-        self.states = torch.cat([self.states, made], 1)
-
-    def _steps(
-        self,
-        states: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        start: np.ndarray,
-        seen: Tensor | None = None,
-    ) -> Tensor:
-        """Next states [B, n, H], whose keys and values go to the slots from start, int [B], on.
-        seen: of nodes of a tree, which of the nodes each may see."""
+        """Steps of n more nodes, of their parents' states [B, n, H]; `before` were fed before.
+        Their keys and values go to the slots after the last entry. seen: of nodes of a tree, which
+        of the nodes each may see."""
         root = None if seen is None else self.entries
-        attend = self.drafter.attention(start, tokens.shape[1], root, seen)
-        return self.heads.step(states, tokens, positions, attend)
+        attend = self.drafter.attention(self.entries + before, tokens.shape[1], root, seen)
+        made = self.heads.step(states, tokens, positions, attend)
+        self.states = torch.cat([self.states, made], 1)
 
     def _logits(self, states: Tensor) -> Tensor:
         return self.heads.output.at(1, self.heads.readout(states))

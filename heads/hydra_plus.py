@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, n tokens, H hidden size.
 
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -83,10 +84,11 @@ class HydraPlusDrafter(AttendingDrafter):
     heads: HydraPlusHeads
 
     def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
-        entries = contexts.lengths - 1
-        columns = self.missing(entries)
-        attend = self.attention(columns[:, 0], columns.shape[1])
-        places = torch.as_tensor(columns, device=self.states.device)
-        made = self.heads.prefix(self.kept(columns), places, attend)
-        self.last = self.newest(made, columns, entries)
+        self.last = self.newest(contexts)
         return HydraGrowth(self, contexts, sampling)
+
+    def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
+        attend = self.attention(columns[:, 0], columns.shape[1])
+        places = torch.as_tensor(columns, device=states.device)
+        made: Tensor = self.heads.prefix(states, places, attend)
+        return made

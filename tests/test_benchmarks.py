@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import heads, online, online_runs, online_tables
+from benchmarks import heads, online, online_runs, online_tables, repeat
 from benchmarks.common import in_fresh_process, require
 from benchmarks.decode import ratios
 from benchmarks.decode_contest import Setting, hold, long_answers
@@ -247,3 +247,30 @@ def test_prompts_to_serve_are_not_those_to_learn_from(tmp_path):
     assert "known" not in "".join(lines["stream"])
     with pytest.raises(UserError, match="expected all to be prompts, and 11 of them"):
         online.prepare(files, tmp_path / "more", {"train": 5, "stream": 6})
+
+
+def test_two_measurements_are_compared():
+    def one(low: float, high: float, *paths: list[int]) -> dict[str, Any]:
+        return {"speedup": {"low": low, "high": high}, "tree": {"paths": paths} if paths else None}
+
+    same, other = one(1.1, 1.4, [0], [1]), one(1.3, 1.5, [0], [0, 0])
+    assert repeat.compare([same, same]) == {"intervals_overlap": True, "same_tree": True}
+    assert repeat.compare([same, other]) == {"intervals_overlap": True, "same_tree": False}
+    assert not repeat.compare([same, other, one(1.0, 1.2)])["intervals_overlap"]
+    assert repeat.compare([one(1, 2), one(1, 2)])["same_tree"] is None
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_what_is_measured_again(tmp_path, monkeypatch, drafter: str):
+    monkeypatch.setattr(repeat, "cores", torch.get_num_threads)
+    save_tiny(tmp_path / "model")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the dog"}\n{"prompt": "a fox and the sea"}\n')
+    what = {"target": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "tokens": 4}
+    what |= {"drafter": "ngram" if drafter == "ngram" else what["target"]}
+    speed = repeat.measure_speed(**what, gamma=2, prompts=str(prompts), timed_prompts=2)
+    assert speed["speedup"]["low"] <= speed["speedup"]["high"]
+    tree = repeat.measure_tree(**what, prompts=str(prompts), limit=2)
+    assert (tree is None) == (drafter == "ngram")
+    found = [{**speed, "tree": tree}] * 2
+    assert repeat.compare(json.loads(json.dumps(found)))["same_tree"] in (None, True)

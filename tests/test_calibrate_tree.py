@@ -13,7 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from decode.artifact import CorruptArtifact, verify_directory
-from decode.calibrate_tree import calibrate_tree, cheapest
+from decode.calibrate_tree import TreeCalibration, _plan, calibrate_tree, cheapest
 from decode.costs import Costs
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
@@ -21,6 +21,8 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
 from decode.settings import DecodeSettings
+from decode.shapes.calibrated import grow_greedily
+from decode.shapes.sequoia import Plan
 from decode.shapes.structure import Structure
 from decode.store import describe_drafter, open_drafter, save_drafter
 from decode.stored_tree import TREE, store_tree, stored_shape
@@ -175,7 +177,9 @@ def test_evaluate_and_generate_use_and_name_the_stored_tree(
     assert "shape" not in said
 
     store_tree(path, TREE_OF_SEVEN, {})
-    said, figures = evaluate(base, path, file)
+    said, figures = evaluate(base, path, file, "--timed-batch-size", "2")
+    assert (figures["timed_batch_size"], figures["timed_prompts"]) == (2, 2)
+    assert "2 of them timed in batches of 2" in said
     assert figures["drafts"] == "tree of 7 nodes, 3 deep"
     assert figures["gamma"] == 3  # as deep as the tree
     assert "shape its own, a tree of 7 nodes, 3 deep" in said
@@ -287,6 +291,64 @@ def test_the_number_of_nodes_follows_the_costs() -> None:
     assert dear.cost_per_token == pytest.approx((0.3 + 1.2) / 1.5)
     with pytest.raises(UserError, match="0 for all first tokens"):
         cheapest([[0.0, 0.0]], Costs(0.05, 1, 0.3, (1, 2), (1.0, 1.2)))
+
+
+def by_cost(plan: Plan) -> float:
+    return plan.cost_per_token
+
+
+def test_noisy_costs_choose_one_tree() -> None:
+    """Costs that differ by half a per cent from run to run: of trees of any size another one would
+    often be the cheapest; of those compared it is the same one in every run."""
+    first = np.array([0.5, 0.16, 0.09, 0.05, 0.04, 0.03])
+    table = [(first * 0.9**depth).tolist() for depth in range(5)]
+    widths = (1, 2, 3, 5, 9, 17, 33, 65)
+    chosen, of_any_size = set(), set()
+    for seed in range(10):
+        jitter = 1 + 0.005 * np.random.default_rng(seed).standard_normal(8)
+        v = np.array([1 + 0.025 * (n - 1) for n in widths])
+        costs = Costs(0.03, 1, 0.07, widths, tuple((v * jitter / jitter[0]).tolist()))
+        chosen.add(len(cheapest(table, costs, tolerance=0.005).structure))
+        trees = [grow_greedily(table, nodes) for nodes in range(1, 33)]
+        of_any_size.add(
+            len(min((_plan(table, tree, costs) for tree in trees), key=by_cost).structure)
+        )
+    assert chosen == {8}
+    assert of_any_size == {8, 10, 11}
+    # Within the noise the smaller tree is taken, never a larger one.
+    flat = Costs(0.03, 1, 0.07, widths, (1.0, 1.0, 1.02, 1.065, 1.16, 1.4, 2.0, 3.0))
+    exact, near = (cheapest(table, flat, tolerance=x) for x in (0.0, 0.07))
+    assert len(near.structure) < len(exact.structure)
+    assert exact.cost_per_token < near.cost_per_token <= 1.07 * exact.cost_per_token
+
+
+@pytest.mark.parametrize("method", ["calibrated", "sequoia"])
+def test_a_smaller_tree_within_the_noise_is_taken_and_told(
+    base: Path, monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    target = load_target(str(base / "target"), dtype="float32", device="cpu")
+    drafter = open_drafter(str(base / "small"), target)
+    examples, _ = read_examples(str(base / "dev.jsonl"))
+    prompts = [prompt_tokens(e, target.tokenizer) for e in examples]
+
+    def found(noise: float, others: float | None = None) -> TreeCalibration:
+        costs = Costs(0.03, 1, 0.02, (1, 2, 3, 5, 9), (1.0, 1.0, 1.0, 1.02, 1.04), noise, others)
+        monkeypatch.setattr("decode.calibrate_tree.measure_costs", lambda *_, **__: costs)
+        return calibrate_tree(
+            target, drafter, prompts, method=method, depth=2, width=4, max_new_tokens=NEW
+        )
+
+    exact, noisy = found(0.0), found(0.5, 0.4)
+    assert exact.plan == exact.best
+    assert "noise" not in exact.verdict
+    assert len(noisy.structure) < len(exact.structure)
+    assert noisy.best.structure == exact.structure
+    assert f"(a tree of {len(exact.structure)} nodes promises" in noisy.verdict
+    assert "so the smaller tree is taken" in noisy.verdict
+    assert "Other processes took 40% of the processor" in noisy.verdict
+    told = noisy.to_dict()
+    assert told["nodes_at_least_cost"] == len(exact.structure)
+    assert told["least_cost_per_token"] < told["promised_cost_per_token"]
 
 
 def test_calibrating_for_sampled_text_measures_draws(base: Path) -> None:

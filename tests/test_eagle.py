@@ -66,6 +66,38 @@ def make(kind: str, ids: torch.Tensor | None = None, *, dtype: Any = torch.float
     return heads
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "hydra"])
+def test_the_prompt_is_read_before_the_first_draft_and_counted_apart(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer makes the prompt's entries in `prefill`, all but the last token's; the first draft
+    then costs what any other does."""
+    drafter = DRAFTERS[kind](make(kind), VOCAB)
+    made: list[int] = []
+    layer = drafter.layer
+
+    def counted(contexts: Contexts, columns: np.ndarray, states: torch.Tensor) -> torch.Tensor:
+        made.append(columns.shape[1])
+        return layer(contexts, columns, states)
+
+    monkeypatch.setattr(drafter, "layer", counted)
+    decoder = Decoder(target(kind).model, drafter, gamma=DEPTH)
+    prompts = [[5, 17, 250, 9, 42, 8, 13, 77, 21], [5, 17, 30]]
+    for texts in (prompts, prompts[:1]):
+        made.clear()
+        run = decoder.decode(texts, 8)
+        assert made[:2] == [len(texts[0]) - 1, 1]
+        assert max(made[1:]) <= 1 + DEPTH
+        assert run.timing.draft_prefill > 0
+        assert (
+            run.outputs == Decoder(target(kind).model, DRAFTERS["none"]()).decode(texts, 8).outputs
+        )
+    # A prompt of one token has nothing to read yet.
+    made.clear()
+    decoder.decode([[5]], 4)
+    assert made[0] == 1
+
+
 def taken(kind: str, taps: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
     model = target(kind).model
     with torch.no_grad(), Recorder(model, taps).recording() as found:

@@ -3,13 +3,16 @@
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from decode import others
 from decode.draft import Draft, Siblings
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.drafters.small_lm import SmallLMDrafter
@@ -21,6 +24,7 @@ from decode.measure import (
     break_even,
     evaluate,
     fastest_gamma,
+    in_turns,
     ratio_of_totals,
     repetition,
 )
@@ -258,6 +262,7 @@ def test_costs_from_timings_by_hand() -> None:
             plain=plain_runs,
             drafted=drafted_runs,
             generate_seconds=[5.0, 5.0][: len(plain_runs)],
+            generate_tokens=[len(run.outputs[0]) for run in plain_runs],
             identical=1.0,
             identical_within_rounding=1.0,
         )
@@ -284,10 +289,120 @@ def test_costs_from_timings_by_hand() -> None:
     assert two["tokens_per_step_not_repeating"] == 5
     assert (two["repetition"], two["share_repeating"]) == (0.5, 0.5)
 
+    # The drafter's pass over the prompt counts, but not without prefill.
+    read = replace(drafted, draft_prefill=0.5)
+    found = evaluation([run_with(plain, [1, 2])], [run_with(read, [1, 2], tally)])
+    assert found["speedup"]["value"] == pytest.approx(2.5 / 2.28)
+    assert found["speedup_without_prefill"] == one["speedup_without_prefill"]
+    assert (found["c"], found["v"]) == (one["c"], one["v"])
+
+    # A pass over five tokens cannot be cheaper than one over one token: that is noise.
+    assert (one["break_even_note"], one["speedup_basis"]) == (None, "wall time")
+    cheap = replace(drafted, verify=0.5)
+    found = evaluation([run_with(plain, [1, 2])], [run_with(cheap, [1, 2], tally)])
+    assert found["v"] == pytest.approx(0.825)
+    assert found["break_even_acceptance"] is None
+    assert "took 0.82 plain steps; less than 1 is noise" in found["break_even_note"]
+
     # Nothing was timed: figures that would need it do not exist.
     none = evaluation([], [])
     assert none["speedup"] is none["c"] is none["break_even_acceptance"] is None
     assert none["speedup_not_repeating"] is none["tokens_per_step_not_repeating"] is None
+
+
+@pytest.mark.parametrize(
+    ("lossless", "temperature"), [(True, 0.8), (False, 0.0), (False, 0.8), (True, 0.0)]
+)
+def test_texts_of_different_length_are_compared_by_time_per_token(
+    lossless: bool, temperature: float
+) -> None:
+    plain, drafted = (Timing(prefill=1.0, verify=x, steps=9, width=9) for x in (19.0, 9.0))
+    found = Evaluation(
+        protocol=Protocol(sampling=Sampling(temperature)),
+        lossless=lossless,
+        dtype="float32",
+        counts=Counts.zero(),
+        outputs=[[1]],
+        repetition=[0.0],
+        plain=[run_with(plain, [5] * 10)],
+        drafted=[run_with(drafted, [5] * 4)],
+        generate_seconds=[30.0],
+        generate_tokens=[20],
+        identical=None,
+        identical_within_rounding=None,
+    ).to_dict()
+    assert found["speedup_basis"] == "time per token"
+    assert found["speedup"]["value"] == pytest.approx((20 / 10) / (10 / 4))
+    assert found["speedup_without_prefill"]["value"] == pytest.approx((19 / 9) / (9 / 3))
+    assert found["vs_generate"]["value"] == pytest.approx((30 / 20) / (10 / 4))
+    assert found["plain_vs_generate"]["value"] == pytest.approx((30 / 20) / (20 / 10))
+
+
+def test_the_interval_of_times_per_token() -> None:
+    """Prompts differ in length; of each, a token takes half as long."""
+    tokens = np.array([10.0, 20.0, 5.0]), np.array([30.0, 4.0, 7.0])
+    found = ratio_of_totals(tokens[0] * 2, tokens[1], per=tokens)
+    assert found == pytest.approx({"value": 2, "low": 2, "high": 2})
+    # A resample of texts that have no token after the prefill's says nothing.
+    found = ratio_of_totals(
+        np.array([2.0, 1.0]), np.array([1.0, 1.0]), per=(np.array([2.0, 0]), np.array([1.0, 1.0]))
+    )
+    assert found is not None
+    assert np.isfinite(list(found.values())).all()
+    nothing = np.zeros(2)
+    assert ratio_of_totals(nothing, nothing, per=(nothing, nothing)) is None
+
+
+def test_decoders_take_turns_of_a_few_tokens() -> None:
+    said: list[str] = []
+
+    def passes(name: str, by: int, total: int) -> Generator[int, None, Any]:
+        for tokens in range(by, total, by):
+            said.append(name)
+            yield tokens
+        return name
+
+    assert in_turns([passes("a", 1, 7), passes("b", 2, 13)], 4) == ["a", "b"]
+    assert "".join(said) == "aaaabbaabbbb"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_prompts_are_timed_in_batches(temperature: float) -> None:
+    target = tiny_target()
+    small = SmallLMDrafter(model("llama", seed=7, layers=1))
+    protocol = Protocol(
+        gamma=2,
+        sampling=Sampling(temperature),
+        max_new_tokens=4,
+        timed_prompts=4,
+        timed_tokens=10,
+        timed_batch_size=2,
+    )
+    found = evaluate(target, small, PROMPTS, protocol)
+    shown = found.to_dict()
+    no_nan(shown)
+    assert (shown["timed_prompts"], shown["timed_batch_size"]) == (4, 2)
+    for runs in (found.plain, found.drafted):
+        assert [len(run.outputs) for run in runs] == [2, 2]
+    timed = [{row for step in run.steps for row in step.rows.tolist()} for run in found.drafted]
+    places = [sorted(rows) for rows in timed]
+    assert sorted([*places[0], *places[1]]) == [0, 1, 2, 4]
+    # Prompts of like length are together.
+    assert max(len(PROMPTS[i]) for i in places[0]) <= min(len(PROMPTS[i]) for i in places[1])
+    if temperature == 0:
+        assert shown["identical_to_plain"] == 1
+        # generate() says the same beside a padded prompt.
+        lengths = [sum(map(len, run.outputs)) for run in found.plain]
+        assert found.generate_tokens == lengths
+    assert shown["vs_generate"]["value"] > 0
+    with pytest.raises(UserError, match="which do not fill one timed batch of 2"):
+        evaluate(target, small, PROMPTS[:1], protocol)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_timed_prompts_fill_whole_batches(size: int) -> None:
+    with pytest.raises(UserError, match=f"timed_batch_size is {size} and timed_prompts 4"):
+        Protocol(timed_prompts=4, timed_batch_size=size)
 
 
 def test_a_step_and_a_summary_by_hand() -> None:
@@ -333,8 +448,10 @@ def test_a_decode_as_json() -> None:
     assert shown["outputs"] == run.outputs
     assert shown["acceptance_by_position"] == [1, 1]
     assert sum(sum(step["emitted"]) for step in shown["per_step"]) == shown["emitted"]
-    parts = [shown["timing"][f"{part}_ms"] for part in ("prefill", "draft", "verify", "overhead")]
-    assert sum(parts) == pytest.approx(1000 * run.timing.total)
+    parts = ("prefill", "draft_prefill", "draft", "verify", "overhead")
+    assert sum(shown["timing"][f"{part}_ms"] for part in parts) == pytest.approx(
+        1000 * run.timing.total
+    )
 
 
 def test_a_pass_of_the_drafter_for_a_token_that_was_held_back_counts() -> None:
@@ -352,7 +469,8 @@ def test_a_pass_of_the_drafter_for_a_token_that_was_held_back_counts() -> None:
     policy = POLICIES.make("confidence:most=5,threshold=0.4")
     run = Decoder(model("llama"), small, policy=policy).decode([PROMPT, [7]], 30)
     assert any(0 < step.drafted.max() < step.depth for step in run.steps)
-    assert run.timing.draft_depth == len(passes)
+    # The first of them read the prompts.
+    assert run.timing.draft_depth == len(passes) - 1
 
 
 # --- the whole evaluation -------------------------------------------------------------------------
@@ -532,16 +650,85 @@ def test_evaluate_without_timing_or_prompts() -> None:
         evaluate(target, DRAFTERS["ngram"](), [], protocol)
 
 
-def test_fastest_gamma(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {1: 3.0, 2: 1.0, 4: 2.0}
+@pytest.mark.parametrize("gammas", [[1, 2, 4], [2, 1, 4], [4, 1, 2]])
+def test_fastest_gamma(monkeypatch: pytest.MonkeyPatch, gammas: list[int]) -> None:
+    """Also where the first decode is cold, the machine slows down, and one decode is disturbed."""
+    seconds = {1: 3.0, 2: 1.9, 4: 2.0}
     decode: Callable[..., Decoded] = Decoder.decode
+    done = 0
 
     def timed(decoder: Decoder, *args: Any, **kwargs: Any) -> Decoded:
+        nonlocal done
+        done += 1
         run = decode(decoder, *args, **kwargs)
-        run.timing = Timing(verify=seconds[decoder.policy.most])
+        disturbed = 100.0 * (done == 1) + 5.0 * (done == 12)
+        run.timing = Timing(verify=seconds[decoder.policy.most] * (1 + done / 100) + disturbed)
         return run
 
     monkeypatch.setattr(Decoder, "decode", timed)
     protocol = Protocol(timed_tokens=8)
-    found = fastest_gamma(tiny_target(), DRAFTERS["ngram"](), PROMPTS, [1, 2, 4], protocol)
+    found = fastest_gamma(tiny_target(), DRAFTERS["ngram"](), PROMPTS, gammas, protocol)
     assert found == 2
+
+
+# --- other processes ------------------------------------------------------------------------------
+
+
+class System:
+    """Stands for psutil: seconds that each of four cores was busy, and this process's own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.own = 0.0
+        self.cores = [0.0] * 4
+        self.stolen = 0.0
+        self.affinity = [0, 1]
+        monkeypatch.setattr(others, "psutil", self)
+        monkeypatch.setattr(others, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(others, "sys", SimpleNamespace(platform="linux"))
+
+    def cpu_times(self, percpu: bool) -> list[Any]:
+        assert percpu
+        return [
+            SimpleNamespace(user=seconds, system=0.0, idle=5.0, steal=self.stolen)
+            for seconds in self.cores
+        ]
+
+    def Process(self) -> Any:
+        return SimpleNamespace(
+            cpu_affinity=lambda: self.affinity,
+            cpu_times=lambda: SimpleNamespace(user=self.own, system=0.0),
+        )
+
+
+def test_what_other_processes_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = System(monkeypatch)
+    watch = others.OtherProcesses()
+    # Ten seconds, of which we work twelve on two cores; others work two there and ten elsewhere.
+    system.now, system.own, system.cores = 10.0, 12.0, [7.0, 7.0, 10.0, 0.0]
+    assert watch.share() == pytest.approx(2 / 20)
+    assert others.busy(watch.share())
+    system.cores = [6.2, 6.2, 10.0, 0.0]
+    assert not others.busy(watch.share())
+    system.stolen = 2.0
+    assert watch.share() == pytest.approx((0.4 + 4) / 20)
+    # Counters of fewer cores than there are numbers are those of a container.
+    system.affinity = [8, 9]
+    assert others.OtherProcesses().share() is None  # too short
+    watch = others.OtherProcesses()
+    system.now, system.cores = 20.0, [16.2, 6.2, 10.0, 0.0]
+    assert watch.share() == pytest.approx(10 / 40)
+    # Counters that stand still, and other systems, say nothing.
+    watch = others.OtherProcesses()
+    system.now, system.own = 30.0, 22.0
+    assert watch.share() is None
+    monkeypatch.setattr(others, "sys", SimpleNamespace(platform="darwin"))
+    assert others.OtherProcesses().share() is None
+    assert not others.busy(None)
+
+
+def test_figures_say_whether_the_machine_was_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    protocol = Protocol(max_new_tokens=2, timed_prompts=1, timed_tokens=2, generate=False)
+    for share, alone in ((0.3, False), (0.01, True), (None, None)):
+        monkeypatch.setattr(others.OtherProcesses, "share", lambda _, share=share: share)
+        shown = evaluate(tiny_target(), DRAFTERS["none"](), PROMPTS, protocol).to_dict()
+        assert (shown["others_share"], shown["alone"]) == (share, alone)

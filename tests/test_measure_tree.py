@@ -115,6 +115,11 @@ def test_costs_decide_on_size_and_depth() -> None:
     dear = plan_tree(v, nodes=40, depth=6, draft_cost=1.0, verify_costs=[[1, 1], [41, 41]])
     assert dear.cost_per_token > 1  # plain decoding is cheaper
     assert plan_tree([0.0], nodes=4, depth=2).structure == Structure([[0]])
+    # Only some sizes, and the smallest that costs little more.
+    assert size(sizes=[1, 4, 8, 80])[0] == 8
+    rising = [[1, 1.0], [41, 3.0]]
+    best, near = size(verify_costs=rising), size(verify_costs=rising, tolerance=0.05)
+    assert near[0] < best[0]
     # More nodes than fit.
     assert len(plan_tree([0.5], nodes=9, depth=2).structure) == 2
 

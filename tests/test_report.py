@@ -475,6 +475,54 @@ def test_warnings(tmp_path: Path, rows: list[Any], warning: str) -> None:
     assert warning in (tmp_path / "report.html").read_text(encoding="utf-8").replace("&#39;", "'")
 
 
+def test_a_machine_that_was_not_alone_is_told(tmp_path: Path) -> None:
+    busy = figures(1.5, 0.8, alone=False, others_share=0.23)
+    report = make_report(write_run(tmp_path / "busy", [ROWS[0], ("two", "small_lm", busy)]))
+    lines = rendered(report, 200).splitlines()
+    assert next(line for line in lines if line.startswith("two")).rstrip().endswith("]*")
+    assert not next(line for line in lines if line.startswith("before")).rstrip().endswith("*")
+    told = "other processes took 23% of the processor while this was timed"
+    assert any(line.startswith(f"* two: {told}") for line in footnotes(report))
+    best = headline(report)
+    assert best is not None
+    assert f"The speed of two is not reliable: {told}" in best["warnings"][0]
+    text = (tmp_path / "busy" / "report.html").read_text(encoding="utf-8")
+    assert text.count(told) == 2
+    # Nor is a comparison with a baseline that was disturbed.
+    before = figures(1.1, 0.4, gamma=8, alone=False, others_share=0.5)
+    best = headline(make_report(write_run(tmp_path / "b", [("before", "ngram", before), ROWS[3]])))
+    assert best is not None
+    assert "The speed of ngram γ=8 is not reliable: other processes took 50%" in best["warnings"][0]
+    for alone, share in ((True, 0.02), (None, None)):
+        quiet = figures(1.5, 0.8, alone=alone, others_share=share)
+        report = make_report(write_run(tmp_path / str(alone), [("two", "small_lm", quiet)]))
+        assert "other processes" not in " ".join(footnotes(report))
+        assert "*" not in rendered(report)
+
+
+def test_how_times_were_taken_is_told(tmp_path: Path) -> None:
+    found = figures(
+        1.5,
+        0.8,
+        timed_batch_size=4,
+        speedup_basis="time per token",
+        v=0.97,
+        break_even_acceptance=None,
+        break_even_note="a verification pass took 0.97 plain steps",
+    )
+    report = make_report(write_run(tmp_path, [("two", "small_lm", found)]))
+    notes = " ".join(footnotes(report))
+    assert (
+        "timed in batches of 4; intervals are 95% bootstrap intervals over the timed batches"
+        in notes
+    )
+    assert "speed-ups compare the time per token" in notes
+    assert "two has no break-even: a verification pass took 0.97 plain steps" in notes
+    assert "never" not in rendered(report)
+    plain = make_report(write_run(tmp_path / "plain", [ROWS[3]]))
+    assert "of them timed; intervals" in " ".join(footnotes(plain))
+
+
 def test_without_any_figure(tmp_path: Path) -> None:
     run = write_run(tmp_path, [])
     report = make_report(run)

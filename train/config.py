@@ -62,7 +62,8 @@ class EvaluationConfig(Strict):
     rule, policy, shape: parts by name, as `NAME`, `NAME:option=value,…` or a mapping of name and
     options; rule None: `speculative`, for trees `multi_round`. The shape is that of trained
     drafters; None: their own, a chain or the tree they are stored with. draft_temperature: None:
-    the target's.
+    the target's. timed_batch_size: how many of the timed prompts are decoded together; it divides
+    timed_prompts.
     """
 
     split: Literal["dev", "test"] = "test"
@@ -85,6 +86,7 @@ class EvaluationConfig(Strict):
     batch_size: int = Field(16, ge=1)
     timed_prompts: int = Field(8, ge=0)
     timed_tokens: int = Field(64, ge=2)
+    timed_batch_size: int = Field(1, ge=1)
     generate: bool = True
     seed: int = 0
 
@@ -114,6 +116,7 @@ class EvaluationConfig(Strict):
             batch_size=self.batch_size,
             timed_prompts=self.timed_prompts,
             timed_tokens=self.timed_tokens,
+            timed_batch_size=self.timed_batch_size,
             generate=self.generate,
             seed=self.seed,
         )

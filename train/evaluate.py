@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from train.run import Run
 
 SAMPLES = 3
-# Prompts on which a baseline's γ is chosen.
+# Prompts on which a baseline's γ is chosen, or as many as one timed batch has.
 GAMMA_PROMPTS = 4
 
 
@@ -38,7 +38,8 @@ def evaluate_baselines(run: "Run", examples: dict[str, list[Example]]) -> None:
             or Choice.of(settings.policy) != Choice("fixed")
         ):
             return settings.gamma
-        prompts = run.prompts(spread(examples["dev"], GAMMA_PROMPTS))
+        count = max(GAMMA_PROMPTS, settings.timed_batch_size)
+        prompts = run.prompts(spread(examples["dev"], count))
         run.reporter.say(f"choosing γ for {name} on dev prompts")
         return fastest_gamma(
             run.target,

@@ -21,8 +21,8 @@ from decode.target import Target
 
 
 class Drafter(ABC):
-    """Life of a drafter within one decode: start → (draft → verified → commit)* with keep_rows
-    between.
+    """Life of a drafter within one decode: start → prefill → (draft → verified → commit)* with
+    keep_rows between; `commit` may come before `prefill`, where passes without drafts do.
 
     observes: it learns from the target's scores; `verified` is called for such drafters only.
     taps: the hidden states of the target that it reads (`decode.features`); they are taken in the
@@ -74,6 +74,12 @@ class Drafter(ABC):
     @abstractmethod
     def start(self, contexts: Contexts) -> None:
         """A new batch begins; the contexts are the prompts. Forget everything about the last."""
+
+    def prefill(self, contexts: Contexts) -> None:
+        """Read the texts so far, all but the last token of each, before the first draft is asked
+        for. For drafters with a cache of their own: the time is counted apart from that of draft
+        steps. Not called where nothing is ever drafted."""
+        return None
 
     @abstractmethod
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:

@@ -41,6 +41,10 @@ class Group(Drafter):
         for drafter in self.drafters:
             drafter.start(contexts)
 
+    def prefill(self, contexts: Contexts) -> None:
+        for drafter in self.drafters:
+            drafter.prefill(contexts)
+
     def read(self, features: Features) -> None:
         for drafter in self.drafters:
             if drafter.taps:

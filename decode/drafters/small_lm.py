@@ -110,6 +110,34 @@ class SmallLMDrafter(ShapedDrafter):
         self._begin = np.zeros(rows, dtype=np.int64)
         self._cached = np.zeros(rows, dtype=np.int64)
 
+    def prefill(self, contexts: Contexts) -> None:
+        lengths = contexts.lengths
+        self.feed(contexts, lengths - 1, wanted=lengths < self._capacity)
+
+    def feed(self, contexts: Contexts, ends: np.ndarray, wanted: np.ndarray) -> Tensor | None:
+        """Feed what the cache lacks of the first `ends` (int [B]) tokens of the texts, for the rows
+        that are wanted (bool [B]) and for others that lack no more. The logits after each row's
+        last of them, [B, V'], in the rows fed; None where nothing is lacking."""
+        # Every row feeds as many tokens as the row that lacks most. For the others that feeds a few
+        # once more, which writes the same keys and values again and keeps the batch rectangular.
+        missing = ends - self._cached
+        lacking = int(missing[wanted].max(initial=0))
+        if not lacking:
+            return None
+        lengths, tokens = ends - self._begin, contexts.tokens
+        start = np.maximum(lengths - lacking, 0)
+        columns = np.arange(lacking)[None, :] + (start + self._begin)[:, None]
+        # A row that reads less than is fed goes on with padding, past its end.
+        ids = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)
+        logits = self.lm.forward(
+            # Only a row that may not draft has ids that the model lacks.
+            torch.as_tensor(np.minimum(ids, self.known - 1), device=self.lm.device),
+            start,
+            columns=np.maximum(np.minimum(lengths - start, lacking) - 1, 0),
+        )
+        self._cached = np.where(missing <= lacking, ends, self._cached)
+        return logits[:, 0]
+
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         lengths = contexts.lengths
         # A row that may not draft is fed something worthless, and so is what it drafts.
@@ -124,7 +152,7 @@ class SmallLMDrafter(ShapedDrafter):
         fed = 0 if self.shape.branches else growth.fed.shape[1]
         # What is committed next in a row that shall not draft need not be what was fed there.
         fed_B = fed * (depths > 0)
-        self._cached = np.where(growth.whole_text, lengths + fed_B, self._cached)
+        self._cached = np.where(self._cached == lengths, lengths + fed_B, self._cached)
         return draft
 
     def _make_room(self, lengths: np.ndarray, depths: np.ndarray) -> None:
@@ -154,7 +182,8 @@ class SmallLMDrafter(ShapedDrafter):
         if self.known >= self.vocab_size:
             return np.ones(len(contexts.lengths), dtype=bool)
         inside = np.arange(contexts.tokens.shape[1]) < contexts.lengths[:, None]
-        return ~((contexts.tokens >= self.known) & inside).any(1)
+        lacking: np.ndarray = ((contexts.tokens >= self.known) & inside).any(1)
+        return ~lacking
 
     def commit(self, contexts: Contexts) -> None:
         # Of the committed text, everything but the target's own last token was drafted or cached.
@@ -179,36 +208,17 @@ class _LMGrowth(Growth):
     def __init__(
         self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, wanted: np.ndarray
     ) -> None:
-        """wanted: bool [B], the rows that shall draft at all.
-
-        whole_text: bool [B], the rows whose whole text is in the cache once `first` was asked for:
-        those that are wanted, and others that lacked no more.
-        """
+        """wanted: bool [B], the rows that shall draft at all."""
         super().__init__(
             contexts, sampling, drafter.lm.device, drafter.vocab_size, drafter.vocabulary
         )
         self.drafter, self.wanted = drafter, wanted
         self.lengths = contexts.lengths - drafter._begin  # of what is read
-        self.whole_text = np.zeros(self.rows, dtype=bool)
 
     def _first(self) -> Tensor:
-        lengths, drafter, tokens = self.lengths, self.drafter, self.contexts.tokens
-        # Every row feeds as many tokens as the row that lacks most. For the others that feeds a few
-        # once more, which writes the same keys and values again and keeps the batch rectangular.
-        missing = self.contexts.lengths - drafter._cached
-        lacking = int(missing[self.wanted].max())
-        self.whole_text = missing <= lacking
-        start = np.maximum(lengths - lacking, 0)
-        columns = np.arange(lacking)[None, :] + (start + drafter._begin)[:, None]
-        # A row that reads less than is fed goes on with padding, past its end.
-        ids = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)
-        logits = drafter.lm.forward(
-            # Only a row that shall not draft has ids that the model lacks.
-            torch.as_tensor(np.minimum(ids, drafter.known - 1), device=self.device),
-            start,
-            columns=np.minimum(lengths - start, lacking) - 1,
-        )
-        return self._of_tokens(logits[:, 0])
+        logits = self.drafter.feed(self.contexts, self.contexts.lengths, self.wanted)
+        assert logits is not None  # the last committed token is never in the cache
+        return self._of_tokens(logits)
 
     def _extend(self, count: int) -> Tensor:
         before = self.fed.shape[1] - count

@@ -127,7 +127,7 @@ class CostModel(Policy):
 
     def _see_draft(self, seconds: float, depth: int) -> None:
         if self._new_text:
-            return  # it fed the drafter the prompt
+            return  # a text's first draft is cold
         a_step = max(seconds / depth, INSTANT)
         if self._draft_s is None:
             self._draft_s = a_step

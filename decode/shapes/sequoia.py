@@ -33,13 +33,17 @@ def plan_tree(
     depth: int,
     draft_cost: float = 0.0,
     verify_costs: Sequence[Sequence[float]] = ((1, 1.0),),
+    sizes: Sequence[int] | None = None,
+    tolerance: float = 0.0,
 ) -> Plan:
     """The tree of 1 … `nodes` drafted nodes, 1 … `depth` deep, with the least cost per token.
 
     acceptance: [K], the probability v_b that the b-th child of a node is the one that is accepted,
     once the node is. draft_cost: of one level of the draft. verify_costs: (width, cost) of target
     passes by how many tokens they are fed, ascending; between them cost is a straight line, and
-    beyond the last it stays. All costs in one unit, such as plain steps.
+    beyond the last it stays. All costs in one unit, such as plain steps. sizes: only trees of so
+    many nodes; None: of any number. tolerance: the smallest tree is taken whose cost per token is
+    at most this share above the least.
 
     Raises UserError for nodes < 1, depth < 1, or values that are no probabilities or costs.
     """
@@ -47,19 +51,24 @@ def plan_tree(
     v = _probabilities(acceptance)
     widths, costs = _costs(draft_cost, verify_costs)
     programme = _Programme(v, nodes + 1, depth)
-    sizes = np.arange(2, nodes + 2)
-    verify = np.interp(sizes, widths, costs)
-    best: tuple[float, int, int] | None = None
-    for levels in range(1, depth + 1):
-        tokens = programme.tokens[levels, sizes]  # −∞ for more nodes than fit into the levels
-        cost = np.where(tokens > 0, (levels * draft_cost + verify) / tokens, np.inf)
-        at = int(cost.argmin())  # of equal trees the smaller and shallower one
-        if best is None or cost[at] < best[0]:
-            best = float(cost[at]), levels, int(sizes[at])
-    assert best is not None
-    cost_per_token, levels, size = best
-    structure = Structure(programme.paths(levels, size))
-    return Plan(structure, float(programme.tokens[levels, size]), cost_per_token)
+    allowed = range(1, nodes + 1) if sizes is None else sorted(set(sizes) & {*range(1, nodes + 1)})
+    passes = np.array(allowed) + 1
+    levels = np.arange(1, depth + 1)[:, None]
+    tokens = programme.tokens[levels, passes]  # −∞ for more nodes than fit into the levels
+    spent = levels * draft_cost + np.interp(passes, widths, costs)
+    cost = np.where(tokens > 0, spent / tokens, np.inf)
+    # Of equal trees of one size the shallower one.
+    shallow = cost.argmin(0)
+    at = smallest_within(cost.min(0), tolerance)
+    level, size = int(shallow[at]) + 1, int(passes[at])
+    structure = Structure(programme.paths(level, size))
+    return Plan(structure, float(programme.tokens[level, size]), float(cost[level - 1, at]))
+
+
+def smallest_within(costs: Sequence[float] | np.ndarray, tolerance: float) -> int:
+    """The first place whose cost is at most `tolerance` (a share) above the least one."""
+    cost = np.asarray(costs)
+    return int((cost <= (1 + tolerance) * cost.min()).argmax())
 
 
 class _Programme:

@@ -30,6 +30,9 @@ def evaluate(
     max_new_tokens: TokensOption = 64,
     batch_size: Annotated[int, typer.Option(help="rows decoded together for acceptance")] = 16,
     timed_prompts: Annotated[int, typer.Option(help="prompts that time is measured on")] = 8,
+    timed_batch_size: Annotated[
+        int, typer.Option(help="prompts that are timed together; divides --timed-prompts")
+    ] = 1,
     limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
     steps_file: Annotated[
@@ -57,6 +60,7 @@ def evaluate(
         batch_size=batch_size,
         timed_prompts=timed_prompts,
         timed_tokens=max_new_tokens,
+        timed_batch_size=timed_batch_size,
         seed=decoding.seed,
     )
     examples, _ = read_examples(str(prompts))

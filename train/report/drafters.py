@@ -8,7 +8,8 @@ from train.plots.rows import bars, intervals, stacks
 from train.report.rows import bare, is_baseline, labels
 
 MOST_KEPT = 8
-# Parts of decoding time in the order of the loop, with their colours.
+# Parts of decoding time in the order of the loop, with their colours. The drafter's prefill is
+# part of the prefill here.
 TIME = {
     "prefill": REFERENCE,
     "draft": SERIES[1],
@@ -99,10 +100,15 @@ def _time_plot(names: list[str], evaluations: list[dict[str, Any]]) -> str:
     """Each drafter's time as a share of plain decoding's for the same prompts."""
 
     def shares(seconds: dict[str, float] | None, whole: float) -> list[float | None]:
-        return [(seconds or {}).get(part, 0.0) / whole if whole else None for part in TIME]
+        return [spent(seconds, part) / whole if whole else None for part in TIME]
+
+    def spent(seconds: dict[str, float] | None, part: str) -> float:
+        found = seconds or {}
+        drafter = found.get("draft_prefill", 0.0) if part == "prefill" else 0.0
+        return found.get(part, 0.0) + drafter
 
     timed = [evaluation.get("seconds") or {} for evaluation in evaluations]
-    wholes = [sum((s.get("plain") or {}).get(part, 0.0) for part in TIME) for s in timed]
+    wholes = [sum(spent(s.get("plain"), part) for part in TIME) for s in timed]
     rows = [shares(s.get("drafted"), whole) for s, whole in zip(timed, wholes, strict=True)]
     if not any(wholes):
         return ""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from train.report.rows import bare, is_baseline, is_in_turn, labels
-from train.report.words import Row, moved, number, percent, ratio
+from train.report.words import Row, disturbed, moved, number, percent, ratio
 
 
 def headline(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -53,6 +53,9 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
             f"Plain decoding runs at {generate['value']:.2f}× the speed of generate(), so the "
             "speed-up over it is too high; read the one over generate() instead."
         )
+    for entry in compared:
+        if told := disturbed(entry["evaluation"]):
+            warnings.append(f"The speed of {entry['label']} is not reliable: {told}.")
     if row["stage"].endswith(" (start)"):
         warnings.append("The best row is a drafter before its training: training did not help.")
     return {

@@ -4,7 +4,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from train.report.rows import bare, is_baseline, labels
-from train.report.words import NONE, Row, draft_length, drafted_in, moved, percent, rule_name
+from train.report.words import (
+    NONE,
+    Row,
+    disturbed,
+    draft_length,
+    drafted_in,
+    moved,
+    percent,
+    rule_name,
+)
 
 
 def footnotes(report: dict[str, Any]) -> list[str]:
@@ -17,13 +26,19 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         f"γ {_each(report, 'gamma', draft_length)}; {_each(report, 'sampling', _sampling)}; "
         f"rule {_each(report, 'rule', rule_name)}" + _shapes(report),
         f"{_each(report, 'prompts')} prompts for acceptance, {_each(report, 'timed_prompts')} of "
-        "them timed; intervals are 95% bootstrap intervals over the timed prompts",
+        f"them timed{_batches(report)}; intervals are 95% bootstrap intervals over the timed "
+        f"{'batches' if _batches(report) else 'prompts'}{_basis(report)}",
         f"target {target.get('model', NONE)} in {_dtype(report)}; {machine(report)}",
         *_own_depths(report),
     ]
     for label, row in zip(labels(report), rows, strict=True):
         if row["evaluation"].get("drift"):
             lines.append(f"{bare(label)}: {moved(row['evaluation'])}")
+        if found := disturbed(row["evaluation"]):
+            lines.append(f"* {bare(label)}: {found}")
+        evaluation = row["evaluation"]
+        if (evaluation.get("v") or 1) < 1 and evaluation.get("break_even_note"):
+            lines.append(f"{bare(label)} has no break-even: {evaluation['break_even_note']}")
     plain = [r["value"] for r in _all(rows, "plain_vs_generate")]
     if plain:
         line = f"plain decoding runs at {_range(plain, '{:.2f}×')} the speed of generate()"
@@ -45,6 +60,19 @@ def footnotes(report: dict[str, Any]) -> list[str]:
             f"{_range(repeating)}. Loops flatter every drafter"
         )
     return lines
+
+
+def _batches(report: dict[str, Any]) -> str:
+    """How many prompts were timed together, where that is more than one."""
+    if all((row["evaluation"].get("timed_batch_size") or 1) == 1 for row in report["rows"]):
+        return ""
+    return f" in batches of {_each(report, 'timed_batch_size')}"
+
+
+def _basis(report: dict[str, Any]) -> str:
+    """Said where texts have different lengths."""
+    found = [row["evaluation"].get("speedup_basis") for row in report["rows"]]
+    return "; speed-ups compare the time per token" if "time per token" in found else ""
 
 
 def _own_depths(report: dict[str, Any]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from train.report.words import (
     percent,
     perplexities,
     ratio,
+    speedup,
 )
 
 # The columns of the table: heading, and the cell of a row.
@@ -28,7 +29,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens/step": lambda row: number(row["evaluation"].get("tokens_per_step")),
     "c": lambda row: number(row["evaluation"].get("c")),
     "break-even acceptance": lambda row: break_even(row["evaluation"]),
-    "speed-up": lambda row: ratio(row["evaluation"].get("speedup")),
+    "speed-up": lambda row: speedup(row["evaluation"]),
 }
 # Headings as the terminal has room for them.
 SHORT = {
@@ -40,12 +41,13 @@ SHORT = {
 DETAILS: dict[str, Callable[[dict[str, Any]], str]] = {
     "γ": draft_length,
     "γ, mean": lambda e: number((e.get("draft_lengths") or {}).get("mean_gamma")),
-    "v": lambda e: number(e.get("v")),
+    "v": lambda e: ratio(e.get("v_interval")) if e.get("v_interval") else number(e.get("v")),
     "tokens per verification pass": lambda e: number(e.get("verify_width")),
     "nodes per step": lambda e: number(e.get("nodes_per_step")),
     "la/k, mean over drafts": lambda e: number((e.get("draft_lengths") or {}).get("la_k")),
     "plain steps": lambda e: percent((e.get("draft_lengths") or {}).get("plain_share")),
     "draft, verify, overhead, ms per step": lambda e: _milliseconds(e),
+    "speed-up compares": lambda e: e.get("speedup_basis") or NONE,
     "speed-up without prefill": lambda e: ratio(e.get("speedup_without_prefill")),
     "speed-up, texts that do not repeat": lambda e: ratio(e.get("speedup_not_repeating")),
     "tokens/step, texts that do not repeat": lambda e: number(
@@ -55,6 +57,7 @@ DETAILS: dict[str, Callable[[dict[str, Any]], str]] = {
     "plain decoding over generate()": lambda e: ratio(e.get("plain_vs_generate")),
     "identical to plain": lambda e: percent(e.get("identical_to_plain")),
     "identical within rounding": lambda e: percent(e.get("identical_within_rounding")),
+    "processor taken by others while timed": lambda e: percent(e.get("others_share")),
     "repetition": lambda e: percent(e.get("repetition")),
     "KL(original‖new target), nats per token": lambda e: number(
         (e.get("drift") or {}).get("kl"), 4

@@ -24,6 +24,22 @@ def percent(value: float | None) -> str:
     return shown
 
 
+def speedup(evaluation: dict[str, Any]) -> str:
+    """`ratio` of the speed-up; with a star where the machine was not alone."""
+    shown = ratio(evaluation.get("speedup"))
+    return f"{shown}*" if shown != NONE and disturbed(evaluation) else shown
+
+
+def disturbed(evaluation: dict[str, Any]) -> str | None:
+    """In words, where the machine was not alone while a row was timed."""
+    if evaluation.get("alone") is not False:
+        return None
+    return (
+        f"other processes took {percent(evaluation.get('others_share'))} of the processor while "
+        "this was timed; measure the times again on a machine that has nothing else to do"
+    )
+
+
 def ratio(value: Ratio | None) -> str:
     """'1.23× [1.18, 1.29]'."""
     if value is None:
@@ -33,7 +49,8 @@ def ratio(value: Ratio | None) -> str:
 
 def break_even(evaluation: dict[str, Any]) -> str:
     """The break-even acceptance; 'never' where not even full acceptance would pay."""
-    if evaluation.get("c") is None or evaluation.get("v") is None or varies(evaluation):
+    c, v = evaluation.get("c"), evaluation.get("v")
+    if c is None or v is None or v < 1 or varies(evaluation):
         return NONE
     value = evaluation.get("break_even_acceptance")
     return "never" if value is None else number(value)

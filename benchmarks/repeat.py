@@ -1,0 +1,144 @@
+"""Whether measuring twice says the same: speed-ups and calibrated trees of one drafter.
+
+    python -m benchmarks.repeat --drafter DIRECTORY [--quick] [--json FILE] [--times N]
+                                [--target T] [--dtype D] [--device D] [--gamma N]
+                                [--prompts FILE] [--dev FILE] [--timed-prompts N] [--tokens N]
+
+Each measurement has a process of its own, as two calls of `draftsmith evaluate` and `draftsmith
+calibrate-tree` have. Nothing is stored with the drafter. Exit status 1 where two intervals of the
+speed-up do not overlap or two trees differ. A drafter that drafts in no shape has no tree.
+"""
+
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import heads  # noqa: F401  (makes its drafters known)
+from benchmarks.common import describe_machine, in_fresh_process, write_json
+from benchmarks.decode_drafter import PROMPTS
+from decode.calibrate_tree import calibrate_tree
+from decode.drafters.shaped import ShapedDrafter
+from decode.measure import Protocol, evaluate
+from decode.store import open_drafter
+from decode.target import load_target
+from train.commands.shared import cores, quieten, shows_errors
+from train.console import Reporter
+from train.data.chat import prompt_tokens
+from train.data.read import read_examples, spread
+from train.report.words import percent, ratio
+
+
+def main(
+    drafter: Annotated[str, typer.Option(help="a drafter directory, or as elsewhere")],
+    quick: Annotated[bool, typer.Option("--quick", help="fewer prompts")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    times: Annotated[int, typer.Option(min=2, help="how often each is measured")] = 2,
+    target: Annotated[str, typer.Option(help="as elsewhere")] = "embedded:smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="of both models")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    gamma: Annotated[int, typer.Option(min=1, help="of drafts without a depth of their own")] = 4,
+    prompts: Annotated[Path, typer.Option(help="held-out prompts")] = PROMPTS / "test.jsonl",
+    dev: Annotated[Path, typer.Option(help="prompts for the tree")] = PROMPTS / "dev.jsonl",
+    timed_prompts: Annotated[int, typer.Option(min=1, help="prompts that are timed")] = 12,
+    tokens: Annotated[int, typer.Option(min=2, help="tokens of each text")] = 48,
+) -> None:
+    """Measure speed-up and tree several times, and compare."""
+    quieten()
+    reporter = Reporter()
+    what: dict[str, Any] = {
+        "target": target,
+        "drafter": drafter,
+        "dtype": dtype,
+        "device": device,
+        "tokens": tokens,
+    }
+    found: list[dict[str, Any]] = []
+    for turn in range(times):
+        reporter.say(f"measurement {turn + 1} of {times}")
+        speed = in_fresh_process(
+            "benchmarks.repeat:measure_speed",
+            **what,
+            gamma=gamma,
+            prompts=str(prompts),
+            timed_prompts=min(timed_prompts, 4) if quick else timed_prompts,
+        )
+        reporter.say(
+            f"  speed-up {ratio(speed['speedup'])}; others took {percent(speed['others_share'])}"
+        )
+        tree = in_fresh_process(
+            "benchmarks.repeat:measure_tree", **what, prompts=str(dev), limit=8 if quick else 32
+        )
+        reporter.say(f"  {tree['verdict'] if tree else 'it drafts in no shape: no tree'}")
+        found.append({**speed, "tree": tree})
+    verdict = compare(found)
+    reporter.say(f"speed-ups whose intervals overlap: {verdict['intervals_overlap']}")
+    reporter.say(f"the same tree every time: {verdict['same_tree']}")
+    if json_file is not None:
+        process = describe_machine()
+        write_json(
+            json_file, {"benchmark": "repeat", "process": process, **verdict, "measurements": found}
+        )
+    if False in verdict.values():
+        raise typer.Exit(1)
+
+
+def compare(found: list[dict[str, Any]]) -> dict[str, bool | None]:
+    """Whether all speed-ups' intervals overlap and all trees are the same; None without a tree."""
+    pairs = list(combinations([one["speedup"] for one in found], 2))
+    trees = [one["tree"]["paths"] for one in found if one["tree"]]
+    return {
+        "intervals_overlap": all(a["low"] <= b["high"] and b["low"] <= a["high"] for a, b in pairs),
+        "same_tree": all(tree == trees[0] for tree in trees) if trees else None,
+    }
+
+
+def measure_speed(
+    target: str,
+    drafter: str,
+    dtype: str,
+    device: str,
+    tokens: int,
+    gamma: int,
+    prompts: str,
+    timed_prompts: int,
+) -> dict[str, Any]:
+    """The speed-up, c, v and what others took of the processor."""
+    torch.set_num_threads(cores())
+    loaded = load_target(target, dtype=dtype, device=device)
+    examples = spread(read_examples(prompts)[0], timed_prompts)
+    protocol = Protocol(
+        gamma=gamma,
+        max_new_tokens=tokens,
+        timed_prompts=timed_prompts,
+        timed_tokens=tokens,
+        generate=False,
+    )
+    texts = [prompt_tokens(example, loaded.tokenizer) for example in examples]
+    shown = evaluate(loaded, open_drafter(drafter, loaded), texts, protocol).to_dict()
+    names = ("speedup", "speedup_without_prefill", "c", "v", "tokens_per_step", "others_share")
+    return {name: shown[name] for name in names}
+
+
+def measure_tree(
+    target: str, drafter: str, dtype: str, device: str, tokens: int, prompts: str, limit: int
+) -> dict[str, Any] | None:
+    """The tree's paths, what it was chosen by and the verdict; None for a drafter without one."""
+    torch.set_num_threads(cores())
+    loaded = load_target(target, dtype=dtype, device=device)
+    which = open_drafter(drafter, loaded)
+    if not isinstance(which, ShapedDrafter):
+        return None
+    examples = spread(read_examples(prompts)[0], limit)
+    texts = [prompt_tokens(example, loaded.tokenizer) for example in examples]
+    found = calibrate_tree(loaded, which, texts, max_new_tokens=tokens)
+    paths = [list(path) for path in found.structure.paths]
+    return {"paths": paths, "verdict": found.verdict, **found.to_dict()}
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_show_locals=False)
+    app.command()(shows_errors(main))
+    app()
