@@ -5,8 +5,8 @@ Shapes: B rows, n nodes at one depth, N drafted nodes, V vocabulary.
 
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from torch import Tensor
 from decode.contexts import Contexts, Limits
 from decode.draft import Draft, Siblings
 from decode.drafters import Drafter
+from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.growth import Growth
-from decode.loop import Decoder
+from decode.loop import Decoded, Decoder
 from decode.rules import Rule, Verdict
 from decode.sampling import Noise, Sampling, draw
 from decode.scores import Scores
@@ -64,46 +65,139 @@ def model(apart: float) -> Any:
 
 
 @functools.cache
-def exact_joint() -> np.ndarray:
-    """float64 [V, V, V]: the joint of the tokens after the first, from plain forwards of all texts
-    and transformers' own warpers."""
+def longer_model(apart: float) -> Any:
+    """One of five tokens, which stay likely, and two layers: a wrong key or value in the cache
+    shows in what follows. `apart` moves its weights randomly."""
+    shape: dict[str, Any] = {"layers": 2, "hidden": 8, "heads": 1, "kv_heads": 1, "tie": False}
+    lm = tiny_model("llama", vocab=5, seed=4, **shape)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            if parameter.ndim > 1:
+                parameter += apart * torch.randn(parameter.shape, generator=generator)
+    return lm
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is decoded many times, so that texts can be counted.
+
+    prompts: of rows in turn, in one ragged batch. new: tokens of a text, unless one of `eos` ends
+    it. summed: tokens at the start of a text that are summed over, for fuller bins. processors:
+    those of the target, which take many rows at once.
+    """
+
+    model: Callable[[float], Any]
+    vocab: int
+    prompts: tuple[tuple[int, ...], ...]
+    new: int
+    gamma: int
+    sampling: Sampling
+    eos: tuple[int, ...] = ()
+    summed: int = 0
+    processors: tuple[Any, ...] = ()
+
+
+# The prefill's token, then two drafted ones and a bonus.
+SHORT = Case(model, VOCAB, (PROMPT,), NEW, 3, SAMPLING, summed=1)
+# Up to five rounds, drafts four deep, ragged from the first pass on; token 4 ends a text.
+LONGER = Case(
+    longer_model, 5, ((0, 2, 1), (1,), (3, 0, 2, 2, 1, 0)), 6, 4, Sampling(1.0, top_p=0.98), (4,)
+)
+# Drafts so shallow that another one follows a whole acceptance.
+SHALLOW = replace(LONGER, gamma=2)
+# Prompts of few tokens: which others stand on a path makes a difference.
+PENALISED = replace(
+    LONGER,
+    prompts=((2,), (3, 2), (2, 2, 3)),
+    eos=(),
+    sampling=Sampling(1.0, repetition_penalty=1.8),
+)
+
+
+class NeverTwice(transformers.LogitsProcessor):
+    """No token stands beside its like, and a pair that came once does not come again soon."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.scatter(1, input_ids[:, -1:], -torch.inf)
+        if input_ids.shape[1] < 3:
+            return scores
+        before = input_ids[:, -3:-2]
+        return scores.scatter(1, before, scores.gather(1, before) - 1.0)
+
+
+PROCESSED = replace(PENALISED, processors=(NeverTwice(),))
+
+
+@functools.cache
+def exact_law(case: Case) -> np.ndarray:
+    """float64 [P, V+1, …, V+1]: the law of each prompt's texts, V standing for no token, from plain
+    forwards of all texts and transformers' own processors and warpers."""
+    sampling = case.sampling
     warpers = transformers.LogitsProcessorList(
         [
-            transformers.TemperatureLogitsWarper(SAMPLING.temperature),
-            transformers.TopKLogitsWarper(SAMPLING.top_k),
-            transformers.TopPLogitsWarper(SAMPLING.top_p),
+            transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+            *case.processors,
+            transformers.TemperatureLogitsWarper(sampling.temperature),
+            *([transformers.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []),
+            *([transformers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []),
         ]
     )
-    texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=NEW - 1)))
-    ids = torch.cat([torch.tensor([PROMPT]).expand(len(texts), -1), texts], 1)
-    with torch.inference_mode():
-        logits = model(0.0)(ids).logits[:, len(PROMPT) - 1 :].double()  # [V³, NEW, V]
-    probs = torch.stack([warpers(ids, logits[:, i]).softmax(-1) for i in range(NEW)], 1)
-    joint = probs[:, NEW - 1]
-    for i in range(NEW - 1):
-        joint = joint * probs[:, i].gather(1, texts[:, i : i + 1])
-    return joint.reshape((VOCAB,) * NEW).sum(0).numpy()
+    texts = torch.tensor(list(itertools.product(range(case.vocab), repeat=case.new - 1)))
+    laws = []
+    for prompt in case.prompts:
+        ids = torch.cat([torch.tensor([prompt]).expand(len(texts), -1), texts], 1)
+        with torch.inference_mode():
+            logits = case.model(0.0)(ids).logits[:, len(prompt) - 1 :].double()  # [·, new, V]
+        probs = torch.stack(
+            [warpers(ids[:, : len(prompt) + i], logits[:, i]).softmax(-1) for i in range(case.new)],
+            1,
+        )
+        joint = probs[:, case.new - 1]
+        for i in range(case.new - 1):
+            joint = joint * probs[:, i].gather(1, texts[:, i : i + 1])
+        law = np.zeros((case.vocab + 1,) * case.new)
+        last = torch.arange(case.vocab).repeat(len(texts), 1).flatten()[:, None]
+        whole = torch.cat([texts.repeat_interleave(case.vocab, 0), last], 1).numpy()
+        np.add.at(law, tuple(_cut(whole, case).T), joint.flatten().numpy())
+        laws.append(law.sum(tuple(range(case.summed))))
+    return np.stack(laws)
+
+
+def _cut(texts: np.ndarray, case: Case) -> np.ndarray:
+    """int [n, new]: texts with no token, V, after an EOS."""
+    is_eos = np.isin(texts, case.eos)
+    return np.where(is_eos.cumsum(1) - is_eos > 0, case.vocab, texts)
 
 
 @dataclass
 class Fit:
-    """How texts fit the exact joint: χ² over bins that expect 5 or more, all others pooled."""
+    """How texts fit the exact law: χ² over bins that expect 5 or more, all others pooled."""
 
     chi2: float
     df: int
     impossible: int  # how many texts have probability 0
 
     @property
-    def passes(self) -> bool:
+    def limit(self) -> float:
         # χ² has mean df and variance 2·df: ten standard deviations, never met by chance.
-        return self.impossible == 0 and self.chi2 < self.df + 10 * (2 * self.df) ** 0.5
+        return self.df + 10 * (2 * self.df) ** 0.5
+
+    @property
+    def passes(self) -> bool:
+        return self.impossible == 0 and self.chi2 < self.limit
 
 
-def fit(texts: np.ndarray) -> Fit:
-    """texts: int [B, 3]."""
-    counts = np.zeros((VOCAB,) * 3)
-    np.add.at(counts, tuple(texts.T), 1)
-    expected = exact_joint() * len(texts)
+def fit_texts(texts: Sequence[Sequence[int]], case: Case) -> Fit:
+    """Row i answers prompt i modulo their number."""
+    padded = np.full((len(texts), case.new), case.vocab)
+    for row, text in enumerate(texts):
+        padded[row, : len(text)] = text
+    which = np.arange(len(texts)) % len(case.prompts)
+    law = exact_law(case)
+    counts = np.zeros(law.shape)
+    np.add.at(counts, (which, *padded[:, case.summed :].T), 1)
+    expected = law * np.bincount(which).reshape(-1, *[1] * (law.ndim - 1))
     large = expected >= 5
     found = np.append(counts[large], counts[~large & (expected > 0)].sum())
     wanted = np.append(expected[large], expected[~large].sum())
@@ -111,6 +205,11 @@ def fit(texts: np.ndarray) -> Fit:
         found, wanted = found[:-1], wanted[:-1]
     chi2 = float(((found - wanted) ** 2 / wanted).sum())
     return Fit(chi2, len(wanted) - 1, int(counts[expected == 0].sum()))
+
+
+def fit(texts: np.ndarray) -> Fit:
+    """texts: int [B, 3], those of SHORT without their first tokens."""
+    return fit_texts(np.pad(texts, ((0, 0), (1, 0))).tolist(), SHORT)
 
 
 class Watched(Rule):
@@ -132,22 +231,31 @@ class Watched(Rule):
         return verdict
 
 
-def decode(drafter: Drafter, rule: Rule, *, rows: int, seed: int = 0) -> tuple[Fit, Counts]:
+def decode(
+    drafter: Drafter, rule: Rule, *, rows: int, seed: int = 0, case: Case = SHORT
+) -> tuple[Fit, Counts]:
+    fitted, runs = decode_runs(drafter, rule, rows=rows, seed=seed, case=case)
+    return fitted, sum((run.counts for run in runs), Counts.zero())
+
+
+def decode_runs(
+    drafter: Drafter, rule: Rule, *, rows: int, seed: int = 0, case: Case = SHORT
+) -> tuple[Fit, list[Decoded]]:
     decoder = Decoder(
-        model(0.0),
+        case.model(0.0),
         drafter,
-        gamma=3,
+        eos_token_ids=case.eos,
+        gamma=case.gamma,
         rule=rule,
-        sampling=SAMPLING,
+        sampling=case.sampling,
+        processors=case.processors,
     )
-    texts: list[list[int]] = []
-    counts = Counts.zero()
+    runs = []
     for begin in range(0, rows, BATCH):
         places = range(begin, min(begin + BATCH, rows))
-        run = decoder.decode([PROMPT] * len(places), NEW, seed=seed, row_ids=places)
-        texts += run.outputs
-        counts = counts + run.counts
-    return fit(np.array(texts)[:, 1:]), counts
+        prompts = [case.prompts[place % len(case.prompts)] for place in places]
+        runs.append(decoder.decode(prompts, case.new, seed=seed, row_ids=places))
+    return fit_texts([text for run in runs for text in run.outputs], case), runs
 
 
 class FixedDraft(Drafter):
@@ -228,6 +336,11 @@ class Pairs(Shape):
         return torch.stack([first, second], -1).flatten(1)
 
 
-def small_lm(siblings: Siblings | None = None) -> Drafter:
+def small_lm(siblings: Siblings | None = None, case: Case = SHORT) -> SmallLMDrafter:
     """A drafter near the target: of chains, or of pairs of such siblings."""
-    return SmallLMDrafter(model(0.2), shape=None if siblings is None else Pairs(siblings))
+    return SmallLMDrafter(case.model(0.2), shape=None if siblings is None else Pairs(siblings))
+
+
+def merged(*others: Drafter, case: Case = SHORT) -> SeveralDrafters:
+    """One tree of that drafter's chains and those of others."""
+    return SeveralDrafters([*others, small_lm(case=case)])

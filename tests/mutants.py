@@ -1,15 +1,24 @@
-"""Rules with one error each, which the tests of losslessness must find."""
+"""Rules, drafters and parts of the loop with one error each, which the tests of losslessness must
+find. `tests.controls` lists them with how they are found."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from decode.contexts import Contexts, Limits
 from decode.draft import Draft
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.kv import CachedLM
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.block import BlockVerification
 from decode.rules.speculative import SpeculativeSampling
-from decode.sampling import Noise, draw
+from decode.sampling import Noise, Sampling, draw
 from decode.scores import Scores
 
 
@@ -114,3 +123,76 @@ class JudgedAsDistinct(_Wrapped):
 
     def told(self, draft: Draft) -> Draft:
         return replace(draft, drawn="distinct")
+
+
+class TakenForOneQ(_Wrapped):
+    """Mixed siblings, judged by a rule that takes them all to be drawn from the first one's q."""
+
+    def told(self, draft: Draft) -> Draft:
+        return draft
+
+
+class SharedStreams(_Wrapped):
+    """Accepts by the very random numbers that the draft was drawn with."""
+
+    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+        return self.rule.verify(draft, scores, _DraftersOwn(noise))
+
+
+class _DraftersOwn(Noise):
+    def __init__(self, noise: Noise) -> None:
+        self.noise = noise
+
+    def uniforms(self, stream: int, first: int, count: int) -> Tensor:
+        return self.noise.uniforms(Noise.DRAFT if stream == Noise.ACCEPT else stream, first, count)
+
+
+class ColdDrafter(SmallLMDrafter):
+    """Draws at 0.95 times the temperature, and declares the q of the temperature asked for."""
+
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        cold = replace(sampling, temperature=0.95 * sampling.temperature)
+        draft = super().draft(contexts, limits, cold, noise)
+        assert draft.q is not None
+        asked = draft.q**0.95
+        draft.q = asked / asked.sum(-1, keepdim=True)
+        return draft
+
+
+class StaleCache(SmallLMDrafter):
+    """Takes its own last token for cached, which was drawn but never fed: so after full acceptance
+    it reads a slot that nothing was written to."""
+
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        draft = super().draft(contexts, limits, sampling, noise)
+        self._cached = self._cached + (limits.depths > 0)
+        return draft
+
+
+@contextmanager
+def path_one_slot_off() -> Iterator[None]:
+    """The keys and values of an accepted path are moved to one slot behind where they belong."""
+    commit = CachedLM.commit
+
+    def wrong(self: CachedLM, start: np.ndarray, columns: Tensor, counts: np.ndarray) -> None:
+        commit(self, start + 1, columns - 1, counts)
+
+    with mock.patch.object(CachedLM, "commit", wrong):
+        yield
+
+
+@contextmanager
+def processors_see_the_row() -> Iterator[None]:
+    """Each node is judged after processors that saw the committed text, not the node's path."""
+    with mock.patch("decode.loop.Scores", _RowsText):
+        yield
+
+
+class _NoPath(Draft):
+    def ancestors(self) -> Tensor:
+        return torch.zeros_like(super().ancestors())
+
+
+class _RowsText(Scores):
+    def __init__(self, logits: Tensor, sampling: Sampling, draft: Draft, *rest: Any) -> None:
+        super().__init__(logits, sampling, _NoPath(draft.tokens, draft.sizes), *rest)

@@ -12,13 +12,14 @@ from decode.shapes import Shape
 from decode.shapes.static import Static
 from heads import HEADS
 from heads.base import HeadOptions
-from tests.lossless import VOCAB, Watched, decode, model
+from tests.lossless import LONGER, SHORT, Case, Watched, decode
 
 ROWS = 100_000
 
 
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"type": "medusa", "heads": 3},
+    "blockwise": {"type": "blockwise", "k": 4},
     "hydra": {"type": "hydra", "heads": 3},
     "hydra_plus": {"type": "hydra_plus", "heads": 3, "layers": 2},
     "eagle1": {"type": "eagle1", "depth": 3},
@@ -26,9 +27,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def drafter(kind: str, shape: Shape | None) -> Drafter:
+def drafter(kind: str, shape: Shape | None, case: Case = SHORT) -> Drafter:
     """Untrained heads guess the token before; these are moved so that they guess more than that."""
-    lm = model(0.0)
+    lm = case.model(0.0)
     made: Any = HEADS[kind](HeadOptions.of(KINDS[kind]), lm)  # type: ignore[call-arg]
     made.start_from(lm)
     g = torch.Generator().manual_seed(5)
@@ -38,7 +39,7 @@ def drafter(kind: str, shape: Shape | None) -> Drafter:
                 parameter += 0.2 * torch.randn(parameter.shape, generator=g)
     made.borrow(lm)
     build: Any = DRAFTERS[kind]
-    found: Drafter = build(made, VOCAB, shape)
+    found: Drafter = build(made, case.vocab, shape)
     return found
 
 
@@ -72,3 +73,25 @@ def test_texts_have_the_targets_distribution(
     assert found.df > 50
     assert watched.rejecting / watched.rounds >= 0.1
     assert counts.by_accepted[1:].sum() / counts.steps >= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "rule", "draw"),
+    [
+        ("medusa", "block", None),
+        ("medusa", "spectr", "independent"),
+        ("blockwise", "speculative", None),
+        ("blockwise", "traversal", "distinct"),
+        ("hydra_plus", "spectr", "independent"),
+        ("eagle1", "block", None),
+        ("eagle1", "multi_round", "distinct"),
+    ],
+)
+def test_ragged_texts_of_many_rounds(kind: str, rule: str, draw: Any) -> None:
+    """Prompts of different lengths, drafts three deep, and texts that end inside a block."""
+    shape = None if draw is None else Static(widths=[2, 2, 1], draw=draw)
+    found, counts = decode(drafter(kind, shape, LONGER), RULES[rule](), rows=12_000, case=LONGER)
+    assert found.passes, found
+    assert found.df > 100
+    assert counts.by_accepted[2:].sum() / counts.steps > 0.03

@@ -1,37 +1,42 @@
 """Promises 21 and 22: sampled text has exactly the target's distribution, and these tests can tell.
 
 The rules alone are enumerated in `test_rules`; here the whole loop is sampled, once for each rule
-and each kind of draft that it judges.
+and each kind of draft that it judges. `python -m tests.controls` prints how surely errors are
+found.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
-from decode.contexts import Contexts, Limits
 from decode.draft import Draft
 from decode.drafters import Drafter
+from decode.drafters.composite import CompositeDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.rules import RULES, Rule
+from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
-from decode.sampling import Noise, Sampling, draw
+from decode.sampling import Noise, draw
 from decode.scores import Scores
-from tests.lossless import SAMPLING, VOCAB, FixedDraft, Watched, decode, model, small_lm
-from tests.mutants import (
-    BonusOffByOne,
-    ClampedRatio,
-    FirstReject,
-    JudgedAsDistinct,
-    NotRenormalised,
-    PlainSpeculative,
-    WrongResidualRow,
+from tests.controls import CONTROLS, SEEDS, Control
+from tests.lossless import (
+    LONGER,
+    PENALISED,
+    PROCESSED,
+    SAMPLING,
+    VOCAB,
+    Case,
+    FixedDraft,
+    Watched,
+    decode,
+    decode_runs,
+    merged,
+    small_lm,
 )
+from tests.mutants import PlainSpeculative
 
 ROWS = 500_000
-SEEDS = 20
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "drawn chain": small_lm,
@@ -78,19 +83,53 @@ def test_texts_have_the_targets_distribution(rule: str, drafter: str, rows: int)
     assert counts.by_accepted[2] / counts.steps >= 0.05
 
 
-# --- errors that the test above must find ---------------------------------------------------------
+# How each drafts in a case.
+LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
+    "drawn chain": lambda case: small_lm(case=case),
+    "independent": lambda case: small_lm("independent", case),
+    "distinct": lambda case: small_lm("distinct", case),
+    "lookup or model": lambda case: CompositeDrafter([NgramDrafter(1, 2), small_lm(case=case)]),
+    "merged models": lambda case: merged(SmallLMDrafter(case.model(0.6)), case=case),
+    "merged with lookup": lambda case: merged(NgramDrafter(1, 2), case=case),
+}
+CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED}
 
 
-class ColdDrafter(SmallLMDrafter):
-    """Draws at 0.95 times the temperature, and declares the q of the temperature asked for."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "drafter", "case", "rows"),
+    [
+        ("speculative", "drawn chain", "plain", 20_000),
+        ("speculative", "lookup or model", "plain", 20_000),
+        ("block", "drawn chain", "plain", 20_000),
+        ("spectr", "independent", "plain", 12_000),
+        ("traversal", "distinct", "plain", 12_000),
+        ("multi_round", "merged models", "plain", 12_000),
+        ("multi_round", "merged with lookup", "plain", 12_000),
+        ("traversal", "merged models", "plain", 12_000),
+        ("traversal", "merged with lookup", "plain", 12_000),
+        ("exact", "merged models", "plain", 10_000),
+        ("block", "drawn chain", "penalised", 20_000),
+        ("multi_round", "merged models", "penalised", 12_000),
+        ("traversal", "merged with lookup", "processed", 3_000),
+    ],
+)
+def test_ragged_texts_of_many_rounds(rule: str, drafter: str, case: str, rows: int) -> None:
+    """Prompts of different lengths, drafts four deep, and texts that end inside a block."""
+    judge = RULES[rule]()
+    drawn = LONGER_DRAFTERS[drafter](CASES[case])
+    found, runs = decode_runs(drawn, judge, rows=rows, case=CASES[case])
+    assert found.passes, found
+    assert found.df > 60
+    counts = runs[0].counts
+    assert counts.by_accepted[3:].sum() / counts.steps > 0.001
+    assert len(runs[0].steps) >= 4
+    if CASES[case].eos:
+        cut = sum(int((step.emitted <= step.accepted).sum()) for step in runs[0].steps)
+        assert cut / rows > 0.02
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
-        cold = replace(sampling, temperature=0.95 * sampling.temperature)
-        draft = super().draft(contexts, limits, cold, noise)
-        assert draft.q is not None
-        asked = draft.q**0.95
-        draft.q = asked / asked.sum(-1, keepdim=True)
-        return draft
+
+# --- errors that the tests above must find --------------------------------------------------------
 
 
 @pytest.mark.parametrize("chosen", [False, True])
@@ -111,19 +150,8 @@ def test_the_rule_to_break_is_the_rule(chosen: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "drafter", "rows"),
-    [
-        # Fewer rows than above suffice, so the test above finds these errors all the more.
-        (SpeculativeSampling(), lambda: ColdDrafter(model(0.2)), 70_000),
-        (WrongResidualRow(), small_lm, 10_000),
-        (BonusOffByOne(), small_lm, 20_000),
-        (ClampedRatio(), small_lm, 25_000),
-        (FirstReject(), small_lm, 6_000),
-        (NotRenormalised("traversal"), DRAFTERS["distinct"], 10_000),
-        (JudgedAsDistinct("multi_round"), DRAFTERS["independent"], 15_000),
-    ],
-)
-def test_errors_are_found(rule: Rule, drafter: Callable[[], Drafter], rows: int) -> None:
-    fits = [decode(drafter(), rule, rows=rows, seed=seed)[0] for seed in range(SEEDS)]
-    assert sum(not found.passes for found in fits) >= 19, fits
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
+def test_errors_are_found(control: Control) -> None:
+    assert not control.find(control.sound, 0).rejected
+    found = [control.find(control.faulty, seed) for seed in range(SEEDS)]
+    assert sum(each.rejected for each in found) >= SEEDS - 1, found

@@ -1,0 +1,219 @@
+"""The negative controls of losslessness: errors that the tests must find, and how surely they do.
+
+`python -m tests.controls` prints each with the statistic that finds it and the share of seeds in
+which it is found; `--seeds` says how many. About a minute and a half with 20.
+"""
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from decode.drafters import Drafter
+from decode.drafters.ngram import NgramDrafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.rules import RULES, Rule
+from decode.rules.speculative import SpeculativeSampling
+from tests.lossless import LONGER, PENALISED, SHALLOW, SHORT, Case, decode, merged, model, small_lm
+from tests.mutants import (
+    BonusOffByOne,
+    ClampedRatio,
+    ColdDrafter,
+    FirstReject,
+    JudgedAsDistinct,
+    NotRenormalised,
+    SharedStreams,
+    StaleCache,
+    TakenForOneQ,
+    WrongResidualRow,
+    path_one_slot_off,
+    processors_see_the_row,
+)
+
+SEEDS = 20
+
+Making = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What decodes. breaking: a context in which a part of the loop itself is faulty."""
+
+    drafter: Callable[[], Drafter]
+    rule: Callable[[], Rule]
+    breaking: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Found:
+    statistic: float
+    limit: float
+
+    @property
+    def rejected(self) -> bool:
+        return not self.statistic < self.limit
+
+
+@dataclass(frozen=True)
+class Control:
+    """sound and faulty differ by the error only. rows: texts per seed, fewer than the tests of
+    losslessness decode, so that those find the error all the more."""
+
+    name: str
+    case: Case
+    rows: int
+    sound: Setup
+    faulty: Setup
+
+    statistic = "chi-square of texts"
+
+    def find(self, setup: Setup, seed: int) -> Found:
+        with setup.breaking():
+            found, _ = decode(
+                setup.drafter(), setup.rule(), rows=self.rows, seed=seed, case=self.case
+            )
+        return Found(np.inf if found.impossible else found.chi2, found.limit)
+
+
+class OfDrafting(Control):
+    """For errors that cannot show in a text, as q is declared as it is: the drafter is the target,
+    so that every token it drafts is accepted."""
+
+    statistic = "rejected share of a drafter that is the target"
+
+    def find(self, setup: Setup, seed: int) -> Found:
+        with setup.breaking():
+            _, counts = decode(
+                setup.drafter(), setup.rule(), rows=self.rows, seed=seed, case=self.case
+            )
+        return Found(1 - counts.acceptance_rate, 1e-3)
+
+
+def _of_rule(
+    name: str, faulty: Making, drafter: Making, rows: int, sound: str, case: Case = SHORT
+) -> Control:
+    return Control(name, case, rows, Setup(drafter, lambda: RULES[sound]()), Setup(drafter, faulty))
+
+
+def _of_loop(
+    name: str, breaking: Making, drafter: Making, rows: int, rule: str, case: Case
+) -> Control:
+    sound = Setup(drafter, lambda: RULES[rule]())
+    return Control(name, case, rows, sound, Setup(sound.drafter, sound.rule, breaking))
+
+
+def _of_drafter(kind: type[Control], faulty: Making, sound: Making, *what: Any) -> Control:
+    return kind(*what, Setup(sound, SpeculativeSampling), Setup(faulty, SpeculativeSampling))
+
+
+def _pairs(siblings: Any, case: Case = SHORT) -> Making:
+    return lambda: small_lm(siblings, case)
+
+
+def _two_models() -> Drafter:
+    return merged(SmallLMDrafter(LONGER.model(0.6)), case=LONGER)
+
+
+def _lookup_and_model() -> Drafter:
+    return merged(NgramDrafter(1, 2), case=LONGER)
+
+
+CONTROLS = [
+    _of_drafter(
+        Control,
+        lambda: ColdDrafter(model(0.2)),
+        small_lm,
+        "q of another temperature",
+        SHORT,
+        70_000,
+    ),
+    _of_rule("residual of the wrong row", WrongResidualRow, small_lm, 10_000, "speculative"),
+    _of_rule("bonus of the wrong row", BonusOffByOne, small_lm, 20_000, "speculative"),
+    _of_rule("q clamped from below", ClampedRatio, small_lm, 25_000, "speculative"),
+    _of_rule("block ends at the first rejection", FirstReject, small_lm, 6_000, "block"),
+    _of_rule(
+        "distinct siblings, q not renormalised",
+        lambda: NotRenormalised("traversal"),
+        _pairs("distinct"),
+        10_000,
+        "traversal",
+    ),
+    _of_rule(
+        "independent siblings judged as distinct",
+        lambda: JudgedAsDistinct("multi_round"),
+        _pairs("independent"),
+        15_000,
+        "multi_round",
+    ),
+    _of_rule(
+        "mixed siblings of two models, one q for all",
+        lambda: TakenForOneQ("spectr"),
+        _two_models,
+        1_500,
+        "multi_round",
+        LONGER,
+    ),
+    _of_rule(
+        "mixed siblings of lookup and a model, one q for all",
+        lambda: TakenForOneQ("spectr"),
+        _lookup_and_model,
+        1_500,
+        "traversal",
+        LONGER,
+    ),
+    _of_rule(
+        "accepted by the numbers it was drawn with",
+        lambda: SharedStreams("speculative"),
+        _pairs(None, LONGER),
+        3_000,
+        "speculative",
+        LONGER,
+    ),
+    _of_loop(
+        "path committed one slot off",
+        path_one_slot_off,
+        _pairs("independent", LONGER),
+        1_500,
+        "multi_round",
+        LONGER,
+    ),
+    _of_loop(
+        "processors see the row's text, not the path's",
+        processors_see_the_row,
+        _pairs(None, PENALISED),
+        3_000,
+        "speculative",
+        PENALISED,
+    ),
+    _of_drafter(
+        OfDrafting,
+        lambda: StaleCache(LONGER.model(0.0)),
+        lambda: SmallLMDrafter(LONGER.model(0.0)),
+        "drafter's cache stale after full acceptance",
+        SHALLOW,
+        1_000,
+    ),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    seeds = range(parser.parse_args().seeds)
+    print("error | statistic | limit | without it | with it (median) | found in")
+    for control in CONTROLS:
+        sound = control.find(control.sound, 0)
+        found = [control.find(control.faulty, seed) for seed in seeds]
+        print(
+            f"{control.name} | {control.statistic} | {sound.limit:.4g} | {sound.statistic:.4g} | "
+            f"{np.median([f.statistic for f in found]):.4g} | "
+            f"{sum(f.rejected for f in found)} of {len(found)}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
