@@ -182,8 +182,7 @@ class SmallLMDrafter(ShapedDrafter):
         if self.known >= self.vocab_size:
             return np.ones(len(contexts.lengths), dtype=bool)
         inside = np.arange(contexts.tokens.shape[1]) < contexts.lengths[:, None]
-        lacking: np.ndarray = ((contexts.tokens >= self.known) & inside).any(1)
-        return ~lacking
+        return np.logical_not(((contexts.tokens >= self.known) & inside).any(axis=1))
 
     def commit(self, contexts: Contexts) -> None:
         # Of the committed text, everything but the target's own last token was drafted or cached.

@@ -53,9 +53,11 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
             f"Plain decoding runs at {generate['value']:.2f}× the speed of generate(), so the "
             "speed-up over it is too high; read the one over generate() instead."
         )
-    for entry in compared:
-        if told := disturbed(entry["evaluation"]):
-            warnings.append(f"The speed of {entry['label']} is not reliable: {told}.")
+    warnings += [
+        f"The speed of {entry['label']} is not reliable: {told}."
+        for entry in compared
+        if (told := disturbed(entry["evaluation"]))
+    ]
     if row["stage"].endswith(" (start)"):
         warnings.append("The best row is a drafter before its training: training did not help.")
     return {
