@@ -60,8 +60,8 @@ class _Store:
         copied: a copy of all of them would be a second cache beside the first."""
         self._rows = len(rows)
         for x in self._tensors:
-            for layer in x:
-                layer[: self._rows] = layer.index_select(0, rows)
+            for layer in range(len(x)):
+                x[layer, : self._rows] = x[layer].index_select(0, rows)
         self._tensors = [x[:, : self._rows] for x in self._tensors]
 
 
