@@ -6,8 +6,8 @@ is sampled: a length is settled before the tokens that it would leave out are dr
 
 A row's draft depends on that row alone, so that in float32 its text is the same in any batch.
 Policies that decide for a batch together (`by_batch`, `cost_model`) say so: under rules that draw,
-other than `exact`, their texts may differ with the batch; the distribution they are drawn from never
-does.
+other than `exact`, their texts may differ with the batch; the distribution they are drawn from
+never does.
 """
 
 from abc import ABC, abstractmethod
