@@ -156,7 +156,8 @@ class Decoder:
         of the model's context.
 
         row_ids: what each row's random numbers are derived from beside the seed; its place in a
-            larger set makes its text the same in any batch (default: its place in `prompts`).
+            larger set makes its text the same in any batch, in float32 (see `Noise`; default: its
+            place in `prompts`).
         on_tokens: called with (row, new tokens) as soon as they are certain. on_step: see trace.
         Raises UserError for no prompts, an empty prompt, one that leaves no room to answer or has
         ids that are no tokens, and for logits that are NaN or that processors mask throughout.

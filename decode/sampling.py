@@ -239,7 +239,8 @@ class Noise:
     """Uniform random numbers that depend on (seed, row, round, stream, place) and nothing else.
 
     Because they are computed from those counters, not taken from a generator's state, a row gets
-    the same numbers alone and in any batch, and a seed reproduces its text.
+    the same numbers alone and in any batch. Its text is the same where its logits are: in float32,
+    but not in bfloat16, where other rows in the batch round them otherwise.
     """
 
     # Drafting, accepting and drawing the next token must be independent of each other.

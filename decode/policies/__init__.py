@@ -4,9 +4,10 @@ A policy is one file with one registration. It sees what became of earlier draft
 the drafter's logits; it knows nothing of drafters, rules or the loop. None of them can change what
 is sampled: a length is settled before the tokens that it would leave out are drawn.
 
-A row's draft depends on that row alone, so that its text is the same in any batch. Policies that
-decide for a batch together (`by_batch`, `cost_model`) say so: under rules that draw, other than
-`exact`, their texts may differ with the batch; the distribution they are drawn from never does.
+A row's draft depends on that row alone, so that in float32 its text is the same in any batch.
+Policies that decide for a batch together (`by_batch`, `cost_model`) say so: under rules that draw,
+other than `exact`, their texts may differ with the batch; the distribution they are drawn from
+never does.
 """
 
 from abc import ABC, abstractmethod

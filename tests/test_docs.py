@@ -1,0 +1,68 @@
+"""What the documents list is what there is: their tables against the registries."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from decode.drafters import DRAFTERS
+from decode.policies import POLICIES
+from decode.rules import RULES
+from decode.shapes import SHAPES
+
+ROOT = Path(__file__).parent.parent
+NAME = re.compile(r"`([a-z_]+)`")
+
+
+def table(title: str) -> dict[str, list[str]]:
+    """Rows of the first table below a heading of docs/decoding.md, by the name in backticks that
+    they begin with; their other cells."""
+    section = (ROOT / "docs" / "decoding.md").read_text().split(f"\n## {title}\n")[1]
+    lines = section.split("\n## ")[0].splitlines()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
+    ]
+    return {name[1]: row[1:] for row in rows if (name := NAME.fullmatch(row[0]))}
+
+
+@pytest.mark.parametrize(
+    ("title", "names"),
+    [
+        ("Rules", list(RULES)),
+        ("Shapes", list(SHAPES)),
+        ("Draft length", list(POLICIES)),
+        # Trained ones are named by their directories.
+        ("Drafters", [name for name in DRAFTERS if not DRAFTERS[name].trained]),
+    ],
+)
+def test_tables_list_what_is_registered(title: str, names: list[str]) -> None:
+    assert sorted(table(title)) == sorted(names)
+
+
+def test_the_table_of_rules_says_what_they_judge() -> None:
+    for name, (judges, text, _) in table("Rules").items():
+        rule = RULES[name]
+        expected = "chains" if not rule.trees else "any tree"
+        if rule.trees and not rule.judges(True, "mixed"):
+            expected = "chains; trees whose siblings are independent draws from one distribution"
+        assert judges == expected, name
+        assert ("**lossy**" in text) == (not rule.lossless), name
+        assert ("also when greedy" in text) == (not rule.exact_when_greedy), name
+
+
+def test_the_table_of_drafters_says_their_options() -> None:
+    for name, (_, options) in table("Drafters").items():
+        said = {
+            option: int(value.replace(",", ""))
+            for option, value in re.findall(r"`(\w+)` ([\d,]*\d)", options)
+        }
+        parameters = inspect.signature(DRAFTERS[name]).parameters.values()
+        assert said == {p.name: p.default for p in parameters}, name
+
+
+def test_the_readme_lists_the_rules_as_what_they_are() -> None:
+    (row,) = re.findall(r"^\| rules \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    lossless, lossy = row.split(";")
+    assert set(NAME.findall(lossless)) == {name for name in RULES if RULES[name].lossless}
+    assert set(NAME.findall(lossy)) == {name for name in RULES if not RULES[name].lossless}
