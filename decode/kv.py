@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from decode.errors import UserError
 from decode.features import Recorder
 from decode.packed import PackedModel, can_pack
+from decode.placement import input_device
 from decode.slots import Slots
 
 # In the trial of a model with its first tree.
@@ -81,7 +82,7 @@ class CachedLM:
         self._runs: PreTrainedModel = self._packed.model if self._packed else model
         self._recorder = Recorder(self._runs, taps) if taps else None
         self.features: Mapping[int, Tensor] = {}
-        self.device = model.device
+        self.device = input_device(model)
         config = model.config.get_text_config()
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         parameters = inspect.signature(model.forward).parameters
