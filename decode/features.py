@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.placement import input_device
 
 FINAL = -1
 
@@ -63,6 +64,7 @@ class Recorder:
 
     def __init__(self, model: PreTrainedModel, taps: Sequence[int]) -> None:
         self._modules: dict[int, nn.Module] = {}
+        self._device = input_device(model)
         for tap in taps:
             self._modules[tap] = model.base_model if tap == FINAL else _layer(model, tap)
         if FINAL in self._modules and model.base_model is model:
@@ -74,7 +76,7 @@ class Recorder:
         found: dict[int, Tensor] = {}
         # Only within: hooks that stay would be met by whoever else uses the model.
         hooks = [
-            module.register_forward_hook(partial(_keep, found, tap))
+            module.register_forward_hook(partial(_keep, found, tap, self._device))
             for tap, module in self._modules.items()
         ]
         try:
@@ -84,8 +86,16 @@ class Recorder:
                 hook.remove()
 
 
-def _keep(found: dict[int, Tensor], tap: int, _: nn.Module, __: Any, output: Any) -> None:
-    found[tap] = output if isinstance(output, Tensor) else output[0]
+def _keep(
+    found: dict[int, Tensor],
+    tap: int,
+    device: torch.device,
+    _: nn.Module,
+    __: Any,
+    output: Any,
+) -> None:
+    # Layers may be on other devices than the inputs.
+    found[tap] = (output if isinstance(output, Tensor) else output[0]).to(device)
 
 
 def _layer(model: PreTrainedModel, number: int) -> nn.Module:

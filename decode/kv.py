@@ -17,6 +17,7 @@ from decode.attention import LONGEST_CHAIN, SLOTS, each_token_alone
 from decode.errors import UserError
 from decode.features import Recorder, layer_list_name
 from decode.packed import prepare
+from decode.placement import input_device
 from decode.slots import Slots
 from decode.tree_support import reason_against_trees
 
@@ -104,7 +105,7 @@ class CachedLM:
         self._runs = self._prepared.model
         self._recorder = Recorder(self._runs, taps) if taps else None
         self.features: Mapping[int, Tensor] = {}
-        self.device = model.device
+        self.device = input_device(model)
         config = model.config.get_text_config()
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self._boolean_masks = self._runs.config._attn_implementation == "sdpa"

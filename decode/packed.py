@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decode import attention
+from decode.placement import is_hooked
 
 _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
     torch.float32: lambda: True,
@@ -104,7 +105,7 @@ def prepare(model: PreTrainedModel) -> PreparedModel:
         tuple(id(parameter) for parameter in model.parameters()),
         tuple(ref(module) for module in model.modules()),
         model.config._attn_implementation,
-        _hooked(model),
+        is_hooked(model),
     )
     if model not in _PREPARED or _PREPARED[model][0] != state:
         packed = None
@@ -132,17 +133,13 @@ def pack_layers(module: nn.Module) -> list[PackedLinear]:
 
 def can_pack(model: nn.Module) -> bool:
     """Whether packing is possible, and worth its memory: it shall not take more than half of what
-    is free. Models that other libraries have wrapped or sharded stay as they are."""
+    is free. Models that other libraries have wrapped, sharded or quantised stay as they are."""
     if not torch.backends.mkldnn.is_available():
         return False
     parameters = list(model.parameters())
     plain = all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)
     if not plain or not all(p.dtype in _SUPPORTED and _SUPPORTED[p.dtype]() for p in parameters):
         return False
-    if _hooked(model):
+    if is_hooked(model) or getattr(model, "is_quantized", False):
         return False
     return 2 * sum(p.nbytes for p in parameters) < psutil.virtual_memory().available
-
-
-def _hooked(model: nn.Module) -> bool:
-    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -39,6 +39,8 @@ class LoadOptions:
     dtype: torch.dtype
     attn_implementation: str
     trust_remote_code: bool
+    device: torch.device
+    device_map: str | dict[str, Any] | None = None
 
 
 def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[Any, Any]:
@@ -53,6 +55,10 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
     tokenizer = _load_tokenizer(source, config, where)
     if "gguf_file" in where:
         where["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    elif getattr(config, "quantization_config", None) is not None:
+        where["device_map"] = {"": options.device}
+    if options.device_map is not None:
+        where["device_map"] = options.device_map
     with _explained(source, "weights"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             source,

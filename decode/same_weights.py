@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from decode.errors import UserError
+from decode.placement import require_present, some_numbers
 
 PER_TENSOR = 4
 
 
 def sample_weights(model: nn.Module) -> Tensor:
-    """float32 [m] on the CPU: a few numbers of every weight, in the order of their names."""
-    parts = []
-    for _, weight in sorted(model.named_parameters()):
-        step = max(1, weight.numel() // PER_TENSOR)
-        parts.append(weight.detach().flatten()[::step][:PER_TENSOR].float().cpu())
-    return torch.cat(parts)
+    """float32 [m] on the CPU: a few numbers of every weight, in the order of their names. Raises
+    UserError for weights that are offloaded."""
+    require_present(model, "a drafter made of heads on the target")
+    weights = sorted(model.named_parameters(), key=lambda named: named[0])
+    return torch.cat([some_numbers(weight, PER_TENSOR) for _, weight in weights])
 
 
 def require_same_weights(found: Tensor, dtype: str, model: nn.Module, what: str) -> None:
@@ -33,7 +33,8 @@ def require_same_weights(found: Tensor, dtype: str, model: nn.Module, what: str)
         )
     eps = max(
         torch.finfo(getattr(torch, dtype)).eps,
-        max(torch.finfo(p.dtype).eps for p in model.parameters()),
+        # Quantised weights may be integers, which are not rounded.
+        max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()),
     )
     # Below 1e-7 lie what float16 cannot tell from 0.
     apart = (own - found).abs() > eps * torch.maximum(own.abs(), found.abs()) + 1e-7

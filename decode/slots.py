@@ -6,6 +6,8 @@ D head size.
 Row b's committed tokens sit in slots 0 … len_b−1, so rolling back is nothing but using a smaller
 length: the next forward writes over what was rejected. Tokens are fed at slots
 start_b … start_b+n−1, and `start` may differ from row to row; that is all a ragged batch needs.
+
+Layers may be on different devices; a layer's keys and values are on its own.
 """
 
 import numpy as np
@@ -17,10 +19,19 @@ from transformers.cache_utils import CacheLayerMixin
 class _Window:
     """Where the forward that is under way writes; shared by all layers of one cache."""
 
-    rows: Tensor  # [B, 1], and
-    slots: Tensor  # [B, n]: index of each token's slot, for rows that start at different slots
     begin: int | None = None  # the first slot where all rows start alike, else None
     end: int = 0  # one past the last slot any row uses
+
+    def scatter(self, rows: Tensor, slots: Tensor) -> None:
+        """Rows start at different slots: [B, 1] and [B, n], the index of each token's slot."""
+        self._places = {rows.device: (rows, slots)}
+
+    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What `scatter` was given, on the device of a layer."""
+        if device not in self._places:
+            rows, slots = next(iter(self._places.values()))
+            self._places[device] = rows.to(device), slots.to(device)
+        return self._places[device]
 
 
 class _Store:
@@ -53,15 +64,17 @@ class _Store:
 
     def move(self, rows_B1: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
         for x in self._tensors:
-            x[:, rows_B1, :, target_BM] = x[:, rows_B1, :, source_BM]
+            rows, source, target = (y.to(x.device) for y in (rows_B1, source_BM, target_BM))
+            x[:, rows, :, target] = x[:, rows, :, source]
 
     def keep_rows(self, rows: Tensor) -> None:
         """The rows that stay move to the front of the memory that is there. One layer at a time is
         copied: a copy of all of them would be a second cache beside the first."""
         self._rows = len(rows)
         for x in self._tensors:
+            kept = rows.to(x.device)
             for layer in range(len(x)):
-                x[layer, : self._rows] = x[layer].index_select(0, rows)
+                x[layer, : self._rows] = x[layer].index_select(0, kept)
         self._tensors = [x[:, : self._rows] for x in self._tensors]
 
 
@@ -98,7 +111,8 @@ class SlotLayer(CacheLayerMixin):
             if window.begin is not None:
                 cache[:, :, window.begin : window.begin + new.shape[2]] = new
             else:
-                cache[window.rows, :, window.slots] = new.transpose(1, 2)
+                rows, slots = window.places(cache.device)
+                cache[rows, :, slots] = new.transpose(1, 2)
         return self.keys[:, :, : window.end], self.values[:, :, : window.end]
 
     def get_seq_length(self) -> int:
@@ -138,8 +152,8 @@ class Slots:
         window.begin = int(start[0]) if bool((start == start[0]).all()) else None
         if window.begin is None:
             first = torch.as_tensor(start, device=self.device)[:, None]
-            window.rows = torch.arange(len(start), device=self.device)[:, None]
-            window.slots = first + torch.arange(n, device=self.device)
+            rows = torch.arange(len(start), device=self.device)[:, None]
+            window.scatter(rows, first + torch.arange(n, device=self.device))
 
     def mask(
         self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None

@@ -15,6 +15,7 @@ from decode import gguf_file
 from decode.embedded import EMBEDDED, EmbeddedModel
 from decode.errors import UserError, nearest
 from decode.fingerprint import Fingerprint, fingerprint, token_count
+from decode.placement import input_device
 from decode.pretrained import (
     LoadOptions,
     from_pretrained,
@@ -56,7 +57,8 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        """Where its inputs belong, and drafters with it."""
+        return input_device(self.model)
 
     @property
     def vocab_size(self) -> int:
@@ -92,6 +94,7 @@ def load_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
+    device_map: str | dict[str, Any] | None = None,
 ) -> Target:
     """Loads a target; the arguments and errors are those of `load_model_and_tokenizer`."""
     model, tokenizer, found_revision = load_model_and_tokenizer(
@@ -101,6 +104,7 @@ def load_target(
         revision=revision,
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
+        device_map=device_map,
     )
     identity = fingerprint(tokenizer, model.config, model.generation_config)
     return Target(
@@ -121,22 +125,35 @@ def load_model_and_tokenizer(
     revision: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
+    device_map: str | dict[str, Any] | None = None,
 ) -> Loaded:
     """Loads a causal language model, ready to be run and not to be trained.
 
     spec: a hub id (`org/name`), a directory in the hub's format, a `.gguf` file, or
         `embedded:NAME` for a model that comes as a PyPI package.
     dtype: float32, bfloat16, float16 or auto, which is bfloat16 on CUDA and float32 elsewhere.
-    device: cpu, cuda, cuda:N, mps or auto, which is the first of cuda, mps, cpu that is there.
+    device: cpu, cuda, cuda:N or auto, which is cuda where it is there, else cpu. Apple's mps has
+        no float64, in which tokens are drawn, so it is not used.
     revision: a branch, tag or commit; for hub ids only.
     trust_remote_code: runs Python code that comes with the model. Off, no such code is run.
     attn_implementation: one that transformers knows, such as sdpa or eager.
+    device_map: as transformers takes it, such as auto: layers shared out over devices, instead of
+        `device`. Such a model is for decoding, not for training beside it.
+
+    A quantised checkpoint is loaded as its config says, if the package that reads it is installed.
 
     Weights are read from safetensors or GGUF, never from pickle files, which can run code.
     Raises UserError for anything about the spec, the files or the settings that does not work.
     """
     place = resolve_device(device)
-    options = LoadOptions(resolve_dtype(dtype, place), attn_implementation, trust_remote_code)
+    if device_map is not None and device != "auto":
+        raise UserError(
+            f"device {device!r} and a device_map were given; a device_map says where each layer "
+            "goes, so leave the device out"
+        )
+    options = LoadOptions(
+        resolve_dtype(dtype, place), attn_implementation, trust_remote_code, place, device_map
+    )
     if "/" in attn_implementation and not trust_remote_code:
         raise UserError(
             f"attn_implementation {attn_implementation!r} is code from a hub, which is not run "
@@ -158,7 +175,10 @@ def load_model_and_tokenizer(
     else:
         _require_hub_id(spec, path)
         loaded = _load_hub(spec, options, revision)
-    loaded.model.eval().requires_grad_(False).to(place)
+    loaded.model.eval().requires_grad_(False)
+    # Some quantised models refuse to be moved; they were loaded to where they belong.
+    if device_map is None and not getattr(loaded.model, "is_quantized", False):
+        loaded.model.to(place)
     return loaded
 
 
@@ -168,17 +188,20 @@ def resolve_device(device: str) -> torch.device:
         if torch.cuda.is_available():
             # The current one, because under a launcher each process has been given its own.
             return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    match = re.fullmatch(r"cpu|mps|cuda(?::(\d+))?", device)
+        return torch.device("cpu")
+    if device == "mps":
+        raise UserError(
+            "device 'mps' has no float64, in which tokens are drawn, so nothing can be decoded on "
+            "it. Use auto or cpu."
+        )
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
     if match is None:
-        raise UserError(f"unknown device {device!r}; expected auto, cpu, cuda, cuda:N or mps.")
+        raise UserError(f"unknown device {device!r}; expected auto, cpu, cuda or cuda:N.")
     if device.startswith("cuda") and int(match[1] or 0) >= torch.cuda.device_count():
         raise UserError(
             f"device {device!r} is not available: PyTorch {torch.__version__} sees "
             f"{torch.cuda.device_count()} CUDA devices. Use auto or cpu, or install a CUDA build."
         )
-    if device == "mps" and not torch.backends.mps.is_available():
-        raise UserError("device 'mps' is not available on this machine. Use auto or cpu.")
     return torch.device(device)
 
 

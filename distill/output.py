@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.placement import input_device, require_present
 
 
 @dataclass
@@ -27,8 +28,10 @@ def split_model(model: PreTrainedModel) -> SplitModel:
     """Take a causal LM apart, so that logits can be made for a few tokens at a time.
 
     Raises UserError when the model does more between the two halves than a linear layer (soft
-    capping, scaling): a loss over other logits than the model's own would teach something else.
+    capping, scaling): a loss over other logits than the model's own would teach something else. And
+    when its weights are offloaded.
     """
+    require_present(model, "training on the target's distribution")
     output = model.get_output_embeddings()
     stack = model.base_model
     if not isinstance(output, nn.Linear) or stack is model:
@@ -38,7 +41,8 @@ def split_model(model: PreTrainedModel) -> SplitModel:
     model.eval()
     with torch.no_grad():
         probe = (
-            torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
+            torch.arange(4, device=input_device(model))[None]
+            % model.config.get_text_config().vocab_size
         )
         ones = torch.ones_like(probe)
         direct = model(input_ids=probe, attention_mask=ones, use_cache=False).logits

@@ -19,6 +19,7 @@ from torch import Tensor
 from decode.artifact import verify_directory, write_directory
 from decode.errors import UserError
 from decode.fingerprint import Fingerprint, require_same_vocabulary
+from decode.placement import require_present, some_numbers
 from decode.target import Target
 
 PART = "part-"
@@ -40,10 +41,11 @@ def describe_target(target: Target) -> dict[str, Any]:
 def weights_sha256(target: Target) -> str:
     """Tells targets of one name and vocabulary apart: a hash over some of every weight."""
     found = hashlib.sha256()
-    for name, tensor in sorted(target.model.state_dict().items()):
-        some = tensor.flatten()[:: max(1, tensor.numel() // 64)][:64]
+    require_present(target.model, "training on the target's word, or a cache of it,")
+    tensors = target.model.state_dict().items()
+    for name, tensor in sorted(tensors, key=lambda named: named[0]):
         found.update(name.encode())
-        found.update(some.float().cpu().contiguous().numpy().tobytes())
+        found.update(some_numbers(tensor, 64).contiguous().numpy().tobytes())
     return found.hexdigest()
 
 

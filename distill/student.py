@@ -15,8 +15,8 @@ def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTr
     """A float32 copy of `target` that keeps only these of its layers (indices from 0), in order.
 
     Embeddings, final norm and output layer are copied too, so even untrained it often guesses the
-    target's next token. Raises UserError for an index out of range or a repeated one, and for a
-    model without one list of layers.
+    target's next token. Raises UserError for an index out of range or a repeated one, for a model
+    without one list of layers, and for quantised or offloaded weights.
     """
     config = target.config.get_text_config()
     depth = config.num_hidden_layers
@@ -46,7 +46,14 @@ def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTr
                 continue
             name = f"{stack}.{kept[layer]}.{rest}"
         weights[name] = tensor
-    student.load_state_dict(weights)
+    try:
+        student.load_state_dict(weights)
+    except (RuntimeError, NotImplementedError) as error:
+        raise UserError(
+            f"the layers of {type(target).__name__} cannot be copied, as when they are quantised "
+            f"or offloaded ({str(error).splitlines()[0]}); start the drafter from an existing "
+            "smaller model instead"
+        ) from error
     student.generation_config = copy.deepcopy(target.generation_config)
     return student
 

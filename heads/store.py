@@ -62,7 +62,7 @@ def make_ready(heads: Heads, target: Target, dtype: torch.dtype) -> None:
     heads.to(target.device, dtype)
     if heads.vocabulary is not None:
         heads.vocabulary = heads.vocabulary.to(target.device)
-    heads.borrow(target.model, dtype)
+    heads.borrow(target.model, dtype, target.device)
     if can_pack(heads):
         pack_layers(heads)
         heads.output.pack()

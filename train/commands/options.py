@@ -31,7 +31,7 @@ class Loading:
 
     target: TargetOption
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto"
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto"
 
     def load(self) -> "Target":
         from decode.target import load_target

@@ -50,7 +50,8 @@ def train(
 
     quieten()
     accelerator = engines.start(
-        cpu=settings.target.device == "cpu",
+        # accelerate would take Apple's mps, where no target is loaded (`decode.target`).
+        cpu=settings.target.device == "cpu" or torch.backends.mps.is_available(),
         mixed_precision=settings.precision,
         log_with=settings.trackers or None,
         project_dir=str(settings.run_dir / "logs"),

@@ -1,0 +1,258 @@
+"""Targets that are not whole numbers on one device: offloaded, shared out, quantised; and Apple's
+mps, which no test machine has."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import heads  # noqa: F401  (registers its kinds)
+from decode.drafters import Drafter
+from decode.drafters.ngram import NgramDrafter
+from decode.drafters.none import NoDrafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.fingerprint import fingerprint
+from decode.loop import Decoder
+from decode.packed import can_pack
+from decode.placement import input_device
+from decode.same_weights import require_same_weights, sample_weights
+from decode.sampling import Sampling
+from decode.shapes import SHAPES
+from decode.slots import Slots
+from decode.store import open_drafter
+from decode.target import Target, load_target, resolve_device
+from distill.output import split_model
+from distill.parts import weights_sha256
+from distill.student import student_from_layers
+from heads.base import HeadOptions
+from heads.store import new_heads, save_heads
+from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
+
+PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
+TREE = "static:widths=[2,1]"
+
+
+def target_of(model: Any) -> Target:
+    tokenizer = tiny_tokenizer()
+    identity = fingerprint(tokenizer, model.config, model.generation_config)
+    return Target(model, tokenizer, "tiny", None, identity, identity.eos_token_ids)
+
+
+def require_plain_text(model: Any, expected: Any, drafters: dict[str, Drafter]) -> None:
+    """Rows start at different slots, and end at different times (EOS)."""
+    for name, drafter in drafters.items():
+        run = Decoder(model, drafter, gamma=3, eos_token_ids=range(0, 300, 9))
+        found = run.decode(PROMPTS, 16)
+        assert found.outputs == expected.outputs, name
+        assert found.counts.accepted.sum() > 0, name
+
+
+def plain_text(model: Any) -> Any:
+    found = Decoder(model, NoDrafter(), eos_token_ids=range(0, 300, 9)).decode(PROMPTS, 16)
+    assert len({len(output) for output in found.outputs}) > 1
+    return found
+
+
+def small(**options: Any) -> SmallLMDrafter:
+    """The same model as the target, whole."""
+    return SmallLMDrafter(tiny_model("llama", tie=False), **options)
+
+
+# --- shared out and offloaded ---------------------------------------------------------------------
+
+
+def _dispatched(model: Any, last: str, directory: Path) -> Any:
+    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm"), "cpu")
+    places |= {"model.rotary_emb": "cpu", "model.layers.1": last, "lm_head": last}
+    return accelerate.dispatch_model(
+        model, places, main_device="cpu", offload_dir=directory, force_hooks=True
+    )
+
+
+PLACED: dict[str, Callable[[Any, Path], Any]] = {
+    "cpu offload": lambda model, _: accelerate.cpu_offload(model, execution_device="cpu"),
+    "disk offload": lambda model, path: accelerate.disk_offload(
+        model, path, execution_device=torch.device("cpu")
+    ),
+    "part on disk": lambda model, path: _dispatched(model, "disk", path),
+    "hooks only": lambda model, path: _dispatched(model, "cpu", path),
+}
+
+
+@pytest.mark.parametrize("how", PLACED)
+def test_targets_under_a_device_map_say_the_same(how: str, tmp_path: Path) -> None:
+    whole = tiny_model("llama", tie=False).requires_grad_(False)
+    expected = plain_text(whole)
+    target = target_of(PLACED[how](whole, tmp_path))
+    assert not can_pack(target.model)
+    assert target.device == input_device(target.model) == torch.device("cpu")
+    tree = small(shape=SHAPES.make(TREE))
+    drafters = {"chain": small(), "tree": tree}
+    require_plain_text(target.model, expected, drafters)
+    # Sampled, all random numbers are on the device of the inputs.
+    sampling = Sampling(1.0, top_k=20)
+    runs = [
+        Decoder(model, small(), sampling=sampling).decode(PROMPTS, 8).outputs
+        for model in (target.model, tiny_model("llama", tie=False))
+    ]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("how", ["cpu offload", "part on disk"])
+def test_what_reads_offloaded_weights_is_refused(how: str, tmp_path: Path) -> None:
+    whole = target_of(tiny_model("llama", tie=False).requires_grad_(False))
+    made = new_heads(HeadOptions.of({"type": "medusa", "heads": 2}), whole, None)
+    save_heads(tmp_path / "heads", made, target=whole, provenance={})
+    placed = target_of(PLACED[how](tiny_model("llama", tie=False), tmp_path / "off"))
+    with pytest.raises(
+        UserError, match=r"heads on the target must read .*LlamaForCausalLM's are off"
+    ):
+        open_drafter(str(tmp_path / "heads"), placed)
+    with pytest.raises(UserError, match="a cache of it, must read the target's weights"):
+        weights_sha256(placed)
+    with pytest.raises(UserError, match="training on the target's distribution must read"):
+        split_model(placed.model)
+    with pytest.raises(UserError, match="cannot be copied, as when they are quantised or offl"):
+        student_from_layers(placed.model, [0, 1])
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations on tensors of several devices, as two accelerators do."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        copies = op in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        assert copies or len(found) <= 1, (op, found)
+        return op(*args, **(kwargs or {}))
+
+
+def test_layers_of_several_devices_keep_their_slots() -> None:
+    """The device `meta` stands for another accelerator: it has no values, but it is another."""
+    devices = (torch.device("cpu"), torch.device("meta"), torch.device("cpu"))
+    slots = Slots(3, 2, 12, torch.device("cpu"))
+
+    def feed(start: np.ndarray, rows: int) -> None:
+        slots.place(start, 3)
+        for layer, device in zip(slots.layers, devices, strict=True):
+            states = torch.ones(rows, 2, 3, 4, device=device)
+            with OneDevice():
+                keys, _ = layer.update(states, states)
+            assert keys.device == device
+
+    feed(np.array([0, 0]), 2)
+    with OneDevice():
+        slots.commit(np.array([0, 0]), torch.tensor([[0, 2, 2], [0, 1, 2]]), np.array([2, 3]))
+    feed(np.array([2, 3]), 2)  # ragged
+    with OneDevice():
+        slots.keep_rows(torch.tensor([1]))
+    feed(np.array([6]), 1)
+    assert [layer.keys.shape[0] for layer in slots.layers] == [1, 1, 1]
+
+
+def test_a_target_is_loaded_by_a_device_map(tmp_path: Path) -> None:
+    path = str(save_tiny(tmp_path / "model", tie=False))
+    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm"), "cpu")
+    places |= {"model.layers.1": "disk", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    found = load_target(path, device_map=places)
+    assert next(found.model.model.layers[1].parameters()).device.type == "meta"
+    assert found.device.type == "cpu"
+    require_plain_text(
+        found.model, plain_text(load_target(path).model), {"tree": small(shape=SHAPES.make(TREE))}
+    )
+    with pytest.raises(UserError, match="device 'cpu' and a device_map were given"):
+        load_target(path, device="cpu", device_map="auto")
+
+
+# --- mps ------------------------------------------------------------------------------------------
+
+
+def test_mps_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no float64. Only what is chosen can be tested: there is no such machine here."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(UserError, match="mps' has no float64"):
+        resolve_device("mps")
+
+
+# --- quantised ------------------------------------------------------------------------------------
+
+
+class Int8Linear(nn.Module):
+    """Weights in 8 bits with a scale for each row, as parameters, like bitsandbytes has them."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        rounded = (layer.weight.detach() / scale).round().to(torch.int8)
+        self.weight = nn.Parameter(rounded, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def _int8(model: Any) -> Any:
+    for part in list(model.base_model.modules()):
+        for name, child in part.named_children():
+            if type(child) is nn.Linear:
+                setattr(part, name, Int8Linear(child))
+    return model
+
+
+def _torchao(model: Any) -> Any:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    torchao.quantize_(model.base_model, torchao.Int8WeightOnlyConfig())
+    return model
+
+
+def _quanto(model: Any) -> Any:
+    quanto = pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    quanto.quantize(model.base_model, weights=quanto.qint8)
+    quanto.freeze(model.base_model)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages that are optional
+@pytest.mark.parametrize("quantise", [_int8, _torchao, _quanto])
+def test_quantised_targets(quantise: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Text is plain decoding's. Heads are for the quantised target that they were made for, and not
+    for the model that it was made of."""
+    whole = tiny_model("llama", tie=False).requires_grad_(False)
+    target = target_of(quantise(tiny_model("llama", tie=False)).requires_grad_(False).eval())
+    model = target.model
+    assert not can_pack(model)
+    expected = plain_text(model)
+    tree = SmallLMDrafter(model, shape=SHAPES.make(TREE))
+    made = new_heads(HeadOptions.of({"type": "eagle1", "depth": 2}), target, None)
+    save_heads(tmp_path / "heads", made, target=target, provenance={})
+    opened = open_drafter(str(tmp_path / "heads"), target)
+    run = Decoder(model, opened, gamma=2, eos_token_ids=range(0, 300, 9)).decode(PROMPTS, 16)
+    assert run.outputs == expected.outputs
+    assert run.counts.drafted.sum() > 0
+    lookup = NgramDrafter(1, 3)
+    found = Decoder(model, lookup, eos_token_ids=range(0, 300, 9)).decode(PROMPTS, 16)
+    assert found.outputs == expected.outputs
+    require_plain_text(model, expected, {"small": SmallLMDrafter(model), "tree": tree})
+    with pytest.raises(UserError, match="cannot be copied, as when they are quantised"):
+        student_from_layers(model, [0])
+    assert weights_sha256(target) == weights_sha256(target) != weights_sha256(target_of(whole))
+    with pytest.raises(UserError, match=r"other weights|another model"):
+        require_same_weights(sample_weights(model), "float32", whole, "it")
+
+
+def test_an_integer_that_differs_is_another_target() -> None:
+    model = _int8(tiny_target(tie=False).model)
+    sample = sample_weights(model)
+    require_same_weights(sample, "float32", model, "it")
+    model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    with pytest.raises(UserError, match="it has other weights than the target in use"):
+        require_same_weights(sample, "float32", model, "it")
