@@ -15,10 +15,10 @@ from benchmarks.decode_passes import Passes
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure import identical, ratio_of_totals
+from decode.measure.evaluation import identical, ratio_of_totals
 from decode.stats import finite
-from decode.target import Target
-from train.console import Reporter
+from decode.target.loading import Target
+from train.cli.console import Reporter
 from train.data.read import spread
 
 OURS = ("plain", "speculative", "lookup")

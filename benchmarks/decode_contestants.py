@@ -15,15 +15,15 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.decode_passes import Passes, watched
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.directory import open_drafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.generation import nothing_filled_in
 from decode.loop import Decoder
-from decode.packed import PackedModel, can_pack
 from decode.sampling import Sampling
-from decode.store import open_drafter
-from decode.target import Target
+from decode.target.generation_config import nothing_filled_in
+from decode.target.loading import Target
+from decode.target.packed import PackedModel, can_pack
 
 MAX_N = 3  # the longest n-gram that every prompt lookup tries
 

@@ -24,20 +24,20 @@ from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from benchmarks.common import forget_peak, peak_resident_memory, resident_memory
-from decode.target import Target, load_target
+from decode.target.loading import Target, load_target
 from distill.losses import Terms
 from distill.module import Distillation
-from distill.output import split_model
-from distill.signal import Teacher, Whole
 from distill.student import student_from_layers
-from distill.teacher import LiveTeacher
-from train.commands.shared import cores, quieten
-from train.console import Bar, Reporter
+from distill.teacher.live import LiveTeacher
+from distill.teacher.output_layer import split_model
+from distill.teacher.signal import Teacher, Whole
+from train.cli.console import Bar, Reporter
+from train.cli.shared import cores, quieten
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import read_examples
+from train.data.rounds import FixedText
 from train.optimizer import OptimizerConfig
-from train.text import FixedText
 from train.trainer import LoopConfig, Task, Trainer
 
 PROMPTS = Path(__file__).parents[1] / "configs" / "prompts" / "train.jsonl"

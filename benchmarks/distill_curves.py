@@ -20,9 +20,9 @@ from benchmarks.common import MIB, forget_peak, peak_resident_memory, resident_m
 from benchmarks.distill_contestants import EagerDistillation
 from distill.losses import Terms
 from distill.module import Distillation
-from distill.output import split_model
-from distill.teacher import LiveTeacher
-from train.commands.shared import cores, quieten
+from distill.teacher.live import LiveTeacher
+from distill.teacher.output_layer import split_model
+from train.cli.shared import cores, quieten
 from train.plots import LIGHT, SERIES
 
 KINDS = {"chunked": Distillation, "eager": EagerDistillation}

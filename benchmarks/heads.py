@@ -26,14 +26,14 @@ from rich.table import Table
 
 from benchmarks.common import describe_machine, save_figure, write_json
 from decode.drafters import DRAFTERS
+from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.settings import DecodeSettings
-from decode.store import open_drafter
-from decode.target import Target, load_target
-from train.commands.shared import cores, quieten, shows_errors
+from decode.target.loading import Target, load_target
+from train.cli.console import Reporter
+from train.cli.shared import cores, quieten, shows_errors
 from train.config import validate_config
-from train.console import Reporter
 from train.data.read import spread
 from train.run import Run
 

@@ -28,20 +28,20 @@ from accelerate import Accelerator
 from rich.table import Table
 
 from benchmarks.common import UNJUDGED, describe_machine, save_figure, write_json
+from decode.drafters.directory import open_drafter
+from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.loop import Decoder
-from decode.measure import ratio_of_totals
+from decode.measure.evaluation import ratio_of_totals
 from decode.sampling import Sampling
-from decode.store import open_drafter
-from decode.target import Target, load_model_and_tokenizer
-from decode.vocabulary import load_vocabulary
-from distill.cache import bytes_per_token, top_k
+from decode.target.loading import Target, load_model_and_tokenizer
 from distill.losses import Terms
-from distill.output import split_model
-from distill.teacher import LiveTeacher
-from train.answers import read_answers
-from train.commands.shared import cores, quieten, shows_errors
+from distill.teacher.live import LiveTeacher
+from distill.teacher.output_layer import split_model
+from distill.teacher.top_k_cache import bytes_per_token, top_k
+from train.cli.console import Reporter
+from train.cli.shared import cores, quieten, shows_errors
 from train.config import validate_config
-from train.console import Reporter
+from train.data.answers import read_answers
 from train.data.batches import collate, inputs
 from train.data.chat import to_sample
 from train.data.read import spread

@@ -48,13 +48,13 @@ from benchmarks.online_runs import (
 )
 from benchmarks.online_tables import END, plot, ratios, row, table
 from decode.artifact import write_file
+from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from decode.store import open_drafter
-from train.commands.shared import cores, quieten, shows_errors
+from train.cli.console import Reporter
+from train.cli.shared import cores, quieten, shows_errors
 from train.config import validate_config
-from train.console import Reporter
 from train.data.read import Example, read_examples
 from train.run import Run
 
@@ -178,7 +178,7 @@ def _training(run: Run, name: str) -> dict[str, float]:
 
 
 def _counts(run: Run, stage: str) -> np.ndarray:
-    """int [requests, 4]: see `train.stream.COUNTS`."""
+    """int [requests, 4]: see `train.online.stream.COUNTS`."""
     saves = (run.stage_directory(stage) / "progress").glob("progress-*")
     newest = max(saves, key=lambda path: int(path.name.rpartition("-")[2]))
     return np.array(json.loads((newest / "progress.json").read_text())["counts"])

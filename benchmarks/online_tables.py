@@ -8,7 +8,7 @@ from rich.table import Table
 
 from benchmarks.common import save_figure
 from benchmarks.online_runs import BATCH, DOMAINS, FAMILIES, GAMMA, MAIN, Arm
-from decode.measure import ratio_of_totals
+from decode.measure.evaluation import ratio_of_totals
 from train.plots import LIGHT, SERIES
 
 END = 40  # requests at the end of a domain
@@ -19,7 +19,7 @@ WITHIN = 0.02
 def row(counts: np.ndarray, summary: dict[str, Any], size: int) -> dict[str, Any]:
     """An arm's figures: acceptance in each domain and at its end, how fast it recovered, costs.
 
-    counts: int [requests, 4], see `train.stream.COUNTS`. size: requests of a domain.
+    counts: int [requests, 4], see `train.online.stream.COUNTS`. size: requests of a domain.
     """
     figures = ("acceptance", "end", "end_tokens_per_step", "recovered_after")
     found: dict[str, Any] = {name: {} for name in figures}

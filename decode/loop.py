@@ -16,9 +16,7 @@ from transformers import PreTrainedModel
 from decode.draft import Draft
 from decode.drafters import Contexts, Drafter, Limits
 from decode.errors import UserError
-from decode.features import Features
 from decode.judged import Judged
-from decode.kv import CachedLM
 from decode.observe import Observer, Verified
 from decode.policies import Policy
 from decode.policies.fixed import Fixed
@@ -28,6 +26,8 @@ from decode.sampling import Noise, Sampling
 from decode.scores import Scores
 from decode.stats import Counts, Step, Tally, Timing
 from decode.stops import Stop
+from decode.target.cached_model import CachedLM
+from decode.target.hidden_states import Features
 from decode.trace import TraceStep, trace_rows
 
 OnTokens = Callable[[int, list[int]], None]

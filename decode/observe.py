@@ -7,9 +7,9 @@ import numpy as np
 
 from decode.contexts import Contexts
 from decode.draft import Draft
-from decode.features import Features
 from decode.rules import Verdict
 from decode.scores import Scores
+from decode.target.hidden_states import Features
 
 
 @dataclass

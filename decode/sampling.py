@@ -28,7 +28,7 @@ class Sampling:
     temperature 0 is greedy decoding. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch
     those off. min_p: tokens less likely than this share of the likeliest one's probability are
     left out. The penalty depends on the text so far and is applied by who knows it
-    (`decode.scores`, `decode.growth`), before what this class does.
+    (`decode.scores`, `decode.trees.growth`), before what this class does.
     """
 
     temperature: float = 0.0

@@ -4,18 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from decode.costs import Costs
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure_costs import measure_costs
+from decode.measure.costs import Costs
+from decode.measure.time_costs import measure_costs
 from decode.policies import POLICIES, Policy
 from decode.registry import Choice, options_of
 from decode.rules import RULES, Rule, default_rule, require_fitting, used_rule
 from decode.sampling import Sampling
-from decode.shapes import SHAPES, Shape
 from decode.stops import Stop
-from decode.target import Target
+from decode.target.loading import Target
+from decode.trees import SHAPES, Shape
 
 Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it
 

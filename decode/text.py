@@ -12,19 +12,19 @@ from transformers.generation.streamers import BaseStreamer
 
 from decode.detokenize import TextStream, decode
 from decode.drafters import Drafter
+from decode.drafters.directory import open_drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.fingerprint import eos_token_ids, fingerprint
-from decode.generation import sampling_as_generate
 from decode.loop import Decoded, Decoder
 from decode.policies import POLICIES, Policy
 from decode.processors import LogitsProcessor
 from decode.rules import Rule
-from decode.shapes import SHAPES, Shape
 from decode.stops import StopStrings
-from decode.store import open_drafter
-from decode.target import Target
+from decode.target.generation_config import sampling_as_generate
+from decode.target.identity import eos_token_ids, fingerprint
+from decode.target.loading import Target
 from decode.trace import TraceStep
+from decode.trees import SHAPES, Shape
 
 # Text that is continued as it stands, messages that are answered, or token ids.
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.signal import Whole
+from distill.teacher.signal import Whole
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.losses import Terms
-from distill.signal import Signal, Teacher
+from distill.teacher.signal import Signal, Teacher
 
 # Float32 numbers per block of rows on a CPU: a handful of such blocks stay in its cache.
 CPU_BLOCK = 1 << 18

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from distill.output import SplitModel
+from distill.teacher.output_layer import SplitModel
 
 
 @dataclass(frozen=True)

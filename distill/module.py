@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from distill.agreement import agreement_sums
 from distill.chunked import chunked_loss
 from distill.losses import Terms
-from distill.output import split_model
-from distill.signal import Teacher, Whole
+from distill.teacher.output_layer import split_model
+from distill.teacher.signal import Teacher, Whole
 from distill.vocabulary import positions
 
 

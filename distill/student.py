@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
-from decode.features import layer_list_name
+from decode.target.hidden_states import layer_list_name
 
 
 def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:

@@ -1,4 +1,5 @@
-"""Which tokens a reduced draft vocabulary keeps (`decode.vocabulary` holds its output layer)."""
+"""Which tokens a reduced draft vocabulary keeps (`decode.drafters.draft_vocabulary` holds its
+output layer)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

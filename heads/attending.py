@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from decode.contexts import Contexts
-from decode.features import Features
-from decode.slots import Slots
+from decode.target.hidden_states import Features
+from decode.target.slots import Slots
 from heads.base import Heads
 from heads.drafter import HeadsDrafter
 from heads.layer import SlotAttention

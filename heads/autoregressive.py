@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.contexts import Contexts
-from decode.growth import Growth
 from decode.sampling import Sampling
+from decode.trees.growth import Growth
 from heads.attending import AttendingDrafter, AttendingHeads
 from heads.base import Given, Prediction, ahead, trained_places
 from heads.embeddings import TokenHeads

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError, nearest
-from decode.features import FINAL
 from decode.registry import Registry
+from decode.target.hidden_states import FINAL
 from heads.output import HeadOutput, Outputs
 
 
@@ -85,9 +85,9 @@ class Prediction:
 
 
 class Heads(nn.Module, ABC):
-    """taps: the hidden states that are read (`decode.features`). depth: how many tokens ahead is
-    drafted, D. rows: V', of the output layer. vocabulary: their token ids, int64 [V'], ascending;
-    None: all.
+    """taps: the hidden states that are read (`decode.target.hidden_states`). depth: how many tokens
+    ahead is drafted, D. rows: V', of the output layer. vocabulary: their token ids, int64 [V'],
+    ascending; None: all.
 
     The module is made with weights of no meaning; `start_from` makes them what training starts
     from, or loading a state does. Everything that is trained is float32.

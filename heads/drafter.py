@@ -14,14 +14,14 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafters import Contexts, Limits
+from decode.drafters.new_weights import take_weights
 from decode.drafters.shaped import ShapedDrafter
 from decode.errors import UserError
-from decode.features import Features
-from decode.growth import Growth
-from decode.new_weights import take_weights
 from decode.sampling import Noise, Sampling
-from decode.shapes import Shape
-from decode.target import DTYPES, Target
+from decode.target.hidden_states import Features
+from decode.target.loading import DTYPES, Target
+from decode.trees import Shape
+from decode.trees.growth import Growth
 from heads.base import Heads
 from heads.store import load_heads
 

@@ -9,7 +9,7 @@ from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedModel
 
 from decode.drafters import DRAFTERS
-from decode.features import FINAL
+from decode.target.hidden_states import FINAL
 from heads.autoregressive import AutoregressiveDrafter, AutoregressiveHeads
 from heads.base import HEADS, Given, HeadOptions, ahead
 from heads.layer import Attend, DraftLayer

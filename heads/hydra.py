@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from decode.contexts import Contexts
 from decode.drafters import DRAFTERS
-from decode.growth import Growth
 from decode.sampling import Sampling
+from decode.trees.growth import Growth
 from heads.base import HEADS, Given, HeadOptions, Prediction, ahead, trained_places
 from heads.drafter import HeadsDrafter
 from heads.embeddings import TokenHeads

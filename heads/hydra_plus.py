@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from decode.contexts import Contexts
 from decode.drafters import DRAFTERS
-from decode.growth import Growth
 from decode.sampling import Sampling
+from decode.trees.growth import Growth
 from heads.attending import AttendingDrafter, AttendingHeads
 from heads.base import HEADS
 from heads.hydra import HydraGrowth, HydraHeads, HydraOptions

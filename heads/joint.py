@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.features import Recorder
+from decode.target.hidden_states import Recorder
 from distill.chunked import chunked_loss
 from distill.losses import Terms
-from distill.signal import Teacher
+from distill.teacher.signal import Teacher
 from heads.base import output_layer
 from heads.training import HeadTraining
 

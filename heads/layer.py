@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from decode.slots import SlotLayer
+from decode.target.slots import SlotLayer
 from heads.base import feed_forward_size
 
 # From queries [B, N, n, D] and the same tokens' keys and values [B, G, n, D] to [B, N, n, D].
@@ -128,7 +128,8 @@ class DraftLayer(nn.Module):
 
 
 class SlotAttention:
-    """Attention in the loop, to what `mask` (of `decode.slots.Slots`) lets each token see."""
+    """Attention in the loop, to what `mask` (of `decode.target.slots.Slots`) lets each token
+    see."""
 
     def __init__(self, layer: SlotLayer, mask: Tensor | None) -> None:
         self._layer, self._mask = layer, mask

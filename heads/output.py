@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from decode.packed import PackedLinear
+from decode.target.packed import PackedLinear
 
 Outputs = Literal["own", "shared", "target"]
 
@@ -62,7 +62,8 @@ class HeadOutput(nn.Module):
             self._lent = None
 
     def pack(self) -> None:
-        """Pack what is borrowed (`decode.packed`); its own layers are seen to as all others."""
+        """Pack what is borrowed (`decode.target.packed`); its own layers are seen to as all
+        others."""
         if self._borrowed and isinstance(self._borrowed[0], nn.Linear):
             self._borrowed = [PackedLinear(self._borrowed[0])]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from decode.contexts import Contexts
-from decode.growth import Growth
 from decode.sampling import Sampling
+from decode.trees.growth import Growth
 from heads.base import Given, Heads, Prediction, trained_places
 from heads.drafter import HeadsDrafter
 

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.artifact import CorruptArtifact
+from decode.drafters.directory import save_drafter
 from decode.errors import UserError
-from decode.packed import can_pack, pack_layers
-from decode.same_weights import require_same_weights, sample_weights
-from decode.shapes.static import Static
-from decode.shapes.structure import Structure
-from decode.store import save_drafter
-from decode.stored_tree import TREE, stored_shape
-from decode.target import Target
+from decode.target.loading import Target
+from decode.target.packed import can_pack, pack_layers
+from decode.target.same_weights import require_same_weights, sample_weights
+from decode.trees.static import Static
+from decode.trees.stored import TREE, stored_shape
+from decode.trees.structure import Structure
 from heads.base import HEADS, HeadOptions, Heads, output_layer
 
 CONFIG, WEIGHTS = "config.json", "heads.safetensors"
@@ -133,8 +133,8 @@ def read_heads(path: Path, target: Target) -> Heads:
     """The heads in a directory as they are stored, on the CPU, with what they borrow missing.
 
     Raises UserError where they were made for another hidden size or for other weights than this
-    target's, and for files that do not fit together. (`decode.store.open_drafter` has compared the
-    vocabularies by then.)
+    target's, and for files that do not fit together. (`decode.drafters.directory.open_drafter` has
+    compared the vocabularies by then.)
     """
     config = _read_config(path)
     hidden, made_in = config["hidden_size"], config["target_dtype"]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from decode.features import FINAL
+from decode.target.hidden_states import FINAL
 from distill.chunked import chunked_loss
 from distill.losses import Terms
-from distill.signal import Teacher, Whole
+from distill.teacher.signal import Teacher, Whole
 from distill.vocabulary import positions
 from heads.base import Given, Heads, ahead, output_layer, trained_places
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from distill.losses import Terms
 from distill.module import Distillation
 from tests.tiny import tiny_llama
-from train import engines
+from train import parallel as engines
 from train.trainer import Trainer
 
 
@@ -84,7 +84,7 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
 def main() -> None:
     """CONFIG, the step before which to die, and where each rank leaves what it found."""
     import train.run
-    from train.cli import app
+    from train.cli.main import app
 
     config, die_at, found = sys.argv[1:]
     execute, step = train.run.Run.execute, Trainer._optimizer_step

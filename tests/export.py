@@ -15,11 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decode.drafters import DRAFTERS
 from decode.loop import Decoder
-from decode.target import Target, load_target
+from decode.target.loading import Target, load_target
 from distill.losses import Terms
+from distill.teacher.live_hidden_states import LiveFeatures
 from heads.base import HeadOptions, Heads
 from heads.drafter import HeadsDrafter
-from heads.features import LiveFeatures
 from heads.store import new_heads, save_heads
 from heads.training import HeadTraining
 from tests.tiny import VOCAB, save_tiny

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from decode.target import Target
+from decode.target.loading import Target
 from tests.training import Killed, Lines
 from train.data.read import Example
 from train.stage import Outcome, Stage, StageContext

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.attention import SLOTS, attention_forward, each_token_alone
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.kv import CachedLM
 from decode.loop import Decoder
-from decode.packed import can_pack, pack_layers
-from decode.target import Target
+from decode.target.attention import SLOTS, attention_forward, each_token_alone
+from decode.target.cached_model import CachedLM
+from decode.target.loading import Target
+from decode.target.packed import can_pack, pack_layers
 from heads.base import HeadOptions
 from heads.store import new_heads
 from tests.tiny import FAMILIES, VOCAB, real_target, tiny_model
@@ -102,7 +102,7 @@ def test_a_chain_has_the_bits_of_its_tokens_fed_one_by_one(family: str, rows: in
 @torch.inference_mode()
 def test_transformers_attention_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without our attention the same comparison finds other bits."""
-    monkeypatch.setattr("decode.attention.use_own_attention", lambda model: False)
+    monkeypatch.setattr("decode.target.attention.use_own_attention", lambda model: False)
     model = model_of("llama")
     assert not torch.equal(chain_logits(model, 1, [1] * CHAIN), chain_logits(model, 1, [CHAIN]))
 

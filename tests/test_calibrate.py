@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from decode.calibrate import Trial, calibrate_threshold, choose
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
+from decode.measure.threshold import Trial, calibrate_threshold, choose
 from decode.sampling import Sampling
 from decode.settings import DecodeSettings
 from tests.tiny import tiny_model, tiny_target

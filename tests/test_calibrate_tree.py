@@ -13,28 +13,28 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from decode.artifact import CorruptArtifact, verify_directory
-from decode.calibrate_tree import TreeCalibration, _plan, calibrate_tree, cheapest
-from decode.costs import Costs
 from decode.drafters import DRAFTERS
+from decode.drafters.directory import describe_drafter, open_drafter, save_drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.measure.costs import Costs
+from decode.measure.tree import TreeCalibration, _plan, calibrate_tree, cheapest
 from decode.sampling import Sampling
 from decode.settings import DecodeSettings
-from decode.shapes.calibrated import grow_greedily
-from decode.shapes.sequoia import Plan
-from decode.shapes.structure import Structure
-from decode.store import describe_drafter, open_drafter, save_drafter
-from decode.stored_tree import TREE, store_tree, stored_shape
-from decode.target import load_target
+from decode.target.loading import load_target
 from decode.text import SpeculativeGenerator
+from decode.trees.calibrated import grow_greedily
+from decode.trees.sequoia import Plan
+from decode.trees.stored import TREE, store_tree, stored_shape
+from decode.trees.structure import Structure
 from distill.losses import Terms
+from distill.teacher.live_hidden_states import LiveFeatures
 from heads.base import HeadOptions
-from heads.features import LiveFeatures
 from heads.store import new_heads, save_heads
 from heads.training import HeadTraining
 from tests.tiny import save_tiny, tiny_target, tiny_tokenizer
-from train.cli import app
+from train.cli.main import app
 from train.data.chat import prompt_tokens
 from train.data.read import read_examples
 
@@ -333,7 +333,7 @@ def test_a_smaller_tree_within_the_noise_is_taken_and_told(
 
     def found(noise: float, others: float | None = None) -> TreeCalibration:
         costs = Costs(0.03, 1, 0.02, (1, 2, 3, 5, 9), (1.0, 1.0, 1.0, 1.02, 1.04), noise, others)
-        monkeypatch.setattr("decode.calibrate_tree.measure_costs", lambda *_, **__: costs)
+        monkeypatch.setattr("decode.measure.tree.measure_costs", lambda *_, **__: costs)
         return calibrate_tree(
             target, drafter, prompts, method=method, depth=2, width=4, max_new_tokens=NEW
         )

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from decode import loop
-from decode.costs import Costs
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.kv import CachedLM
 from decode.loop import Decoded, Decoder
-from decode.measure import Protocol, evaluate
-from decode.measure_costs import measure_costs
+from decode.measure.costs import Costs
+from decode.measure.evaluation import Protocol, evaluate
+from decode.measure.time_costs import measure_costs
 from decode.policies.by_batch import ByBatch
 from decode.policies.cost_model import CostModel
 from decode.sampling import Sampling
 from decode.settings import DecodeSettings
+from decode.target.cached_model import CachedLM
 from tests.tiny import tiny_model, tiny_target
 
 model = functools.cache(tiny_model)

@@ -8,22 +8,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.store import open_drafter
-from decode.target import Target
+from decode.target.loading import Target
 from distill.agreement import Agreement, agreement_sums
 from distill.lora import LoraConfig, Trainable
 from distill.losses import Terms
 from distill.module import Distillation
-from distill.signal import Whole
 from distill.student import student_from_layers
+from distill.teacher.signal import Whole
 from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from tests.training import assert_equal, tiny_trainer
 from train.data.chat import prompt_tokens
 from train.data.read import spread
-from train.samples import read_samples
+from train.data.samples import read_samples
 from train.stage import StageContext
 from train.trainer import Trainer
 

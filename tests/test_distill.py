@@ -6,15 +6,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from decode.drafters.draft_vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
 from decode.errors import UserError
-from decode.vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
-from distill.cache import top_k
 from distill.losses import Terms
 from distill.module import Distillation
-from distill.output import split_model
-from distill.signal import Whole
 from distill.student import student_from_config, student_from_layers
-from distill.teacher import LiveTeacher
+from distill.teacher.live import LiveTeacher
+from distill.teacher.output_layer import split_model
+from distill.teacher.signal import Whole
+from distill.teacher.top_k_cache import top_k
 from distill.vocabulary import coverage, most_frequent, positions
 from tests.tiny import FAMILIES, padded, tiny_llama, tiny_model
 

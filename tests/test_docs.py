@@ -9,7 +9,7 @@ import pytest
 from decode.drafters import DRAFTERS
 from decode.policies import POLICIES
 from decode.rules import RULES
-from decode.shapes import SHAPES
+from decode.trees import SHAPES
 
 ROOT = Path(__file__).parent.parent
 NAME = re.compile(r"`([a-z_]+)`")

@@ -13,14 +13,14 @@ from decode.draft import Draft, Siblings
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits, Verified
 from decode.drafters.composite import CompositeDrafter
 from decode.drafters.ngram import NgramDrafter
+from decode.drafters.ngram_store import NgramStore, StoreDrafter
 from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.drafters.store import NgramStore, StoreDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.rules import RULES
 from decode.sampling import Noise, Sampling, draw
-from decode.shapes import SHAPES
+from decode.trees import SHAPES
 from tests import lossless
 from tests.test_loop import RandomTrees
 from tests.tiny import FAMILIES, padded, tiny_model

@@ -17,19 +17,19 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from decode.contexts import Contexts
 from decode.drafters import DRAFTERS
 from decode.drafters.composite import CompositeDrafter
+from decode.drafters.directory import open_drafter
 from decode.drafters.ngram import NgramDrafter
 from decode.errors import UserError
-from decode.features import FINAL, Features, Recorder
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from decode.shapes import SHAPES
-from decode.store import open_drafter
-from decode.target import Target
+from decode.target.hidden_states import FINAL, Features, Recorder
+from decode.target.loading import Target
+from decode.trees import SHAPES
 from distill.losses import Terms
+from distill.teacher.live_hidden_states import LiveFeatures
 from distill.vocabulary import positions
 from heads.base import Given, HeadOptions, trained_places
 from heads.eagle3 import tapped_layers
-from heads.features import LiveFeatures
 from heads.layer import Rotary, layer_config
 from heads.store import new_heads, save_heads
 from heads.training import HeadTraining

@@ -13,15 +13,15 @@ import torch
 from typer.testing import CliRunner
 
 from decode.artifact import MANIFEST, CorruptArtifact
+from decode.drafters.directory import save_drafter
+from decode.drafters.draft_vocabulary import reduce_output, save_with_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.store import save_drafter
-from decode.target import Target, load_model_and_tokenizer, load_target
-from decode.vocabulary import reduce_output, save_with_vocabulary
+from decode.target.loading import Target, load_model_and_tokenizer, load_target
 from tests.export import edit_json, edit_weights, rewrite_gguf
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
-from train import cli
+from train.cli.main import main as cli
 from train.export import hub
 from train.export.formats import EXPORT_FILE, FORMATS, format_for
 from train.export.schema import FoundTensor, TensorSpec, key_problems, tensor_problems

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from decode.drafters.directory import open_drafter
 from decode.errors import UserError
-from decode.store import open_drafter
-from decode.target import Target
+from decode.target.loading import Target
 from tests.export import (
     FEW,
     KEPT,

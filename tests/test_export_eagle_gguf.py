@@ -9,9 +9,9 @@ import gguf
 import pytest
 import torch
 
+from decode.drafters.directory import open_drafter
 from decode.errors import UserError
-from decode.store import open_drafter
-from decode.target import Target, load_target
+from decode.target.loading import Target, load_target
 from tests.export import (
     KEPT,
     PROMPTS,

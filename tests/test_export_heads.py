@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from decode.errors import UserError
-from decode.measure_tree import probe
-from decode.target import Target, load_target
+from decode.measure.tree_acceptance import probe
+from decode.target.loading import Target, load_target
 from heads.base import Heads
 from tests.export import (
     FEW,

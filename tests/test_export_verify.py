@@ -11,9 +11,9 @@ import psutil
 import pytest
 import torch
 
+from decode.drafters.directory import save_drafter
 from decode.errors import UserError
-from decode.store import save_drafter
-from decode.target import Target, load_target
+from decode.target.loading import Target, load_target
 from tests.export import PROMPTS, SHAPE, needs, save_target, task
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer

@@ -9,17 +9,17 @@ import torch
 
 from decode.artifact import CorruptArtifact
 from decode.errors import UserError
-from decode.features import FINAL
-from decode.target import Target
-from distill.parts import text_sha256
-from heads.cache import CachedFeatures
-from heads.features import LiveFeatures
+from decode.target.hidden_states import FINAL
+from decode.target.loading import Target
+from distill.teacher.hidden_state_cache import CachedFeatures
+from distill.teacher.live_hidden_states import LiveFeatures
+from distill.teacher.parts import text_sha256
 from tests.stages import drafter_weights, make_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from tests.training import Killed, assert_equal
 from train.data.batches import collate
 from train.data.chat import Sample
-from train.samples import read_samples
+from train.data.samples import read_samples
 from train.stage import StageContext
 from train.stages.feature_cache import FeatureCacheStage
 

@@ -15,9 +15,9 @@ from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoDrafter
 from decode.drafters.several import SeveralDrafters
 from decode.errors import UserError
-from decode.features import FINAL, Features, Recorder
 from decode.loop import Decoder
 from decode.sampling import Noise, Sampling
+from decode.target.hidden_states import FINAL, Features, Recorder
 from tests.tiny import tiny_model
 
 model = functools.cache(tiny_model)

@@ -10,11 +10,11 @@ from transformers import GenerationConfig
 from decode.detokenize import decode
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
-from decode.generation import nothing_filled_in, sampling_as_generate
 from decode.loop import Decoder
-from decode.measure import Protocol, time_generate
+from decode.measure.evaluation import Protocol, time_generate
 from decode.sampling import Sampling
-from decode.target import Target
+from decode.target.generation_config import nothing_filled_in, sampling_as_generate
+from decode.target.loading import Target
 from decode.text import SpeculativeGenerator
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
 from train.export.engines import Task

@@ -18,21 +18,21 @@ from safetensors.torch import load_file
 
 from decode.drafters import DRAFTERS, Contexts
 from decode.drafters.composite import CompositeDrafter
+from decode.drafters.directory import open_drafter, save_drafter
 from decode.drafters.ngram import NgramDrafter
 from decode.errors import UserError
-from decode.features import FINAL
 from decode.loop import Decoder
-from decode.measure_tree import measure_acceptance, probe
+from decode.measure.tree_acceptance import measure_acceptance, probe
 from decode.sampling import Noise, Sampling
-from decode.shapes import SHAPES
-from decode.shapes.structure import Structure
-from decode.store import open_drafter, save_drafter
-from decode.target import Target
+from decode.target.hidden_states import FINAL
+from decode.target.loading import Target
+from decode.trees import SHAPES
+from decode.trees.structure import Structure
 from distill.losses import Terms
+from distill.teacher.live_hidden_states import LiveFeatures
 from distill.vocabulary import positions
 from heads.base import HeadOptions, Heads, ahead, trained_places
 from heads.bigrams import Bigrams, lookup_top1
-from heads.features import LiveFeatures
 from heads.store import new_heads, save_heads
 from heads.training import HeadTraining
 from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
@@ -40,7 +40,7 @@ from tests.tiny import EOS_ID, VOCAB, tiny_target
 from tests.training import assert_equal
 from train.config import validate_config
 from train.data.chat import prompt_tokens
-from train.samples import read_samples
+from train.data.samples import read_samples
 from train.stage import StageContext
 from train.trainer import Trainer
 
@@ -426,7 +426,7 @@ def test_one_target_call_judges_a_draft_and_yields_the_next() -> None:
     model.forward = counted
     drafter = drafter_of(learnt("blockwise"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decode.packed.can_pack", lambda model: False)
+        patch.setattr("decode.target.packed.can_pack", lambda model: False)
         run = Decoder(model, drafter, gamma=3).decode([PROMPTS[0]], NEW)
     # m tokens in blocks of k̂: the prefill and a pass a block (1811.03115, section 4: m/k + 1).
     assert len(calls) == 1 + run.counts.steps < NEW

@@ -8,8 +8,8 @@ import torch
 
 from decode.drafters import DRAFTERS, Drafter
 from decode.rules import RULES
-from decode.shapes import Shape
-from decode.shapes.static import Static
+from decode.trees import Shape
+from decode.trees.static import Static
 from heads import HEADS
 from heads.base import HeadOptions
 from tests.lossless import LONGER, SHORT, Case, Watched, decode

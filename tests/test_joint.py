@@ -18,17 +18,17 @@ from accelerate import Accelerator
 from peft.tuners.tuners_utils import BaseTunerLayer
 from typer.testing import CliRunner
 
-from decode import measure
 from decode.drafters import DRAFTERS
+from decode.drafters.directory import describe_drafter, open_drafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.shapes.chain import Chain
-from decode.store import describe_drafter, open_drafter
-from decode.target import Target, load_target
+from decode.measure import evaluation as measure
+from decode.target.loading import Target, load_target
+from decode.trees.chain import Chain
 from distill.drift import measure_drift
 from distill.losses import Terms
-from distill.output import split_model
-from distill.teacher import LiveTeacher
+from distill.teacher.live import LiveTeacher
+from distill.teacher.output_layer import split_model
 from heads.base import HeadOptions, ahead, trained_places
 from heads.joint import JointTraining
 from heads.store import new_heads
@@ -46,17 +46,17 @@ from tests.stages import (
 from tests.tiny import VOCAB, save_tiny, tiny_target
 from tests.training import assert_equal
 from train.backbone import AdapterConfig, Backbone, BackboneConfig
-from train.cli import app
+from train.cli.console import Reporter
+from train.cli.main import app
 from train.clock import Clock
 from train.config import load_config
-from train.console import Reporter
 from train.data.chat import prompt_tokens
+from train.data.samples import read_samples
 from train.optimizer import GroupConfig, OptimizerConfig, make_optimizer
 from train.report.headline import headline
 from train.report.notes import footnotes
 from train.report.page import html
 from train.run import Run
-from train.samples import read_samples
 from train.stage import StageContext
 
 pytestmark = [

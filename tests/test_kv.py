@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from decode.features import FINAL
-from decode.kv import CachedLM
+from decode.target.cached_model import CachedLM
+from decode.target.hidden_states import FINAL
 from tests.test_trees import MORE, Deaf
 from tests.tiny import FAMILIES, VOCAB, tiny_model
 

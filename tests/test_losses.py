@@ -11,7 +11,7 @@ from torch import Tensor
 from decode.errors import UserError
 from distill.chunked import chunked_loss, eager_loss
 from distill.losses import LOSSES, Loss, Rows, Terms
-from distill.signal import Signal, TopK, Whole
+from distill.teacher.signal import Signal, TopK, Whole
 
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd", "total_variation"]
 ALL = {

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from decode import others
 from decode.draft import Draft, Siblings
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
-from decode.measure import (
+from decode.measure import other_processes as others
+from decode.measure.evaluation import (
     Evaluation,
     Protocol,
     break_even,
@@ -30,9 +30,9 @@ from decode.measure import (
 )
 from decode.policies import POLICIES
 from decode.sampling import Noise, Sampling
-from decode.shapes import SHAPES
-from decode.shapes.chain import Chain
 from decode.stats import Counts, Step, Tally, Timing, summary
+from decode.trees import SHAPES
+from decode.trees.chain import Chain
 from tests.tiny import tiny_model, tiny_target
 
 model = functools.cache(tiny_model)

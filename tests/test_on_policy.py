@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from decode.artifact import CorruptArtifact
+from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.none import NoDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from decode.target import Target
-from decode.vocabulary import reduce_output
+from decode.target.loading import Target
 from distill.lora import Trainable
 from distill.student import student_from_layers
 from tests.stages import (
@@ -29,8 +29,8 @@ from tests.stages import (
 from tests.tiny import padded, tiny_target
 from tests.training import Killed, assert_equal, scramble
 from train.data.chat import Sample, prompt_tokens
-from train.on_policy import OnPolicyConfig, OnPolicyText
-from train.samples import read_samples
+from train.data.on_policy import OnPolicyConfig, OnPolicyText
+from train.data.samples import read_samples
 from train.stage import StageContext
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

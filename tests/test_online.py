@@ -20,6 +20,7 @@ from torch import Tensor
 from decode.artifact import CorruptArtifact
 from decode.contexts import Contexts, Limits
 from decode.draft import Draft
+from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
@@ -29,16 +30,15 @@ from decode.observe import Verified
 from decode.rules import Verdict
 from decode.sampling import Noise, Sampling
 from decode.scores import Scores
-from decode.shapes.static import Static
-from decode.vocabulary import reduce_output
-from distill.cache import describe_teacher
-from distill.collect import Collector
+from decode.trees.static import Static
 from distill.losses import LOSSES, Terms
-from distill.online import SmallLMStudent
-from distill.replay import Record, ReplayBuffer, bytes_per_position, signal_of
+from distill.replay.buffer import Record, ReplayBuffer, bytes_per_position, signal_of
+from distill.replay.collect import Collector
+from distill.replay.learner import SmallLMStudent
+from distill.teacher.top_k_cache import describe_teacher
 from tests import lossless
 from tests.tiny import tiny_llama, tiny_target
-from train.online import Online, OnlineConfig
+from train.online.training import Online, OnlineConfig
 
 VOCAB = 12
 PROMPTS = [[5, 6, 7, 8], [9, 3], [4, 4, 5]]
@@ -342,7 +342,7 @@ def test_a_full_disk_is_one_clear_error_and_nothing_is_lost(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("distill.replay.save_file", full)
+        patch.setattr("distill.replay.buffer.save_file", full)
         with pytest.raises(UserError, match=r"cannot write .*shard-1: the disk is full"):
             buffer.commit()
     assert [path.name for path in (tmp_path / "buffer").iterdir()] == ["shard-0"]

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from decode.drafters.directory import open_drafter
 from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.observe import Verified
-from decode.store import open_drafter
 from tests.stages import run_stage
 from tests.test_online import online_of, pair, prompts_of
 from tests.test_online_stage import LEARNING, REQUESTS, context, online_stage, target
 from tests.training import Killed
-from train.background import Background
-from train.online import Online
-from train.serving import Serving
-from train.versions import Versions
+from train.online.background import Background
+from train.online.serving import Serving
+from train.online.training import Online
+from train.online.versions import Versions
 
 __all__ = ["context", "target"]  # fixtures
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

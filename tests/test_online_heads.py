@@ -17,29 +17,35 @@ from torch import Tensor
 from decode.contexts import Contexts, Limits
 from decode.draft import Draft
 from decode.drafters import DRAFTERS
+from decode.drafters.directory import open_drafter, save_drafter
 from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.features import FINAL, Features, Recorder
 from decode.loop import Decoder
 from decode.observe import Verified
 from decode.sampling import Noise, Sampling
-from decode.shapes.static import Static
-from decode.store import open_drafter, save_drafter
-from distill.cache import describe_teacher
-from distill.collect import Collector
+from decode.target.hidden_states import FINAL, Features, Recorder
+from decode.trees.static import Static
 from distill.losses import LOSSES, Terms
-from distill.replay import Record, ReplayBuffer, bytes_per_draft, bytes_per_position, from_numpy
+from distill.replay.buffer import (
+    Record,
+    ReplayBuffer,
+    bytes_per_draft,
+    bytes_per_position,
+    from_numpy,
+)
+from distill.replay.collect import Collector
+from distill.teacher.top_k_cache import describe_teacher
 from heads.base import HeadOptions, Heads
 from heads.drafter import HeadsDrafter
 from heads.medusa import MedusaDrafter
-from heads.online import HeadStudent
+from heads.online_learner import HeadStudent
 from heads.store import build_heads, make_ready, new_heads
 from tests import lossless
 from tests.test_online import SETTINGS, Learning, prompts_of, same, verified
 from tests.test_online import VOCAB as FEW
 from tests.tiny import tiny_llama, tiny_target
-from train.online import Online, OnlineConfig
+from train.online.training import Online, OnlineConfig
 
 VOCAB = 40
 OPTIONS: dict[str, dict[str, Any]] = {

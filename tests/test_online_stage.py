@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from decode.drafters import small_lm
+from decode.drafters.directory import describe_drafter, open_drafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.store import describe_drafter, open_drafter
-from decode.target import Target
-from distill import replay
+from decode.target.loading import Target
+from distill.replay.buffer import buffer as replay
 from heads.blockwise import BlockwiseHeads
 from heads.medusa import MedusaDrafter
 from tests.stages import DRAFTER, drafter_weights, examples, make_stage, run_stage, stage_context
@@ -25,14 +25,13 @@ from tests.test_on_policy import LOOP as DISTILL_LOOP
 from tests.test_run import command
 from tests.tiny import save_tiny, tiny_target
 from tests.training import Killed, ask_to_stop, assert_equal, scramble
-from train import versions
-from train.online import Online
+from train.online.serving import Serving
+from train.online.stream import Progress
+from train.online.training import Online, versions
+from train.online.versions import Versions
 from train.plots import lines
-from train.serving import Serving
 from train.stage import StageContext
 from train.stopping import Stopped
-from train.stream import Progress
-from train.versions import Versions
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 LEARNING: dict[str, Any] = {
@@ -215,7 +214,7 @@ def test_what_is_not_for_heads_is_refused(monkeypatch):
             on_heads("online"),
             **(DRAFTER | {"drafter": {"stage": "online"}}),
         )
-    monkeypatch.setattr("heads.online.ParallelHeads", BlockwiseHeads)
+    monkeypatch.setattr("heads.online_learner.ParallelHeads", BlockwiseHeads)
     with pytest.raises(UserError, match=r"heads of type medusa read .* online: blockwise"):
         on_heads("online")
 

@@ -15,23 +15,23 @@ from torch.utils._pytree import tree_leaves
 
 import heads  # noqa: F401  (registers its kinds)
 from decode.drafters import Drafter
+from decode.drafters.directory import open_drafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.fingerprint import fingerprint
 from decode.loop import Decoder
-from decode.packed import can_pack
-from decode.placement import input_device
-from decode.same_weights import require_same_weights, sample_weights
 from decode.sampling import Sampling
-from decode.shapes import SHAPES
-from decode.slots import Slots
-from decode.store import open_drafter
-from decode.target import Target, load_target, resolve_device
-from distill.output import split_model
-from distill.parts import weights_sha256
+from decode.target.identity import fingerprint
+from decode.target.loading import Target, load_target, resolve_device
+from decode.target.packed import can_pack
+from decode.target.placement import input_device
+from decode.target.same_weights import require_same_weights, sample_weights
+from decode.target.slots import Slots
+from decode.trees import SHAPES
 from distill.student import student_from_layers
+from distill.teacher.output_layer import split_model
+from distill.teacher.parts import weights_sha256
 from heads.base import HeadOptions
 from heads.store import new_heads, save_heads
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from decode.costs import Costs
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.drafters.composite import CompositeDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.measure.costs import Costs
 from decode.policies import POLICIES, Policy
 from decode.policies.adaptive_confidence import AdaptiveConfidence
 from decode.policies.cost_model import CostModel

@@ -16,12 +16,12 @@ from decode.contexts import Limits
 from decode.draft import Draft, Siblings
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.growth import Growth
 from decode.loop import Decoder
 from decode.sampling import Noise, Sampling, draw
-from decode.shapes import SHAPES, Shape
-from decode.shapes.structure import Structure
-from decode.trees import best, first_equal, merged, pack
+from decode.trees import SHAPES, Shape
+from decode.trees.growth import Growth
+from decode.trees.operations import best, first_equal, merged, pack
+from decode.trees.structure import Structure
 from tests.test_drafters import append, contexts_of, limits_of, model, noise_for
 from tests.tiny import FAMILIES, tiny_model
 

@@ -20,12 +20,12 @@ from decode.drafters.ngram import NgramDrafter
 from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.growth import Growth
 from decode.loop import Decoder
 from decode.rules import RULES
 from decode.sampling import Noise, Sampling
-from decode.shapes import SHAPES, Shape
-from decode.trees import first_equal, pack
+from decode.trees import SHAPES, Shape
+from decode.trees.growth import Growth
+from decode.trees.operations import first_equal, pack
 from tests.enumeration import TOKENS, Contextual, enumerate_drafts
 from tests.test_drafters import contexts_of, limits_of, model, noise_for
 from tests.test_shapes import Path, paths_of

@@ -11,17 +11,17 @@ import torch
 
 from decode.artifact import CorruptArtifact, write_directory
 from decode.drafters.composite import CompositeDrafter
+from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter, save_drafter
+from decode.drafters.draft_vocabulary import reduce_output, save_with_vocabulary
 from decode.drafters.ngram import NgramDrafter
+from decode.drafters.ngram_store import StoreDrafter
 from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.drafters.store import StoreDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.shapes import SHAPES
-from decode.store import DRAFTER_FILE, describe_drafter, open_drafter, save_drafter
-from decode.target import Target
+from decode.target.loading import Target
 from decode.text import SpeculativeGenerator
-from decode.vocabulary import reduce_output, save_with_vocabulary
+from decode.trees import SHAPES
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
 
 PROMPTS = [[5, 17, 250, 9, 42], [7]]

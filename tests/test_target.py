@@ -13,11 +13,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from decode import embedded
-from decode.embedded import EMBEDDED
 from decode.errors import UserError
-from decode.fingerprint import Fingerprint, fingerprint, require_same_vocabulary
-from decode.target import load_model_and_tokenizer, load_target
+from decode.target.embedded import EMBEDDED
+from decode.target.identity import Fingerprint, fingerprint, require_same_vocabulary
+from decode.target.loading import embedded, load_model_and_tokenizer, load_target
 from tests.tiny import (
     EOS_ID,
     FAMILIES,

@@ -12,8 +12,13 @@ from safetensors.torch import load_file
 
 from decode.artifact import CorruptArtifact
 from decode.errors import UserError
-from decode.target import Target
-from distill.cache import (
+from decode.target.loading import Target
+from distill.losses import Terms
+from distill.teacher.live import LiveTeacher
+from distill.teacher.output_layer import split_model
+from distill.teacher.parts import text_sha256
+from distill.teacher.signal import TopK, Whole
+from distill.teacher.top_k_cache import (
     CachedTeacher,
     bytes_per_token,
     describe_teacher,
@@ -21,16 +26,11 @@ from distill.cache import (
     write_part,
     write_vocabulary,
 )
-from distill.losses import Terms
-from distill.output import split_model
-from distill.parts import text_sha256
-from distill.signal import TopK, Whole
-from distill.teacher import LiveTeacher
 from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_context
 from tests.tiny import padded, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 from tests.training import Killed, assert_equal
 from train.data.batches import collate
-from train.samples import read_samples
+from train.data.samples import read_samples
 from train.stage import StageContext
 from train.stages.teacher_cache import TeacherCacheStage
 

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
 from decode.detokenize import decode
 from decode.drafters.composite import CompositeDrafter
+from decode.drafters.directory import save_drafter
+from decode.drafters.draft_vocabulary import save_with_vocabulary
 from decode.drafters.none import NoDrafter
 from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.store import save_drafter
 from decode.text import SpeculativeGenerator, TextPieces
-from decode.vocabulary import save_with_vocabulary
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
 
 model = functools.cache(tiny_model)

@@ -59,7 +59,7 @@ from tests.training import (
     tiny_trainer,
     two_ranks,
 )
-from train.cli import app
+from train.cli.main import app
 from train.clock import Clock
 from train.data.batches import collate, inputs
 from train.optimizer import (
@@ -867,7 +867,7 @@ def base(tmp_path, monkeypatch) -> Path:
     for name in ("evaluate_baselines", "evaluate_drafter", "evaluate_in_turn"):
         monkeypatch.setattr(f"train.run.{name}", lambda *arguments: None)
     monkeypatch.setattr("train.run.make_report", lambda directory: {})
-    monkeypatch.setattr("train.commands.run.print_report", lambda run, report: None)
+    monkeypatch.setattr("train.cli.run.print_report", lambda run, report: None)
     save_tiny(tmp_path / "target", layers=2)
     rows = [
         {"id": f"r{i}", "prompt": "a dog " * (i % 3 + 1), "response": "it " * 9} for i in range(9)

@@ -25,12 +25,12 @@ from decode.errors import UserError
 from distill.losses import Terms
 from distill.module import Distillation
 from tests.tiny import tiny_model
-from train.console import Reporter
+from train.cli.console import Reporter
 from train.data.batches import Inputs
 from train.data.chat import Sample
+from train.data.rounds import FixedText
 from train.optimizer import GroupConfig, OptimizerConfig
 from train.stopping import EXIT_STATUS, Stopped
-from train.text import FixedText
 from train.trainer import LoopConfig, Progress, Task, Trainer
 
 VOCAB = 40

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from decode.artifact import write_directory
 from decode.errors import UserError
-from decode.target import Target, load_target
+from decode.target.loading import Target, load_target
 from distill.drift import Drift, measure_drift
 from distill.lora import LoraConfig, Trainable
 from distill.losses import Terms
-from distill.output import split_model
-from distill.teacher import LiveTeacher
+from distill.teacher.live import LiveTeacher
+from distill.teacher.output_layer import split_model
 from heads.base import Heads
 from heads.joint import JointTraining
 from heads.training import HeadTraining
@@ -27,8 +27,8 @@ from train.clock import Clock
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat import Sample
 from train.data.read import spread
+from train.data.samples import read_samples
 from train.optimizer import GroupConfig, OptimizerConfig
-from train.samples import read_samples
 from train.schema import StageConfig, Strict, closest_stage
 from train.stage import StageContext
 

@@ -10,10 +10,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from decode.drafters import DRAFTERS
 from decode.errors import UserError, nearest
-from decode.measure import Protocol
+from decode.measure.evaluation import Protocol
 from decode.rules import require_fitting
 from decode.sampling import Sampling
-from train.learners import heads_stage
+from train.online.learners import heads_stage
 from train.schema import StageConfig, Strict
 from train.stages import STAGES
 
@@ -21,7 +21,7 @@ SPLITS = ("train", "dev", "test", "stream")
 
 
 class TargetConfig(Strict):
-    """The model to be sped up; see `decode.target.load_target`."""
+    """The model to be sped up; see `decode.target.loading.load_target`."""
 
     model: str
     dtype: str = "auto"
@@ -50,7 +50,7 @@ class DataConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """How every drafter of the run is judged; see `decode.measure.Protocol`.
+    """How every drafter of the run is judged; see `decode.measure.evaluation.Protocol`.
 
     stages: whose drafters are judged; None: those of all stages that make one.
     prompts: how many prompts of the split, spread evenly over it; None: all.

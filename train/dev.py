@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoder, require_prompts
-from decode.target import Target
+from decode.target.loading import Target
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat import prompt_tokens
 from train.data.read import spread
-from train.samples import read_samples
+from train.data.rounds import Weights
+from train.data.samples import read_samples
 from train.schema import Strict
 from train.stage import StageContext
-from train.text import Weights
 
 
 class DevConfig(Strict):

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decode.artifact import CorruptArtifact, verify_directory, write_directory
+from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter
 from decode.errors import UserError
-from decode.measure import Evaluation, evaluate, fastest_gamma
+from decode.measure.evaluation import Evaluation, evaluate, fastest_gamma
 from decode.registry import Choice
-from decode.store import DRAFTER_FILE, describe_drafter, open_drafter
 from train.backbone import load_like
 from train.data.read import Example, spread
 from train.stage import Outcome

@@ -2,12 +2,12 @@
 
 from pydantic import Field
 
-from decode.calibrate_tree import MOST_NODES, NothingAccepted, TreeCalibration, calibrate_tree
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.kv import require_slots, require_trees
 from decode.loop import require_prompts
-from decode.target import Target
+from decode.measure.tree import MOST_NODES, NothingAccepted, TreeCalibration, calibrate_tree
+from decode.target.cached_model import require_slots, require_trees
+from decode.target.loading import Target
 from heads.base import Heads
 from train.data.chat import prompt_tokens
 from train.data.read import spread

@@ -25,11 +25,11 @@ from accelerate.utils import set_seed
 
 from decode.artifact import recover, write_file
 from decode.errors import UserError
-from decode.kv import require_trees
 from decode.loop import require_prompts
-from decode.target import Target, load_target
+from decode.target.cached_model import require_trees
+from decode.target.loading import Target, load_target
+from train.cli.console import Reporter
 from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
-from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.evaluate import evaluate_baselines, evaluate_drafter, evaluate_in_turn

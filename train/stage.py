@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from accelerate import Accelerator
 
 from decode.registry import Registry
-from decode.target import Target
-from train.console import Reporter
+from decode.target.loading import Target
+from train.cli.console import Reporter
 from train.data.read import Example
 from train.schema import StageConfig
 

@@ -9,14 +9,14 @@ from pydantic import model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.drafters.directory import describe_drafter
+from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.errors import UserError
-from decode.fingerprint import fingerprint, require_same_vocabulary
-from decode.store import describe_drafter
-from decode.target import load_model_and_tokenizer
-from decode.vocabulary import ReducedVocabulary, load_vocabulary
-from distill.output import split_model
+from decode.target.identity import fingerprint, require_same_vocabulary
+from decode.target.loading import load_model_and_tokenizer
 from distill.student import student_from_config, student_from_layers
-from distill.teacher import LiveTeacher
+from distill.teacher.live import LiveTeacher
+from distill.teacher.output_layer import split_model
 from distill.vocabulary import most_frequent
 from train.data.batches import collate, inputs
 from train.data.chat import Sample

@@ -7,14 +7,14 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.features import FINAL
-from distill.cache import CachedTeacher
-from distill.output import split_model
-from distill.parts import text_sha256
-from distill.sharding import shard_layers
-from distill.teacher import LiveTeacher, TeacherSource
-from heads.cache import CachedFeatures, holds_features
-from heads.teacher import CachedStatesTeacher
+from decode.target.hidden_states import FINAL
+from distill.teacher.from_hidden_states import CachedStatesTeacher
+from distill.teacher.hidden_state_cache import CachedFeatures, holds_features
+from distill.teacher.live import LiveTeacher, TeacherSource
+from distill.teacher.output_layer import split_model
+from distill.teacher.parts import text_sha256
+from distill.teacher.sharding import shard_layers
+from distill.teacher.top_k_cache import CachedTeacher
 from train.clock import Clock
 from train.data.chat import Sample
 from train.stage import StageContext

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from decode.artifact import require_space
 from decode.errors import UserError
-from train import engines
+from train import parallel as engines
 from train.checkpoint import KEEP, Checkpoints
+from train.cli.console import Reporter
 from train.clock import Clock
-from train.console import Reporter
 from train.data.batches import Batches, Inputs, collate, inputs, padding_share
 from train.data.chat import Sample
+from train.data.rounds import Text, Weights
 from train.memory import peak_memory
 from train.optimizer import Average, OptimizerConfig, learning_rate_factor, make_optimizer
 from train.schema import Strict
 from train.stopping import Stopped, StopRequest
-from train.text import Text, Weights
 
 # (module, batch, its samples' ids) → (loss summed over its tokens, each term's sum [terms])
 Step = Callable[[nn.Module, Inputs, Sequence[str]], tuple[Tensor, Tensor]]
@@ -104,7 +104,7 @@ class Trainer:
     """Trains a module on samples; a killed run of it goes on from its newest checkpoint.
 
     Raises UserError for more accumulation than there are batches, parameter groups that match
-    nothing, and what `train.engines` refuses.
+    nothing, and what `train.parallel` refuses.
     """
 
     def __init__(

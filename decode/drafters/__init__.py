@@ -12,12 +12,12 @@ import torch
 from decode.contexts import Contexts, Limits
 from decode.draft import Draft, Siblings
 from decode.errors import UserError
-from decode.features import Features
 from decode.observe import Verified
 from decode.registry import Registry
 from decode.sampling import Noise, Sampling
-from decode.shapes import Shape
-from decode.target import Target
+from decode.target.hidden_states import Features
+from decode.target.loading import Target
+from decode.trees import Shape
 
 
 class Drafter(ABC):
@@ -25,9 +25,9 @@ class Drafter(ABC):
     keep_rows between; `commit` may come before `prefill`, where passes without drafts do.
 
     observes: it learns from the target's scores; `verified` is called for such drafters only.
-    taps: the hidden states of the target that it reads (`decode.features`); they are taken in the
-        passes that there are anyway, and handed to `read`.
-    trained: it is loaded from a directory, and is nothing without one.
+    taps: the hidden states of the target that it reads (`decode.target.hidden_states`); they are
+    taken in the passes that there are anyway, and handed to `read`. trained: it is loaded from a
+    directory, and is nothing without one.
     """
 
     observes: bool = False
@@ -36,8 +36,8 @@ class Drafter(ABC):
 
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> "Drafter":
-        """The drafter in a directory that `decode.store.save_drafter` wrote, on the target's
-        device. Raises UserError where it does not fit the target."""
+        """The drafter in a directory that `decode.drafters.directory.save_drafter` wrote, on the
+        target's device. Raises UserError where it does not fit the target."""
         raise UserError(f"{cls.__name__} is not trained, so it has no directory to be loaded from")
 
     @property
@@ -112,4 +112,4 @@ __all__ = ["DRAFTERS", "Contexts", "Drafter", "Limits", "Verified"]
 
 DRAFTERS: Registry[type[Drafter]] = Registry("drafter")
 
-from decode.drafters import ngram, none, small_lm, store  # noqa: E402, F401  (each registers itself)
+from decode.drafters import ngram, ngram_store, none, small_lm  # noqa: E402, F401  (each registers itself)

@@ -10,7 +10,7 @@ from decode.drafters import Contexts, Drafter, Limits
 from decode.drafters.group import Group
 from decode.errors import UserError
 from decode.sampling import Noise, Sampling
-from decode.shapes import Shape
+from decode.trees import Shape
 
 
 class CompositeDrafter(Group):

@@ -6,7 +6,7 @@ import torch
 
 from decode.drafters import Contexts, Drafter, Verified
 from decode.errors import UserError
-from decode.features import Features
+from decode.target.hidden_states import Features
 
 
 class Group(Drafter):

@@ -12,7 +12,7 @@ from decode.drafters import Contexts, Limits
 from decode.drafters.group import Group
 from decode.errors import UserError
 from decode.sampling import Noise, Sampling
-from decode.trees import first_equal, merged, pack
+from decode.trees.operations import first_equal, merged, pack
 
 
 class SeveralDrafters(Group):
@@ -21,7 +21,7 @@ class SeveralDrafters(Group):
     Where any of them draws its tokens, each node's q is that of its own drafter (for a chosen
     token: 1), and siblings are mixed: independent draws from different q's. So a token that an
     elder sibling has already stays as a leaf, and what follows it moves to the elder one
-    (`decode.shapes.chains` says why). Where all choose their tokens, equal nodes are one.
+    (`decode.trees.chains` says why). Where all choose their tokens, equal nodes are one.
 
     Elder siblings are those of the drafter named first. Raises UserError as `Group`, and when one
     of them draws without replacement: among the draws of others that is not one kind of

@@ -3,8 +3,8 @@
 from decode.draft import Siblings
 from decode.drafters import Drafter
 from decode.sampling import Sampling
-from decode.shapes import Shape
-from decode.shapes.chain import Chain
+from decode.trees import Shape
+from decode.trees.chain import Chain
 
 
 class ShapedDrafter(Drafter):

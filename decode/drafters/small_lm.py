@@ -11,16 +11,16 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.drafters import DRAFTERS, Contexts, Limits
+from decode.drafters.draft_vocabulary import load_vocabulary
+from decode.drafters.new_weights import take_weights
 from decode.drafters.shaped import ShapedDrafter
 from decode.errors import UserError
-from decode.growth import Growth
-from decode.kv import CachedLM, sliding_window
-from decode.new_weights import take_weights
 from decode.sampling import Noise, Sampling
-from decode.shapes import Shape
-from decode.stored_tree import stored_shape
-from decode.target import Target, load_model_and_tokenizer
-from decode.vocabulary import load_vocabulary
+from decode.target.cached_model import CachedLM, sliding_window
+from decode.target.loading import Target, load_model_and_tokenizer
+from decode.trees import Shape
+from decode.trees.growth import Growth
+from decode.trees.stored import stored_shape
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ class SmallLMDrafter(ShapedDrafter):
 
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> "SmallLMDrafter":
-        """A directory as `decode.vocabulary.save_with_vocabulary` writes it, in the shape that is
-        stored there."""
+        """A directory as `decode.drafters.draft_vocabulary.save_with_vocabulary` writes it, in the
+        shape that is stored there."""
         place = str(target.device)
         model = load_model_and_tokenizer(str(path), dtype=dtype, device=place).model
         reduced = load_vocabulary(path, model)

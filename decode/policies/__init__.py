@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.costs import Costs
 from decode.errors import UserError
+from decode.measure.costs import Costs
 from decode.registry import Registry
 from decode.stats import Step
 

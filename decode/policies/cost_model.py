@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from decode.costs import Costs, straight_on
 from decode.errors import UserError
+from decode.measure.costs import Costs, straight_on
 from decode.policies import POLICIES, Policy
 from decode.stats import Step
 

@@ -8,7 +8,7 @@ from decode.rules import RULES, Rule, Verdict
 from decode.rules.longest import longest_path
 from decode.sampling import Noise
 from decode.scores import Scores
-from decode.shapes import require_whole
+from decode.trees import require_whole
 
 
 @RULES.register("top_k")

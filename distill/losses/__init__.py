@@ -22,7 +22,7 @@ from torch import Tensor
 
 from decode.errors import UserError, nearest
 from decode.registry import Registry
-from distill.signal import Signal
+from distill.teacher.signal import Signal
 
 
 class Rows:

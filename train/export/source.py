@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from decode.artifact import MANIFEST, verify_directory
 from decode.drafters import DRAFTERS
+from decode.drafters.directory import DRAFTER_FILE, describe_drafter
+from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.embedded import EMBEDDED
 from decode.errors import UserError
-from decode.fingerprint import Fingerprint
-from decode.store import DRAFTER_FILE, describe_drafter
-from decode.target import DTYPES, EMBEDDED_PREFIX, Target, load_model_and_tokenizer
-from decode.vocabulary import load_vocabulary
+from decode.target.embedded import EMBEDDED
+from decode.target.identity import Fingerprint
+from decode.target.loading import DTYPES, EMBEDDED_PREFIX, Target, load_model_and_tokenizer
 
 # Untrained drafters have nothing to export; this is how engines are asked for the same.
 BUILT_IN = (

@@ -8,9 +8,9 @@ import torch
 
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.fingerprint import require_same_vocabulary
 from decode.loop import Decoder
-from decode.target import Target
+from decode.target.identity import require_same_vocabulary
+from decode.target.loading import Target
 from decode.trace import TraceStep
 from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task
 from train.export.source import made_for

@@ -11,12 +11,12 @@ from typing import Any
 
 from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
 from decode.drafters import Drafter
+from decode.drafters.directory import open_drafter
 from decode.errors import UserError
-from decode.fingerprint import require_same_vocabulary
-from decode.measure import Protocol, evaluate
-from decode.shapes.chain import Chain
-from decode.store import open_drafter
-from decode.target import DTYPES, Target, load_target
+from decode.measure.evaluation import Protocol, evaluate
+from decode.target.identity import require_same_vocabulary
+from decode.target.loading import DTYPES, Target, load_target
+from decode.trees.chain import Chain
 from train.export.backbone import find_backbone, has_backbone, write_backbone
 from train.export.card import model_card, target_card
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format, format_for

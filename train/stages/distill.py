@@ -11,26 +11,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.drafters import Drafter
+from decode.drafters.directory import save_drafter
+from decode.drafters.draft_vocabulary import ReducedVocabulary, reduce_output, save_with_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.store import save_drafter
-from decode.target import Target
-from decode.vocabulary import ReducedVocabulary, reduce_output, save_with_vocabulary
+from decode.target.loading import Target
 from distill.agreement import Agreement
-from distill.cache import CachedTeacher
 from distill.lora import LoraConfig, Trainable
 from distill.module import Distillation
-from distill.output import split_model
-from distill.teacher import LiveTeacher, TeacherSource
-from heads.cache import holds_features
+from distill.teacher.hidden_state_cache import holds_features
+from distill.teacher.live import LiveTeacher, TeacherSource
+from distill.teacher.output_layer import split_model
+from distill.teacher.top_k_cache import CachedTeacher
 from train.clock import Clock
 from train.data.batches import Inputs
 from train.data.chat import Sample
+from train.data.on_policy import OnPolicyConfig, OnPolicyText
+from train.data.rounds import FixedText, Text
+from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.dev import DevConfig, DevSlice, Judging
-from train.learners import heads_stage
-from train.on_policy import OnPolicyConfig, OnPolicyText
+from train.online.learners import heads_stage
 from train.optimizer import OptimizerConfig
-from train.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, StageContext
 from train.student import (
@@ -43,7 +44,6 @@ from train.student import (
 )
 from train.taught import TaughtConfig
 from train.teacher import Cache, TargetModel, open_cache, teacher_of
-from train.text import FixedText, Text
 from train.trained import TrainedStage, describe
 from train.trainer import LoopConfig, Task, Trainer
 

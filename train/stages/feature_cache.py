@@ -6,12 +6,17 @@ from typing import Literal
 from pydantic import Field
 
 from decode.errors import UserError
-from decode.features import FINAL, Recorder
-from heads.cache import CachedFeatures, bytes_per_token, split_rows, write_features
-from heads.features import LiveFeatures
+from decode.target.hidden_states import FINAL, Recorder
+from distill.teacher.hidden_state_cache import (
+    CachedFeatures,
+    bytes_per_token,
+    split_rows,
+    write_features,
+)
+from distill.teacher.live_hidden_states import LiveFeatures
 from train.data.chat import Sample
-from train.parts import batches_of, size, write_parts
-from train.samples import TextConfig, check_text, fitting_samples, planned_tokens, read_samples
+from train.data.parts import batches_of, size, write_parts
+from train.data.samples import TextConfig, check_text, fitting_samples, planned_tokens, read_samples
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 
@@ -28,7 +33,7 @@ class FeatureCacheConfig(TextConfig):
 
 @STAGES.register("feature_cache")
 class FeatureCacheStage(Stage):
-    """Writes part-0, part-1, … (`heads.cache`)."""
+    """Writes part-0, part-1, … (`distill.teacher.hidden_state_cache`)."""
 
     Config = FeatureCacheConfig
 

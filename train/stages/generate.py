@@ -12,12 +12,12 @@ from pydantic import Field, model_validator
 from decode.artifact import verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
-from decode.generation import nothing_filled_in, stated_config
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from decode.target import Target
-from train.answers import PART, read_answers
-from train.console import Bar
+from decode.target.generation_config import nothing_filled_in, stated_config
+from decode.target.loading import Target
+from train.cli.console import Bar
+from train.data.answers import PART, read_answers
 from train.data.chat import prompt_tokens
 from train.data.read import Example, spread
 from train.schema import StageConfig

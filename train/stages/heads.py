@@ -13,17 +13,17 @@ import torch
 from pydantic import Field, SerializeAsAny, field_validator
 from torch import Tensor, nn
 
-from decode.calibrate_tree import TreeCalibration
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.directory import describe_drafter
 from decode.errors import UserError
-from decode.store import describe_drafter
-from decode.stored_tree import store_tree
-from decode.target import Target
+from decode.measure.tree import TreeCalibration
+from decode.target.loading import Target
+from decode.trees.stored import store_tree
 from distill.drift import Drift
-from distill.output import split_model
+from distill.teacher.live_hidden_states import FeatureSource, LiveFeatures
+from distill.teacher.output_layer import split_model
 from heads.base import HeadOptions, Heads
 from heads.bigrams import Bigrams, lookup_top1
-from heads.features import FeatureSource, LiveFeatures
 from heads.joint import JointTraining
 from heads.store import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.training import HeadTraining
@@ -31,16 +31,16 @@ from train.backbone import Backbone, BackboneConfig
 from train.clock import Clock
 from train.data.batches import Inputs
 from train.data.chat import Sample
+from train.data.rounds import FixedText
+from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.dev import DevConfig, DevSlice, Judging
 from train.head_tree import TreeConfig, calibrated_tree, require_tree
 from train.optimizer import OptimizerConfig
-from train.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, StageContext
 from train.student import frequent_tokens
 from train.taught import TaughtConfig
 from train.teacher import open_features
-from train.text import FixedText
 from train.trained import TrainedStage, describe
 from train.trainer import LoopConfig, Task, Trainer
 

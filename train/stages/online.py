@@ -9,27 +9,27 @@ import torch
 from pydantic import Field, model_validator
 
 from decode.drafters import Drafter
+from decode.drafters.directory import save_drafter
 from decode.errors import UserError
-from decode.kv import require_trees
 from decode.loop import require_prompts
 from decode.rules import RULES
-from decode.store import save_drafter
-from distill.cache import describe_teacher
+from decode.target.cached_model import require_trees
 from distill.losses import Terms
-from distill.online import OnlineStudent
-from distill.replay import bytes_per_draft, bytes_per_position
-from heads.online import require_learns
+from distill.replay.buffer import bytes_per_draft, bytes_per_position
+from distill.replay.learner import OnlineStudent
+from distill.teacher.top_k_cache import describe_teacher
+from heads.online_learner import require_learns
 from train.data.chat import prompt_tokens
 from train.data.read import Example
-from train.learners import Learning, heads_stage
-from train.online import Online, OnlineConfig
+from train.online.learners import Learning, heads_stage
+from train.online.serving import Serving
+from train.online.stream import Progress
+from train.online.training import Online, OnlineConfig
+from train.online.versions import Versions
 from train.plots import lines
 from train.schema import StageConfig
-from train.serving import Serving
 from train.stage import STAGES, Outcome, Plan, Shown, Stage, StageContext, StagePlot
-from train.stream import Progress
 from train.student import StudentConfig, choose_trained, make_student
-from train.versions import Versions
 
 STREAM = "Acceptance over the stream, by windows of requests in their order."
 

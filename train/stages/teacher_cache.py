@@ -8,7 +8,10 @@ from pydantic import Field
 from torch import Tensor
 
 from decode.errors import UserError
-from distill.cache import (
+from distill.teacher.live import LiveTeacher
+from distill.teacher.output_layer import split_model
+from distill.teacher.signal import TopK
+from distill.teacher.top_k_cache import (
     CachedTeacher,
     bytes_per_token,
     describe_teacher,
@@ -16,12 +19,9 @@ from distill.cache import (
     write_part,
     write_vocabulary,
 )
-from distill.output import split_model
-from distill.signal import TopK
-from distill.teacher import LiveTeacher
 from train.data.chat import Sample
-from train.parts import batches_of, size, write_parts
-from train.samples import TextConfig, check_text, fitting_samples, planned_tokens
+from train.data.parts import batches_of, size, write_parts
+from train.data.samples import TextConfig, check_text, fitting_samples, planned_tokens
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 from train.student import frequent_tokens
@@ -43,7 +43,8 @@ class TeacherCacheConfig(TextConfig):
 
 @STAGES.register("teacher_cache")
 class TeacherCacheStage(Stage):
-    """Writes part-0, part-1, … (`distill.cache`), and the draft vocabulary, if there is one."""
+    """Writes part-0, part-1, … (`distill.teacher.top_k_cache`), and the draft vocabulary, if there
+    is one."""
 
     Config = TeacherCacheConfig
 

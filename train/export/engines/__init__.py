@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from decode.registry import Registry
-from decode.target import Target
+from decode.target.loading import Target
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from decode.generation import nothing_filled_in, stated_config
 from decode.sampling import Sampling
-from decode.target import load_model_and_tokenizer
+from decode.target.generation_config import nothing_filled_in, stated_config
+from decode.target.loading import load_model_and_tokenizer
 from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from decode.drafters import Drafter
 from decode.errors import UserError, nearest
 from decode.registry import Registry
-from decode.target import Target
+from decode.target.loading import Target
 from train.export.source import shown_name, target_hub_id
 
 EXPORT_FILE = "export.json"

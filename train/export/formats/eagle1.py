@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from decode.target import Target
+from decode.target.loading import Target
 from heads.base import HeadOptions
 from heads.eagle1 import Eagle1Drafter, Eagle1Options
 from train.export.formats import FORMATS

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from decode.target import Target
+from decode.target.loading import Target
 from heads.base import HeadOptions
 from heads.eagle3 import Eagle3Drafter, Eagle3Options
 from train.export.formats import FORMATS

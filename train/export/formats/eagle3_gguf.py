@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.target import Target
+from decode.target.loading import Target
 from heads.eagle3 import Eagle3Drafter, Eagle3Options
 from heads.store import stored_options
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.target import Target
+from decode.target.loading import Target
 from train.export.formats import FORMATS, ExportJob
 from train.export.formats.in_gguf import (
     FILE,

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from decode.drafters import Drafter
-from decode.target import DTYPES, Target
+from decode.target.loading import DTYPES, Target
 from train.export.formats import FORMATS, ExportJob, Format
 from train.export.schema import (
     DTYPE_NAMES,

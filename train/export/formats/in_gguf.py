@@ -18,10 +18,10 @@ from gguf import GGMLQuantizationType as Quantization
 from gguf import GGUFValueType as Value
 from torch import Tensor
 
-from decode.embedded import EMBEDDED
 from decode.errors import UserError
-from decode.gguf_file import read_header
-from decode.target import EMBEDDED_PREFIX
+from decode.target.embedded import EMBEDDED
+from decode.target.gguf_file import read_header
+from decode.target.loading import EMBEDDED_PREFIX
 from train.export.formats import EXPORT_FILE, Format
 from train.export.schema import (
     FoundTensor,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.drafters import Drafter
-from decode.target import Target
+from decode.target.loading import Target
 from heads.base import Heads, output_layer
 from heads.medusa import MedusaDrafter, MedusaOptions
 from heads.store import stored_options

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode.errors import UserError
-from decode.target import DTYPES, Target
+from decode.target.loading import DTYPES, Target
 from heads.base import HeadOptions, Heads, output_layer
 from heads.drafter import HeadsDrafter
 from heads.store import build_heads, make_ready, read_heads

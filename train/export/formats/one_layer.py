@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from decode.drafters import Drafter
-from decode.target import Target
+from decode.target.loading import Target
 from heads.base import HeadOptions
 from heads.drafter import HeadsDrafter
 from heads.store import stored_options

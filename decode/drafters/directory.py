@@ -1,0 +1,135 @@
+"""Trained drafters as directories, and drafters by the name a user gives.
+
+A drafter directory holds the weights (safetensors) with their config and tokenizer, a manifest
+with hashes, and `drafter.json`: its kind, the target it was made for and how it was trained.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.composite import CompositeDrafter
+from decode.drafters.several import SeveralDrafters
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError, nearest
+from decode.target.identity import Fingerprint, fingerprint, require_same_vocabulary
+from decode.target.loading import DTYPES, Target, load_model_and_tokenizer
+
+DRAFTER_FILE = "drafter.json"
+FORMAT = 1
+
+
+def save_drafter(
+    path: Path,
+    kind: str,
+    write_weights: Callable[[Path], None],
+    *,
+    target: Target,
+    provenance: dict[str, Any],
+) -> None:
+    """Write a drafter directory, whole or not at all (see `decode.artifact`).
+
+    write_weights(directory) writes the files that `kind`'s loader reads. provenance: how the
+    drafter came to be; JSON values.
+    """
+    description = {
+        "format": FORMAT,
+        "kind": kind,
+        "target": {
+            "name": target.name,
+            "revision": target.revision,
+            "fingerprint": target.fingerprint.to_dict(),
+        },
+        "provenance": provenance,
+    }
+
+    def fill(directory: Path) -> None:
+        write_weights(directory)
+        (directory / DRAFTER_FILE).write_text(json.dumps(description, indent=2, default=str))
+
+    write_directory(path, fill)
+
+
+def describe_drafter(path: Path) -> dict[str, Any]:
+    """What `drafter.json` says, after checking the directory against its manifest.
+
+    Raises UserError (CorruptArtifact) naming the file that is missing or damaged.
+    """
+    verify_directory(path)
+    try:
+        description = json.loads((path / DRAFTER_FILE).read_text())
+        found, _, _ = (description[key] for key in ("format", "kind", "target"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptArtifact(path, DRAFTER_FILE, f"is no drafter description ({error})") from error
+    if found != FORMAT:
+        raise UserError(
+            f"{path} has drafter format {found}; this version of draftsmith reads format {FORMAT}"
+        )
+    return description
+
+
+def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
+    """A drafter from what a user names: `none`, `ngram`, `store`, a drafter directory, any smaller
+    causal LM of the same tokenizer (directory, GGUF file or hub id), whose output layer may be
+    padded to another size than the target's, or several of these with `+`
+    between them, such as `ngram+runs/x/drafter`, which are asked in that order, or with `++`, whose
+    drafts become one tree. The untrained have options: `ngram:max_n=4`.
+
+    dtype: of the drafter's weights; default the target's. Raises UserError when the drafter's
+    vocabulary is not the target's, its directory is damaged, or it has no such option.
+    """
+    path = Path(spec).expanduser()
+    first, plus, others = spec.partition("+")
+    if plus and _kind(first) in DRAFTERS and not path.exists():
+        merge = others.startswith("+")
+        named = (first, others.removeprefix("+"))
+        parts = [open_drafter(part, target, dtype=dtype) for part in named]
+        return SeveralDrafters(parts) if merge else CompositeDrafter(parts)
+    wanted = dtype or target.dtype
+    name = next((name for name, value in DTYPES.items() if value == wanted), None)
+    if name is None:
+        raise UserError(f"a drafter in {wanted}; expected one of {', '.join(DTYPES)}")
+    place = str(target.device)
+    kind = _kind(spec)
+    if kind in DRAFTERS and not path.exists():
+        if DRAFTERS[kind].trained:
+            raise UserError(f"drafter {kind!r} is a kind; name the directory of a trained one")
+        drafter: Drafter = DRAFTERS.make(spec)
+        return drafter
+    if (path / DRAFTER_FILE).exists():
+        description = describe_drafter(path)
+        made_for = Fingerprint.from_dict(description["target"]["fingerprint"])
+        require_same_vocabulary(
+            made_for,
+            target.fingerprint,
+            f"the target of drafter {spec}",
+            padding=description["kind"] == "small_lm",
+        )
+        try:
+            loader = DRAFTERS[description["kind"]]
+        except UserError as error:
+            raise UserError(
+                f"{path}: {error} Heads on the target are known once their package is imported: "
+                "put `import heads` before this"
+            ) from error
+        return loader.load(path, target, dtype=name)
+    if (path / MANIFEST).exists():
+        verify_directory(path)  # a drafter that lost its description is no plain model
+    if path.is_dir() and not (path / "config.json").exists():
+        raise UserError(f"{path} is neither a drafter directory nor a model directory")
+    try:
+        loaded = load_model_and_tokenizer(spec, dtype=name, device=place)
+    except UserError as error:
+        raise UserError(f"{error}{nearest(spec, DRAFTERS)}") from error
+    own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
+    require_same_vocabulary(own, target.fingerprint, f"drafter {spec}", padding=True)
+    return SmallLMDrafter.of_target(loaded.model, target)
+
+
+def _kind(spec: str) -> str:
+    return spec.partition(":")[0]

@@ -1,0 +1,34 @@
+"""New values for weights of a module that drafts, all of them or none."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from decode.errors import UserError
+from decode.target.packed import PackedLinear
+
+
+def require_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raise UserError unless the module has parameters of these names and shapes."""
+    own = dict(module.named_parameters())
+    for name, tensor in weights.items():
+        if name not in own or own[name].shape != tensor.shape:
+            found = f"one of shape {tuple(own[name].shape)}" if name in own else "none"
+            raise UserError(
+                f"new weights bring {name} of shape {tuple(tensor.shape)} and the drafter "
+                f"{type(module).__name__} has {found}; use weights of the same model"
+            )
+
+
+@torch.no_grad()
+def take_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy the values in, converted to the module's dtype and device, and pack packed layers again.
+    Raises UserError, with nothing changed, as `require_weights`."""
+    require_weights(module, weights)
+    own = dict(module.named_parameters())
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)
+    for part in module.modules():
+        if isinstance(part, PackedLinear):
+            part.refresh()

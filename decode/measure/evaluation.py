@@ -1,0 +1,516 @@
+"""Judges a drafter: acceptance on many prompts, time on a few, always by the one loop.
+
+The meaning of each figure:
+- tokens per step: emitted / verification passes, pooled; prefill and its token left out.
+- acceptance rate: accepted / positions reached. draft efficiency: accepted / drafted.
+- speed-up: time per emitted token of plain decoding over that of speculative decoding in the same
+  loop and process; same prompts in the same batches (of one prompt, unless said otherwise), in
+  turns of a few tokens, prefill included; ratio of totals with a 95% interval from a bootstrap over
+  batches. Where both texts have the same length, as under greedy lossless decoding, that is the
+  ratio of wall times (`speedup_basis`).
+- speed-up without prefill: without the passes over the prompts, the target's and the drafter's, and
+  without the token that the target's pass yields.
+- c, v: the time of one draft step without the drafter's pass over the prompt, and of one
+  verification pass of the mean width, in plain steps.
+- break-even acceptance: the α at which (1 − α^(γ+1)) / ((1 − α)(γc + v)) is 1; it exists for a
+  fixed γ only. A pass over several tokens is never cheaper than one over one: a v below 1 is noise,
+  and then there is no break-even either.
+- others' share: what other processes took of the processor during timing
+  (`decode.measure.other_processes`).
+- γ, la/k and milliseconds by part of a step: `decode.stats.summary`, of the acceptance run (in
+  batches of `batch_size`) and of the timed one (of `timed_batch_size`) apart.
+- repetition: share of a text's tokens inside an 8-gram that the text repeats.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from decode.drafters import DRAFTERS, Drafter
+from decode.errors import UserError
+from decode.loop import Decoded, Decoder
+from decode.measure.costs import Costs
+from decode.measure.other_processes import OtherProcesses, busy
+from decode.settings import DecodeSettings
+from decode.stats import Counts, Step, Timing, finite, summary
+from decode.target.generation_config import nothing_filled_in, stated_config
+from decode.target.loading import Target
+
+Progress = Callable[[str, int, int], None]  # what is being measured, done, of how many
+REPEATED = 8
+# Tokens per row that a decoder emits before it is the next one's turn. What slows the machine down
+# for a second then slows down all alike.
+TURN = 8
+WARM_UP = 8  # tokens that are decoded before anything is timed
+# How often `fastest_gamma` decodes each prompt with each γ.
+GAMMA_TURNS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol(DecodeSettings):
+    """What is measured, and on how much.
+
+    max_new_tokens and batch_size: of the acceptance run over all prompts. timed_prompts of them,
+    spread evenly, are decoded again for timed_tokens tokens to measure time, timed_batch_size at a
+    time; prompts of like length are in one batch. generate: whether `transformers` is timed beside
+    us. Raises UserError where timed_prompts is no multiple of timed_batch_size.
+    """
+
+    max_new_tokens: int = 64
+    batch_size: int = 16
+    timed_prompts: int = 8
+    timed_tokens: int = 64
+    timed_batch_size: int = 1
+    generate: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.timed_batch_size
+        if size < 1 or self.timed_prompts % size:
+            raise UserError(
+                f"timed_batch_size is {size} and timed_prompts {self.timed_prompts}; expected a "
+                "batch of at least 1, and a number of prompts that fills whole batches"
+            )
+
+
+@dataclass
+class Evaluation:
+    """The figures of one drafter under one protocol; `to_dict` is what reports are made of.
+
+    plain, drafted: a run for each timed batch; generate_seconds, generate_tokens: the same of
+    `generate()`. drafts: in words, such as `chain`. others: see
+    `decode.measure.other_processes`."""
+
+    protocol: Protocol
+    dtype: str
+    lossless: bool
+    counts: Counts
+    outputs: list[list[int]]
+    repetition: list[float]
+    plain: list[Decoded]
+    drafted: list[Decoded]
+    generate_seconds: list[float] | None
+    identical: float | None
+    identical_within_rounding: float | None
+    steps: list[Step] = field(default_factory=list)
+    measured_costs: Costs | None = None
+    drafts: str = "chain"
+    generate_tokens: list[int] | None = None
+    others: float | None = None
+
+    def steps_to_dict(self) -> dict[str, Any]:
+        """Every step as JSON values: `acceptance` of the run over all prompts, `timed` of each
+        timed batch, with prompts by their place in the set."""
+        return {
+            "acceptance": [step.to_dict() for step in self.steps],
+            "timed": [[step.to_dict() for step in run.steps] for run in self.drafted],
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON values; a figure that does not exist is None."""
+        plain, drafted = _sum(self.plain), _sum(self.drafted)
+        plain_s = _array(run.timing.total for run in self.plain)
+        drafted_s = _array(run.timing.total for run in self.drafted)
+        plain_n = _array(sum(map(len, run.outputs)) for run in self.plain)
+        drafted_n = _array(sum(map(len, run.outputs)) for run in self.drafted)
+        costs = self._costs(plain, drafted)
+        fluent = np.array([all(map(_fluent, run.outputs)) for run in self.plain], dtype=bool)
+        result: dict[str, Any] = {
+            **self.counts.to_dict(),
+            **self.protocol.to_dict(),
+            "drafts": self.drafts,
+            "lossless": self.lossless,
+            "dtype": self.dtype,
+            "prompts": len(self.outputs),
+            "timed_prompts": sum(len(run.outputs) for run in self.plain),
+            "timed_batch_size": self.protocol.timed_batch_size,
+            **costs,
+            **self._break_even(costs),
+            "measured_costs": self.measured_costs and self.measured_costs.to_dict(),
+            "draft_lengths": summary(self.steps),
+            "draft_lengths_timed": summary(step for run in self.drafted for step in run.steps),
+            "speedup": ratio_of_totals(plain_s, drafted_s, per=(plain_n, drafted_n)),
+            "speedup_basis": self._basis(plain_n, drafted_n),
+            "speedup_without_prefill": ratio_of_totals(
+                _array(run.timing.stepping for run in self.plain),
+                _array(run.timing.stepping for run in self.drafted),
+                # Each row's first token is the prefill's.
+                per=(
+                    plain_n - [len(run.outputs) for run in self.plain],
+                    drafted_n - [len(run.outputs) for run in self.drafted],
+                ),
+            ),
+            "speedup_not_repeating": ratio_of_totals(
+                plain_s[fluent], drafted_s[fluent], per=(plain_n[fluent], drafted_n[fluent])
+            ),
+            "tokens_per_step_not_repeating": finite(self._fluent_counts().tokens_per_step),
+            "repetition": float(np.mean(self.repetition)),
+            "share_repeating": float(np.mean([share > 0 for share in self.repetition])),
+            "identical_to_plain": self.identical,
+            "identical_within_rounding": self.identical_within_rounding,
+            "seconds": {"plain": vars(plain), "drafted": vars(drafted)},
+            "others_share": self.others,
+            "alone": None if self.others is None else not busy(self.others),
+        }
+        if self.generate_seconds is not None and self.generate_tokens is not None:
+            seconds, tokens = np.array(self.generate_seconds), np.array(self.generate_tokens)
+            for name, ours_s, ours_n in (
+                ("vs_generate", drafted_s, drafted_n),
+                ("plain_vs_generate", plain_s, plain_n),
+            ):
+                result[name] = ratio_of_totals(seconds, ours_s, per=(tokens, ours_n))
+        return result
+
+    def _basis(self, plain: np.ndarray, drafted: np.ndarray) -> str:
+        """What the speed-ups compare, of texts with so many tokens."""
+        same = self.lossless and self.protocol.sampling.greedy and np.array_equal(plain, drafted)
+        return "wall time" if same else "time per token"
+
+    def _costs(self, plain: Timing, drafted: Timing) -> dict[str, Any]:
+        step = plain.stepping / plain.steps if plain.steps else 0.0
+        if not step or not drafted.steps:
+            names = ("c", "v", "v_interval", "verify_width", "overhead_ms")
+            return dict.fromkeys(names)
+        return {
+            "c": drafted.draft / drafted.draft_depth / step if drafted.draft_depth else 0.0,
+            "v": (drafted.verify + drafted.overhead) / drafted.steps / step,
+            "v_interval": ratio_of_totals(
+                _array(run.timing.verify + run.timing.overhead for run in self.drafted),
+                _array(run.timing.stepping for run in self.plain),
+                per=(
+                    _array(run.timing.steps for run in self.drafted),
+                    _array(run.timing.steps for run in self.plain),
+                ),
+            ),
+            "verify_width": drafted.width / drafted.steps,
+            "overhead_ms": 1000 * drafted.overhead / drafted.steps,
+        }
+
+    def _break_even(self, costs: dict[str, Any]) -> dict[str, Any]:
+        """The figure, and why there is none where that is not because nothing pays."""
+        policy = self.protocol.make_policy()
+        found: float | None = None
+        note = None
+        if not policy.constant:
+            note = "draft lengths vary, so that there is no one γ"
+        elif costs["v"] is None:
+            note = "nothing was timed"
+        elif costs["v"] < 1:
+            note = (
+                f"a verification pass took {costs['v']:.2f} plain steps; less than 1 is noise, "
+                "so time more prompts, or on a machine that has nothing else to do"
+            )
+        else:
+            found = break_even(policy.most, costs["c"], costs["v"])
+        return {"break_even_acceptance": found, "break_even_note": note}
+
+    def _fluent_counts(self) -> Counts:
+        rows = [
+            run.tally.row(row)
+            for run in self.drafted
+            for row, output in enumerate(run.outputs)
+            if _fluent(output)
+        ]
+        return sum(rows, Counts.zero())
+
+
+def evaluate(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    protocol: Protocol,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Measure `drafter` on prompts (token ids). Raises UserError as `Decoder` does.
+
+    The acceptance of the drafter comes from all prompts, in batches; times come from the timed
+    prompts, in batches of `timed_batch_size`, plain and speculative decoding taking turns of a few
+    tokens, and `generate()` coming after both. Raises UserError too where the prompts do not fill
+    one such batch.
+    """
+    if not prompts:
+        raise UserError("there are no prompts to evaluate on")
+    report = progress or (lambda what, done, of: None)
+    batches = _timed(prompts, protocol)
+    timed = sum(map(len, batches))
+    speculative, costs = protocol.decoder(target, drafter, min(prompts, key=len))
+    rule, most = protocol.for_drafter(drafter).rule, speculative.policy.most
+    protocol = replace(protocol, rule=rule, gamma=most)
+    plain, _ = replace(protocol, policy=None, shape=None).decoder(target, DRAFTERS["none"]())
+    outputs, counts, steps = _decode_all(speculative, prompts, protocol, report)
+    short = replace(protocol, timed_tokens=min(WARM_UP, protocol.timed_tokens))
+    for batch in batches[:1]:  # warm-up, left out of every figure
+        texts = [prompts[i] for i in batch]
+        for which in (plain, speculative):
+            which.decode(texts, short.timed_tokens)
+        if protocol.generate:
+            time_generate(target, texts, short)
+    runs: dict[str, list[Decoded]] = {"plain": [], "drafted": []}
+    generated: list[tuple[float, int]] = []
+    watch = OtherProcesses()
+    for done, batch in enumerate(batches):
+        report("timing", done * protocol.timed_batch_size, timed)
+        texts = [prompts[i] for i in batch]
+        pair = [("plain", plain), ("drafted", speculative)]
+        # Taking turns at going first keeps a drift of the machine out of the ratio.
+        order = pair if done % 2 == 0 else pair[::-1]
+        decodings = [
+            which.decoding(texts, protocol.timed_tokens, seed=protocol.seed, row_ids=batch)
+            for _, which in order
+        ]
+        for (name, _), run in zip(order, in_turns(decodings, TURN * len(batch)), strict=True):
+            run.steps = [replace(step, rows=np.array(batch)[step.rows]) for step in run.steps]
+            runs[name].append(run)
+        if protocol.generate:
+            generated.append(time_generate(target, texts, protocol))
+    others = watch.share() if batches else None
+    report("timing", timed, timed)
+    same, close = None, None
+    if protocol.sampling.greedy and batches:
+        same, close = identical(
+            target,
+            [prompts[i] for batch in batches for i in batch],
+            *([text for run in runs[name] for text in run.outputs] for name in runs),
+        )
+    return Evaluation(
+        protocol,
+        str(target.dtype).removeprefix("torch."),
+        speculative.rule.lossless,
+        counts,
+        outputs,
+        [repetition(output) for output in outputs],
+        runs["plain"],
+        runs["drafted"],
+        [seconds for seconds, _ in generated] if protocol.generate else None,
+        same,
+        close,
+        steps,
+        costs,
+        speculative.drafter.describe_drafts(most),
+        [tokens for _, tokens in generated] if protocol.generate else None,
+        others,
+    )
+
+
+def _timed(prompts: Sequence[Sequence[int]], protocol: Protocol) -> list[list[int]]:
+    """The places of the timed prompts, in whole batches."""
+    size = protocol.timed_batch_size
+    count = min(protocol.timed_prompts, len(prompts) // size * size)
+    if not count and protocol.timed_prompts:
+        raise UserError(
+            f"there are {len(prompts)} prompts, which do not fill one timed batch of {size}; give "
+            "more prompts, or a smaller timed_batch_size"
+        )
+    chosen = np.linspace(0, len(prompts) - 1, count).astype(int).tolist()
+    if size > 1:
+        chosen.sort(key=lambda i: len(prompts[i]))  # less padding
+    return [chosen[begin : begin + size] for begin in range(0, count, size)]
+
+
+def in_turns(decodings: Sequence[Generator[int, None, Decoded]], tokens: int) -> list[Decoded]:
+    """Run several `Decoder.decoding`s to their ends: each goes on until it has emitted so many
+    tokens more, then the next one, and so on."""
+    done: dict[int, Decoded] = {}
+    turn = 0
+    while len(done) < len(decodings):
+        turn += tokens
+        for place, passes in enumerate(decodings):
+            try:
+                while place not in done and next(passes) < turn:
+                    pass
+            except StopIteration as end:
+                done[place] = end.value
+    return [done[place] for place in range(len(decodings))]
+
+
+def _decode_all(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], protocol: Protocol, report: Progress
+) -> tuple[list[list[int]], Counts, list[Step]]:
+    # Prompts of like length together: less padding in the prefill.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    outputs: list[list[int]] = [[] for _ in prompts]
+    counts, steps = Counts.zero(), []
+    for begin in range(0, len(order), protocol.batch_size):
+        report("acceptance", begin, len(order))
+        batch = order[begin : begin + protocol.batch_size]
+        run = decoder.decode(
+            [prompts[i] for i in batch],
+            protocol.max_new_tokens,
+            seed=protocol.seed,
+            row_ids=batch,
+        )
+        counts = counts + run.counts
+        steps += [replace(step, rows=np.array(batch)[step.rows]) for step in run.steps]
+        for index, output in zip(batch, run.outputs, strict=True):
+            outputs[index] = output
+    report("acceptance", len(order), len(order))
+    return outputs, counts, steps
+
+
+def time_generate(
+    target: Target, prompts: Sequence[Sequence[int]], protocol: Protocol
+) -> tuple[float, int]:
+    """Seconds that `transformers` `generate()` takes for the same prompts in one batch, sampling
+    and length, and how many tokens it emits.
+
+    The protocol's settings are all it is given: the checkpoint's `generation_config`, which it
+    would follow otherwise, is put aside, as in our loop.
+    """
+    settings = stated_config(
+        protocol.sampling,
+        max_new_tokens=protocol.timed_tokens,
+        eos_token_ids=target.eos_token_ids,
+    )
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), settings.pad_token_id, device=target.device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):  # padded on the left
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt, device=target.device)
+        mask[row, longest - len(prompt) :] = 1
+    with nothing_filled_in(target.model):
+        begin = time.perf_counter()
+        made = target.model.generate(ids, attention_mask=mask, generation_config=settings)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+        seconds = time.perf_counter() - begin
+    texts = made[:, longest:].tolist()
+    return seconds, sum(_length(text, target.eos_token_ids) for text in texts)
+
+
+def _length(text: Sequence[int], eos: Sequence[int]) -> int:
+    """How many tokens a text has up to its first EOS, that included."""
+    return next((i + 1 for i, token in enumerate(text) if token in eos), len(text))
+
+
+def identical(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    others: Sequence[Sequence[int]],
+) -> tuple[float, float]:
+    """The share of prompts whose two greedy texts are equal, and the share where they are so up to
+    a choice between two logits closer than the dtype can tell apart."""
+    same, close = 0, 0
+    for prompt, text, other in zip(prompts, texts, others, strict=True):
+        if text == other:
+            same += 1
+            continue
+        pairs = zip(text, other, strict=False)
+        at = next((i for i, pair in enumerate(pairs) if len(set(pair)) > 1), None)
+        if at is None:
+            continue  # one goes on where the other ended
+        ids = torch.tensor([[*prompt, *text[:at]]], device=target.device)
+        with torch.inference_mode():
+            logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
+        gap = (logits[text[at]] - logits[other[at]]).abs()
+        # Both logits are rounded, after sums that were rounded in another order.
+        close += bool(gap <= 4 * torch.finfo(target.dtype).eps * logits.abs().max())
+    return same / len(prompts), (same + close) / len(prompts)
+
+
+def _sum(runs: Sequence[Decoded]) -> Timing:
+    return sum((run.timing for run in runs), Timing())
+
+
+def _array(values: Iterable[float]) -> np.ndarray:
+    return np.array(list(values), dtype=np.float64)
+
+
+def _fluent(output: Sequence[int]) -> bool:
+    return repetition(output) == 0
+
+
+def repetition(tokens: Sequence[int]) -> float:
+    """Share of the tokens that lie inside an 8-gram occurring more than once.
+
+    >>> repetition([1, 2, 3, 4, 5, 6, 7, 8] * 2)
+    1.0
+    """
+    places: dict[tuple[int, ...], list[int]] = {}
+    for i in range(len(tokens) - REPEATED + 1):
+        places.setdefault(tuple(tokens[i : i + REPEATED]), []).append(i)
+    inside = np.zeros(len(tokens), dtype=bool)
+    for found in places.values():
+        if len(found) > 1:
+            for i in found:
+                inside[i : i + REPEATED] = True
+    return float(inside.mean()) if len(tokens) else 0.0
+
+
+def ratio_of_totals(
+    numerator: np.ndarray,
+    denominator: np.ndarray,
+    *,
+    per: tuple[np.ndarray, np.ndarray] | None = None,
+    draws: int = 2000,
+    seed: int = 0,
+) -> dict[str, float] | None:
+    """Σ numerator / Σ denominator over prompts (or batches), with its 95% bootstrap interval; None
+    for none, or where a total is 0 that is divided by.
+
+    per: what each of both is taken per, as tokens: (Σ numerator / Σ per[0]) / (Σ denominator /
+    Σ per[1]).
+    """
+    count = len(numerator)
+    over, under = per or (np.ones(count), np.ones(count))
+    if not count or not (denominator.sum() and over.sum() and under.sum()):
+        return None
+    whole = np.arange(count)[None]
+    drawn = np.random.default_rng(seed).integers(0, count, (draws, count))
+
+    def ratios(index: np.ndarray) -> np.ndarray:
+        n, d, o, u = (x[index].sum(1) for x in (numerator, denominator, over, under))
+        usable = (d * o * u) != 0
+        found: np.ndarray = n[usable] * u[usable] / (d[usable] * o[usable])
+        return found
+
+    low, high = np.quantile(ratios(drawn), [0.025, 0.975])
+    return {"value": float(ratios(whole)[0]), "low": float(low), "high": float(high)}
+
+
+def break_even(gamma: int, c: float | None, v: float | None) -> float | None:
+    """The i.i.d. acceptance rate from which drafting γ tokens pays (2211.17192, theorem 3.8, with
+    the cost v of the verification pass); None when even α = 1 does not pay, or without costs."""
+    if c is None or v is None or gamma * c + v > gamma + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        gained = sum(middle**i for i in range(gamma + 1))
+        low, high = (low, middle) if gained >= gamma * c + v else (middle, high)
+    return high
+
+
+def fastest_gamma(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    gammas: Sequence[int],
+    protocol: Protocol,
+) -> int:
+    """The γ with the most tokens per second on these prompts, in batches of `timed_batch_size`.
+    Give it dev prompts.
+
+    All are warmed up, and then take turns at every batch, in an order that changes; of the
+    `GAMMA_TURNS` times that each decodes a batch the quickest counts.
+    """
+    size = protocol.timed_batch_size
+    batches = [prompts[begin : begin + size] for begin in range(0, len(prompts), size)]
+    decoders = [replace(protocol, gamma=g).decoder(target, drafter)[0] for g in gammas]
+    for decoder in decoders:
+        decoder.decode(batches[0], min(WARM_UP, protocol.timed_tokens))
+    emitted = np.zeros(len(gammas))
+    seconds = np.full((len(gammas), len(batches)), np.inf)
+    for turn in range(GAMMA_TURNS):
+        for place, batch in enumerate(batches):
+            for by in range(len(gammas)):
+                which = (by + place + turn) % len(gammas)
+                run = decoders[which].decode(batch, protocol.timed_tokens, seed=protocol.seed)
+                emitted[which] += sum(map(len, run.outputs)) / GAMMA_TURNS
+                seconds[which, place] = min(seconds[which, place], run.timing.total)
+    return gammas[int(np.argmax(emitted / seconds.sum(1)))]

@@ -1,0 +1,137 @@
+"""Chooses θ of the lossy rule `threshold` on dev prompts, as the edge–cloud recipe does."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from decode.drafters import Drafter
+from decode.errors import UserError
+from decode.loop import Decoded
+from decode.settings import DecodeSettings
+from decode.stats import Counts, finite
+from decode.target.loading import Target
+
+GRID = (0.15, 0.20, 0.25, 0.30, 0.35)
+WITHIN = (0.6, 0.8)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One θ and what it led to: figures as `decode.measure.evaluation` defines them, times at batch
+    1, prefill included. A figure that does not exist is NaN."""
+
+    threshold: float
+    acceptance_rate: float
+    draft_efficiency: float
+    tokens_per_step: float
+    ms_per_token: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """All θ that were tried, ascending, and the one that was chosen.
+
+    within: the acceptance rates that were asked for; kept: whether any θ was within them.
+    """
+
+    trials: list[Trial]
+    chosen: Trial
+    within: tuple[float, float]
+    kept: bool
+
+    @property
+    def verdict(self) -> str:
+        low, high = self.within
+        found = f"θ = {self.chosen.threshold:g}: use --rule threshold:threshold="
+        found += f"{self.chosen.threshold:g}"
+        if self.kept:
+            return f"{found} (lowest latency with an acceptance rate of {low:g} to {high:g})"
+        return (
+            f"{found} (no θ has an acceptance rate of {low:g} to {high:g}; this one, with "
+            f"{self.chosen.acceptance_rate:.2f}, is nearest)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "rule": "threshold",
+            "lossless": False,
+            "threshold": self.chosen.threshold,
+            "within": list(self.within),
+            "kept": self.kept,
+            "trials": [
+                {name: finite(value) for name, value in asdict(trial).items()}
+                for trial in self.trials
+            ],
+        }
+
+
+def choose(trials: Sequence[Trial], within: tuple[float, float] = WITHIN) -> Calibration:
+    """Of the trials whose acceptance rate is within the bounds the one with the lowest latency;
+    if there is none, the one that is nearest to them (of equals, the quicker).
+
+    Raises UserError where no trial drafted anything.
+    """
+    low, high = within
+    found = [trial for trial in trials if np.isfinite(trial.acceptance_rate)]
+    if not found:
+        raise UserError("nothing was drafted, so there is no acceptance to calibrate by")
+    distance = [max(low - t.acceptance_rate, t.acceptance_rate - high, 0.0) for t in found]
+    nearest = [t for t, d in zip(found, distance, strict=True) if d == min(distance)]
+    chosen = min(nearest, key=lambda trial: trial.ms_per_token)
+    return Calibration(list(trials), chosen, within, min(distance) == 0)
+
+
+def calibrate_threshold(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodeSettings,
+    *,
+    thresholds: Sequence[float] = GRID,
+    within: tuple[float, float] = WITHIN,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> Calibration:
+    """Decode each prompt (token ids, of the dev split) once with every θ, one prompt at a time, and
+    `choose`. settings: everything but the rule.
+
+    Raises UserError for no prompts, no thresholds, bounds that hold nothing, or as `Decoder` does.
+    """
+    if not prompts or not thresholds:
+        raise UserError("calibrating needs at least one prompt and one threshold")
+    if not 0 <= within[0] <= within[1] <= 1:
+        raise UserError(f"acceptance is to be within {within}; expected low ≤ high, from 0 to 1")
+    tried = sorted(set(thresholds))
+    shortest = min(prompts, key=len)
+    decoders = []
+    for theta in tried:
+        rule = {"name": "threshold", "threshold": float(theta)}
+        decoder, _ = replace(settings, rule=rule).decoder(target, drafter, shortest)
+        decoder.decode([prompts[0]], min(8, max_new_tokens))  # warm-up, left out of every figure
+        decoders.append(decoder)
+    runs: list[list[Decoded]] = [[] for _ in tried]
+    for done, prompt in enumerate(prompts):
+        # Taking turns at going first keeps a drift of the machine out of the comparison.
+        for turn in range(len(tried)):
+            which = (turn + done) % len(tried)
+            run = decoders[which].decode([prompt], max_new_tokens, seed=seed, row_ids=[done])
+            runs[which].append(run)
+        if progress:
+            progress(done + 1)
+    return choose([_trial(theta, found) for theta, found in zip(tried, runs, strict=True)], within)
+
+
+def _trial(theta: float, runs: Sequence[Decoded]) -> Trial:
+    counts = sum((run.counts for run in runs), Counts.zero())
+    emitted = sum(len(run.outputs[0]) for run in runs)
+    return Trial(
+        theta,
+        counts.acceptance_rate,
+        counts.draft_efficiency,
+        counts.tokens_per_step,
+        1000 * sum(run.timing.total for run in runs) / emitted,
+    )

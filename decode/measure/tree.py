@@ -1,0 +1,240 @@
+"""Chooses the tree that a drafter drafts in, by acceptance and costs measured on dev prompts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from decode.drafters import Drafter
+from decode.errors import UserError
+from decode.measure.costs import Costs
+from decode.measure.other_processes import busy
+from decode.measure.time_costs import CAREFUL, measure_costs
+from decode.measure.tree_acceptance import Acceptance, measure_acceptance, probe, require_shaped
+from decode.sampling import Sampling
+from decode.settings import DecodeSettings
+from decode.stats import Counts
+from decode.target.cached_model import require_trees
+from decode.target.loading import Target
+from decode.trees import Shape
+from decode.trees.calibrated import grow_greedily
+from decode.trees.chain import Chain
+from decode.trees.sequoia import Plan, plan_tree, smallest_within
+from decode.trees.static import FixedTree
+from decode.trees.structure import Structure
+
+Method = Literal["calibrated", "sequoia"]
+Progress = Callable[[str], None]  # what is done next
+MOST_NODES = 64
+WIDE = 3  # nodes on each level of the tree that drafting is timed with
+
+
+class NothingAccepted(UserError):
+    """The target took none of the drafter's first tokens, so there is nothing to plan with."""
+
+
+@dataclass(frozen=True)
+class TreeCalibration:
+    """A tree and what it was chosen by.
+
+    plan: with the tokens per step and the cost per token that the acceptance and the costs
+    promise. best: the one with the least cost per token; `plan` is the smallest whose cost is at
+    most `tolerance` (a share) above that. tree_tokens, chain_tokens: tokens per step that the loop
+    really emitted on the same prompts, with the tree, and with chains as deep.
+    """
+
+    method: Method
+    plan: Plan
+    acceptance: Acceptance
+    costs: Costs
+    tree_tokens: float
+    chain_tokens: float
+    prompts: int
+    temperature: float
+    best: Plan
+    tolerance: float
+
+    @property
+    def structure(self) -> Structure:
+        return self.plan.structure
+
+    @property
+    def verdict(self) -> str:
+        tree = self.structure
+        speed = 1 / self.plan.cost_per_token
+        found = (
+            f"{len(tree)} nodes, {tree.depth} deep: {self.tree_tokens:.2f} tokens per step on "
+            f"these prompts (promised: {self.plan.tokens_per_step:.2f}; chains {tree.depth} deep: "
+            f"{self.chain_tokens:.2f}); at the measured costs {speed:.2f} times plain decoding"
+        )
+        if self.best.structure != tree:
+            found += (
+                f" (a tree of {len(self.best.structure)} nodes promises "
+                f"{1 / self.best.cost_per_token:.2f}; a difference of less than "
+                f"{self.tolerance:.1%} is not more than noise, so the smaller tree is taken)"
+            )
+        if speed <= 1:
+            found += ": drafting does not pay on this machine"
+        if busy(self.costs.others):
+            found += (
+                f". Other processes took {self.costs.others:.0%} of the processor while the costs "
+                "were measured: calibrate again on a machine that has nothing else to do"
+            )
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values: everything but the paths, which the tree's file has."""
+        return {
+            "method": self.method,
+            "nodes": len(self.structure),
+            "depth": self.structure.depth,
+            "promised_tokens_per_step": self.plan.tokens_per_step,
+            "promised_cost_per_token": self.plan.cost_per_token,
+            "least_cost_per_token": self.best.cost_per_token,
+            "nodes_at_least_cost": len(self.best.structure),
+            "tolerance": self.tolerance,
+            "tokens_per_step": self.tree_tokens,
+            "chain_tokens_per_step": self.chain_tokens,
+            "prompts": self.prompts,
+            "temperature": self.temperature,
+            "acceptance": self.acceptance.to_dict(),
+            "costs": self.costs.to_dict(),
+        }
+
+
+def calibrate_tree(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    method: Method = "calibrated",
+    nodes: int | None = None,
+    depth: int = 6,
+    width: int = 8,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+    progress: Progress = lambda what: None,
+) -> TreeCalibration:
+    """A tree of the `width` likeliest tokens at most, and at most `depth` deep, for any drafter
+    that drafts in shapes; from prompts (token ids) of the dev split.
+
+    method: `calibrated` grows it by the acceptance of each rank at each depth (2401.10774, section
+    2.3.3), to `nodes` nodes, or where None to as many as are cheapest per token at the measured
+    costs. `sequoia` plans by the acceptance of each rank, at all depths together, and the costs
+    (2402.12374, section 3.1), at most `nodes` (None: 64). Where the number of nodes is chosen by
+    costs, trees of as many nodes as passes were timed for are compared, and of those whose cost per
+    token differs by no more than noise the smallest is taken.
+
+    Raises UserError for a drafter without a shape, a target that cannot verify trees, no prompts,
+    an unknown method, where no draft was right, and as `measure_costs` and `Decoder` do.
+    """
+    if method not in get_args(Method):
+        raise UserError(f"method is {method!r}; expected one of {', '.join(get_args(Method))}")
+    require_shaped(drafter)
+    require_trees(target.model)
+    sampling = sampling or Sampling()
+    deepest = drafter.with_shape(Chain()).most_nodes(depth)
+    progress("acceptance")
+    found = measure_acceptance(
+        target.model,
+        drafter,
+        prompts,
+        tree=probe(width, deepest),
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=target.eos_token_ids,
+        sampling=sampling,
+        seed=seed,
+    )
+    if not found.hits[0].any():
+        raise NothingAccepted(
+            f"not one of the {width} likeliest first tokens was the target's in "
+            f"{int(found.reached[0, 0])} drafts, so no tree can be made; train the drafter more."
+        )
+    progress("costs")
+    settings = DecodeSettings(gamma=deepest, sampling=sampling)
+    # Drafting is timed in a tree too: a level of several nodes costs more than a link of a chain.
+    usual = FixedTree(Structure.of_widths([min(WIDE, width), *[1] * (deepest - 1)]))
+    decoder, _ = settings.decoder(target, drafter.with_shape(usual))
+    widest = (nodes or MOST_NODES) + 1
+    shortest = min(prompts, key=len)
+    costs = measure_costs(
+        decoder, [shortest], most=deepest, widest=widest, trees=True, repeats=CAREFUL
+    )
+    tolerance = costs.noise
+    if method == "sequoia":
+        best, plan = (
+            plan_tree(
+                found.by_rank(),
+                nodes=nodes or MOST_NODES,
+                depth=deepest,
+                draft_cost=costs.c,
+                verify_costs=list(zip(costs.widths, costs.v, strict=True)),
+                sizes=_sizes(costs, nodes or MOST_NODES),
+                tolerance=share,
+            )
+            for share in (0.0, tolerance)
+        )
+    elif nodes is not None:
+        plan = best = _plan(found.table(), grow_greedily(found.table(), nodes), costs)
+    else:
+        best, plan = (cheapest(found.table(), costs, tolerance=x) for x in (0.0, tolerance))
+
+    def tokens(what: str, shape: Shape) -> float:
+        progress(what)
+        settings = DecodeSettings(gamma=plan.structure.depth, sampling=sampling)
+        decoder, _ = settings.decoder(target, drafter.with_shape(shape))
+        counts = Counts.zero()
+        for begin in range(0, len(prompts), 16):
+            batch = prompts[begin : begin + 16]
+            rows = range(begin, begin + len(batch))
+            counts += decoder.decode(batch, max_new_tokens, seed=seed, row_ids=rows).counts
+        return counts.tokens_per_step
+
+    return TreeCalibration(
+        method,
+        plan,
+        found,
+        costs,
+        tokens("the tree", FixedTree(plan.structure)),
+        tokens("chains", Chain()),
+        len(prompts),
+        sampling.temperature,
+        best,
+        tolerance,
+    )
+
+
+def _sizes(costs: Costs, most: int) -> list[int]:
+    """Numbers of nodes, at most `most`, whose pass was timed: 1, 2, 4, …, and `most` itself.
+
+    Sizes between them would differ by less than two runs on one machine do, which would then
+    choose different trees; they would save about 1%.
+    """
+    return sorted({min(width - 1, most) for width in costs.widths if width > 1} | {most})
+
+
+def cheapest(
+    table: Sequence[Sequence[float]],
+    costs: Costs,
+    most: int = MOST_NODES,
+    tolerance: float = 0.0,
+) -> Plan:
+    """Of the trees that `grow_greedily` makes of a table of acceptance [D, K], with at most `most`
+    nodes and as many as passes were timed for, the smallest whose tokens cost at most `tolerance`
+    (a share) more than the cheapest ones'.
+
+    >>> costs = Costs(0.05, 1, 0.1, (1, 2, 3, 4), (1.0, 1.0, 1.0, 2.0))
+    >>> cheapest([[0.5, 0.3], [0.4, 0.2]], costs).structure.paths
+    [(0,), (1,)]
+    """
+    plans = [_plan(table, grow_greedily(table, nodes), costs) for nodes in _sizes(costs, most)]
+    return plans[smallest_within([plan.cost_per_token for plan in plans], tolerance)]
+
+
+def _plan(table: Sequence[Sequence[float]], tree: Structure, costs: Costs) -> Plan:
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for path in tree.paths:  # shallow ones first
+        chances[path] = chances[path[:-1]] * table[len(path) - 1][path[-1]]
+    tokens = sum(chances.values())
+    cost = tree.depth * costs.c + float(costs.verify(len(tree) + 1))
+    return Plan(tree, tokens, cost / tokens)

@@ -1,0 +1,235 @@
+"""A Hugging Face causal LM over a preallocated cache of slots (`decode.target.slots`).
+
+Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from decode.errors import UserError
+from decode.target.attention import LONGEST_CHAIN, SLOTS, each_token_alone
+from decode.target.hidden_states import Recorder, layer_list_name
+from decode.target.packed import prepare
+from decode.target.placement import input_device
+from decode.target.slots import Slots
+from decode.target.tree_support import reason_against_trees
+
+# Models that passed the trial, and with which attention and dtype they did.
+_PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, torch.dtype]]] = WeakKeyDictionary()
+
+
+def require_slots(model: PreTrainedModel, longest: int) -> None:
+    """Refuse a model whose past is not one key and value per token, before anything is computed.
+
+    Raises UserError for recurrent and hybrid models (their state cannot be rolled back), for
+    sliding-window models when the window is smaller than the `longest` text, and for attention
+    implementations that take no mask.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    stateful = getattr(model, "_is_stateful", False)
+    if stateful or kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(
+            f"{type(model).__name__} keeps a running state ({', '.join(sorted(kinds))}) that "
+            "cannot be rolled back after a rejected draft; use a model with attention layers only"
+        )
+    window = sliding_window(model)
+    if window is not None and longest > window:
+        raise UserError(
+            f"{type(model).__name__} attends to a sliding window of {window} tokens, and this run "
+            f"needs {longest}; shorten prompts or max_new_tokens so that they fit in the window"
+        )
+    attention = str(model.config._attn_implementation)
+    if "flash" in attention:
+        raise UserError(
+            f"{type(model).__name__} computes attention with {attention}, which takes no mask for "
+            "rows of different lengths and for token trees; load it with "
+            "attn_implementation='sdpa' or 'eager'"
+        )
+
+
+def sliding_window(model: PreTrainedModel) -> int | None:
+    """How many tokens back the model's layers see; None where they see all."""
+    config = model.config.get_text_config()
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if getattr(config, "use_sliding_window", True) else None
+
+
+def require_trees(model: PreTrainedModel) -> None:
+    """Refuse a model that cannot verify token trees, by a trial (`decode.target.tree_support`) of a
+    few tiny forwards. A model that passed is not tried again.
+
+    Call it before expensive work whose result will be drafted in a tree. Raises UserError where
+    the model does not honour 4-D attention masks and positions, and as `require_slots` does.
+    """
+    kind = str(model.config._attn_implementation), model.dtype
+    if kind in _PASSED.get(model, ()):
+        return
+    layers = range(model.config.get_text_config().num_hidden_layers)
+    lm = CachedLM(model, taps=layers if layer_list_name(model) else ())
+    lm._tried = True
+    reason = reason_against_trees(lm)
+    if reason is not None:
+        raise UserError(
+            f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
+            f"token trees need: it {reason}. Draft chains (shape chain) or use another model"
+        )
+    _PASSED.setdefault(model, set()).add(kind)
+
+
+class CachedLM:
+    """A causal LM and the slots of the sequences it is decoding.
+
+    Any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache will do.
+    Tested with trees: llama, qwen2, qwen3, gemma, gemma2, gemma3, gpt2, mistral, phi3 and opt, with
+    sdpa and eager attention where they have both. Sliding-window layers will do for texts that fit
+    into the window. Refused by `require_slots`: recurrent and hybrid models (mamba, jamba,
+    recurrent_gemma), chunked attention (llama4), flash attention. Refused by `require_trees`, when
+    the first tree is fed at the latest: models that make masks or positions of their own (ALiBi:
+    bloom, mpt).
+
+    It runs the model in its prepared form (`decode.target.packed.prepare`).
+    taps: whose hidden states (`decode.target.hidden_states`) each forward leaves in `features`, [B,
+    n, H].
+    """
+
+    def __init__(self, model: PreTrainedModel, *, taps: Sequence[int] = ()) -> None:
+        self.model = model
+        self._prepared = prepare(model)
+        self._runs = self._prepared.model
+        self._recorder = Recorder(self._runs, taps) if taps else None
+        self.features: Mapping[int, Tensor] = {}
+        self.device = input_device(model)
+        config = model.config.get_text_config()
+        self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        self._boolean_masks = self._runs.config._attn_implementation == "sdpa"
+        self._mask_dtype = model.dtype
+        self._slots: Slots | None = None
+        self._cache: Cache | None = None
+        self._tried = False
+        self.capacity = 0  # slots of each row
+
+    def reset(self, rows: int, capacity: int, *, longest: int | None = None) -> None:
+        """Start `rows` empty sequences of at most `capacity` slots; raises as `require_slots`.
+
+        longest: tokens of the longest text, where that is less: the nodes of a tree take a slot
+        each, and a path through it is no longer than the tree is deep.
+        """
+        require_slots(self.model, capacity if longest is None else longest)
+        self.capacity = capacity
+        self.refresh()
+        layers = self.model.config.get_text_config().num_hidden_layers
+        step = SLOTS if self._prepared.row_exact else 1
+        self._slots = Slots(layers, rows, capacity, self.device, step=step)
+        self._cache = Cache(layers=self._slots.layers)
+
+    def refresh(self) -> None:
+        """Follow weights that were changed in place. What is cached stays as it was computed."""
+        self._prepared.refresh()
+
+    def forward(
+        self,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        *,
+        columns: np.ndarray | None = None,
+        depth_BN: Tensor | None = None,
+        ancestors_BNM: Tensor | None = None,
+    ) -> Tensor:
+        """Feed n tokens per row and return their logits, in the model's dtype.
+
+        start: int [B], the slot of each row's first token; everything below it is its past.
+        columns: int [B], return the logits of this one column per row, [B, 1, V]; None: all n.
+        depth_BN, ancestors_BNM: for a token tree, whose last n of m ≥ n nodes are fed and whose
+            first m−n stand in the slots before `start`: each token's distance from the tree's
+            first slot, and which of the m nodes it may see (itself included). None: a chain.
+        Raises UserError where a tree is fed to a model that does not honour masks and positions.
+        """
+        assert self._slots is not None, "reset() comes before forward()"
+        n = ids_BN.shape[1]
+        if ancestors_BNM is not None and not self._tried:
+            require_trees(self.model)
+            self._tried = True
+        self._slots.place(start, n)
+        base = start if ancestors_BNM is None else start + n - ancestors_BNM.shape[2]
+        base_B1 = torch.as_tensor(base, device=self.device)[:, None]
+        if depth_BN is None:
+            depth_BN = torch.arange(n, device=self.device)[None, :]
+        taken: AbstractContextManager[Mapping[int, Tensor]] = (
+            self._recorder.recording() if self._recorder else nullcontext({})
+        )
+        chain = ancestors_BNM is None and n <= LONGEST_CHAIN
+        alone = each_token_alone() if chain else nullcontext()
+        with alone, taken as self.features, self._only(columns, n):
+            logits = self._runs(
+                input_ids=ids_BN,
+                # Only padding can lie past the last position; it must not index out of a learned
+                # table.
+                position_ids=(base_B1 + depth_BN).clamp(max=self.max_positions - 1),
+                attention_mask=self._mask(base_B1, start, n, ancestors_BNM),
+                past_key_values=self._cache,
+                use_cache=True,
+            ).logits
+        # The model has no output layer that could be given less to do.
+        if columns is not None and logits.shape[1] != 1:
+            logits = _columns_of(logits, columns)
+        return logits
+
+    @contextmanager
+    def _only(self, columns: np.ndarray | None, n: int) -> Iterator[None]:
+        """Within it the output layer is given the hidden state of one of n columns per row: logits
+        of all of them would be the largest tensor of a prefill by far. Whatever the model does to
+        its logits afterwards (scaling, soft caps) stays as it is."""
+        find = getattr(self._runs, "get_output_embeddings", None)
+        layer = find() if find and columns is not None and n > 1 else None
+        if layer is None:
+            yield
+            return
+        assert columns is not None
+
+        def pick(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            hidden, *others = given
+            if hidden.shape[:2] != (len(columns), n):
+                return None
+            return _columns_of(hidden, columns), *others
+
+        # Only within: a hook that stays would be met by whoever else uses the model.
+        hook = layer.register_forward_pre_hook(pick)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _mask(
+        self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None
+    ) -> Tensor | None:
+        """As `Slots.mask` says, in the form that the model's attention takes."""
+        assert self._slots is not None
+        seen = self._slots.mask(base_B1, start, n, ancestors_BNM)
+        if seen is None or self._boolean_masks:
+            return seen
+        blocked = torch.finfo(self._mask_dtype).min
+        return torch.zeros_like(seen, dtype=self._mask_dtype).masked_fill_(~seen, blocked)
+
+    def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:
+        """See `Slots.commit`."""
+        assert self._slots is not None
+        self._slots.commit(start, columns_BM, counts)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all rows but these (int64 [B']), in this order."""
+        assert self._slots is not None
+        self._slots.keep_rows(rows)
+
+
+def _columns_of(x_BND: Tensor, columns: np.ndarray) -> Tensor:
+    """One column of each row, int [B]: [B, 1, D]."""
+    rows = torch.arange(len(x_BND), device=x_BND.device)
+    return x_BND[rows, torch.as_tensor(columns, device=x_BND.device)][:, None]

@@ -1,0 +1,129 @@
+"""The target's hidden states, taken on their way: what drafters on the target itself read.
+
+A tap is a place where they are taken: `FINAL`, what the output layer reads, or a layer's number
+from 0, for what that layer puts out. Shapes: B rows, n tokens, H hidden size, T taps.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.target.placement import input_device
+
+FINAL = -1
+
+
+@dataclass
+class Features:
+    """What was taken at each tap, [B, n, H], of row b's first counts[b] tokens, int [B] on the
+    host; the rest is padding."""
+
+    values: Mapping[int, Tensor]
+    counts: np.ndarray
+
+    def of(self, taps: Sequence[int]) -> Tensor:
+        """[B, n, T·H]: some taps side by side, in this order."""
+        if len(taps) == 1:
+            return self.values[taps[0]]
+        return torch.cat([self.values[tap] for tap in taps], -1)
+
+    def at(self, places: Tensor, counts: np.ndarray) -> "Features":
+        """Of these tokens of each row, int64 [B, m], the first counts[b]."""
+        rows_B1 = torch.arange(len(places), device=places.device)[:, None]
+        return Features({tap: x[rows_B1, places] for tap, x in self.values.items()}, counts)
+
+    def newest(self, taps: Sequence[int]) -> Tensor:
+        """[B, T·H]: of each row's last token that counts; without meaning where none does."""
+        values = self.of(taps)
+        places = torch.as_tensor(np.maximum(self.counts - 1, 0), device=values.device)
+        return values[torch.arange(len(places), device=values.device), places]
+
+    def keep_rows(self, rows: np.ndarray) -> "Features":
+        """Of these rows only, int [B'], in this order."""
+        chosen = {
+            tap: x.index_select(0, torch.as_tensor(rows, device=x.device))
+            for tap, x in self.values.items()
+        }
+        return Features(chosen, self.counts[rows])
+
+
+class Recorder:
+    """Takes the hidden states of a model's forwards, by hooks, so that any causal LM will do and
+    the forward itself is the same. Whatever logits are asked for, every fed token is taken.
+
+    Raises UserError for a tap the model does not have.
+    """
+
+    def __init__(self, model: PreTrainedModel, taps: Sequence[int]) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self._device = input_device(model)
+        for tap in taps:
+            self._modules[tap] = model.base_model if tap == FINAL else _layer(model, tap)
+        if FINAL in self._modules and model.base_model is model:
+            raise UserError(f"{type(model).__name__} has no stack of layers below its output layer")
+
+    @contextmanager
+    def recording(self) -> Iterator[dict[int, Tensor]]:
+        """What the forward within it shows: each tap's [B, n, H]."""
+        found: dict[int, Tensor] = {}
+        # Only within: hooks that stay would be met by whoever else uses the model.
+        hooks = [
+            module.register_forward_hook(partial(_keep, found, tap, self._device))
+            for tap, module in self._modules.items()
+        ]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _keep(
+    found: dict[int, Tensor],
+    tap: int,
+    device: torch.device,
+    _: nn.Module,
+    __: Any,
+    output: Any,
+) -> None:
+    # Layers may be on other devices than the inputs.
+    found[tap] = (output if isinstance(output, Tensor) else output[0]).to(device)
+
+
+def _layer(model: PreTrainedModel, number: int) -> nn.Module:
+    depth = model.config.get_text_config().num_hidden_layers
+    if not 0 <= number < depth:
+        raise UserError(
+            f"hidden states of layer {number} are asked for and {type(model).__name__} has {depth} "
+            f"layers; expected 0 to {depth - 1}, or {FINAL} for what the output layer reads"
+        )
+    name = layer_list_name(model)
+    if name is None:
+        raise UserError(
+            f"{type(model).__name__} has no single list of its {depth} layers, so the hidden "
+            "states between them cannot be taken"
+        )
+    layers = model.get_submodule(name)
+    assert isinstance(layers, nn.ModuleList)
+    return layers[number]
+
+
+def layer_list_name(model: PreTrainedModel) -> str | None:
+    """The dotted name of the one list that holds the model's layers, such as `model.layers`; None
+    where there is not exactly one."""
+    depth = model.config.get_text_config().num_hidden_layers
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    outermost = [name for name in found if not any(name.startswith(f"{o}.") for o in found)]
+    return outermost[0] if len(outermost) == 1 else None

@@ -1,0 +1,295 @@
+"""Loads the model to be sped up (the target), from a hub, a directory, a GGUF file or a package."""
+
+import hashlib
+import logging
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+
+from decode.errors import UserError, nearest
+from decode.target import gguf_file
+from decode.target.embedded import EMBEDDED, EmbeddedModel
+from decode.target.identity import Fingerprint, fingerprint, token_count
+from decode.target.placement import input_device
+from decode.target.pretrained import (
+    LoadOptions,
+    from_pretrained,
+    gguf_read_once,
+    no_progress_bars,
+    no_safetensors,
+)
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EMBEDDED_PREFIX = "embedded:"
+# What max_positions says for models whose config states no limit.
+UNLIMITED_POSITIONS = 2**31 - 1
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass
+class Target:
+    """A frozen causal language model with its tokenizer.
+
+    model: in eval mode, no parameter requires a gradient.
+    name: the spec it was loaded from, as the user gave it.
+    revision: a hub model's commit hash (None when unknown); else a SHA-256 of the weights.
+    eos_token_ids: the ids that end a text, ascending; chat models have several.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    revision: str | None
+    fingerprint: Fingerprint
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where its inputs belong, and drafters with it."""
+        return input_device(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer; the tokenizer may know fewer tokens."""
+        return self.fingerprint.vocab_size
+
+    @cached_property
+    def token_count(self) -> int:
+        """Ids that the tokenizer knows, at most `vocab_size`; the output rows after them are
+        padding. Drafters never draft those, and learn nothing of them."""
+        return token_count(self.tokenizer, self.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        """The longest text, in tokens, that the model was made for."""
+        config = self.model.config.get_text_config()
+        return getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+
+
+class Loaded(NamedTuple):
+    """A model in eval mode and without gradients, its tokenizer, and Target.revision."""
+
+    model: Any
+    tokenizer: Any
+    revision: str | None
+
+
+def load_target(
+    spec: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+    device_map: str | dict[str, Any] | None = None,
+) -> Target:
+    """Loads a target; the arguments and errors are those of `load_model_and_tokenizer`."""
+    model, tokenizer, found_revision = load_model_and_tokenizer(
+        spec,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        device_map=device_map,
+    )
+    identity = fingerprint(tokenizer, model.config, model.generation_config)
+    return Target(
+        model=model,
+        tokenizer=tokenizer,
+        name=spec,
+        revision=found_revision,
+        fingerprint=identity,
+        eos_token_ids=identity.eos_token_ids,
+    )
+
+
+def load_model_and_tokenizer(
+    spec: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+    device_map: str | dict[str, Any] | None = None,
+) -> Loaded:
+    """Loads a causal language model, ready to be run and not to be trained.
+
+    spec: a hub id (`org/name`), a directory in the hub's format, a `.gguf` file, or
+        `embedded:NAME` for a model that comes as a PyPI package.
+    dtype: float32, bfloat16, float16 or auto, which is bfloat16 on CUDA and float32 elsewhere.
+    device: cpu, cuda, cuda:N or auto, which is cuda where it is there, else cpu. Apple's mps has
+        no float64, in which tokens are drawn, so it is not used.
+    revision: a branch, tag or commit; for hub ids only.
+    trust_remote_code: runs Python code that comes with the model. Off, no such code is run.
+    attn_implementation: one that transformers knows, such as sdpa or eager.
+    device_map: as transformers takes it, such as auto: layers shared out over devices, instead of
+        `device`. Such a model is for decoding, not for training beside it.
+
+    A quantised checkpoint is loaded as its config says, if the package that reads it is installed.
+
+    Weights are read from safetensors or GGUF, never from pickle files, which can run code.
+    Raises UserError for anything about the spec, the files or the settings that does not work.
+    """
+    place = resolve_device(device)
+    if device_map is not None and device != "auto":
+        raise UserError(
+            f"device {device!r} and a device_map were given; a device_map says where each layer "
+            "goes, so leave the device out"
+        )
+    options = LoadOptions(
+        resolve_dtype(dtype, place), attn_implementation, trust_remote_code, place, device_map
+    )
+    if "/" in attn_implementation and not trust_remote_code:
+        raise UserError(
+            f"attn_implementation {attn_implementation!r} is code from a hub, which is not run "
+            "unless you ask for it. Use sdpa or eager, or set trust_remote_code."
+        )
+    path = Path(spec).expanduser()
+    is_embedded = spec.startswith(EMBEDDED_PREFIX)
+    if revision is not None and (is_embedded or path.exists()):
+        raise UserError(
+            f"revision {revision!r} was given for {spec!r}, but only hub ids have revisions. "
+            "Leave the revision out."
+        )
+    if is_embedded:
+        loaded = _load_embedded(EMBEDDED[spec.removeprefix(EMBEDDED_PREFIX)], options)
+    elif path.is_dir():
+        loaded = _load_directory(path, options)
+    elif path.is_file() and path.suffix.lower() == ".gguf":
+        loaded = _load_gguf(path, options, _weights_sha256([path]))
+    else:
+        _require_hub_id(spec, path)
+        loaded = _load_hub(spec, options, revision)
+    loaded.model.eval().requires_grad_(False)
+    # Some quantised models refuse to be moved; they were loaded to where they belong.
+    if device_map is None and not getattr(loaded.model, "is_quantized", False):
+        loaded.model.to(place)
+    return loaded
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device a name stands for. Raises UserError when it is unknown or not on this machine."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            # The current one, because under a launcher each process has been given its own.
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+    if device == "mps":
+        raise UserError(
+            "device 'mps' has no float64, in which tokens are drawn, so nothing can be decoded on "
+            "it. Use auto or cpu."
+        )
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    if match is None:
+        raise UserError(f"unknown device {device!r}; expected auto, cpu, cuda or cuda:N.")
+    if device.startswith("cuda") and int(match[1] or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"device {device!r} is not available: PyTorch {torch.__version__} sees "
+            f"{torch.cuda.device_count()} CUDA devices. Use auto or cpu, or install a CUDA build."
+        )
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype a name stands for on a device. Raises UserError for an unknown name."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise UserError(
+            f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}.{nearest(dtype, DTYPES)}"
+        )
+    return DTYPES[dtype]
+
+
+def _load_embedded(embedded: EmbeddedModel, options: LoadOptions) -> Loaded:
+    path = embedded.find()
+    if path is not None:
+        return _load_gguf(path, options, embedded.sha256)
+    logger.warning(
+        "%s is not installed; loading %s from the hub instead",
+        embedded.requirement,
+        embedded.hub_id,
+    )
+    try:
+        return _load_hub(embedded.hub_id, options, revision=None)
+    except UserError as error:
+        raise UserError(
+            f"package {embedded.package} is not installed, and the same model could not be loaded "
+            f"from the hub either ({error}) To install it: {embedded.install}"
+        ) from error
+
+
+def _load_directory(path: Path, options: LoadOptions) -> Loaded:
+    if (path / "adapter_config.json").exists():
+        raise UserError(
+            f"{path} holds an adapter (adapter_config.json), expected a whole model. "
+            "Merge the adapter into its base model (peft: merge_and_unload), save that and name it."
+        )
+    if not (path / "config.json").exists():
+        raise UserError(
+            f"{path} has no config.json, so it is not a model directory. Name a directory written "
+            "by save_pretrained, a .gguf file or a hub id."
+        )
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise UserError(no_safetensors(str(path), [file.name for file in path.glob("*.bin")]))
+    with no_progress_bars():
+        model, tokenizer = from_pretrained(str(path), options)
+    return Loaded(model, tokenizer, _weights_sha256(weights))
+
+
+def _load_hub(hub_id: str, options: LoadOptions, revision: str | None) -> Loaded:
+    model, tokenizer = from_pretrained(hub_id, options, revision=revision)
+    # The cache files what was loaded under its commit: .../snapshots/COMMIT/config.json
+    config = try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    return Loaded(model, tokenizer, Path(config).parent.name if isinstance(config, str) else None)
+
+
+def _load_gguf(path: Path, options: LoadOptions, revision: str) -> Loaded:
+    metadata = gguf_file.read_header(path)
+    with no_progress_bars(), gguf_read_once():
+        model, tokenizer = from_pretrained(str(path.parent), options, gguf_file=path.name)
+    gguf_file.mend_tokenizer(tokenizer, metadata)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = gguf_file.eos_ids(metadata)
+    # The weights are plain tensors by now, but some versions of transformers still take the model
+    # for a quantized one and refuse to save it.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    vars(model.config).pop("quantization_config", None)
+    return Loaded(model, tokenizer, revision)
+
+
+def _require_hub_id(spec: str, path: Path) -> None:
+    if path.is_file():
+        raise UserError(f"{spec} is a file, expected a model directory, a .gguf file or a hub id.")
+    if path.suffix.lower() == ".gguf" or _HUB_ID.fullmatch(spec) is None:
+        raise UserError(
+            f"{spec} does not exist. Name a model directory, a .gguf file, a hub id (org/name) or "
+            f"one of {', '.join(EMBEDDED_PREFIX + name for name in EMBEDDED)}."
+        )
+
+
+def _weights_sha256(files: list[Path]) -> str:
+    """SHA-256 over the name, size and content hash of each weight file."""
+    total = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            content = hashlib.file_digest(opened, "sha256").hexdigest()
+        total.update(f"{file.name} {file.stat().st_size} {content}\n".encode())
+    return total.hexdigest()

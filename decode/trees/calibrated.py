@@ -1,0 +1,84 @@
+"""Medusa's calibrated tree (2401.10774, section 2.3.3): the nodes that were accepted most often.
+
+The acceptance comes from `decode.measure.tree_acceptance`, which measures it on dev prompts.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from decode.errors import UserError
+from decode.trees import SHAPES, require_whole
+from decode.trees.static import Draws, FixedTree
+from decode.trees.structure import Structure
+
+
+def grow_greedily(table: Sequence[Sequence[float]] | np.ndarray, nodes: int) -> Structure:
+    """The tree of at most `nodes` nodes that accepts the most tokens on average, if acceptance at
+    one depth does not depend on ranks before it.
+
+    table: [D, K], the probability that the candidate of rank r at depth d + 1 is the token that
+    follows, given that all before it were. A node adds the product along its path to what is
+    accepted; the one that adds most comes next (of equal ones the shallower, then the likelier).
+    Nodes that add nothing are left out. Raises UserError for nodes < 1, or a table that is not
+    one of probabilities, or of zeros only.
+
+    >>> grow_greedily([[0.6, 0.3], [0.5, 0.2]], 4).paths
+    [(0,), (1,), (0, 0), (1, 0)]
+    """
+    require_whole(nodes=nodes)
+    table = _checked(table)
+    # By falling probability; a depth's ranks need not be in that order.
+    ranks = np.argsort(-table, axis=1, kind="stable")
+    chances = np.take_along_axis(table, ranks, axis=1)
+
+    def entry(above: float, path: tuple[int, ...], place: int) -> tuple[float, int, tuple, tuple]:
+        """For a heap: the child of `path` that is `place`-th in the order of its depth."""
+        chance = above * float(chances[len(path), place])
+        child = (*path, int(ranks[len(path), place]))
+        return -chance, len(child), child, (above, path, place)
+
+    waiting = [entry(1.0, (), 0)]
+    paths: list[tuple[int, ...]] = []
+    while waiting and len(paths) < nodes:
+        negative, depth, path, (above, parent, place) = heapq.heappop(waiting)
+        if negative == 0:
+            break
+        paths.append(path)
+        if place + 1 < table.shape[1]:
+            heapq.heappush(waiting, entry(above, parent, place + 1))
+        if depth < len(table):
+            heapq.heappush(waiting, entry(-negative, path, 0))
+    if not paths:
+        raise UserError("a table of acceptance is 0 for all first tokens; nothing can be drafted")
+    return Structure(paths)
+
+
+def _checked(table: Sequence[Sequence[float]] | np.ndarray) -> np.ndarray:
+    try:
+        found = np.array(table, dtype=np.float64)
+    except (TypeError, ValueError):
+        found = np.zeros(0)
+    if found.ndim != 2 or not found.size:
+        raise UserError(
+            f"a table of acceptance has the shape {list(found.shape)}; expected [D, K]: a row for "
+            "each depth, a column for each rank, all of one length"
+        )
+    # Of the candidates at one depth at most one is right.
+    if not (np.isfinite(found) & (found >= 0)).all() or (found.sum(1) > 1 + 1e-6).any():
+        raise UserError(
+            "a table of acceptance holds something else than probabilities; expected numbers in "
+            "[0, 1] that sum to at most 1 at each depth"
+        )
+    return found
+
+
+@SHAPES.register("calibrated")
+class Calibrated(FixedTree):
+    """The tree that `grow_greedily` makes of a measured table [D, K] with `nodes` nodes."""
+
+    def __init__(
+        self, *, table: Sequence[Sequence[float]], nodes: int, draw: Draws = "top"
+    ) -> None:
+        super().__init__(grow_greedily(table, nodes), draw)

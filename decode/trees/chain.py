@@ -1,0 +1,49 @@
+"""A chain: a tree without branches, γ tokens one after the other (2211.17192)."""
+
+import torch
+from torch import Tensor
+
+from decode.contexts import Limits
+from decode.draft import Draft, Siblings
+from decode.sampling import Noise, Sampling, argmax, draw
+from decode.trees import SHAPES, Shape
+from decode.trees.growth import Growth
+
+
+@SHAPES.register("chain")
+class Chain(Shape):
+    """Each token is drawn after the one before it (greedy: the argmax); the only shape whose
+    length a draft-length policy may cut while it grows."""
+
+    branches = False
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return "chosen" if sampling.greedy else "independent"
+
+    def most_nodes(self, gamma: int) -> int:
+        return gamma
+
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        sizes = limits.depths.copy()
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
+        logits = growth.first()
+        for place in range(limits.deepest):
+            if limits.stops is not None:
+                # One transfer a token, and only for policies that look at the logits.
+                ended = limits.stops(place, logits, sizes > place).cpu().numpy()
+                sizes[ended & (sizes > place)] = place
+                if not (sizes > place).any():
+                    break
+            if sampling.greedy:
+                drawn = argmax(logits)
+            else:
+                probs = sampling.probs(logits)
+                drawn = draw(probs, noise.uniforms(Noise.DRAFT, place, 1)[:, 0])
+                q.append(growth.whole(probs))
+            tokens.append(drawn)
+            if place + 1 < int(sizes.max()):
+                logits = growth.extend(drawn[:, None])[:, 0]
+        if not tokens:
+            return Draft.none(growth.rows, growth.device)
+        return Draft(growth.ids(torch.stack(tokens, 1)), sizes, q=torch.stack(q, 1) if q else None)

@@ -1,0 +1,111 @@
+"""k chains from one text, as one tree of at most so many nodes (SpecInfer, 2305.09781).
+
+Shapes: B rows, k chains, N nodes, V' vocabulary of the drafter.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.contexts import Limits
+from decode.draft import Draft, Siblings
+from decode.sampling import Noise, Sampling, draw
+from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
+from decode.trees.growth import Growth
+from decode.trees.operations import best, first_equal, merged, pack
+
+
+@SHAPES.register("chains")
+class Chains(Shape):
+    """chains: how many, k ≥ 1. budget: nodes at most, ≥ 1; None: as many as the chains have.
+
+    Sampled, each chain draws from q for itself, and chains that begin alike share their nodes: a
+    rule that judges independent siblings stays exact only if each draw is judged. So a token that
+    a node's elder child has already stays as a leaf (rejecting it takes q from p once more, and
+    no longer judging it would be another rule), and only what follows it moves to the elder one.
+    For the same reason the budget ends drafting before a token is drawn: the first `budget` draws,
+    depth by depth, are the tree, whatever they are. To drop drawn tokens for what they are, or for
+    their q, would change the text.
+
+    At temperature 0 nothing is drawn: the root's k likeliest tokens, each followed by a greedy
+    chain, are different from the start, and the `budget` nodes of highest path probability stay.
+
+    Raises UserError for chains < 1 or budget < 1.
+    """
+
+    def __init__(self, *, chains: int, budget: int | None = None) -> None:
+        require_whole(chains=chains, budget=1 if budget is None else budget)
+        self.chains, self.budget = chains, budget
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return "chosen" if sampling.greedy else "independent"
+
+    def most_nodes(self, gamma: int) -> int:
+        # Greedy chains are fed whole before the best nodes are taken from them.
+        return self.chains * gamma
+
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        if sampling.greedy:
+            return self._greedy(growth, limits)
+        return self._sampled(growth, limits, sampling, noise)
+
+    def _sampled(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        chains, rows, device = self.chains, growth.rows, growth.device
+        most = chains * limits.deepest
+        nodes = most if self.budget is None else min(self.budget, most)
+        logits = growth.first()[:, None]
+        drawn: list[Tensor] = []
+        q: list[Tensor] = []
+        for begin in range(0, nodes, chains):
+            width = min(chains, nodes - begin)
+            probs = sampling.probs(logits)
+            q.append(growth.whole(probs))
+            uniforms = noise.uniforms(Noise.DRAFT, begin, width)
+            drawn.append(draw(probs.expand(-1, width, -1), uniforms))
+            following = min(chains, nodes - begin - width)
+            if following > 0:
+                logits = _next(growth, drawn[-1][:, :following], begin - chains)
+        tokens = growth.ids(torch.cat(drawn, 1))
+        order = torch.arange(nodes, device=device).expand(rows, -1)
+        above = (order - chains).clamp(min=-1)
+        depth = len(drawn)
+        parents = merged(above, first_equal(tokens, above, depth))
+        return Draft(
+            tokens,
+            np.minimum(nodes, chains * limits.depths),
+            torch.cat(q, 1),
+            parents,
+            # Row 0 is the root's q, from which all chains draw their first token.
+            above + 1,
+        )
+
+    def _greedy(self, growth: Growth, limits: Limits) -> Draft:
+        rows, chains = growth.rows, self.chains
+        logits = growth.first()[:, None]
+        drawn: list[Tensor] = []
+        scores: list[Tensor] = []
+        for depth in range(limits.deepest):
+            tokens = logits.argmax(-1) if depth else likeliest(logits[:, 0], chains)
+            drawn.append(tokens)
+            if self.budget is not None:
+                score = log_q(logits.expand(-1, chains, -1), tokens[..., None])[..., 0]
+                scores.append(score + scores[-1] if depth else score)
+            if depth + 1 < limits.deepest:
+                logits = _next(growth, tokens, (depth - 1) * chains)
+        found = growth.ids(torch.cat(drawn, 1))
+        order = torch.arange(found.shape[1], device=growth.device).expand(rows, -1)
+        parents = (order - chains).clamp(min=-1)
+        limit = torch.as_tensor(limits.depths, device=growth.device)[:, None]
+        keep = order // chains < limit
+        if self.budget is not None:
+            keep = best(torch.cat(scores, 1), keep, self.budget)
+        order, parents, sizes = pack(keep, parents)
+        return Draft(found.gather(1, order), sizes, parents=parents)
+
+
+def _next(growth: Growth, tokens: Tensor, first: int) -> Tensor:
+    """Feed a token of each of the first chains; the token before it is fed node first + i of
+    chain i, or the root (first < 0)."""
+    order = torch.arange(tokens.shape[1], device=growth.device)
+    parents = order + first if first >= 0 else torch.full_like(order, -1)
+    return growth.extend(tokens, parents.expand(growth.rows, -1).contiguous())

@@ -1,0 +1,70 @@
+"""EAGLE-2's tree (2406.16858): grown and pruned by the drafter's confidence, in each row anew.
+
+Shapes: B rows, k nodes expanded per layer, M candidates, V' vocabulary of the drafter.
+"""
+
+import torch
+from torch import Tensor
+
+from decode.contexts import Limits
+from decode.draft import Draft, Siblings
+from decode.sampling import Noise, Sampling
+from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
+from decode.trees.growth import Growth
+from decode.trees.operations import best, pack
+
+
+@SHAPES.register("dynamic")
+class Dynamic(Shape):
+    """Expand: in each layer the `width` candidates with the highest score get their `width`
+    likeliest tokens as children. Rerank: of all candidates the `nodes` with the highest score are
+    the draft. A node's score is log q summed over its path, q at temperature 1: how likely the
+    drafter thinks the whole path is to be accepted.
+
+    Tokens are chosen, not drawn, at any temperature. Raises UserError for width < 1 or nodes < 1.
+    """
+
+    def __init__(self, *, width: int = 10, nodes: int = 60) -> None:
+        require_whole(width=width, nodes=nodes)
+        self.width, self.nodes = width, nodes
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return "chosen"
+
+    def most_nodes(self, gamma: int) -> int:
+        candidates = self.width + (gamma - 1) * self.width**2
+        return max(min(self.nodes, candidates), self.width * (gamma - 1))
+
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        rows, width, device = growth.rows, self.width, growth.device
+        # Of the candidates, [B, m] for each layer: tokens (rows of the draft vocabulary), scores,
+        # and the numbers of their parents among all candidates.
+        tokens, scores = _children(
+            growth.first()[:, None], torch.zeros(rows, 1, device=device), width
+        )
+        layers = [(tokens, scores, torch.full_like(tokens, -1))]
+        hangs = torch.full_like(tokens, -1)  # the fed node that each of the layer hangs on
+        for depth in range(1, limits.deepest):
+            scores_BK, chosen = scores.sort(dim=1, descending=True, stable=True)
+            scores_BK, chosen = scores_BK[:, :width], chosen[:, :width]
+            begin = 0 if depth == 1 else width + (depth - 2) * width**2
+            logits = growth.extend(tokens.gather(1, chosen), hangs.gather(1, chosen))
+            tokens, scores = _children(logits, scores_BK, width)
+            layers.append((tokens, scores, (begin + chosen).repeat_interleave(width, 1)))
+            fed = torch.arange(growth.fed.shape[1] - width, growth.fed.shape[1], device=device)
+            hangs = fed.repeat_interleave(width).expand(rows, -1)
+        all_tokens, all_scores, parents = (torch.cat(part, 1) for part in zip(*layers, strict=True))
+        depths = torch.cat(
+            [torch.full_like(layer[0][0], depth + 1) for depth, layer in enumerate(layers)]
+        )
+        limit = torch.as_tensor(limits.depths, device=device)[:, None]
+        keep = best(all_scores, depths <= limit, self.nodes)
+        order, parents, sizes = pack(keep, parents)
+        return Draft(growth.ids(all_tokens.gather(1, order)), sizes, parents=parents)
+
+
+def _children(logits: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Tokens [B, e·k] and scores [B, e·k] of the likeliest children of nodes with the logits
+    [B, e, V'] and the scores [B, e]."""
+    tokens = likeliest(logits, width)
+    return tokens.flatten(1), (scores[..., None] + log_q(logits, tokens)).flatten(1)

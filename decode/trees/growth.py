@@ -1,0 +1,121 @@
+"""What a tree's shape needs of a drafter: the logits after the text and after any node.
+
+Shapes: B rows, n nodes fed at once, m fed so far, V target vocabulary, V' ≤ V draft vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from decode.contexts import Contexts
+from decode.processors import penalise, tokens_before
+from decode.sampling import Sampling
+
+
+class Growth(ABC):
+    """A drafter in the middle of one draft.
+
+    A shape (`decode.trees`) asks for `first`, draws tokens, feeds those that shall have children
+    with `extend`, and so on. Fed nodes are numbered in the order they are fed.
+
+    vocab_size: V. vocabulary: int64 [V'], ascending, the token ids of the draft vocabulary's rows;
+    None: row i is token i. Then V' may still be less than V: the drafter's output layer may be
+    padded to fewer rows than the target's.
+    """
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        sampling: Sampling,
+        device: torch.device,
+        vocab_size: int,
+        vocabulary: Tensor | None = None,
+    ) -> None:
+        self.contexts, self.sampling, self.device = contexts, sampling, device
+        self.rows, self.vocab_size, self.vocabulary = len(contexts.lengths), vocab_size, vocabulary
+        self.fed = torch.zeros(self.rows, 0, dtype=torch.int64, device=device)
+        self.ancestors: Tensor | None = None  # bool [B, m, m]; None: the fed nodes are a chain
+
+    @abstractmethod
+    def _first(self) -> Tensor:
+        """[B, V']: the drafter's logits after the committed text."""
+
+    @abstractmethod
+    def _extend(self, count: int) -> Tensor:
+        """[B, n, V']: its logits after each of the last `count` fed nodes, which are new."""
+
+    def first(self) -> Tensor:
+        """[B, V']: the logits of the root's children, repetition penalty applied (in float32)."""
+        logits = self._first()
+        return self._penalised(logits[:, None], 0)[:, 0]
+
+    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        """[B, n, V']: the logits of the children of n more nodes.
+
+        tokens: int64 [B, n], as drawn (rows of the draft vocabulary). parents: int64 [B, n],
+        numbers of fed nodes, −1 for the root; None: the n nodes go on in a chain. Either all calls
+        of a draft name parents or none does.
+        """
+        count = tokens.shape[1]
+        before = self.fed.shape[1]
+        self.fed = torch.cat([self.fed, self.ids(tokens)], 1)
+        if parents is not None:
+            self.ancestors = self._with(parents, before)
+        return self._penalised(self._extend(count), count)
+
+    def ids(self, drawn: Tensor) -> Tensor:
+        """Token ids of rows of the draft vocabulary."""
+        return drawn if self.vocabulary is None else self.vocabulary[drawn]
+
+    def whole(self, probs: Tensor) -> Tensor:
+        """Probabilities over the draft vocabulary [..., V'] as q over the whole one [..., V]."""
+        if self.vocabulary is None:
+            missing = self.vocab_size - probs.shape[-1]
+            return torch.nn.functional.pad(probs, (0, missing)) if missing else probs
+        return probs.new_zeros(*probs.shape[:-1], self.vocab_size).index_copy_(
+            -1, self.vocabulary, probs
+        )
+
+    def on_path(self, count: int) -> Tensor:
+        """bool [B, n, m]: which fed nodes lead to each of the last `count`, itself included."""
+        if self.ancestors is not None:
+            return self.ancestors[:, -count:]
+        fed = self.fed.shape[1]
+        chain = torch.ones(fed, fed, dtype=torch.bool, device=self.device).tril()
+        return chain[-count:].expand(self.rows, -1, -1)
+
+    def _with(self, parents: Tensor, before: int) -> Tensor:
+        rows, count = parents.shape
+        total = before + count
+        seen = torch.zeros(rows, total, total, dtype=torch.bool, device=self.device)
+        if before:
+            assert self.ancestors is not None
+            seen[:, :before, :before] = self.ancestors
+            above = seen.gather(1, parents.clamp(min=0)[..., None].expand(-1, -1, total))
+            seen[:, before:] = above & (parents >= 0)[..., None]
+        new = torch.arange(before, total, device=self.device)
+        seen[:, new, new] = True
+        return seen
+
+    def _penalised(self, logits: Tensor, count: int) -> Tensor:
+        """logits [B, n, V'] of the last `count` fed nodes (0: of the root) after the penalty, if
+        there is one: then float32."""
+        penalty = self.sampling.repetition_penalty
+        if penalty == 1:
+            return logits
+        if count:
+            on_path = self.on_path(count)
+        else:
+            on_path = self.fed.new_zeros(self.rows, 1, self.fed.shape[1], dtype=torch.bool)
+        ids = tokens_before(self.contexts.tokens, self.contexts.lengths, self.fed, on_path)
+        size = logits.shape[-1]
+        if self.vocabulary is None and size == self.vocab_size:
+            return penalise(logits, ids, penalty)
+        # A token that the draft vocabulary lacks falls into a column that is cut off again.
+        if self.vocabulary is None:
+            place = ids.clamp(max=size)
+        else:
+            place = torch.searchsorted(self.vocabulary, ids).clamp(max=size - 1)
+            place = torch.where(self.vocabulary[place] == ids, place, size)
+        return penalise(torch.nn.functional.pad(logits, (0, 1)), place, penalty)[..., :-1]

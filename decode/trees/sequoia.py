@@ -1,0 +1,168 @@
+"""Sequoia's tree (2402.12374, section 3.1): by dynamic programming, under measured costs.
+
+Shapes: M nodes at most, the root (the last committed token) among them; L depth at most; K children
+of a node at most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decode.errors import UserError
+from decode.trees import SHAPES, require_whole
+from decode.trees.static import Draws, FixedTree
+from decode.trees.structure import Structure
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best tree. tokens_per_step: tokens it emits on average, the target's own included.
+    cost_per_token: what such a token costs, in the unit of the costs; plain decoding's is the
+    cost of a pass of width 1. Drafting pays where it is below that."""
+
+    structure: Structure
+    tokens_per_step: float
+    cost_per_token: float
+
+
+def plan_tree(
+    acceptance: Sequence[float],
+    *,
+    nodes: int,
+    depth: int,
+    draft_cost: float = 0.0,
+    verify_costs: Sequence[Sequence[float]] = ((1, 1.0),),
+    sizes: Sequence[int] | None = None,
+    tolerance: float = 0.0,
+) -> Plan:
+    """The tree of 1 … `nodes` drafted nodes, 1 … `depth` deep, with the least cost per token.
+
+    acceptance: [K], the probability v_b that the b-th child of a node is the one that is accepted,
+    once the node is. draft_cost: of one level of the draft. verify_costs: (width, cost) of target
+    passes by how many tokens they are fed, ascending; between them cost is a straight line, and
+    beyond the last it stays. All costs in one unit, such as plain steps. sizes: only trees of so
+    many nodes; None: of any number. tolerance: the smallest tree is taken whose cost per token is
+    at most this share above the least.
+
+    Raises UserError for nodes < 1, depth < 1, or values that are no probabilities or costs.
+    """
+    require_whole(nodes=nodes, depth=depth)
+    v = _probabilities(acceptance)
+    widths, costs = _costs(draft_cost, verify_costs)
+    programme = _Programme(v, nodes + 1, depth)
+    allowed = range(1, nodes + 1) if sizes is None else sorted(set(sizes) & {*range(1, nodes + 1)})
+    passes = np.array(allowed) + 1
+    levels = np.arange(1, depth + 1)[:, None]
+    tokens = programme.tokens[levels, passes]  # −∞ for more nodes than fit into the levels
+    spent = levels * draft_cost + np.interp(passes, widths, costs)
+    cost = np.where(tokens > 0, spent / tokens, np.inf)
+    # Of equal trees of one size the shallower one.
+    shallow = cost.argmin(0)
+    at = smallest_within(cost.min(0), tolerance)
+    level, size = int(shallow[at]) + 1, int(passes[at])
+    structure = Structure(programme.paths(level, size))
+    return Plan(structure, float(programme.tokens[level, size]), float(cost[level - 1, at]))
+
+
+def smallest_within(costs: Sequence[float] | np.ndarray, tolerance: float) -> int:
+    """The first place whose cost is at most `tolerance` (a share) above the least one."""
+    cost = np.asarray(costs)
+    return int((cost <= (1 + tolerance) * cost.min()).argmax())
+
+
+class _Programme:
+    """T[l, b, m]: the most tokens that a tree of m nodes can emit whose root has b children and
+    below whose root there are at most l levels; tokens[l, m]: the most over b.
+
+    T[l, 0, 1] = 1;  T[l, b, m] = max over y of T[l, b−1, y] + v_b · tokens[l−1, m−y]: the b-th
+    child's subtree has m − y of the nodes. What cannot be is −∞.
+    """
+
+    def __init__(self, v: np.ndarray, most: int, depth: int) -> None:
+        children = min(len(v), most - 1)
+        self.T = np.full((depth + 1, children + 1, most + 1), -np.inf)
+        self.split = np.zeros(self.T.shape, dtype=np.int64)  # the y of the maximum
+        self.tokens = np.full((depth + 1, most + 1), -np.inf)
+        self.children = np.zeros((depth + 1, most + 1), dtype=np.int64)  # the b of the maximum
+        self.T[:, 0, 1] = self.tokens[0, 1] = 1.0
+        for level in range(1, depth + 1):
+            for b in range(1, children + 1):
+                elder, below = self.T[level, b - 1], self.tokens[level - 1]
+                # What cannot be stays so below a child that is never accepted: 0·∞ is not 0.
+                below = np.multiply(v[b - 1], below, where=below > 0, out=below.copy())
+                for m in range(b + 1, most + 1):
+                    found = elder[1:m] + below[m - 1 : 0 : -1]
+                    y = int(found.argmax())
+                    self.T[level, b, m], self.split[level, b, m] = found[y], y + 1
+            self.children[level] = self.T[level].argmax(0)
+            self.tokens[level] = self.T[level].max(0)
+
+    def paths(self, level: int, size: int) -> list[tuple[int, ...]]:
+        """The nodes of the best tree, the root left out."""
+        found: list[tuple[int, ...]] = []
+        for b in range(int(self.children[level, size]), 0, -1):
+            y = int(self.split[level, b, size])
+            found.append((b - 1,))
+            found += [(b - 1, *path) for path in self.paths(level - 1, size - y)]
+            size = y
+        return found
+
+
+def _probabilities(acceptance: Sequence[float]) -> np.ndarray:
+    try:
+        v = np.array(acceptance, dtype=np.float64)
+    except (TypeError, ValueError):
+        v = np.zeros(0)
+    if v.ndim != 1 or not v.size or not (np.isfinite(v) & (v >= 0)).all() or v.sum() > 1 + 1e-6:
+        raise UserError(
+            f"acceptance by child is {acceptance!r}; expected a list of probabilities, of the "
+            "first child, the second, …, that sum to at most 1"
+        )
+    return v
+
+
+def _costs(draft_cost: float, verify_costs: Sequence[Sequence[float]]) -> np.ndarray:
+    """float [2, n]: widths and costs."""
+    try:
+        pairs = np.array(verify_costs, dtype=np.float64)
+    except (TypeError, ValueError):
+        pairs = np.zeros(0)
+    fits = pairs.ndim == 2 and pairs.shape[1] == 2 and len(pairs) > 0
+    if (
+        not fits
+        or not (np.isfinite(pairs) & (pairs > 0)).all()
+        or (np.diff(pairs[:, 0]) <= 0).any()
+    ):
+        raise UserError(
+            f"verify_costs is {verify_costs!r}; expected pairs [width, cost] of numbers > 0, "
+            "widths ascending"
+        )
+    if not np.isfinite(draft_cost) or draft_cost < 0:
+        raise UserError(f"draft_cost is {draft_cost!r}; expected a number ≥ 0")
+    return pairs.T
+
+
+@SHAPES.register("sequoia")
+class Sequoia(FixedTree):
+    """The tree of `plan_tree`, which is kept as `plan`. As in the paper its tokens are drawn
+    without replacement; at temperature 0 they are the likeliest."""
+
+    def __init__(
+        self,
+        *,
+        acceptance: Sequence[float],
+        nodes: int = 64,
+        depth: int = 8,
+        draft_cost: float = 0.0,
+        verify_costs: Sequence[Sequence[float]] = ((1, 1.0),),
+        draw: Draws = "distinct",
+    ) -> None:
+        self.plan = plan_tree(
+            acceptance,
+            nodes=nodes,
+            depth=depth,
+            draft_cost=draft_cost,
+            verify_costs=verify_costs,
+        )
+        super().__init__(self.plan.structure, draw)

@@ -1,0 +1,258 @@
+"""A tree of fixed structure (Medusa 2401.10774; SpecInfer 2305.09781).
+
+Shapes: B rows, N nodes, n nodes of one level, e of them expanded (they have children), V'
+vocabulary of the drafter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.contexts import Limits
+from decode.draft import Draft, Siblings
+from decode.errors import UserError
+from decode.sampling import Noise, Sampling, draw
+from decode.trees import SHAPES, Shape, likeliest
+from decode.trees.growth import Growth
+from decode.trees.operations import pack
+from decode.trees.structure import Structure
+
+# How a node gets its children's tokens.
+Draws = Literal["top", "distinct", "independent"]
+
+
+@dataclass
+class _Level:
+    """The nodes of one depth, as index tensors.
+
+    first: the number of the first of them in `Structure`. parents: int64 [n], which of the nodes
+    expanded before each hangs on, by its column in the logits. ranks, orders: int64 [n], as in
+    `Structure`; with_order: those that have 0, 1, … elder siblings. inner: int64 [e], those that
+    are expanded; hang: int64 [e], the fed node each hangs on.
+    """
+
+    first: int
+    parents: Tensor
+    ranks: Tensor
+    widest: int  # all ranks are below
+    orders: Tensor
+    with_order: list[Tensor]
+    inner: Tensor
+    hang: Tensor
+
+
+class _Plan:
+    """A structure down to some depth, on a device. Made once and used in every round.
+
+    parents [N] and ancestors [N, N] as in `Draft`; q_rows: int64 [N], the expanded node that node
+    i hangs on, the root being 0.
+    """
+
+    def __init__(self, structure: Structure, depth: int, device: torch.device) -> None:
+        def on_device(values: np.ndarray) -> Tensor:
+            return torch.as_tensor(values, device=device)
+
+        nodes = structure.within(depth)
+        above = structure.parents[:nodes]
+        # −1, the root, then the fed nodes in the order they are fed; a node's place in it is its
+        # number as a row of q, one less as a fed node.
+        expanded = np.concatenate([[-1], np.unique(above[above >= 0])]).astype(np.int64)
+        rows = np.searchsorted(expanded, above)
+        self.nodes = nodes
+        self.depth_N = on_device(structure.depths[:nodes])
+        self.parents, self.q_rows = on_device(above), on_device(rows)
+        self.ancestors = on_device(structure.ancestors()[:nodes, :nodes])
+        self.levels = []
+        before = 0  # row of q of the first node expanded before this level
+        for level in range(1, min(depth, structure.depth) + 1):
+            at = np.flatnonzero(structure.depths[:nodes] == level)
+            inner = np.flatnonzero(np.isin(at, expanded))
+            orders = structure.orders[at]
+            self.levels.append(
+                _Level(
+                    int(at[0]),
+                    on_device(rows[at] - before),
+                    on_device(structure.ranks[at]),
+                    int(structure.ranks[at].max()) + 1,
+                    on_device(orders),
+                    [on_device(np.flatnonzero(orders == i)) for i in range(orders.max() + 1)],
+                    on_device(inner),
+                    on_device(rows[at[inner]] - 1),
+                )
+            )
+            before = int(rows[at].max()) + 1
+
+
+class FixedTree(Shape):
+    """The same structure in every round.
+
+    draw: how a node gets its children's tokens. "top": its likeliest ones, by rank; nothing is
+    drawn. "distinct": drawn from q without replacement, as many as it has children (or as q has
+    tokens). "independent": drawn from q, each anew. Where tokens are drawn a rank is nothing but
+    an order. At temperature 0 always the likeliest. Raises UserError for a structure without
+    nodes, or an unknown `draw`.
+    """
+
+    def __init__(self, structure: Structure, draw: Draws = "top") -> None:
+        if draw not in get_args(Draws):
+            raise UserError(
+                f"a tree's draw is {draw!r}; expected one of {', '.join(get_args(Draws))}"
+            )
+        if not len(structure):
+            raise UserError("a tree has no nodes; give it at least one, or use drafter none")
+        self.structure, self.draw = structure, draw
+        self.depth = structure.depth
+        self._plans: dict[tuple[int, torch.device], _Plan] = {}
+
+    def describe(self, most: int | None = None) -> str:
+        whole = f"tree of {len(self.structure)} nodes, {self.depth} deep"
+        if most is None or most >= self.structure.depth:
+            return whole
+        return f"{whole}, cut to {self.structure.within(most)} nodes, {most} deep"
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        if sampling.greedy or self.draw == "top":
+            return "chosen"
+        return "distinct" if self.draw == "distinct" else "independent"
+
+    def most_nodes(self, gamma: int) -> int:
+        return self.structure.within(gamma)
+
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+        rows = growth.rows
+        plan = self._plan(limits.deepest, growth.device)
+        if not plan.levels:
+            return Draft.none(rows, growth.device)
+        children = _Children(self.siblings(sampling), growth, sampling, noise)
+        logits = growth.first()[:, None]
+        drawn: list[Tensor] = []
+        for level in plan.levels:
+            drawn.append(children.of(logits, level))
+            if len(level.inner):
+                logits = growth.extend(
+                    drawn[-1][:, level.inner], level.hang.expand(rows, -1).contiguous()
+                )
+        tokens = growth.ids(torch.cat(drawn, 1))
+        sizes = np.array([self.structure.within(int(depth)) for depth in limits.depths])
+        q = torch.cat(children.q, 1) if children.q else None
+        draft = Draft(
+            tokens,
+            sizes,
+            q,
+            plan.parents.expand(rows, -1),
+            None if q is None else plan.q_rows.expand(rows, -1),
+            drawn="distinct" if children.siblings == "distinct" else "independent",
+            _ancestors=plan.ancestors.expand(rows, -1, -1),
+        )
+        return _without(draft, torch.cat(children.lacking, 1)) if children.lacking else draft
+
+    def _plan(self, depth: int, device: torch.device) -> _Plan:
+        key = min(depth, self.structure.depth), device
+        if key not in self._plans:
+            self._plans[key] = _Plan(self.structure, *key)
+        return self._plans[key]
+
+
+class _Children:
+    """Chooses or draws a level's tokens.
+
+    q: float32 [B, e, V] for each level that was expanded, where tokens are drawn. lacking: bool
+    [B, n] for each level, the nodes for which q had no token left; only without replacement.
+    """
+
+    def __init__(
+        self, siblings: Siblings, growth: Growth, sampling: Sampling, noise: Noise
+    ) -> None:
+        self.siblings, self.growth, self.sampling, self.noise = siblings, growth, sampling, noise
+        self.q: list[Tensor] = []
+        self.lacking: list[Tensor] = []
+
+    def of(self, logits: Tensor, level: _Level) -> Tensor:
+        """int64 [B, n] rows of the draft vocabulary, from the logits [B, e, V'] of the parents."""
+        if self.siblings == "chosen":
+            tokens = likeliest(logits, level.widest).flatten(1)
+            return tokens[:, level.parents * level.widest + level.ranks]
+        probs = self.sampling.probs(logits)
+        self.q.append(self.growth.whole(probs))
+        uniforms = self.noise.uniforms(Noise.DRAFT, level.first, len(level.orders))
+        tokens = torch.zeros_like(level.orders.expand(len(probs), -1))
+        if self.siblings == "independent":
+            for at in level.with_order:
+                tokens[:, at] = draw(probs[:, level.parents[at]], uniforms[:, at])
+            return tokens
+        # One draw after the other, each from what the elder siblings left: that is the order of an
+        # exponential race on q (1903.06059), for a uniform a child in place of one a token.
+        left = probs.clone()
+        rows = torch.arange(len(probs), device=probs.device)[:, None]
+        support = (probs > 0).sum(-1)
+        for order, at in enumerate(level.with_order):
+            parents = level.parents[at]
+            some = (order < support[:, parents])[..., None]
+            weights = torch.where(some, left[:, parents], probs[:, parents])
+            tokens[:, at] = draw(weights, uniforms[:, at])
+            left[rows, parents, tokens[:, at]] = 0.0
+        self.lacking.append(level.orders >= support[:, level.parents])
+        return tokens
+
+
+def _without(draft: Draft, lacking: Tensor) -> Draft:
+    """The draft without the nodes that q had no token for, and what hangs on them.
+
+    How many children a node has is settled by q alone, before any is drawn.
+    """
+    assert draft.parents is not None
+    assert draft.q_rows is not None
+    gone = (draft.ancestors() & lacking[:, None, :]).any(2)
+    keep = draft.valid() & ~gone
+    order, parents, sizes = pack(keep, draft.parents)
+    if (sizes == draft.sizes).all():
+        return draft
+    return Draft(
+        draft.tokens.gather(1, order),
+        sizes,
+        draft.q,
+        parents,
+        draft.q_rows.gather(1, order),
+        drawn="distinct",
+    )
+
+
+@SHAPES.register("static")
+class Static(FixedTree):
+    """A tree that is given: by paths of ranks, by widths (how many children each node of depth 0,
+    1, … has), or by a file that `Structure.save` wrote; exactly one of them.
+
+    >>> Static(widths=[2, 1]).structure == Static(paths=[[0], [1], [0, 0], [1, 0]]).structure
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        paths: Sequence[Sequence[int]] | None = None,
+        widths: Sequence[int] | None = None,
+        file: str | None = None,
+        draw: Draws = "top",
+    ) -> None:
+        given = [
+            name
+            for name, value in (("paths", paths), ("widths", widths), ("file", file))
+            if value is not None
+        ]
+        if len(given) != 1:
+            raise UserError(
+                f"a static tree is given by {' and '.join(given) or 'nothing'}; expected exactly "
+                "one of paths, widths, file"
+            )
+        if paths is not None:
+            structure = Structure(paths)
+        elif widths is not None:
+            structure = Structure.of_widths(widths)
+        else:
+            assert file is not None
+            structure = Structure.load(file)
+        super().__init__(structure, draw)

@@ -1,0 +1,1 @@
+"""Online distillation: records of rejected tokens, and learning from them."""

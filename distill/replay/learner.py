@@ -1,0 +1,178 @@
+"""A drafter that learns while it serves: what is trained, and how the serving one follows.
+
+What is trained is a copy of the drafter's weights in float32, on a device of its own if wanted.
+A kind of drafter says here how its loss is computed on records and how it takes new weights;
+`train.online.training` does the rest.
+
+Shapes: B texts, T tokens of the longest, n recorded tokens.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.drafters import Drafter
+from decode.drafters.draft_vocabulary import ReducedVocabulary, save_with_vocabulary
+from decode.drafters.new_weights import require_weights
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.target.cached_model import sliding_window
+from distill.losses import Terms
+from distill.module import Distillation
+from distill.replay.buffer import Record, signal_of
+
+
+class OnlineStudent(ABC):
+    """The copy of a drafter that learns.
+
+    kind: of the drafter, in `decode.drafters.DRAFTERS`. module: holds the weights; those that
+    require a gradient are trained. window: how many tokens of a text it is shown at most. ids:
+    int64 [V'], ascending, a reduced draft vocabulary; None: all tokens. heads: how many heads on
+    the target it is, and taps: the hidden states that they read, `features` numbers in all; none
+    for a model of its own.
+    """
+
+    kind: str
+    module: nn.Module
+    terms: Terms
+    window: int
+    ids: Tensor | None
+    heads: int = 0
+    taps: tuple[int, ...] = ()
+    features: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def parameter_count(self) -> int:
+        """How many, trained or not."""
+        return sum(p.numel() for p in self.module.parameters())
+
+    @abstractmethod
+    def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
+        """The weighted loss summed over the recorded tokens, which is differentiable, and each
+        term's sum, float64 [terms]. Texts are at most `window` long."""
+
+    @abstractmethod
+    def lost(self, records: Sequence[Record]) -> Tensor:
+        """Σ TV(p, q) over the recorded tokens, float64 []: the expected rejections at T = 1."""
+
+    @abstractmethod
+    def require_fits(self, drafter: Drafter) -> None:
+        """Raise UserError unless `drafter` can take these weights."""
+
+    @abstractmethod
+    def hand_over(self, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
+        """Give a drafter these values of the trained weights (names as in `module`). Only between
+        two drafts."""
+
+    @abstractmethod
+    def write(self, directory: Path) -> None:
+        """Write what the drafter's `load` reads."""
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+
+def require_same_ids(own: Tensor | None, theirs: Tensor | None) -> None:
+    """Raise UserError unless the draft vocabularies of a learning copy and its drafter are one."""
+    same = own is theirs or (
+        own is not None and theirs is not None and torch.equal(own.cpu(), theirs.cpu())
+    )
+    if not same:
+        raise UserError(
+            "the drafter has another draft vocabulary than the copy that learns; make both from "
+            "one drafter directory"
+        )
+
+
+class SmallLMStudent(OnlineStudent):
+    """A small language model, float32; `model` itself is trained, in eval mode: without dropout, so
+    that what it learns can be repeated.
+
+    vocabulary: what its output layer was reduced to. max_length: of a text, in tokens; None: as far
+    as the model sees. tokenizer: is stored with it, and names the padding; None: `pad_id` does.
+    tokens: of `Distillation`, as many as the records' distributions are over.
+    Raises UserError for a model that `distill.teacher.output_layer` refuses.
+    """
+
+    kind = "small_lm"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        terms: Terms,
+        vocabulary: ReducedVocabulary | None = None,
+        *,
+        max_length: int | None = None,
+        tokenizer: Any = None,
+        pad_id: int = 0,
+        tokens: int | None = None,
+        chunk: int = 256,
+    ) -> None:
+        self.model, self.terms, self.vocabulary = model.eval(), terms, vocabulary
+        ids = None if vocabulary is None else vocabulary.ids.to(model.device)
+        self.ids, self.tokenizer = ids, tokenizer
+        self.pad_id = pad_id if tokenizer is None else tokenizer.pad_token_id or 0
+        sizes: Any = {"chunk": chunk, "vocabulary": ids, "tokens": tokens}
+        self.module = Distillation(model, terms, **sizes)
+        judged = Terms({"total_variation": 1.0})
+        self._judge = Distillation(model, judged, **sizes)
+        config = model.config.get_text_config()
+        limits = [
+            getattr(config, "max_position_embeddings", None),
+            sliding_window(model),
+            max_length,
+        ]
+        self.window = min((limit for limit in limits if limit), default=1 << 30)
+
+    def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
+        return self._through(self.module, records)
+
+    @torch.no_grad()
+    def lost(self, records: Sequence[Record]) -> Tensor:
+        return self._through(self._judge, records)[1][0]
+
+    def _through(self, module: nn.Module, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
+        shape = len(records), max(len(record.tokens) for record in records)
+        input_ids = torch.full(shape, self.pad_id)
+        attention_mask = torch.zeros(shape, dtype=torch.int64)
+        recorded = torch.zeros(shape, dtype=torch.bool)
+        for row, record in enumerate(records):
+            length = len(record.tokens)
+            input_ids[row, :length] = torch.as_tensor(record.tokens)
+            attention_mask[row, :length] = 1
+            recorded[row, torch.as_tensor(record.places, dtype=torch.int64)] = True
+        given = (x.to(self.device) for x in (input_ids, attention_mask, recorded))
+        signal = signal_of(records, self.device)
+        found: tuple[Tensor, Tensor] = module(*given, teacher=signal.__getitem__)
+        return found
+
+    def require_fits(self, drafter: Drafter) -> None:
+        if not isinstance(drafter, SmallLMDrafter):
+            raise UserError(
+                f"{type(drafter).__name__} cannot take the weights of a small language model; "
+                "expected the small_lm drafter that they are a copy of"
+            )
+        require_same_ids(self.ids, drafter.vocabulary)
+        require_weights(drafter.lm.model, {self._name(n): p for n, p in self.trained().items()})
+
+    def hand_over(self, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
+        assert isinstance(drafter, SmallLMDrafter)
+        drafter.take_weights({self._name(name): tensor for name, tensor in weights.items()})
+
+    @staticmethod
+    def _name(name: str) -> str:
+        return name.removeprefix("student.")
+
+    def write(self, directory: Path) -> None:
+        save_with_vocabulary(self.model, self.vocabulary, directory)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)

@@ -1,0 +1,1 @@
+"""Teachers: what the target says of a text, live or from a cache."""

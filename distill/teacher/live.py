@@ -1,0 +1,93 @@
+"""What the target says about a text: the signal that drafters learn from."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distill.teacher.output_layer import SplitModel
+from distill.teacher.signal import Teacher, Whole
+
+
+class TeacherSource(Protocol):
+    """Where the teacher's word on a batch comes from."""
+
+    def signal(
+        self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
+    ) -> Teacher:
+        """For a batch [B, T] of samples `ids`: the target's word on a slice of its n predicted
+        tokens."""
+        ...
+
+
+class LiveTeacher:
+    """Runs the frozen target over each batch, once and without gradients.
+
+    With `remember`, the last hidden states of every predicted token are kept on the CPU after
+    their first use (H numbers a token in the target's dtype, not V), so that later epochs over the
+    same samples cost no forward and still see the target's whole distribution.
+
+    vocabulary: int64 [n], the draft vocabulary. The logits are then those of its tokens only, and
+    their softmax is the target's distribution p renormalised over it. tokens: where there is none,
+    how many ids are tokens; the logits are those of the first so many rows, without the padding.
+
+    timed(): a context that its work is done in, so that somebody can time it.
+    """
+
+    def __init__(
+        self,
+        target: SplitModel,
+        *,
+        remember: bool = False,
+        vocabulary: Tensor | None = None,
+        tokens: int | None = None,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.target = target
+        self._timed = timed
+        output = target.output
+        self._weight: Tensor = output.weight
+        self._bias: Tensor | None = output.bias
+        rows: Tensor | slice | None = vocabulary
+        if rows is None and tokens is not None and tokens < len(self._weight):
+            rows = slice(tokens)
+        if rows is not None:
+            self._weight = self._weight[rows]
+            self._bias = None if self._bias is None else self._bias[rows]
+        self._kept: dict[str, Tensor] | None = {} if remember else None
+
+    @torch.no_grad()
+    def signal(
+        self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
+    ) -> Callable[[slice], Whole]:
+        """See `TeacherSource`; the logits of a slice are made when it is asked for."""
+        with self._timed():
+            hidden = self.hidden(input_ids, attention_mask, loss_mask, ids)
+
+        @torch.no_grad()
+        def teacher(part: slice) -> Whole:
+            with self._timed():
+                return Whole(F.linear(hidden[part], self._weight, self._bias))
+
+        return teacher
+
+    def hidden(
+        self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
+    ) -> Tensor:
+        """[n, H] of the predicted tokens, from memory or by a forward."""
+        hidden = self._recall(ids, input_ids.device)
+        if hidden is None:
+            predicted = loss_mask[:, 1:]
+            hidden = self.target.hidden(input_ids, attention_mask)[:, :-1][predicted]
+            if self._kept is not None:
+                counts = predicted.sum(1).tolist()
+                self._kept.update(zip(ids, hidden.cpu().split(counts), strict=False))
+        return hidden
+
+    def _recall(self, ids: Sequence[str], device: torch.device) -> Tensor | None:
+        if not self._kept or not ids or any(sample not in self._kept for sample in ids):
+            return None
+        return torch.cat([self._kept[sample] for sample in ids]).to(device)

@@ -1,0 +1,67 @@
+"""The target's hidden states of texts, for training: one forward a batch, for all heads."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from decode.target.hidden_states import Recorder
+
+
+class FeatureSource(Protocol):
+    """Where the hidden states of a batch come from."""
+
+    def features(
+        self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
+    ) -> Mapping[int, Tensor]:
+        """By tap [B, T, H], in the target's dtype, of a batch [B, T] of samples `ids`."""
+        ...
+
+
+class LiveFeatures:
+    """Runs the frozen target over each batch, once and without gradients; no logits are made.
+
+    remember: what was seen of a sample is kept in the CPU's memory, H numbers a token and tap, so
+    that later epochs cost no forward. timed(): a context that its work is done in.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        taps: Sequence[int],
+        *,
+        remember: bool = False,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._model, self._taps, self._timed = model, taps, timed
+        self._recorder = Recorder(model, taps)
+        self._kept: dict[str, dict[int, Tensor]] | None = {} if remember else None
+
+    @torch.no_grad()
+    def features(
+        self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
+    ) -> Mapping[int, Tensor]:
+        """See `FeatureSource`."""
+        with self._timed():
+            kept = self._kept
+            if kept and ids and all(sample in kept for sample in ids):
+                rows = [kept[sample] for sample in ids]
+                return {
+                    tap: pad_sequence([row[tap] for row in rows], batch_first=True).to(
+                        input_ids.device
+                    )
+                    for tap in self._taps
+                }
+            with self._recorder.recording() as found:
+                self._model.base_model(
+                    input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+                )
+            if kept is not None:
+                lengths = attention_mask.sum(1).tolist()
+                for row, (sample, length) in enumerate(zip(ids, lengths, strict=False)):
+                    kept[sample] = {tap: x[row, :length].cpu() for tap, x in found.items()}
+            return found

@@ -1,0 +1,157 @@
+"""Caches of what a target says of texts, on disk: numbered parts, each of some samples' tensors.
+
+Each part is written whole or not at all, and knows the target it was made from and a hash of every
+text, so that it is used for nothing else; a killed writer goes on with the next part. What the
+tensors are is the affair of `distill.teacher.top_k_cache` (log-probabilities) and
+`distill.teacher.hidden_state_cache` (hidden states).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from decode.artifact import verify_directory, write_directory
+from decode.errors import UserError
+from decode.target.identity import Fingerprint, require_same_vocabulary
+from decode.target.loading import Target
+from decode.target.placement import require_present, some_numbers
+
+PART = "part-"
+FILE = "cache.safetensors"
+ROWS = "samples.json"
+
+
+def describe_target(target: Target) -> dict[str, Any]:
+    """What tells one target from another; JSON values."""
+    return {
+        "target": target.name,
+        "revision": target.revision,
+        "fingerprint": target.fingerprint.to_dict(),
+        "weights": weights_sha256(target),
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+
+
+def weights_sha256(target: Target) -> str:
+    """Tells targets of one name and vocabulary apart: a hash over some of every weight."""
+    found = hashlib.sha256()
+    require_present(target.model, "training on the target's word, or a cache of it,")
+    tensors = target.model.state_dict().items()
+    for name, tensor in sorted(tensors, key=lambda named: named[0]):
+        found.update(name.encode())
+        found.update(some_numbers(tensor, 64).contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def text_sha256(tokens: Sequence[int], mask: Sequence[bool]) -> str:
+    """Of one sample: which tokens, and which of them are predicted."""
+    body = json.dumps([list(tokens), [int(bit) for bit in mask]])
+    return hashlib.sha256(body.encode()).hexdigest()[:32]
+
+
+def write_part(
+    directory: Path,
+    number: int,
+    samples: Sequence[tuple[str, str]],
+    tensors: Mapping[str, Sequence[Tensor]],
+    meta: dict[str, Any],
+) -> None:
+    """Write one part. samples: (id, text_sha256) of each; tensors: by name, one of each sample,
+    whose first sizes are alike, in the dtype they are stored in."""
+
+    def fill(path: Path) -> None:
+        whole = {name: torch.cat(list(x)).cpu().contiguous() for name, x in tensors.items()}
+        save_file(whole, path / FILE)
+        lengths = [len(x) for x in next(iter(tensors.values()))]
+        rows = [
+            {"id": name, "text": text, "tokens": length}
+            for (name, text), length in zip(samples, lengths, strict=True)
+        ]
+        (path / ROWS).write_text(json.dumps(rows))
+
+    write_directory(directory / f"{PART}{number}", fill, meta=meta)
+
+
+class Parts:
+    """Reads parts; only what is asked for is loaded. metas: of each part by its directory. samples:
+    the ids of those that are there.
+
+    what: what the directory should hold, for messages. Raises UserError when it holds no part, and
+    when a part is damaged.
+    """
+
+    def __init__(self, directory: Path, what: str) -> None:
+        self.directory, self.what = directory, what
+        parts = sorted(
+            directory.glob(f"{PART}*"), key=lambda path: int(path.name.removeprefix(PART))
+        )
+        if not parts:
+            raise UserError(f"{directory} holds no {what}; expected directories {PART}N")
+        self.metas = {part: verify_directory(part) for part in parts}
+        self._places: dict[str, tuple[Path, int, int, str]] = {}
+        for part in parts:
+            begin = 0
+            for row in json.loads((part / ROWS).read_text()):
+                end = begin + row["tokens"]
+                self._places[row["id"]] = (part / FILE, begin, end, row["text"])
+                begin = end
+
+    @property
+    def samples(self) -> Iterable[str]:
+        return self._places
+
+    def require(self, samples: Sequence[tuple[str, str]]) -> None:
+        """Raise UserError unless they hold every (id, text_sha256)."""
+        for name, text in samples:
+            if name not in self._places:
+                raise UserError(
+                    f"the {self.what} {self.directory} has no sample {name!r}; it was made from "
+                    "other data. Make it again from this text."
+                )
+            if self._places[name][3] != text:
+                raise UserError(
+                    f"sample {name!r} is another text than the one the {self.what} "
+                    f"{self.directory} was made from. Make it again from this text."
+                )
+
+    def read(self, sample: str, names: Sequence[str]) -> list[Tensor]:
+        """These of a sample's tensors."""
+        file, begin, end, _ = self._places[sample]
+        with safe_open(file, "pt") as stored:
+            return [stored.get_slice(name)[begin:end] for name in names]
+
+
+def require_same_target(found: dict[str, Any], target: Target, what: str, whose: str) -> None:
+    """Raises UserError unless `found`, as `describe_target` gives it, is this target.
+
+    what: names what holds it; whose: names whose vocabulary is compared."""
+    expected = describe_target(target)
+    made_for = Fingerprint.from_dict(found["fingerprint"])
+    require_same_vocabulary(made_for, target.fingerprint, whose)
+    for key, said in (
+        # Either of the first two changes the third, and says more.
+        ("revision", "another revision of the target"),
+        ("dtype", "the target in another dtype"),
+        ("weights", "a target with other weights"),
+    ):
+        require_same(found, expected, key, said, what)
+
+
+def require_same(
+    found: dict[str, Any], expected: dict[str, Any], key: str, said: str, what: str
+) -> None:
+    """Raises UserError unless the two, which describe targets, agree in `key`. said: what else it
+    was made from when they do not."""
+    if found[key] != expected[key]:
+        raise UserError(
+            f"{what} was made from {said}: found "
+            f"{found[key]!r} ({found['target']}), expected {expected[key]!r} "
+            f"({expected['target']}). Make it again, or use the target it was made from."
+        )

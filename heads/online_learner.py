@@ -1,0 +1,157 @@
+"""Heads on the target that learn while they draft (2310.07177, for heads).
+
+What is learnt from is what was drafted: head d, which guessed the token at a place from the hidden
+states at place − d − 1, against the target's distribution for that place. Both were computed when
+the draft was made and judged; nothing is run again but the heads.
+
+Shapes: B texts, T tokens of the longest, n recorded tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decode.drafters import Drafter
+from decode.drafters.new_weights import require_weights
+from decode.errors import UserError
+from decode.target.loading import Target
+from decode.trees.structure import Structure
+from distill.chunked import chunked_loss
+from distill.losses import Terms
+from distill.replay.buffer import Drafted, Record, from_numpy, signal_of
+from distill.replay.learner import OnlineStudent, require_same_ids
+from distill.teacher.signal import TopK
+from distill.vocabulary import positions
+from heads.base import HEADS, Given, Heads
+from heads.drafter import HeadsDrafter
+from heads.parallel import ParallelHeads
+from heads.store import write_heads
+
+
+class HeadStudent(OnlineStudent):
+    """Heads, float32 on `device`, as `heads.store.read_heads` gives them; they are trained.
+
+    Each recorded token counts once, for the head that drafted it: how often a head's drafts are
+    reached is its weight.
+
+    tree: what is stored with them. max_length: of a text, in tokens. Raises UserError where that is
+    too little for the deepest head, and for heads that `require_learns` refuses.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        terms: Terms,
+        target: Target,
+        *,
+        tree: Structure | None = None,
+        device: torch.device | None = None,
+        max_length: int | None = None,
+        chunk: int = 256,
+    ) -> None:
+        self.kind = heads.options.type
+        require_learns(self.kind)
+        self.module = self._heads = heads.float().to(device or target.device).requires_grad_(True)
+        heads.borrow(target.model, torch.float32, self.device)
+        self.terms, self.chunk = terms, chunk
+        self._judge = Terms({"total_variation": 1.0})
+        self._target, self._tree = target, tree
+        self.ids = None if heads.vocabulary is None else heads.vocabulary.to(self.device)
+        heads.vocabulary = self.ids
+        self._label_rows = None if self.ids is None else positions(self.ids, target.vocab_size)
+        self.heads, self.taps = heads.depth, tuple(heads.taps)
+        self.features = len(self.taps) * heads.hidden_size
+        self.window = min(target.max_positions, max_length or target.max_positions)
+        # Half of it stands before each token, see `Record.windows`.
+        if self.window < 2 * (heads.depth + 1):
+            raise UserError(
+                f"{heads.depth} heads learn from texts of at least {2 * (heads.depth + 1)} tokens, "
+                f"and max_length is {self.window}; make it larger"
+            )
+
+    def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
+        return self._through(self.terms, records)
+
+    @torch.no_grad()
+    def lost(self, records: Sequence[Record]) -> Tensor:
+        return self._through(self._judge, records)[1][0]
+
+    def _through(self, terms: Terms, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
+        input_ids, depths, features = self._batch(records)
+        signal = signal_of(records, self.device)
+        drafted_by = torch.cat([torch.as_tensor(d.depths) for d in _drafted(records)])
+        total = torch.zeros((), device=self.device)
+        sums = torch.zeros(len(terms.names), dtype=torch.float64, device=self.device)
+        for depth in sorted(set(drafted_by.tolist())):
+            # This head's own places only: not all that the others drafted are its business.
+            given = Given(input_ids, depths == depth, features)
+            (made,) = self._heads.predictions(given, [depth])
+            # Its states come text by text and place by place, as the records do.
+            labels = input_ids[depths == depth]
+            labels = labels if self._label_rows is None else self._label_rows[labels]
+            own = (drafted_by == depth).to(self.device)
+            heard = TopK(signal.ids[own], signal.log_p[own], signal.log_tail[own])
+            weight, bias = self._heads.output.of(depth)
+            loss, values = chunked_loss(
+                made.states,
+                weight,
+                bias,
+                heard.__getitem__,
+                labels,
+                terms,
+                chunk=self.chunk,
+            )
+            total = total + (loss if made.extra is None else loss + made.extra)
+            sums += values
+        return total, sums
+
+    def _batch(self, records: Sequence[Record]) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        """Token ids and the head that drafted there (0: none), int64 [B, T]; features by tap, in
+        the target's dtype, 0 where they were not kept."""
+        shape = len(records), max(len(record.tokens) for record in records)
+        input_ids, depths = torch.zeros(2, *shape, dtype=torch.int64)
+        drafted = _drafted(records)
+        some = from_numpy(drafted[0].features)
+        features = some.new_zeros(*shape, self.features)
+        for row, (record, own) in enumerate(zip(records, drafted, strict=True)):
+            input_ids[row, : len(record.tokens)] = torch.as_tensor(record.tokens)
+            places, read = (torch.as_tensor(x).long() for x in (record.places, own.read))
+            depths[row, places] = torch.as_tensor(own.depths).long()
+            features[row, read] = from_numpy(own.features)
+        parts = features.to(self.device).chunk(len(self.taps), -1)
+        by_tap = dict(zip(self.taps, parts, strict=True))
+        return input_ids.to(self.device), depths.to(self.device), by_tap
+
+    def require_fits(self, drafter: Drafter) -> None:
+        if not isinstance(drafter, HeadsDrafter) or drafter.heads.options.type != self.kind:
+            raise UserError(
+                f"{type(drafter).__name__} cannot take the weights of {self.kind} heads; expected "
+                f"the {self.kind} drafter that they are a copy of"
+            )
+        require_same_ids(self.ids, drafter.heads.vocabulary)
+        require_weights(drafter.heads, self.trained())
+
+    def hand_over(self, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
+        assert isinstance(drafter, HeadsDrafter)
+        drafter.take_weights(weights)
+
+    def write(self, directory: Path) -> None:
+        write_heads(directory, self._heads, self._target, self._tree)
+
+
+def require_learns(kind: str) -> None:
+    """Raise UserError for a type of heads that a record does not keep enough for."""
+    if not issubclass(HEADS[kind], ParallelHeads):
+        fitting = [name for name in HEADS if issubclass(HEADS[name], ParallelHeads)]
+        raise UserError(
+            f"heads of type {kind} read the hidden states of more than one token, and of a draft "
+            "only those of the last token are recorded; heads that learn online: "
+            f"{', '.join(fitting)}"
+        )
+
+
+def _drafted(records: Sequence[Record]) -> list[Drafted]:
+    """By which heads; the collector of a student with heads records it of every text."""
+    return [record.drafted for record in records if record.drafted is not None]

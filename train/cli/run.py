@@ -1,0 +1,109 @@
+"""`train`: the stages of a config."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from train.cli.shared import (
+    app,
+    cores,
+    quieten,
+    shows_errors,
+)
+
+
+@app.command()
+@shows_errors
+def train(
+    config: Annotated[Path, typer.Argument(help="a run config (YAML)")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the resolved plan and stop")
+    ] = False,
+    allow_changes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-changes",
+            help="go on with a run although its settings or its number of ranks changed",
+        ),
+    ] = False,
+) -> None:
+    """Run the stages of a config; a run that exists goes on where it was.
+
+    `accelerate launch -m train CONFIG` is the same on several processes. SIGTERM and Ctrl-C stop
+    training after a checkpoint, with exit status 143.
+    """
+    # Nothing heavy is imported before the config is known to be sound.
+    from train.config import load_config
+
+    settings = load_config(config, overrides or [])
+
+    import torch
+
+    from train import parallel as engines
+    from train.cli.console import Reporter
+    from train.run import Run
+    from train.stopping import EXIT_STATUS, Stopped
+
+    quieten()
+    accelerator = engines.start(
+        # accelerate would take Apple's mps, where no target is loaded (`decode.target.loading`).
+        cpu=settings.target.device == "cpu" or torch.backends.mps.is_available(),
+        mixed_precision=settings.precision,
+        log_with=settings.trackers or None,
+        project_dir=str(settings.run_dir / "logs"),
+    )
+    if accelerator.device.type == "cpu":
+        share = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        torch.set_num_threads(settings.threads or share)
+    reporter = Reporter(silent=not accelerator.is_main_process)
+    run = Run(settings, accelerator, reporter, allow_changes)
+    try:
+        if dry_run:
+            print_plan(run, reporter)
+            return
+        report = run.execute()
+        if accelerator.is_main_process:
+            print_report(run, report)
+    except Stopped as stopped:
+        reporter.say(f"{stopped}; the same command goes on from there")
+        raise typer.Exit(EXIT_STATUS) from None
+    finally:
+        accelerator.end_training()
+
+
+def print_plan(run: Any, reporter: Any) -> None:
+    """The resolved config's stages, with what each trains, writes and needs."""
+    table = Table(title=f"plan of {run.directory}")
+    for column in ("stage", "kind", "what", "trained", "tokens", "memory"):
+        table.add_column(column)
+    for name, kind, plan in run.plan():
+        table.add_row(
+            name,
+            kind,
+            plan.what,
+            f"{plan.trained_parameters / 1e6:.1f}M" if plan.trained_parameters else "–",
+            f"{plan.tokens:,}" if plan.tokens else "–",
+            f"≈ {plan.memory_bytes / 2**30:.1f} GiB" if plan.memory_bytes else "–",
+        )
+    reporter.table(table)
+
+
+def print_report(run: Any, report: dict[str, Any]) -> None:
+    """The table of all drafters, how the best of them compare, what holds for all rows, and where
+    the report is."""
+    from train.report.headline import comparison, headline
+    from train.report.notes import footnotes
+    from train.report.table import table
+
+    run.reporter.table(table(report))
+    if best := headline(report):
+        run.reporter.say(comparison(best))
+        if best["ranking"]:
+            run.reporter.say(best["ranking"])
+    for line in footnotes(report):
+        run.reporter.say(line)
+    run.reporter.say(f"report: {run.directory / 'report.html'}")

@@ -1,6 +1,0 @@
-"""The commands of `draftsmith`, a file for each kind of them, which registers itself."""
-
-from train.commands import run, decode, calibrate, look, export  # isort: skip  (as help lists them)
-from train.commands.shared import app
-
-__all__ = ["app", "calibrate", "decode", "export", "look", "run"]

@@ -1,0 +1,195 @@
+"""Text that the drafter writes itself while it is trained (GKD, 2306.13649; DistillSpec).
+
+What a drafter must agree on is the text that it will be asked about, and that depends on what it
+drafts; so it learns on its own words, with the target's distribution as the teacher.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedModel
+
+from decode.artifact import verify_directory, write_directory
+from decode.drafters import DRAFTERS
+from decode.loop import Decoder
+from decode.sampling import Sampling
+from distill.lora import Trainable
+from train.data.batches import permutation
+from train.data.chat import Sample, prompt_tokens
+from train.data.read import Example
+from train.data.rounds import Weights
+from train.schema import Strict
+from train.stage import StageContext
+
+Item = TypeVar("Item")
+
+
+class OnPolicyConfig(Strict):
+    """fraction: λ, the share of samples that the drafter writes; the others come from the text.
+
+    samples: of a round. After each the drafter, as it is by then, writes anew. drafter: what makes
+    its own writing faster: none, ngram (speculatively), or auto, whichever is faster on the first
+    batch. The text is the same with either.
+    """
+
+    fraction: float = Field(0.5, gt=0, le=1)
+    samples: int = Field(128, ge=1)
+    max_new_tokens: int = Field(128, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    batch_size: int = Field(32, ge=1)
+    drafter: Literal["auto", "none", "ngram"] = "auto"
+
+
+class OnPolicyText:
+    """Rounds of a fixed text and of what the student writes, mixed.
+
+    A round is written to `directory` before it is trained on, so that a training that was killed
+    goes on with the same one. Under engines that shard the student, every rank writes its share
+    with a whole copy of its own: ranks whose texts have other lengths need not wait for each other.
+    """
+
+    fixed = False
+
+    def __init__(
+        self,
+        settings: OnPolicyConfig,
+        context: StageContext,
+        student: Trainable,
+        prompts: Sequence[Example],
+        samples: Sequence[Sample],
+        seed: int,
+    ) -> None:
+        self.settings, self.context, self.seed = settings, context, seed
+        self.student = student
+        self.prompts, self.samples = prompts, samples
+        self.directory = context.directory / "rounds"
+        self.drafter: str | None = None if settings.drafter == "auto" else settings.drafter
+
+    def round(self, number: int, weights: Weights) -> Sequence[Sample]:
+        """See `train.data.rounds.Text`; generates unless the round is already there."""
+        path = self.directory / f"round-{number}"
+        if not path.exists():
+            written = self._write(number, weights)
+            if self.context.accelerator.is_main_process:
+                write_directory(path, lambda tmp: _store(tmp, written))
+            self.context.accelerator.wait_for_everyone()
+        verify_directory(path)
+        lines = (path / "samples.jsonl").read_text().splitlines()
+        own = [Sample(**json.loads(line)) for line in lines]
+        others = self.settings.samples - len(own)
+        return own + _dealt(self.samples, others, number, f"{self.seed} text")
+
+    def _write(self, number: int, weights: Weights) -> list[Sample]:
+        settings, accelerator = self.settings, self.context.accelerator
+        count = max(1, round(settings.fraction * settings.samples))
+        chosen = _dealt(self.prompts, count, number, f"{self.seed} prompts")
+        rank, world = accelerator.process_index, accelerator.num_processes
+        model, vocabulary = self.student.plain(weights("student."))
+        if vocabulary is not None:
+            _restore_vocabulary(model, vocabulary.ids)
+        _mask_padding(model, self.context.target.token_count)
+        model.to(accelerator.device, self.context.target.dtype)
+        mine = [
+            (
+                index,
+                prompt_tokens(chosen[index], self.context.target.tokenizer, self.context.system),
+            )
+            for index in range(rank, count, world)
+        ]
+        # Prompts of like length together: less padding in the prefill.
+        mine.sort(key=lambda item: len(item[1]))
+        batches = [
+            mine[i : i + settings.batch_size] for i in range(0, len(mine), settings.batch_size)
+        ]
+        written: list[tuple[int, Sample]] = []
+        if self.drafter is None:
+            self.drafter = self._faster(model, batches[0] if batches else [], number)
+        for batch in batches:
+            answers = self._decode(model, batch, number, self.drafter)
+            for (index, prompt), answer in zip(batch, answers, strict=True):
+                name = f"{chosen[index].id}#round-{number}-{index}"
+                mask = [False] * len(prompt) + [True] * len(answer)
+                written.append((index, Sample(name, prompt + answer, mask)))
+        return [sample for _, sample in sorted(gather_object(written))]
+
+    def _decode(
+        self, model: PreTrainedModel, batch: list[tuple[int, list[int]]], number: int, drafter: str
+    ) -> list[list[int]]:
+        settings = self.settings
+        decoder = Decoder(
+            model,
+            DRAFTERS[drafter](),
+            eos_token_ids=self.context.target.eos_token_ids,
+            # Under this rule the text does not depend on what was drafted.
+            rule="exact",
+            sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
+        )
+        rows = [number * settings.samples + index for index, _ in batch]
+        prompts = [prompt for _, prompt in batch]
+        return decoder.decode(
+            prompts, settings.max_new_tokens, seed=self.seed, row_ids=rows
+        ).outputs
+
+    def _faster(
+        self, model: PreTrainedModel, batch: list[tuple[int, list[int]]], number: int
+    ) -> str:
+        """What the first batch was written faster with, on the main process, for all."""
+        seconds = {}
+        if self.context.accelerator.is_main_process:
+            for drafter in ("none", "ngram"):
+                begin = time.perf_counter()
+                self._decode(model, batch, number, drafter)
+                seconds[drafter] = time.perf_counter() - begin
+        choice = [min(seconds, key=lambda name: seconds[name]) if seconds else ""]
+        broadcast_object_list(choice)
+        return choice[0]
+
+
+def _dealt(items: Sequence[Item], count: int, number: int, key: str) -> list[Item]:
+    """`count` items for round `number`: all of them in a shuffled order, then again in another."""
+    dealt: list[Item] = []
+    place = number * count
+    while len(dealt) < count:
+        cycle, begin = divmod(place + len(dealt), len(items))
+        order = permutation(len(items), f"{key} {cycle}")
+        dealt += [items[i] for i in order[begin : begin + count - len(dealt)]]
+    return dealt
+
+
+def _restore_vocabulary(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Give a model with a reduced output layer one over all tokens that never says the others."""
+    reduced = model.get_output_embeddings()
+    size = model.config.get_text_config().vocab_size
+    whole = nn.Linear(reduced.in_features, size, dtype=reduced.weight.dtype)
+    with torch.no_grad():
+        whole.weight.zero_()
+        whole.bias.fill_(-torch.inf)
+        whole.weight[ids.cpu()] = reduced.weight
+        whole.bias[ids.cpu()] = 0.0 if reduced.bias is None else reduced.bias
+    model.set_output_embeddings(whole.requires_grad_(False))
+
+
+def _mask_padding(model: PreTrainedModel, tokens: int) -> None:
+    """Output rows from `tokens` on are no tokens: the target may have no embedding for them."""
+    output = model.get_output_embeddings()
+    if len(output.weight) <= tokens:
+        return
+    bias = output.weight.new_zeros(len(output.weight)) if output.bias is None else output.bias
+    bias = bias.detach().clone()
+    bias[tokens:] = -torch.inf
+    output.bias = nn.Parameter(bias, requires_grad=False)
+
+
+def _store(path: Path, samples: Sequence[Sample]) -> None:
+    lines = [json.dumps(asdict(sample)) for sample in samples]
+    (path / "samples.jsonl").write_text("".join(line + "\n" for line in lines))

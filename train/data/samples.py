@@ -1,0 +1,80 @@
+"""The texts that stages train on, from the data or from what earlier stages wrote."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from decode.errors import UserError
+from train.data.answers import read_answers
+from train.data.batches import fit
+from train.data.chat import Sample, to_sample
+from train.schema import StageConfig, closest_stage
+from train.stage import StageContext
+
+
+class TextConfig(StageConfig):
+    """text: a generate stage's name, or several, or `data` for the responses in the training data.
+
+    max_length: in tokens, prompt included; what is longer is cut from the right, or dropped.
+    """
+
+    text: str | list[str] = "data"
+    max_length: int = Field(1024, ge=2)
+    on_long: Literal["truncate", "drop"] = "truncate"
+
+    @property
+    def text_stages(self) -> list[str]:
+        """The generate stages whose answers are the text; none for the data's own responses."""
+        return stages_of(self.text)
+
+
+def check_text(settings: TextConfig, earlier: Sequence[StageConfig]) -> None:
+    """UserError where a stage that the text comes from is none that wrote any, or answered test
+    prompts, which nothing may be trained on."""
+    for name in settings.text_stages:
+        answers: Any = closest_stage(name, earlier, "generate")
+        if answers.split == "test":
+            raise UserError(
+                f"stage {settings.name} would train on the answers of {name} to the test split, on "
+                "which drafters are judged; name a stage that answers train or dev prompts"
+            )
+
+
+def stages_of(text: str | list[str]) -> list[str]:
+    return [] if text == "data" else [text] if isinstance(text, str) else text
+
+
+def read_samples(
+    context: StageContext, text: str | list[str], split: str = "train"
+) -> list[Sample]:
+    """Every sample of a text. Raises UserError for a part of a stage's answers that is damaged."""
+    tokenizer, system = context.target.tokenizer, context.system
+    if text == "data":
+        return [to_sample(e, tokenizer, system=system) for e in context.examples[split]]
+    by_id = {e.id: e for examples in context.examples.values() for e in examples}
+    samples = []
+    for stage in stages_of(text):
+        for answer in read_answers(context.outcomes[stage]):
+            sample = to_sample(by_id[answer["id"]], tokenizer, answer["tokens"], system)
+            name = f"{sample.id}#{stage}-{answer['sample']}"
+            samples.append(Sample(name, sample.tokens, sample.mask))
+    return samples
+
+
+def fitting_samples(
+    context: StageContext, settings: TextConfig
+) -> tuple[list[Sample], dict[str, int]]:
+    """The samples that can be trained on, and the counts of `fit`, which are said."""
+    samples, counts = fit(
+        read_samples(context, settings.text), settings.max_length, settings.on_long
+    )
+    context.reporter.say("  text: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n))
+    return samples, counts
+
+
+def planned_tokens(context: StageContext, settings: TextConfig) -> int:
+    """Response tokens of the text before it exists: of a stage's answers the most they can be."""
+    if settings.text == "data":
+        return sum(sum(sample.mask) for sample in read_samples(context, "data"))
+    return sum(context.plans[name].tokens for name in settings.text_stages)

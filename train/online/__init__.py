@@ -1,0 +1,1 @@
+"""Learning while serving: the stage's loop, learners, versions and figures."""

@@ -1,0 +1,91 @@
+"""The two halves of a drafter that learns while it serves: the one that decodes, on the target's
+device and in its dtype, and the copy that learns, in float32 on a device of its own choice."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from decode.drafters import Drafter
+from decode.drafters.directory import describe_drafter, open_drafter
+from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.target.loading import Target, load_model_and_tokenizer
+from decode.trees.stored import stored_shape
+from distill.losses import Terms
+from distill.replay.learner import OnlineStudent, SmallLMStudent
+from heads.base import HEADS
+from heads.online_learner import HeadStudent
+from heads.store import read_heads
+from train.schema import StageConfig, closest_stage
+from train.student import DRAFTER_STAGES, choose_trained
+
+# Kinds of stages whose drafters can go on learning.
+STARTS = ("heads", *DRAFTER_STAGES)
+
+
+def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None:
+    """The `heads` stage that this stage's drafter comes from, through others or directly; None
+    where that is a small language model. UserError where there is no such stage."""
+    closest_stage(name, earlier, *STARTS)
+    by_name = {stage.name: stage for stage in earlier}
+    while name in by_name:
+        found: Any = by_name[name]
+        if found.kind == "heads":
+            return by_name[name]
+        name = found.drafter.stage or ""
+    return None
+
+
+@dataclass
+class Learning:
+    """How the copy learns. max_length: of a text, in tokens; None: as far as it sees. embeddings:
+    whether a small language model's token embeddings and output layer are trained too."""
+
+    device: torch.device
+    terms: Terms
+    max_length: int | None
+    chunk: int
+    embeddings: bool
+
+    def of_directory(self, path: Path, target: Target) -> tuple[OnlineStudent, Drafter]:
+        """Copy and drafter of a drafter directory, of any kind that can learn. Raises UserError for
+        one that is damaged or does not fit the target."""
+        if describe_drafter(path)["kind"] not in HEADS:
+            model = load_model_and_tokenizer(str(path), dtype="float32", device="cpu").model
+            return self.of_model(model, load_vocabulary(path, model), target)
+        drafter = open_drafter(str(path), target)
+        heads, shape = read_heads(path, target), stored_shape(path)
+        student = HeadStudent(
+            heads,
+            self.terms,
+            target,
+            tree=None if shape is None else shape.structure,
+            device=self.device,
+            max_length=self.max_length,
+            chunk=self.chunk,
+        )
+        return student, drafter
+
+    def of_model(
+        self, model: PreTrainedModel, vocabulary: ReducedVocabulary | None, target: Target
+    ) -> tuple[OnlineStudent, Drafter]:
+        """The same of a small language model, float32, which is trained itself."""
+        served = copy.deepcopy(model).requires_grad_(False).eval()
+        served.to(target.device, target.dtype)
+        ids = None if vocabulary is None else vocabulary.ids.to(target.device)
+        choose_trained(model, embeddings=self.embeddings)
+        student = SmallLMStudent(
+            model.to(self.device),
+            self.terms,
+            vocabulary,
+            max_length=self.max_length,
+            tokenizer=target.tokenizer,
+            tokens=target.token_count,
+            chunk=self.chunk,
+        )
+        return student, SmallLMDrafter.of_target(served, target, ids)

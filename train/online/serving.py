@@ -1,0 +1,184 @@
+"""Serves the stream of an `online` stage: answers, rounds of learning, and what is saved."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+
+from decode.drafters import Drafter
+from decode.loop import Decoder
+from decode.sampling import Sampling
+from distill.replay.learner import OnlineStudent
+from train.data.chat import prompt_tokens
+from train.data.read import Example
+from train.online.background import Background
+from train.online.stream import COUNTS, Progress, rate
+from train.online.training import Online, Round
+from train.online.versions import Versions
+from train.stage import StageContext
+from train.stopping import Stopped, StopRequest
+
+if TYPE_CHECKING:
+    from train.stages.online import OnlineStageConfig
+
+
+@dataclass
+class Serving:
+    """A stream on its way through the decoder, with what learns from it.
+
+    student: the copy that learns, drafter: the one that decodes; online: what brings them
+    together, None where nothing is learnt. at: where the stream stands; saves: how often that was
+    saved.
+    """
+
+    settings: "OnlineStageConfig"
+    context: StageContext
+    stream: list[Example]
+    student: OnlineStudent
+    drafter: Drafter
+    online: Online | None
+    versions: Versions
+    at: Progress
+    saves: int
+
+    def serve(self) -> None:
+        """Answer all that is left of the stream. Raises Stopped, with everything saved, where some
+        rank was asked to stop."""
+        with ExitStack() as stack:
+            background = None
+            if self.online is not None and self.settings.background:
+                background = stack.enter_context(Background(self.online))
+            self._serve_all(background)
+
+    def _serve_all(self, background: Background | None) -> None:
+        settings, at, online = self.settings, self.at, self.online
+        observers: list[Any] = [online.observe] if online else []
+        decoder = Decoder(
+            self.context.target.model,
+            self.drafter,
+            eos_token_ids=self.context.target.eos_token_ids,
+            gamma=settings.gamma,
+            rule=settings.rule,
+            sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
+            observers=[*observers, *([background.swap] if background else [])],
+        )
+        request = StopRequest()
+        saved = at.served
+        with request.listening(), self.context.reporter.bar("serving", len(self.stream)) as bar:
+            bar.update(at.served)
+            while at.served < len(self.stream):
+                stopping = self._serve(decoder, request)
+                last = at.served == len(self.stream)
+                begin = time.perf_counter()
+                found = self._learn(background, wait=stopping or last)
+                if online is not None and found is not None:
+                    self._note(online, found, at.spend("learning", begin))
+                due = found is not None or stopping or last
+                # A round that is under way would be saved by half; its end is the next chance.
+                whole = background is None or not background.busy
+                if whole and (due or at.served - saved >= settings.window):
+                    self._save()
+                    saved = at.served
+                if background and online and online.due() and not (stopping or last):
+                    background.begin()
+                bar.update(at.served, f"acceptance {rate(at.counts[-settings.window :]):.2f}")
+                if stopping:
+                    raise Stopped(f"stopped after {at.served} of {len(self.stream)} requests")
+
+    def _serve(self, decoder: Decoder, request: StopRequest) -> bool:
+        """Answer the next batch; whether some rank was asked to stop."""
+        settings, context, at = self.settings, self.context, self.at
+        accelerator, target = context.accelerator, context.target
+        rank, world = accelerator.process_index, accelerator.num_processes
+        count = min(settings.batch_size, len(self.stream) - at.served)
+        begin = time.perf_counter()
+        mine = list(range(rank, count, world))
+        shared = torch.zeros(count + 1, len(COUNTS), dtype=torch.float64)
+        if mine:
+            numbers = [at.served + i for i in mine]
+            asked = [self.stream[i] for i in numbers]
+            prompts = [prompt_tokens(x, target.tokenizer, context.system) for x in asked]
+            if self.online:
+                self.online.collector.begin(numbers)
+            done = decoder.decode(
+                prompts, settings.max_new_tokens, seed=settings.seed, row_ids=numbers
+            )
+            tally = done.tally
+            by_row = (tally.steps, tally.emitted, tally.reached.sum(1), tally.accepted.sum(1))
+            shared[mine] = torch.stack([torch.as_tensor(x) for x in by_row], 1).double()
+        shared[-1] = float(request.asked)
+        *rows, stop = accelerator.reduce(shared.to(accelerator.device), "sum").tolist()
+        at.counts += [[int(x) for x in row] for row in rows]
+        at.served += count
+        at.batches.append((at.served, at.spend("decoding", begin)))
+        return bool(stop[0])
+
+    def _learn(self, background: Background | None, *, wait: bool) -> Round | None:
+        """A round that was learnt now, or that ended in the background."""
+        found = None
+        if background is not None:
+            found = background.ended(wait=wait)
+        elif self.online is not None and self.online.due():
+            found = self.online.learn()
+        if self.online is not None:
+            self.online.swap()
+        return found
+
+    def _note(self, online: Online, found: Round, waited: float) -> None:
+        """waited: seconds that requests waited for the round."""
+        at = self.at
+        requests = sorted(set(gather_object(found.requests)))
+        at.rounds.append(
+            asdict(found)
+            | {
+                "served": at.served,
+                "waited": waited,
+                "requests": [self.stream[i].id for i in requests],
+            }
+        )
+        at.version = online.version
+        if found.kept:
+            begin = time.perf_counter()
+            self.save_version()
+            at.spend("saving", begin)
+
+    def save_version(self) -> None:
+        """The weights that learn, as the version that `at` names."""
+        if not self.context.accelerator.is_main_process:
+            return
+        at = self.at
+        provenance = self.provenance() | {
+            "version": at.version,
+            "round": at.rounds[-1] if at.rounds else None,
+        }
+        moments = self.online.moments() if self.online else {}
+        self.versions.save_version(at.version, self.student, moments, provenance)
+
+    def provenance(self) -> dict[str, Any]:
+        """Of a drafter that is saved now."""
+        return {
+            "stage": self.settings.name,
+            "run": self.context.run_name,
+            "settings": self.settings.model_dump(mode="json"),
+            "start": self.settings.drafter.provenance(self.context),
+            "served": self.at.served,
+        }
+
+    def _save(self) -> None:
+        at, online = self.at, self.online
+        begin = time.perf_counter()
+        self.saves += 1
+        if online is not None:
+            online.gather()
+            for buffer in (online.buffer, online.held_out):
+                buffer.commit()
+            own = [x for b in (online.buffer, online.held_out) for x in (b.first, b.next)]
+            at.buffers = gather_object([own])
+            at.online = gather_object([online.state()])
+        if self.context.accelerator.is_main_process:
+            self.versions.save_progress(self.saves, asdict(at))
+        self.context.accelerator.wait_for_everyone()
+        at.spend("saving", begin)

@@ -1,0 +1,404 @@
+"""Online distillation: a drafter that learns from what the target rejects (2310.07177).
+
+`observe` records what the target says while it verifies, `learn` takes a few optimizer steps on
+that and judges them, `swap` gives the decoding drafter the weights that passed. A server calls them
+request by request:
+
+    online = Online(drafter, student, OnlineConfig(), made_with)
+    decoder = Decoder(target.model, drafter, observers=[online.observe])
+    for prompt in requests:
+        decoder.decode([prompt], 128)
+        if online.due() and online.learn():
+            online.swap()
+
+`observe` and `swap` belong into the thread that decodes, between two passes or two decodes; `learn`
+touches neither the drafter nor the loop, and may run in a thread and on a device of its own.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from decode.drafters import Drafter
+from decode.observe import Verified
+from distill.replay.buffer import Record, ReplayBuffer
+from distill.replay.collect import Collector
+from distill.replay.learner import OnlineStudent
+from train.data.batches import permutation
+from train.optimizer import OptimizerConfig, learning_rate_factor, make_optimizer
+from train.schema import Strict
+
+# Adds up a tensor over the processes that learn together; every one of them must call it.
+Reduce = Callable[[Tensor], Tensor]
+
+
+class OnlineConfig(Strict):
+    """When is learnt, on what and how much.
+
+    every_requests, every_rejected: after so many requests, or rejected tokens to learn from,
+    whichever comes first; at least one is set. steps: optimizer steps of a round, each on
+    tokens_per_batch tokens of text (padding included, of each process). accepted: the share of the
+    tokens that were not rejected which is learnt from too. k: how many of the target's likeliest
+    tokens are kept of each distribution. buffer_mib: what the replay buffer takes at most.
+    holdout_every: every so-manieth request is not learnt from but judged on; the newest
+    holdout_requests of them count. max_length: of a text that is learnt from; of a longer one the
+    last tokens before each place.
+    """
+
+    every_requests: int | None = Field(16, ge=1)
+    every_rejected: int | None = Field(None, ge=1)
+    steps: int = Field(4, ge=1)
+    tokens_per_batch: int = Field(1024, ge=2)
+    accepted: float = Field(0.25, ge=0, le=1)
+    k: int = Field(64, ge=1)
+    buffer_mib: float = Field(64.0, gt=0)
+    holdout_every: int = Field(8, ge=2)
+    holdout_requests: int = Field(16, ge=1)
+    max_length: int = Field(1024, ge=2)
+    seed: int = 0
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, warmup_steps=4, schedule="constant")
+
+    @model_validator(mode="after")
+    def _fits(self) -> "OnlineConfig":
+        if self.every_requests is None and self.every_rejected is None:
+            raise ValueError("set every_requests or every_rejected, or nothing is ever learnt")
+        if self.optimizer.schedule != "constant":
+            raise ValueError("optimizer.schedule must be constant: a stream has no known end")
+        if self.optimizer.ema is not None:
+            raise ValueError(
+                "optimizer.ema cannot be set: versions are judged as they were trained"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Round:
+    """One call of `Online.learn`.
+
+    number: from 1. version: of the weights after it. kept: whether they are new. before, after:
+    expected acceptance Σ min(p, q) at temperature 1 on the held-out tokens with the version before
+    it and with the candidate (None: it was not finite). steps: optimizer steps in all, those of
+    rejected candidates not counted. positions: recorded tokens that the candidate learnt from.
+    requests: whose. loss: mean by token of its first and last step. problem: why it was not kept.
+    """
+
+    number: int
+    version: int
+    kept: bool
+    before: float
+    after: float | None
+    steps: int
+    positions: int
+    held_out: int
+    requests: list[int]
+    loss: list[float] | None
+    seconds: float
+    problem: str | None
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Online:
+    """A drafter that decodes, the copy of it that learns, and what it learns from.
+
+    made_with: as of `distill.teacher.top_k_cache.describe_teacher`, with this config's k.
+    directory: where the buffers are kept on disk; None: in memory only. reduce: sums over
+    processes; all of them then call `due`, `learn` and `swap` alike, each with requests of its own,
+    and have the same weights. autocast: makes the context that the copy's forward passes run in,
+    for products in another precision than its weights, which stay as they are.
+
+    Raises UserError where the drafter cannot take the student's weights, and for parameter groups
+    that match nothing.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        student: OnlineStudent,
+        settings: OnlineConfig,
+        made_with: dict[str, Any],
+        *,
+        vocab_size: int,
+        vocabulary: Tensor | None = None,
+        eos_token_ids: Sequence[int] = (),
+        directory: Path | None = None,
+        reduce: Reduce = _alone,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        student.require_fits(drafter)
+        self.drafter, self.student, self.settings = drafter, student, settings
+        self.reduce, self.autocast = reduce, autocast
+        self.collector = Collector(
+            settings.k,
+            vocab_size,
+            accepted=settings.accepted,
+            holdout_every=settings.holdout_every,
+            vocabulary=vocabulary,
+            eos_token_ids=eos_token_ids,
+            taps=student.taps,
+            seed=settings.seed,
+        )
+        made_with = made_with | {"k": self.collector.k}
+        if student.heads:
+            made_with["heads"] = {"count": student.heads, "taps": list(student.taps)}
+        most = int(settings.buffer_mib * 2**20)
+        self.buffer, self.held_out = (
+            ReplayBuffer(most, made_with, directory / name if directory else None)
+            for name in ("buffer", "held-out")
+        )
+        self.optimizer = make_optimizer(student.module, settings.optimizer)
+        self.version = self.round = self.steps = 0
+        self._swapped = 0  # the version that the drafter has
+        self._learnt = 0  # records below this number were there in an earlier round
+        self._requests = self._rejections = 0  # the collector's counts at the last round
+        self._kept = self._snapshot()
+
+    # What a server calls.
+
+    def observe(self, seen: Verified) -> None:
+        """Record a verification pass; an observer of `decode.loop.Decoder`."""
+        self.collector(seen)
+
+    def due(self) -> bool:
+        """Whether it is time to learn."""
+        counts = torch.tensor(
+            [
+                self.collector.requests - self._requests,
+                self.collector.rejections - self._rejections,
+            ],
+            dtype=torch.float64,
+            device=self.student.device,
+        )
+        found = self.reduce(counts).tolist()
+        wanted = (self.settings.every_requests, self.settings.every_rejected)
+        return any(most is not None and n >= most for n, most in zip(found, wanted, strict=True))
+
+    def learn(self) -> Round | None:
+        """A few optimizer steps, judged on held-out traffic, and undone if that is worse off; None
+        where there is nothing yet to learn from or to judge by.
+
+        A loss or gradient that is not finite ends the round, and it is undone.
+        """
+        # Called from an observer it would be within the loop's inference mode.
+        with torch.inference_mode(False), torch.enable_grad():
+            self.gather()
+            self._requests, self._rejections = self.collector.requests, self.collector.rejections
+            return self._learn()
+
+    def swap(self) -> bool:
+        """Give the decoding drafter the newest version that was kept, whole, whatever `learn` is
+        doing; False where it has that already."""
+        version, weights = self.version, self._kept[0]
+        if version == self._swapped:
+            return False
+        self.student.hand_over(weights, self.drafter)
+        self._swapped = version
+        return True
+
+    def gather(self) -> None:
+        """Take what was recorded into the buffers; `learn` does that too."""
+        records, held_out = self.collector.take()
+        self.buffer.add(records)
+        self.held_out.add(held_out)
+        self.held_out.keep_newest(self.settings.holdout_requests)
+
+    # How it is done.
+
+    def _learn(self) -> Round | None:
+        begin = time.perf_counter()
+        batches = self._batches()
+        held_out = self._windows(self.held_out)
+        counts = [sum(len(r.places) for r in batch) for batch in [*batches, held_out]]
+        sums = self._sum([float(sum(counts[:-1])), float(counts[-1])])
+        positions, judged = (int(x) for x in sums)
+        if not positions or not judged:
+            return None
+        self.round += 1
+        before = 1 - self._lost(held_out) / judged
+        losses: list[float] = []
+        problem = None
+        at = self.steps
+        for number in range(self.settings.steps):
+            loss, norm = self._step(batches[number] if number < len(batches) else [], at)
+            if loss is None:
+                continue  # no process had a text left
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                problem = f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite"
+                break
+            losses.append(loss)
+            at += 1
+        after: float | None = None
+        if problem is None:
+            after = 1 - self._lost(held_out) / judged
+            if not math.isfinite(after):
+                problem, after = "the expected acceptance is not finite", None
+            elif after < before:
+                problem = f"expected acceptance on held-out requests fell to {after:.4f}"
+        if problem is None:
+            # The weights first: a swap in another thread must never find a new number's old ones.
+            self._kept = self._snapshot()
+            self.version, self.steps = self.version + 1, at
+        else:
+            self._restore(self._kept)
+        self._learnt = self.buffer.next
+        return Round(
+            self.round,
+            self.version,
+            problem is None,
+            before,
+            after,
+            self.steps,
+            positions,
+            judged,
+            sorted({record.request for batch in batches for record in batch}),
+            [losses[0], losses[-1]] if losses else None,
+            time.perf_counter() - begin,
+            problem,
+        )
+
+    def _batches(self) -> list[list[Record]]:
+        """At most `steps` batches: records that came since the last round, then older ones, over
+        again where there are few; texts of like length together."""
+        settings = self.settings
+        records = list(self.buffer)
+        new = max(self._learnt - self.buffer.first, 0)
+        batches: list[list[Record]] = []
+        while records and len(batches) < settings.steps:
+            key = f"{settings.seed} {self.round} {len(batches)}"
+            room = (settings.steps - len(batches)) * settings.tokens_per_batch
+            chosen: list[Record] = []
+            for record in self._in_turn(records, new, key):
+                pieces = record.windows(self.student.window)
+                room -= sum(len(piece.tokens) for piece in pieces)
+                if room < 0 and chosen:
+                    break
+                chosen += pieces
+            dealt = _by_length(chosen, settings.tokens_per_batch)
+            batches += [dealt[i] for i in permutation(len(dealt), key)]
+        return batches[: settings.steps]
+
+    @staticmethod
+    def _in_turn(records: list[Record], new: int, key: str) -> Iterator[Record]:
+        for part in (records[new:], records[:new]):
+            for i in permutation(len(part), key):
+                yield part[i]
+
+    def _windows(self, buffer: ReplayBuffer) -> list[Record]:
+        return [piece for record in buffer for piece in record.windows(self.student.window)]
+
+    def _step(self, records: list[Record], at: int) -> tuple[float | None, float]:
+        """One optimizer step on all processes' records: the mean loss and the gradient's norm;
+        taken only where both are finite."""
+        parameters = list(self.student.trained().values())
+        total = 0.0
+        if records:
+            with self.autocast():
+                loss, _ = self.student.loss(records)
+            loss.backward()
+            total = float(loss.detach())
+        total, count = self._sum([total, float(sum(len(r.places) for r in records))])
+        if not count:
+            return None, 0.0
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = self.reduce(torch.cat([g.flatten() for g in gradients])) / count
+        norm = float(flat.norm())
+        if math.isfinite(total) and math.isfinite(norm):
+            flat *= min(1.0, self.settings.optimizer.clip / (norm + 1e-6))
+            begin = 0
+            for parameter in parameters:
+                part = flat[begin : begin + parameter.numel()]
+                parameter.grad = part.view_as(parameter)
+                begin += parameter.numel()
+            factor = learning_rate_factor(at, 0, self.settings.optimizer)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["base_lr"] * factor
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total / count, norm
+
+    def _lost(self, records: list[Record]) -> float:
+        """Σ TV over the held-out tokens of all processes."""
+        lost = 0.0
+        for batch in _by_length(records, self.settings.tokens_per_batch):
+            with self.autocast():
+                lost += float(self.student.lost(batch))
+        return self._sum([lost])[0]
+
+    def _sum(self, values: list[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.student.device)
+        found: list[float] = self.reduce(tensor).tolist()
+        return found
+
+    @torch.no_grad()
+    def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        weights = {name: p.detach().clone() for name, p in self.student.trained().items()}
+        return weights, copy.deepcopy(self.optimizer.state_dict())
+
+    @torch.no_grad()
+    def _restore(self, kept: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+        weights, state = kept
+        for name, parameter in self.student.trained().items():
+            parameter.copy_(weights[name])
+        self.optimizer.load_state_dict(copy.deepcopy(state))
+        self.optimizer.zero_grad()
+
+    # What a restart needs beside the weights, which are the student's.
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's state, by parameter and name."""
+        return {
+            f"{number} {name}": value
+            for number, state in self.optimizer.state_dict()["state"].items()
+            for name, value in state.items()
+        }
+
+    def state(self) -> dict[str, int]:
+        """Counts, which are JSON values. The buffers' are `ReplayBuffer.first` and `next`."""
+        return {
+            "version": self.version,
+            "round": self.round,
+            "steps": self.steps,
+            "learnt": self._learnt,
+            "requests": self.collector.requests,
+            "rejections": self.collector.rejections,
+            "requests_learnt": self._requests,
+            "rejections_learnt": self._rejections,
+        }
+
+    def resume(self, state: dict[str, int], moments: dict[str, Tensor]) -> None:
+        """Go on from there: the student, and the drafter, have that version's weights already."""
+        self.version, self.round = state["version"], state["round"]
+        self.steps, self._learnt = state["steps"], state["learnt"]
+        self._swapped = self.version
+        self.collector.requests = state["requests"]
+        self.collector.rejections = state["rejections"]
+        self._requests, self._rejections = state["requests_learnt"], state["rejections_learnt"]
+        stored = self.optimizer.state_dict()
+        found: dict[int, dict[str, Tensor]] = {}
+        for key, value in moments.items():
+            number, _, name = key.partition(" ")
+            found.setdefault(int(number), {})[name] = value
+        self.optimizer.load_state_dict(stored | {"state": found})
+        self._kept = self._snapshot()
+
+
+def _by_length(records: Sequence[Record], tokens_per_batch: int) -> list[list[Record]]:
+    """Batches of at most so many tokens, padding included, or of one text."""
+    batches: list[list[Record]] = []
+    for record in sorted(records, key=lambda r: len(r.tokens)):
+        # The longest so far, so its length is the batch's.
+        if not batches or (len(batches[-1]) + 1) * len(record.tokens) > tokens_per_batch:
+            batches.append([])
+        batches[-1].append(record)
+    return batches

@@ -1,0 +1,122 @@
+"""What an online stage leaves on disk while it runs, so that a kill costs no more than time.
+
+versions/version-N/    a drafter directory with the optimizer's moments beside it
+progress/progress-R/   where the stream stood after the R-th save, and with which version
+buffer/…, held-out/…   the replay buffers' shards (`distill.replay.buffer`)
+
+A version is written before the progress that names it, and what an older progress needs is deleted
+only after the newer one is in place. All is a function of the stream, so that what a kill undid is
+done again alike.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from decode.artifact import newest_complete, recover, remove_directory, write_directory
+from decode.drafters.directory import describe_drafter, save_drafter
+from decode.errors import UserError
+from decode.target.loading import Target
+from distill.replay.learner import OnlineStudent
+from train.cli.console import Reporter
+
+VERSION, PROGRESS = "version", "progress"
+MOMENTS, STATE = "moments.safetensors", "progress.json"
+# Two, so that one is left when the newest turns out to be damaged.
+KEEP = 2
+
+
+class Versions:
+    """The versions and progress in a stage's directory. Written by one process only."""
+
+    def __init__(self, directory: Path, target: Target, reporter: Reporter, *, keep: int) -> None:
+        self.versions, self.saves = directory / "versions", directory / "progress"
+        self.target, self.reporter, self.keep = target, reporter, keep
+
+    def recover(self) -> None:
+        """Clear up after a process that was killed while it wrote."""
+        recover(self.versions)
+        recover(self.saves)
+
+    def path(self, version: int) -> Path:
+        return self.versions / f"{VERSION}-{version}"
+
+    def save_version(
+        self,
+        version: int,
+        student: OnlineStudent,
+        moments: dict[str, Tensor],
+        provenance: dict[str, Any],
+    ) -> None:
+        """Write the student's weights as a drafter directory."""
+
+        def write(directory: Path) -> None:
+            student.write(directory)
+            save_file(
+                {k: v.detach().cpu().contiguous() for k, v in moments.items()}, directory / MOMENTS
+            )
+
+        save_drafter(
+            self.path(version), student.kind, write, target=self.target, provenance=provenance
+        )
+
+    def save_progress(self, number: int, progress: dict[str, Any]) -> None:
+        """Write where the stream stands, and delete what no progress that is kept needs; its
+        "version" is the one that decodes."""
+
+        def fill(directory: Path) -> None:
+            (directory / STATE).write_text(json.dumps(progress))
+
+        write_directory(self.saves / f"{PROGRESS}-{number}", fill, meta={"number": number})
+        numbers = _numbers(self.saves, PROGRESS)
+        for old in numbers[:-KEEP]:
+            remove_directory(self.saves / f"{PROGRESS}-{old}")
+        needed = set(_numbers(self.versions, VERSION)[-self.keep :])
+        for kept in numbers[-KEEP:]:
+            state = self.saves / f"{PROGRESS}-{kept}" / STATE
+            needed.add(json.loads(state.read_text())["version"])
+        for old in _numbers(self.versions, VERSION):
+            if old not in needed:
+                remove_directory(self.path(old))
+
+    def load(self) -> tuple[int, dict[str, Any]] | None:
+        """(number, progress) of the newest save that is complete, whose version is; None where
+        nothing was saved yet. What is passed over is said.
+
+        Raises UserError where everything that was saved is damaged.
+        """
+        found, damaged = newest_complete(self.saves, PROGRESS)
+        while found is not None:
+            progress: dict[str, Any] = json.loads((found / STATE).read_text())
+            number = int(found.name.rpartition("-")[2])
+            try:
+                describe_drafter(self.path(progress["version"]))
+            except UserError as error:
+                damaged.append(error)  # type: ignore[arg-type]  # it is said, no more
+                older = [n for n in _numbers(self.saves, PROGRESS) if n < number]
+                found = self.saves / f"{PROGRESS}-{older[-1]}" if older else None
+                continue
+            self._say(damaged)
+            return number, progress
+        self._say(damaged)
+        if damaged:
+            raise UserError(
+                f"nothing that was saved in {self.saves.parent} is complete; delete that directory "
+                "to serve the stream from its beginning"
+            )
+        return None
+
+    def _say(self, damaged: list[Any]) -> None:
+        for error in damaged:
+            self.reporter.say(f"  passing over what is damaged: {error}")
+
+    def moments(self, version: int) -> dict[str, Tensor]:
+        return load_file(self.path(version) / MOMENTS)
+
+
+def _numbers(parent: Path, prefix: str) -> list[int]:
+    names = (path.name.removeprefix(f"{prefix}-") for path in parent.glob(f"{prefix}-*"))
+    return sorted(int(name) for name in names if name.isdigit())
