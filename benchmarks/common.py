@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from decode.errors import UserError
-from train.memory import peak_memory
 from train.run import describe_process, make_directory
+from train.training.memory import peak_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ from decode.loop import Decoder
 from decode.measure.evaluation import identical, ratio_of_totals
 from decode.stats import finite
 from decode.target.loading import Target
-from train.cli.console import Reporter
+from train.console import Reporter
 from train.data.read import spread
 
 OURS = ("plain", "speculative", "lookup")

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.common import UNJUDGED
 from decode.target.loading import Target
-from train.cli.console import Reporter
 from train.config import validate_config
+from train.console import Reporter
 from train.run import Run
 
 PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"

@@ -31,14 +31,14 @@ from distill.student import student_from_layers
 from distill.teacher.live import LiveTeacher
 from distill.teacher.output_layer import split_model
 from distill.teacher.signal import Teacher, Whole
-from train.cli.console import Bar, Reporter
 from train.cli.shared import cores, quieten
+from train.console import Bar, Reporter
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import read_examples
 from train.data.rounds import FixedText
-from train.optimizer import OptimizerConfig
-from train.trainer import LoopConfig, Task, Trainer
+from train.training.optimizer import OptimizerConfig
+from train.training.trainer import LoopConfig, Task, Trainer
 
 PROMPTS = Path(__file__).parents[1] / "configs" / "prompts" / "train.jsonl"
 # Answers as long as those of instruction data: medians of 50 to 110 tokens and a standard deviation

@@ -21,11 +21,11 @@ from benchmarks.common import describe_machine, in_fresh_process, write_json
 from benchmarks.decode_drafter import PROMPTS
 from decode.drafters.directory import open_drafter
 from decode.drafters.shaped import ShapedDrafter
+from decode.measure.calibrate_tree import calibrate_tree
 from decode.measure.evaluation import Protocol, evaluate
-from decode.measure.tree import calibrate_tree
 from decode.target.loading import load_target
-from train.cli.console import Reporter
 from train.cli.shared import cores, quieten, shows_errors
+from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import read_examples, spread
 from train.report.words import percent, ratio

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from decode.drafters import DRAFTERS
 from heads.base import HEADS, HeadOptions, feed_forward_size
-from heads.parallel import ParallelHeads, ParallelHeadsDrafter
+from heads.independent import ParallelHeads, ParallelHeadsDrafter
 
 
 class BlockwiseOptions(HeadOptions):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.drafters import DRAFTERS
 from heads.base import HEADS, HeadOptions
-from heads.parallel import ParallelHeads, ParallelHeadsDrafter
+from heads.independent import ParallelHeads, ParallelHeadsDrafter
 
 
 class MedusaOptions(HeadOptions):

@@ -26,7 +26,7 @@ from distill.teacher.signal import TopK
 from distill.vocabulary import positions
 from heads.base import HEADS, Given, Heads
 from heads.drafter import HeadsDrafter
-from heads.parallel import ParallelHeads
+from heads.independent import ParallelHeads
 from heads.store import write_heads
 
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from distill.losses import Terms
 from distill.module import Distillation
 from tests.tiny import tiny_llama
-from train import parallel as engines
-from train.trainer import Trainer
+from train.training import parallel
+from train.training.trainer import Trainer
 
 
 def probe(accelerator: Accelerator) -> dict[str, Any]:
@@ -33,8 +33,8 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
         {"params": [p for p in slow if p.requires_grad], "lr": 1e-4},
         {"params": fast, "lr": 1e-2},
     ]
-    module, optimizer = engines.prepare(accelerator, module, torch.optim.AdamW(groups), clip=0.5)
-    average = [share.clone() for share in engines.local_weights(accelerator, module)]
+    module, optimizer = parallel.prepare(accelerator, module, torch.optim.AdamW(groups), clip=0.5)
+    average = [share.clone() for share in parallel.local_weights(accelerator, module)]
     held = sum(share.numel() for share in average)
     rank, world = accelerator.process_index, accelerator.num_processes
     generator = torch.Generator().manual_seed(0)
@@ -43,14 +43,16 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
         for batch in range(2):
             ids = torch.randint(3, 300, (4, 9), generator=generator)
             mask = torch.ones_like(ids)
-            with engines.part(accelerator, module, last=batch == 1):
+            with parallel.part(accelerator, module, last=batch == 1):
                 loss, _ = module(ids[rank::world], mask[rank::world], mask[rank::world].bool())
                 # The last step's gradient is not finite, so it must change nothing.
                 scale = float("nan") if step == 5 else world / 64
-                engines.backward(accelerator, module, loss * scale)
-        norms.append(engines.optimizer_step(accelerator, module, optimizer, clip=0.5))
+                parallel.backward(accelerator, module, loss * scale)
+        norms.append(parallel.optimizer_step(accelerator, module, optimizer, clip=0.5))
         if step < 5:
-            for share, now in zip(average, engines.local_weights(accelerator, module), strict=True):
+            for share, now in zip(
+                average, parallel.local_weights(accelerator, module), strict=True
+            ):
                 share.lerp_(now, 0.5)
     resident = sum(
         (p.to_local() if isinstance(p, DTensor) else p).numel()
@@ -59,10 +61,10 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
     )
     with torch.no_grad():  # leaves weights gathered under FSDP2
         module(ids, mask, mask.bool())
-    weights = engines.gathered_weights(accelerator, module, "student.")
-    with engines.exchanged(accelerator, module, average):
-        averaged = engines.gathered_weights(accelerator, module, "student.")
-    again = engines.gathered_weights(accelerator, module, "student.")
+    weights = parallel.gathered_weights(accelerator, module, "student.")
+    with parallel.exchanged(accelerator, module, average):
+        averaged = parallel.gathered_weights(accelerator, module, "student.")
+    again = parallel.gathered_weights(accelerator, module, "student.")
     assert all(torch.equal(again[name], weights[name]) for name in weights)
     # Every rank has them, and together with a plain copy they make the model.
     missing, unexpected = plain.load_state_dict(weights, strict=False)

@@ -13,7 +13,7 @@ from tests.training import Killed, Lines
 from train.data.read import Example
 from train.stage import Outcome, Stage, StageContext
 from train.stages import STAGES
-from train.trainer import Trainer
+from train.training.trainer import Trainer
 
 WORDS = ("the", "a", "dog", "fox", "sea", "shell", "token", "sells", "jumps", "of", "it", "two")
 LOOP = {"epochs": 2, "tokens_per_batch": 150, "save_every": 2, "log_every": 1}

@@ -22,8 +22,8 @@ from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
 from tests.tiny import save_tiny, tiny_llama, tiny_target
-from train.cli.console import Reporter
 from train.config import validate_config
+from train.console import Reporter
 from train.data.read import spread
 
 

@@ -7,7 +7,7 @@ import pytest
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.measure.threshold import Trial, calibrate_threshold, choose
+from decode.measure.calibrate_threshold import Trial, calibrate_threshold, choose
 from decode.sampling import Sampling
 from decode.settings import DecodeSettings
 from tests.tiny import tiny_model, tiny_target

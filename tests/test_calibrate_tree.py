@@ -18,8 +18,8 @@ from decode.drafters.directory import describe_drafter, open_drafter, save_draft
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.measure.calibrate_tree import TreeCalibration, _plan, calibrate_tree, cheapest
 from decode.measure.costs import Costs
-from decode.measure.tree import TreeCalibration, _plan, calibrate_tree, cheapest
 from decode.sampling import Sampling
 from decode.settings import DecodeSettings
 from decode.target.loading import load_target
@@ -333,7 +333,7 @@ def test_a_smaller_tree_within_the_noise_is_taken_and_told(
 
     def found(noise: float, others: float | None = None) -> TreeCalibration:
         costs = Costs(0.03, 1, 0.02, (1, 2, 3, 5, 9), (1.0, 1.0, 1.0, 1.02, 1.04), noise, others)
-        monkeypatch.setattr("decode.measure.tree.measure_costs", lambda *_, **__: costs)
+        monkeypatch.setattr("decode.measure.calibrate_tree.measure_costs", lambda *_, **__: costs)
         return calibrate_tree(
             target, drafter, prompts, method=method, depth=2, width=4, max_new_tokens=NEW
         )

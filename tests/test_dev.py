@@ -25,7 +25,7 @@ from train.data.chat import prompt_tokens
 from train.data.read import spread
 from train.data.samples import read_samples
 from train.stage import StageContext
-from train.trainer import Trainer
+from train.training.trainer import Trainer
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),

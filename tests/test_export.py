@@ -24,7 +24,7 @@ from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from train.cli.main import main as cli
 from train.export import hub
 from train.export.formats import EXPORT_FILE, FORMATS, format_for
-from train.export.schema import FoundTensor, TensorSpec, key_problems, tensor_problems
+from train.export.tensors import FoundTensor, TensorSpec, key_problems, tensor_problems
 from train.export.write import Measuring, check_export, export_drafter, reload
 
 IDS = torch.tensor([[5, 17, 250, 9, 42, 7, 111]])

@@ -46,18 +46,18 @@ from tests.stages import (
 from tests.tiny import VOCAB, save_tiny, tiny_target
 from tests.training import assert_equal
 from train.backbone import AdapterConfig, Backbone, BackboneConfig
-from train.cli.console import Reporter
 from train.cli.main import app
-from train.clock import Clock
 from train.config import load_config
+from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.samples import read_samples
-from train.optimizer import GroupConfig, OptimizerConfig, make_optimizer
 from train.report.headline import headline
 from train.report.notes import footnotes
 from train.report.page import html
 from train.run import Run
 from train.stage import StageContext
+from train.training.clock import Clock
+from train.training.optimizer import GroupConfig, OptimizerConfig, make_optimizer
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),

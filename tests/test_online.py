@@ -33,12 +33,12 @@ from decode.scores import Scores
 from decode.trees.static import Static
 from distill.losses import LOSSES, Terms
 from distill.replay.buffer import Record, ReplayBuffer, bytes_per_position, signal_of
-from distill.replay.collect import Collector
 from distill.replay.learner import SmallLMStudent
+from distill.replay.rejections import Collector
 from distill.teacher.top_k_cache import describe_teacher
 from tests import lossless
 from tests.tiny import tiny_llama, tiny_target
-from train.online.training import Online, OnlineConfig
+from train.online.learning import Online, OnlineConfig
 
 VOCAB = 12
 PROMPTS = [[5, 6, 7, 8], [9, 3], [4, 4, 5]]

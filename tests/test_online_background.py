@@ -20,8 +20,8 @@ from tests.test_online import online_of, pair, prompts_of
 from tests.test_online_stage import LEARNING, REQUESTS, context, online_stage, target
 from tests.training import Killed
 from train.online.background import Background
+from train.online.learning import Online
 from train.online.serving import Serving
-from train.online.training import Online
 from train.online.versions import Versions
 
 __all__ = ["context", "target"]  # fixtures

@@ -34,7 +34,7 @@ from distill.replay.buffer import (
     bytes_per_position,
     from_numpy,
 )
-from distill.replay.collect import Collector
+from distill.replay.rejections import Collector
 from distill.teacher.top_k_cache import describe_teacher
 from heads.base import HeadOptions, Heads
 from heads.drafter import HeadsDrafter
@@ -45,7 +45,7 @@ from tests import lossless
 from tests.test_online import SETTINGS, Learning, prompts_of, same, verified
 from tests.test_online import VOCAB as FEW
 from tests.tiny import tiny_llama, tiny_target
-from train.online.training import Online, OnlineConfig
+from train.online.learning import Online, OnlineConfig
 
 VOCAB = 40
 OPTIONS: dict[str, dict[str, Any]] = {

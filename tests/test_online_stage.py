@@ -25,13 +25,13 @@ from tests.test_on_policy import LOOP as DISTILL_LOOP
 from tests.test_run import command
 from tests.tiny import save_tiny, tiny_target
 from tests.training import Killed, ask_to_stop, assert_equal, scramble
+from train.online.learning import Online, versions
 from train.online.serving import Serving
 from train.online.stream import Progress
-from train.online.training import Online, versions
 from train.online.versions import Versions
 from train.plots import lines
 from train.stage import StageContext
-from train.stopping import Stopped
+from train.training.stopping import Stopped
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 LEARNING: dict[str, Any] = {

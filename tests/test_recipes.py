@@ -7,8 +7,8 @@ import yaml
 from accelerate import Accelerator
 
 from tests.tiny import save_tiny
-from train.cli.console import Reporter
 from train.config import load_config
+from train.console import Reporter
 from train.run import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from decode.errors import UserError
-from train.cli.console import Reporter
-from train.cli.run import print_report
+from train.cli.train import print_report
+from train.console import Reporter
 from train.report.headline import headline
 from train.report.make import make_report
 from train.report.notes import footnotes

@@ -24,16 +24,16 @@ from distill.losses import Rows, Terms
 from distill.losses.cross_entropy import CrossEntropy
 from distill.module import Distillation
 from tests.tiny import save_tiny, tiny_llama
-from train.cli.console import Reporter
 from train.cli.main import app
 from train.config import load_config
+from train.console import Reporter
 from train.data.answers import read_answers
 from train.data.chat import Sample
 from train.data.rounds import FixedText
-from train.optimizer import OptimizerConfig
 from train.run import Run
 from train.stages.generate import GenerateStage
-from train.trainer import LoopConfig, Task, Trainer
+from train.training.optimizer import OptimizerConfig
+from train.training.trainer import LoopConfig, Task, Trainer
 
 ROOT = Path(__file__).parent.parent
 WORDS = [

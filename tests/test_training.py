@@ -60,18 +60,18 @@ from tests.training import (
     two_ranks,
 )
 from train.cli.main import app
-from train.clock import Clock
 from train.data.batches import collate, inputs
-from train.optimizer import (
+from train.training.clock import Clock
+from train.training.load_student import checkpoint_layers
+from train.training.optimizer import (
     Average,
     GroupConfig,
     OptimizerConfig,
     learning_rate_factor,
     make_optimizer,
 )
-from train.stopping import EXIT_STATUS, Stopped, StopRequest
-from train.student import checkpoint_layers
-from train.trainer import LoopConfig, Trainer, steps_in
+from train.training.stopping import EXIT_STATUS, Stopped, StopRequest
+from train.training.trainer import LoopConfig, Trainer, steps_in
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parent.parent
@@ -362,7 +362,10 @@ def test_a_full_disk_leaves_the_checkpoints_there_are(tmp_path, half_trained, mo
         disk = FullDisk(n)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "save", disk(torch.save))
-            for module in ("accelerate.utils.other.safe_save_file", "train.optimizer.save_file"):
+            for module in (
+                "accelerate.utils.other.safe_save_file",
+                "train.training.optimizer.save_file",
+            ):
                 patch.setattr(module, disk(save_file))
             patch.setattr(Path, "write_text", disk(Path.write_text))
             patch.setattr(artifact, "_write_and_sync", disk(artifact._write_and_sync))
@@ -798,7 +801,7 @@ def test_layers_that_are_computed_twice_give_the_same_loss_and_gradients():
 
 def test_a_clock_counts_an_activity_inside_another_once(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("train.clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("train.training.clock.time.perf_counter", lambda: now[0])
 
     def pass_time(seconds: float) -> None:
         now[0] += seconds
@@ -867,7 +870,7 @@ def base(tmp_path, monkeypatch) -> Path:
     for name in ("evaluate_baselines", "evaluate_drafter", "evaluate_in_turn"):
         monkeypatch.setattr(f"train.run.{name}", lambda *arguments: None)
     monkeypatch.setattr("train.run.make_report", lambda directory: {})
-    monkeypatch.setattr("train.cli.run.print_report", lambda run, report: None)
+    monkeypatch.setattr("train.cli.train.print_report", lambda run, report: None)
     save_tiny(tmp_path / "target", layers=2)
     rows = [
         {"id": f"r{i}", "prompt": "a dog " * (i % 3 + 1), "response": "it " * 9} for i in range(9)

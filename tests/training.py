@@ -25,13 +25,13 @@ from decode.errors import UserError
 from distill.losses import Terms
 from distill.module import Distillation
 from tests.tiny import tiny_model
-from train.cli.console import Reporter
+from train.console import Reporter
 from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.data.rounds import FixedText
-from train.optimizer import GroupConfig, OptimizerConfig
-from train.stopping import EXIT_STATUS, Stopped
-from train.trainer import LoopConfig, Progress, Task, Trainer
+from train.training.optimizer import GroupConfig, OptimizerConfig
+from train.training.stopping import EXIT_STATUS, Stopped
+from train.training.trainer import LoopConfig, Progress, Task, Trainer
 
 VOCAB = 40
 OPTIMIZER = {"lr": 1e-2, "warmup_steps": 2, "clip": 1.0}

@@ -23,14 +23,14 @@ from distill.teacher.output_layer import split_model
 from heads.base import Heads
 from heads.joint import JointTraining
 from heads.training import HeadTraining
-from train.clock import Clock
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat import Sample
 from train.data.read import spread
 from train.data.samples import read_samples
-from train.optimizer import GroupConfig, OptimizerConfig
 from train.schema import StageConfig, Strict, closest_stage
 from train.stage import StageContext
+from train.training.clock import Clock
+from train.training.optimizer import GroupConfig, OptimizerConfig
 
 PREFIX = "backbone."
 

@@ -5,7 +5,12 @@ from pydantic import Field
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import require_prompts
-from decode.measure.tree import MOST_NODES, NothingAccepted, TreeCalibration, calibrate_tree
+from decode.measure.calibrate_tree import (
+    MOST_NODES,
+    NothingAccepted,
+    TreeCalibration,
+    calibrate_tree,
+)
 from decode.target.cached_model import require_slots, require_trees
 from decode.target.loading import Target
 from heads.base import Heads

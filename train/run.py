@@ -28,16 +28,16 @@ from decode.errors import UserError
 from decode.loop import require_prompts
 from decode.target.cached_model import require_trees
 from decode.target.loading import Target, load_target
-from train.cli.console import Reporter
 from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
+from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.evaluate import evaluate_baselines, evaluate_drafter, evaluate_in_turn
-from train.memory import peak_memory
 from train.report.make import make_report
 from train.schema import StageConfig
 from train.stage import Outcome, Plan, StageContext
 from train.stages import STAGES
+from train.training.memory import peak_memory
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from decode.registry import Registry
 from decode.target.loading import Target
-from train.cli.console import Reporter
+from train.console import Reporter
 from train.data.read import Example
 from train.schema import StageConfig
 

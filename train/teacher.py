@@ -15,9 +15,9 @@ from distill.teacher.output_layer import split_model
 from distill.teacher.parts import text_sha256
 from distill.teacher.sharding import shard_layers
 from distill.teacher.top_k_cache import CachedTeacher
-from train.clock import Clock
 from train.data.chat import Sample
 from train.stage import StageContext
+from train.training.clock import Clock
 
 Cache = CachedTeacher | CachedFeatures
 

@@ -5,7 +5,7 @@ from typing import Any
 from train.plots.lines import agreement, curves
 from train.report.words import percent
 from train.stage import Shown, Stage, StagePlot
-from train.trainer import Progress
+from train.training.trainer import Progress
 
 LOSS = "Training loss. Bold: running mean over a tenth of the steps."
 DEV = "Agreement with the target on text it wrote for dev prompts."

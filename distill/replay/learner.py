@@ -2,7 +2,7 @@
 
 What is trained is a copy of the drafter's weights in float32, on a device of its own if wanted.
 A kind of drafter says here how its loss is computed on records and how it takes new weights;
-`train.online.training` does the rest.
+`train.online.learning` does the rest.
 
 Shapes: B texts, T tokens of the longest, n recorded tokens.
 """

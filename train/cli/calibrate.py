@@ -39,11 +39,11 @@ def calibrate(
     import heads  # noqa: F401  (makes its drafters known)
     from decode.artifact import write_file
     from decode.drafters.directory import open_drafter
-    from decode.measure.threshold import calibrate_threshold
+    from decode.measure.calibrate_threshold import calibrate_threshold
     from decode.settings import DecodeSettings
     from decode.stats import finite
     from decode.trees.chain import Chain
-    from train.cli.console import Reporter
+    from train.console import Reporter
     from train.data.chat import prompt_tokens
     from train.data.read import read_examples, spread
     from train.report.words import number
@@ -126,8 +126,8 @@ def calibrate_tree(
     """Choose the tree that a drafter drafts in by what the target accepts on dev prompts, and
     store it with the drafter, whose default shape it is from then on."""
     import heads  # noqa: F401  (makes its drafters known)
-    from train.cli.calibrate_tree import Asked, run
-    from train.cli.console import Reporter
+    from train.cli.stored_tree import Asked, run
+    from train.console import Reporter
 
     quieten()
     asked = Asked(

@@ -45,7 +45,7 @@ def evaluate(
     from decode.drafters.directory import open_drafter
     from decode.measure.evaluation import Protocol
     from decode.measure.evaluation import evaluate as measure
-    from train.cli.console import Reporter
+    from train.console import Reporter
     from train.data.chat import prompt_tokens
     from train.data.read import read_examples, spread
     from train.evaluate import drift_of

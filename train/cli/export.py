@@ -66,7 +66,7 @@ def export(
 
     Exit status 1: --verify found that the engine does not use the drafter as our loop does.
     """
-    from train.cli.console import Reporter
+    from train.console import Reporter
     from train.export.command import Asked, run
 
     quieten()

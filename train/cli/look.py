@@ -30,7 +30,7 @@ def coverage(
     from decode.artifact import write_file
     from decode.target.loading import load_target
     from distill.vocabulary import coverage as covered
-    from train.cli.console import Reporter
+    from train.console import Reporter
     from train.data.answers import read_answers
     from train.data.chat import to_sample
     from train.data.read import read_examples

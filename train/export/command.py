@@ -10,7 +10,7 @@ from rich.table import Table
 from decode.artifact import write_file
 from decode.errors import UserError
 from decode.target.loading import Target, load_target
-from train.cli.console import Reporter
+from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import Example, read_examples, spread
 from train.export.engines import Task

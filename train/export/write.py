@@ -17,9 +17,9 @@ from decode.measure.evaluation import Protocol, evaluate
 from decode.target.identity import require_same_vocabulary
 from decode.target.loading import DTYPES, Target, load_target
 from decode.trees.chain import Chain
-from train.export.backbone import find_backbone, has_backbone, write_backbone
 from train.export.card import model_card, target_card
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format, format_for
+from train.export.new_target import find_backbone, has_backbone, write_backbone
 from train.export.source import describe_source, found_in_run, is_reduced, made_for
 
 FORMAT = 1

@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from train.online.training import Online, Round
+from train.online.learning import Online, Round
 
 
 class Background:

@@ -15,11 +15,11 @@ from distill.replay.learner import OnlineStudent
 from train.data.chat import prompt_tokens
 from train.data.read import Example
 from train.online.background import Background
+from train.online.learning import Online, Round
 from train.online.stream import COUNTS, Progress, rate
-from train.online.training import Online, Round
 from train.online.versions import Versions
 from train.stage import StageContext
-from train.stopping import Stopped, StopRequest
+from train.training.stopping import Stopped, StopRequest
 
 if TYPE_CHECKING:
     from train.stages.online import OnlineStageConfig

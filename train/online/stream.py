@@ -17,7 +17,7 @@ class Progress:
 
     served: requests that were answered. version: of the weights that decode. counts: of every
     request, see COUNTS. batches: [requests served after it, seconds of decoding]. rounds: as
-    `train.online.training.Round`, each with the requests `served` before it. seconds: by activity,
+    `train.online.learning.Round`, each with the requests `served` before it. seconds: by activity,
     of the time that requests had to wait for it. online: as of `Online.state`, and buffers: [first,
     next] of both, for each rank.
     """

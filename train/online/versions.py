@@ -21,7 +21,7 @@ from decode.drafters.directory import describe_drafter, save_drafter
 from decode.errors import UserError
 from decode.target.loading import Target
 from distill.replay.learner import OnlineStudent
-from train.cli.console import Reporter
+from train.console import Reporter
 
 VERSION, PROGRESS = "version", "progress"
 MOMENTS, STATE = "moments.safetensors", "progress.json"

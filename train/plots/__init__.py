@@ -1,6 +1,6 @@
 """The report's plots: small inline SVGs whose colours follow the page's light or dark theme.
 
-Every function of `train.plots.rows` and `train.plots.lines` takes plain values and returns SVG text
+Every function of `train.plots.bars` and `train.plots.lines` takes plain values and returns SVG text
 for an HTML page, "" when there is nothing to show. A figure is drawn in the light theme's colours
 (here, with all that figures share); in the SVG each of them becomes a CSS variable of the page
 (`--plot-ink`, …) with the light colour as its fallback.

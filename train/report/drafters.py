@@ -3,8 +3,8 @@
 from typing import Any
 
 from train.plots import REFERENCE, SERIES
+from train.plots.bars import bars, intervals, stacks
 from train.plots.lines import by_position
-from train.plots.rows import bars, intervals, stacks
 from train.report.rows import bare, is_baseline, labels
 
 MOST_KEPT = 8

@@ -23,7 +23,6 @@ from distill.teacher.hidden_state_cache import holds_features
 from distill.teacher.live import LiveTeacher, TeacherSource
 from distill.teacher.output_layer import split_model
 from distill.teacher.top_k_cache import CachedTeacher
-from train.clock import Clock
 from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.data.on_policy import OnPolicyConfig, OnPolicyText
@@ -31,10 +30,13 @@ from train.data.rounds import FixedText, Text
 from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.dev import DevConfig, DevSlice, Judging
 from train.online.learners import heads_stage
-from train.optimizer import OptimizerConfig
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, StageContext
-from train.student import (
+from train.taught import TaughtConfig
+from train.teacher import Cache, TargetModel, open_cache, teacher_of
+from train.trained import TrainedStage, describe
+from train.training.clock import Clock
+from train.training.load_student import (
     DRAFTER_STAGES,
     StudentConfig,
     checkpoint_layers,
@@ -42,10 +44,8 @@ from train.student import (
     frequent_tokens,
     make_student,
 )
-from train.taught import TaughtConfig
-from train.teacher import Cache, TargetModel, open_cache, teacher_of
-from train.trained import TrainedStage, describe
-from train.trainer import LoopConfig, Task, Trainer
+from train.training.optimizer import OptimizerConfig
+from train.training.trainer import LoopConfig, Task, Trainer
 
 
 class DistillConfig(TaughtConfig):

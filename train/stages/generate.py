@@ -16,7 +16,7 @@ from decode.loop import Decoder
 from decode.sampling import Sampling
 from decode.target.generation_config import nothing_filled_in, stated_config
 from decode.target.loading import Target
-from train.cli.console import Bar
+from train.console import Bar
 from train.data.answers import PART, read_answers
 from train.data.chat import prompt_tokens
 from train.data.read import Example, spread

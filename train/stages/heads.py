@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import describe_drafter
 from decode.errors import UserError
-from decode.measure.tree import TreeCalibration
+from decode.measure.calibrate_tree import TreeCalibration
 from decode.target.loading import Target
 from decode.trees.stored import store_tree
 from distill.drift import Drift
@@ -28,21 +28,21 @@ from heads.joint import JointTraining
 from heads.store import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.training import HeadTraining
 from train.backbone import Backbone, BackboneConfig
-from train.clock import Clock
 from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.data.rounds import FixedText
 from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.dev import DevConfig, DevSlice, Judging
 from train.head_tree import TreeConfig, calibrated_tree, require_tree
-from train.optimizer import OptimizerConfig
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, Plan, StageContext
-from train.student import frequent_tokens
 from train.taught import TaughtConfig
 from train.teacher import open_features
 from train.trained import TrainedStage, describe
-from train.trainer import LoopConfig, Task, Trainer
+from train.training.clock import Clock
+from train.training.load_student import frequent_tokens
+from train.training.optimizer import OptimizerConfig
+from train.training.trainer import LoopConfig, Task, Trainer
 
 
 class HeadsConfig(TaughtConfig):

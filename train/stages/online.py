@@ -22,14 +22,14 @@ from heads.online_learner import require_learns
 from train.data.chat import prompt_tokens
 from train.data.read import Example
 from train.online.learners import Learning, heads_stage
+from train.online.learning import Online, OnlineConfig
 from train.online.serving import Serving
 from train.online.stream import Progress
-from train.online.training import Online, OnlineConfig
 from train.online.versions import Versions
 from train.plots import lines
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Plan, Shown, Stage, StageContext, StagePlot
-from train.student import StudentConfig, choose_trained, make_student
+from train.training.load_student import StudentConfig, choose_trained, make_student
 
 STREAM = "Acceptance over the stream, by windows of requests in their order."
 

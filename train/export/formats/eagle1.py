@@ -15,7 +15,7 @@ from heads.base import HeadOptions
 from heads.eagle1 import Eagle1Drafter, Eagle1Options
 from train.export.formats import FORMATS
 from train.export.formats.one_layer import OneLayer, layer_specs, of_weights
-from train.export.schema import TensorSpec
+from train.export.tensors import TensorSpec
 
 EMBEDDINGS = "embed_tokens.weight"
 

@@ -18,7 +18,7 @@ from heads.base import HeadOptions
 from heads.eagle3 import Eagle3Drafter, Eagle3Options
 from train.export.formats import FORMATS
 from train.export.formats.one_layer import OneLayer, layer_specs, of_weights
-from train.export.schema import TensorSpec, whole
+from train.export.tensors import TensorSpec, whole
 
 LAYER = "midlayer"
 OUTPUT, OWN_OUTPUT = "lm_head.weight", "output.layers.0.weight"

@@ -42,7 +42,7 @@ from train.export.formats.in_gguf import (
     write_file,
 )
 from train.export.formats.of_heads import drafter_of, heads_of, require_fit
-from train.export.schema import read_json, whole
+from train.export.tensors import read_json, whole
 
 OF = "eagle3"
 # GGUF's names by those of the layout for vLLM.

@@ -10,7 +10,8 @@ import transformers
 from decode.drafters import Drafter
 from decode.target.loading import DTYPES, Target
 from train.export.formats import FORMATS, ExportJob, Format
-from train.export.schema import (
+from train.export.source import load_small_lm, read_small_lm
+from train.export.tensors import (
     DTYPE_NAMES,
     TensorSpec,
     key_problems,
@@ -20,7 +21,6 @@ from train.export.schema import (
     tensor_problems,
     whole,
 )
-from train.export.source import load_small_lm, read_small_lm
 
 
 class HuggingFace(Format):

@@ -23,7 +23,7 @@ from decode.target.embedded import EMBEDDED
 from decode.target.gguf_file import read_header
 from decode.target.loading import EMBEDDED_PREFIX
 from train.export.formats import EXPORT_FILE, Format
-from train.export.schema import (
+from train.export.tensors import (
     FoundTensor,
     TensorSpec,
     key_problems,

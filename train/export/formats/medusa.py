@@ -24,7 +24,7 @@ from heads.medusa import MedusaDrafter, MedusaOptions
 from heads.store import stored_options
 from train.export.formats import FORMATS, ExportJob, Format
 from train.export.formats.of_heads import as_stored, drafter_of, heads_of, require_fit
-from train.export.schema import (
+from train.export.tensors import (
     DTYPE_NAMES,
     TensorSpec,
     key_problems,

@@ -20,7 +20,7 @@ from heads.drafter import HeadsDrafter
 from heads.store import stored_options
 from train.export.formats import EXPORT_FILE, ExportJob, Format
 from train.export.formats.of_heads import as_stored, drafter_of, heads_of, require_fit
-from train.export.schema import (
+from train.export.tensors import (
     DTYPE_NAMES,
     TensorSpec,
     key_problems,

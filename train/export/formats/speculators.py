@@ -10,7 +10,7 @@ from typing import Any
 
 from train.export.formats import FORMATS, ExportJob
 from train.export.formats.eagle3 import Eagle3
-from train.export.schema import key_problems, whole
+from train.export.tensors import key_problems, whole
 
 # The version whose layout this is.
 VERSION = "0.9.0"

@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 
 from decode.artifact import newest_complete, recover, remove_directory, write_directory
 from decode.errors import UserError
-from train.cli.console import Reporter
+from train.console import Reporter
 
 PREFIX = "step"
 # Two, so that one is left when the newest turns out to be damaged.

@@ -8,11 +8,11 @@ from typing import Any
 from decode.artifact import write_file
 from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter
 from decode.errors import UserError
-from decode.measure.tree import TreeCalibration, calibrate_tree
+from decode.measure.calibrate_tree import TreeCalibration, calibrate_tree
 from decode.sampling import Sampling
 from decode.target.loading import load_target
 from decode.trees.stored import TREE, store_tree
-from train.cli.console import Reporter
+from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import read_examples, spread
 

@@ -43,13 +43,13 @@ def train(
 
     import torch
 
-    from train import parallel as engines
-    from train.cli.console import Reporter
+    from train.console import Reporter
     from train.run import Run
-    from train.stopping import EXIT_STATUS, Stopped
+    from train.training import parallel
+    from train.training.stopping import EXIT_STATUS, Stopped
 
     quieten()
-    accelerator = engines.start(
+    accelerator = parallel.start(
         # accelerate would take Apple's mps, where no target is loaded (`decode.target.loading`).
         cpu=settings.target.device == "cpu" or torch.backends.mps.is_available(),
         mixed_precision=settings.precision,

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from decode.artifact import require_space
 from decode.errors import UserError
-from train import parallel as engines
-from train.checkpoint import KEEP, Checkpoints
-from train.cli.console import Reporter
-from train.clock import Clock
+from train.console import Reporter
 from train.data.batches import Batches, Inputs, collate, inputs, padding_share
 from train.data.chat import Sample
 from train.data.rounds import Text, Weights
-from train.memory import peak_memory
-from train.optimizer import Average, OptimizerConfig, learning_rate_factor, make_optimizer
 from train.schema import Strict
-from train.stopping import Stopped, StopRequest
+from train.training import parallel
+from train.training.checkpoint import KEEP, Checkpoints
+from train.training.clock import Clock
+from train.training.memory import peak_memory
+from train.training.optimizer import Average, OptimizerConfig, learning_rate_factor, make_optimizer
+from train.training.stopping import Stopped, StopRequest
 
 # (module, batch, its samples' ids) → (loss summed over its tokens, each term's sum [terms])
 Step = Callable[[nn.Module, Inputs, Sequence[str]], tuple[Tensor, Tensor]]
@@ -104,7 +104,7 @@ class Trainer:
     """Trains a module on samples; a killed run of it goes on from its newest checkpoint.
 
     Raises UserError for more accumulation than there are batches, parameter groups that match
-    nothing, and what `train.parallel` refuses.
+    nothing, and what `train.training.parallel` refuses.
     """
 
     def __init__(
@@ -127,12 +127,12 @@ class Trainer:
         self.trained_parameters = sum(
             p.numel() for group in chosen.param_groups for p in group["params"]
         )
-        self.module, self.optimizer = engines.prepare(
+        self.module, self.optimizer = parallel.prepare(
             accelerator, task.module, chosen, clip=optimizer.clip
         )
         self.average = None
         if optimizer.ema is not None:
-            self.average = Average(engines.local_weights(accelerator, self.module), optimizer.ema)
+            self.average = Average(parallel.local_weights(accelerator, self.module), optimizer.ema)
         self.checkpoints = Checkpoints(
             accelerator, directory / "checkpoints", reporter, allow_changes=allow_changes
         )
@@ -207,13 +207,13 @@ class Trainer:
         if self.average is None:
             yield
             return
-        with engines.exchanged(self.accelerator, self.module, self.average.shares):
+        with parallel.exchanged(self.accelerator, self.module, self.average.shares):
             yield
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """The trained weights whose names begin with `prefix`, whole, on the CPU of every rank,
         without it; all ranks must ask."""
-        return engines.gathered_weights(self.accelerator, self.module, prefix)
+        return parallel.gathered_weights(self.accelerator, self.module, prefix)
 
     def _optimizer_step(
         self, at: Progress, current: _Round, request: StopRequest
@@ -234,10 +234,10 @@ class Trainer:
                 batch = collate(rows, self.task.pad_id)
                 given = inputs(batch, accelerator.device)
             final = number + 1 == last
-            with engines.part(accelerator, self.module, last=final), self.clock("drafter"):
+            with parallel.part(accelerator, self.module, last=final), self.clock("drafter"):
                 loss, parts = self.task.step(self.module, given, batch["ids"])
                 # Engines average gradients over ranks; the mean wanted here is over tokens.
-                engines.backward(accelerator, self.module, loss * world / tokens)
+                parallel.backward(accelerator, self.module, loss * world / tokens)
             sums += parts
             total += loss.detach()
         shared = torch.cat([total[None], sums, total.new_tensor([float(request.asked)])])
@@ -253,13 +253,13 @@ class Trainer:
             group["lr"] = group["base_lr"] * factor
         with self.clock("drafter"):
             # A step whose gradient is not finite is not taken.
-            norm = engines.optimizer_step(
+            norm = parallel.optimizer_step(
                 accelerator, self.module, self.optimizer, clip=self.settings.clip
             )
         entry |= {"gradient_norm": norm, "lr": self.settings.lr * factor}
         _require_finite(entry, at.step + 1, ids)
         if self.average:
-            shares = engines.local_weights(accelerator, self.module)
+            shares = parallel.local_weights(accelerator, self.module)
             self.average.update(shares, at.step + 1)
         at.step, at.batch, at.tokens = at.step + 1, last, at.tokens + tokens
         return entry, stopping > 0

@@ -31,11 +31,11 @@ from torch import Tensor
 from decode.drafters import Drafter
 from decode.observe import Verified
 from distill.replay.buffer import Record, ReplayBuffer
-from distill.replay.collect import Collector
 from distill.replay.learner import OnlineStudent
+from distill.replay.rejections import Collector
 from train.data.batches import permutation
-from train.optimizer import OptimizerConfig, learning_rate_factor, make_optimizer
 from train.schema import Strict
+from train.training.optimizer import OptimizerConfig, learning_rate_factor, make_optimizer
 
 # Adds up a tensor over the processes that learn together; every one of them must call it.
 Reduce = Callable[[Tensor], Tensor]

@@ -11,7 +11,7 @@ from typing import Any
 from decode.artifact import MANIFEST, verify_directory, write_directory
 from decode.errors import UserError
 from train.export.formats.hf import for_older_readers, model_problems
-from train.export.schema import read_json
+from train.export.tensors import read_json
 
 README = "README.md"
 

@@ -1,0 +1,1 @@
+"""The training loop: steps, optimizer, parallel processes, checkpoints, resuming."""
