@@ -154,7 +154,8 @@ class SmallLMDrafter(ShapedDrafter):
         if self.known >= self.vocab_size:
             return np.ones(len(contexts.lengths), dtype=bool)
         inside = np.arange(contexts.tokens.shape[1]) < contexts.lengths[:, None]
-        return ~((contexts.tokens >= self.known) & inside).any(1)
+        lacks: np.ndarray = np.any((contexts.tokens >= self.known) & inside, axis=1)
+        return ~lacks
 
     def commit(self, contexts: Contexts) -> None:
         # Of the committed text, everything but the target's own last token was drafted or cached.
