@@ -100,6 +100,19 @@ def test_a_rejection_is_recorded_at_its_place_and_nothing_else() -> None:
     assert collector.take() == ([], [])
 
 
+def test_padding_is_not_recorded() -> None:
+    """The logits' last rows are no tokens; the distribution is renormalised over the others."""
+    collector = Collector(VOCAB, VOCAB - 3)
+    seen = verified([[1, 2, 3]], [[9, 9]], [0], [4])
+    collector(seen)
+    (record,), _ = collector.take()
+    expected = seen.scores.raw[0, 0, : VOCAB - 3].log_softmax(-1)
+    assert sorted(record.ids[0].tolist()) == list(range(VOCAB - 3))
+    found = torch.as_tensor(record.log_p[0]).float()
+    order = torch.as_tensor(record.ids[0].astype(np.int64))
+    torch.testing.assert_close(found, expected[order], atol=5e-3, rtol=0)  # float16
+
+
 def test_fully_accepted_rounds_add_nothing_to_rejected_only() -> None:
     collector = Collector(4, VOCAB)
     text = [1, 2]

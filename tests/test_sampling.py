@@ -10,6 +10,8 @@ import torch
 import transformers
 
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.composite import CompositeDrafter
+from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -331,14 +333,20 @@ def test_texts_differ_by_seed_and_by_row() -> None:
     assert len(texts) == 16
 
 
-@pytest.mark.parametrize("positions", [14, 20])
-def test_a_small_context_of_the_drafter_does_not_tie_rows_together(positions: int) -> None:
-    """A row whose text fills the drafter's context stops drafting; the rows beside it go on."""
-    small = SmallLMDrafter(tiny_model("llama", seed=7, layers=1, max_positions=positions))
+@pytest.mark.parametrize("composite", [False, True])
+@pytest.mark.parametrize("positions", [10, 14])
+def test_a_small_context_of_the_drafter_does_not_tie_rows_together(
+    positions: int, composite: bool
+) -> None:
+    """Which part of its text a row's draft is made from does not depend on the rows beside it, also
+    where they are not asked in some rounds."""
+    small: Drafter = SmallLMDrafter(tiny_model("llama", seed=7, layers=1, max_positions=positions))
+    if composite:
+        small = CompositeDrafter([NgramDrafter(1, 1), small])
     decoder = Decoder(model("llama"), small, gamma=3, sampling=Sampling(0.7, top_k=20))
-    together = decoder.decode(PROMPTS, 16)
+    together = decoder.decode(PROMPTS, 32)
     for row, prompt in enumerate(PROMPTS):
-        assert decoder.decode([prompt], 16, row_ids=[row]).outputs == [together.outputs[row]]
+        assert decoder.decode([prompt], 32, row_ids=[row]).outputs == [together.outputs[row]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
