@@ -209,7 +209,7 @@ def rewrite_description(path: Path, edit: dict[str, Any]) -> None:
     ("edit", "said"),
     [
         ({"kind": "smal_lm"}, 'unknown drafter .smal_lm.*Did you mean "small_lm"'),
-        ({"kind": "of_heads"}, "unknown drafter .of_heads.*put `import heads` before this"),
+        ({"kind": "of_heads"}, "unknown drafter .of_heads.*take open_drafter from there"),
         ({"kind": "ngram"}, "not trained"),
         ({"format": 2}, "drafter format 2; .* reads format 1"),
         ({"format": None}, "is no drafter description"),

@@ -114,8 +114,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
             loader = DRAFTERS[description["kind"]]
         except UserError as error:
             raise UserError(
-                f"{path}: {error} Heads on the target are known once their package is imported: "
-                "put `import heads` before this"
+                f"{path}: {error} Drafters on the target's hidden states are known once "
+                "`draftsmith` is imported: take open_drafter from there"
             ) from error
         return loader.load(path, target, dtype=name)
     if (path / MANIFEST).exists():

@@ -3,7 +3,7 @@
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -15,14 +15,12 @@ from distill.replay.learner import OnlineStudent
 from train.data.chat import prompt_tokens
 from train.data.read import Example
 from train.online.background import Background
+from train.online.config import OnlineStageConfig
 from train.online.learning import Online, Round
 from train.online.stream import COUNTS, Progress, rate
 from train.online.versions import Versions
 from train.stage import StageContext
 from train.training.stopping import Stopped, StopRequest
-
-if TYPE_CHECKING:
-    from train.stages.online import OnlineStageConfig
 
 
 @dataclass
@@ -34,7 +32,7 @@ class Serving:
     saved.
     """
 
-    settings: "OnlineStageConfig"
+    settings: OnlineStageConfig
     context: StageContext
     stream: list[Example]
     student: OnlineStudent

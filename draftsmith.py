@@ -1,0 +1,31 @@
+"""The public names of draftsmith. Importing them also registers every kind of drafter.
+
+>>> from draftsmith import Decoder, load_target, open_drafter          # doctest: +SKIP
+>>> target = load_target("embedded:smollm2-135m")                      # doctest: +SKIP
+>>> decoder = Decoder(target.model, open_drafter("ngram", target))     # doctest: +SKIP
+"""
+
+import heads  # noqa: F401  (registers the drafters that read the target's hidden states)
+from decode.drafters.directory import open_drafter, save_drafter
+from decode.errors import UserError
+from decode.loop import Decoded, Decoder
+from decode.measure.evaluation import Evaluation, Protocol, evaluate
+from decode.sampling import Sampling
+from decode.target.loading import Target, load_target
+from decode.text import SpeculativeGenerator, TextPieces
+
+__all__ = [
+    "Decoded",
+    "Decoder",
+    "Evaluation",
+    "Protocol",
+    "Sampling",
+    "SpeculativeGenerator",
+    "Target",
+    "TextPieces",
+    "UserError",
+    "evaluate",
+    "load_target",
+    "open_drafter",
+    "save_drafter",
+]
