@@ -1,0 +1,173 @@
+"""What it costs that a chain has the bits of plain decoding, and whether it has them.
+
+    python -m benchmarks.exact [--drafter NAME|DIRECTORY …] [--quick] [--json FILE]
+                               [--target T] [--dtype D] [--gamma N] [--prompts FILE] [--tokens N]
+
+First the attention of one layer, ours (`decode.target.attention`) and transformers' `sdpa`, on
+tensors of the target's shapes, taking turns; times the number of layers, as a share of a whole
+pass. Then the greedy texts of each drafter, in chains, beside those of plain decoding. CPU only.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from benchmarks.common import describe_machine, write_json
+from benchmarks.decode_drafter import PROMPTS
+from decode.drafters import DRAFTERS
+from decode.drafters.shaped import ShapedDrafter
+from decode.loop import Decoder
+from decode.target.attention import SLOTS, attention_forward, each_token_alone
+from decode.target.cached_model import CachedLM
+from decode.target.loading import Target, load_target
+from decode.trees.chain import Chain
+from draftsmith import open_drafter
+from train.cli.shared import cores, quieten, shows_errors
+from train.console import Reporter
+from train.data.chat import prompt_tokens
+from train.data.read import read_examples
+
+CONTEXTS = (100, 1000, 4000)
+FED = (1, 3, 5, 9)  # tokens of a pass: plain decoding, and chains of 2, 4 and 8
+
+
+def main(
+    drafter: Annotated[list[str] | None, typer.Option(help="name or directory; may repeat")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer prompts")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    target: Annotated[str, typer.Option(help="as elsewhere")] = "embedded:smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="of target and drafters")] = "bfloat16",
+    gamma: Annotated[int, typer.Option(min=1, help="depth of the chains")] = 4,
+    prompts: Annotated[Path, typer.Option(help="held-out prompts")] = PROMPTS / "test.jsonl",
+    tokens: Annotated[int, typer.Option(min=2, help="tokens of each text")] = 48,
+) -> None:
+    """Measure the cost of equal bits, and count equal texts."""
+    quieten()
+    torch.set_num_threads(cores())
+    reporter = Reporter()
+    loaded = load_target(target, dtype=dtype, device="cpu")
+    costs = [cost for context in CONTEXTS for cost in measure_costs(loaded, context, quick=quick)]
+    for cost in costs:
+        reporter.say(
+            f"{cost['context']} tokens of text, {cost['fed']} fed: {cost['pass_ms']:.1f} ms a pass, "
+            f"attention {cost['ours_us']:.0f} µs a layer, transformers' {cost['sdpa_us']:.0f} µs: "
+            f"{cost['share_of_pass']:+.1%} of the pass"
+        )
+    examples = read_examples(str(prompts))[0][:: 6 if quick else 1]
+    texts = [prompt_tokens(example, loaded.tokenizer) for example in examples]
+    shares = {}
+    if drafter:
+        shares = count_equal(loaded, drafter, texts, gamma=gamma, tokens=tokens)
+    for name, share in shares.items():
+        reporter.say(f"{name}: {share:.1%} of {len(texts)} greedy texts are plain decoding's")
+    if json_file is not None:
+        ratios = {f"share_{c['fed']}_at_{c['context']}": c["share_of_pass"] for c in costs}
+        ratios |= {f"identical_{name}": share for name, share in shares.items()}
+        process = describe_machine()
+        write_json(
+            json_file,
+            {"benchmark": "exact", "process": process, "costs": costs, "ratios": ratios},
+        )
+
+
+def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str, Any]]:
+    """A row for each number of tokens fed after so many tokens of text."""
+    config = target.model.config.get_text_config()
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    module = nn.Module()
+    module.num_key_value_groups = heads // shared
+    generator = torch.Generator().manual_seed(0)
+    slots = -(-(context + max(FED)) // SLOTS) * SLOTS
+    keys, values = torch.randn(2, 1, shared, slots, size, generator=generator).to(target.dtype)
+    lm = CachedLM(target.model)
+    ids = torch.randint(3, config.vocab_size // 2, (1, slots), generator=generator)
+    turns = 5 if quick else 15
+    rows = []
+    with torch.inference_mode():
+        lm.reset(1, slots)
+        lm.forward(ids[:, :context], np.zeros(1, dtype=np.int64), columns=np.array([context - 1]))
+        for fed in FED:
+            query = torch.randn(1, heads, fed, size, generator=generator).to(target.dtype)
+            padded = -(-(context + fed) // SLOTS) * SLOTS
+            seen = torch.arange(padded) <= context + torch.arange(fed)[:, None]
+            mask = torch.zeros(1, 1, fed, padded, dtype=target.dtype)
+            mask.masked_fill_(~seen, torch.finfo(target.dtype).min)
+            exact = context + fed
+            boolean = seen[None, None, :, :exact] if fed > 1 else None
+
+            def ours(query: Any = query, mask: Any = mask, padded: int = padded) -> None:
+                with each_token_alone():
+                    attention_forward(
+                        module, query, keys[:, :, :padded], values[:, :, :padded], mask
+                    )
+
+            def sdpa(query: Any = query, mask: Any = boolean, exact: int = exact) -> None:
+                sdpa_attention_forward(
+                    module, query, keys[:, :, :exact], values[:, :, :exact], mask
+                )
+
+            def whole(fed: int = fed) -> None:
+                lm.forward(ids[:, context : context + fed], np.array([context]))
+
+            ours_s, sdpa_s = in_turns([ours, sdpa], turns=turns, calls=20)
+            (pass_s,) = in_turns([whole], turns=turns, calls=1)
+            rows.append(
+                {
+                    "context": context,
+                    "fed": fed,
+                    "pass_ms": 1e3 * pass_s,
+                    "ours_us": 1e6 * ours_s,
+                    "sdpa_us": 1e6 * sdpa_s,
+                    "share_of_pass": layers * (ours_s - sdpa_s) / pass_s,
+                }
+            )
+    return rows
+
+
+def in_turns(functions: list[Callable[[], None]], *, turns: int, calls: int) -> list[float]:
+    """Seconds of one call of each: the median over turns, after one that is left out."""
+    seconds: list[list[float]] = [[] for _ in functions]
+    for turn in range(turns + 1):
+        for which, function in enumerate(functions):
+            begin = time.perf_counter()
+            for _ in range(calls):
+                function()
+            if turn:
+                seconds[which].append((time.perf_counter() - begin) / calls)
+    return [median(found) for found in seconds]
+
+
+def count_equal(
+    target: Target, drafters: list[str], prompts: list[list[int]], *, gamma: int, tokens: int
+) -> dict[str, float]:
+    """For each drafter, the share of prompts whose greedy text, at batch 1, is plain decoding's."""
+    plain = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
+    texts = [plain.decode([prompt], tokens).outputs for prompt in prompts]
+    shares = {}
+    for name in drafters:
+        drafter = open_drafter(name, target)
+        if isinstance(drafter, ShapedDrafter):
+            drafter = drafter.with_shape(Chain())
+        decoder = Decoder(target.model, drafter, gamma=gamma, eos_token_ids=target.eos_token_ids)
+        same = [
+            decoder.decode([prompt], tokens).outputs == text
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        shares[name] = sum(same) / len(same)
+    return shares
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_show_locals=False)
+    app.command()(shows_errors(main))
+    app()
