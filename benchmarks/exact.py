@@ -57,7 +57,7 @@ def main(
     costs = [cost for context in CONTEXTS for cost in measure_costs(loaded, context, quick=quick)]
     for cost in costs:
         reporter.say(
-            f"{cost['context']} tokens of text, {cost['fed']} fed: {cost['pass_ms']:.1f} ms a pass; "
+            f"text {cost['context']}, fed {cost['fed']}: {cost['pass_ms']:.1f} ms a pass; "
             f"attention {cost['ours_us']:.0f} µs a layer, sdpa {cost['sdpa_us']:.0f} µs: "
             f"{cost['share_of_pass']:+.1%} of the pass"
         )
