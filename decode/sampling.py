@@ -174,15 +174,15 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(the `count` largest of [..., V], largest first, and their places int64), as `topk` has it;
-    which of equal ones come last is open."""
+    """The `count` largest values of [..., V], largest first, and their indices int64, as from
+    `topk`. Of values that tie for the last places, any may be returned."""
     size = values.shape[-1]
     stride = size // SIEVE
     if values.device.type != "cpu" or 4 * count > stride:
         found = values.topk(count, dim=-1)
         return found.values, found.indices
-    # The largest stand in the `count` groups whose own largest are largest. Groups interleave, so
-    # that all of their maxima are found in a few vector passes.
+    # The `count` groups with the largest maxima hold all the values searched for. The groups
+    # interleave, so a few vector passes compute all maxima.
     whole = stride * SIEVE
     groups = values[..., :whole].unflatten(-1, (SIEVE, stride)).amax(-2).topk(count, -1).indices
     within = stride * torch.arange(SIEVE)
