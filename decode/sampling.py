@@ -216,7 +216,8 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
 
 def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """(index [...], position inside the weight at that index [...], uniform in [0, 1))."""
-    # float64: a float32 running sum over a large vocabulary errs by more than a rare token weighs.
+    # float64: over a large vocabulary, the error of a float32 running sum is larger than the weight
+    # of a rare token.
     cdf = weights.double().cumsum(-1)
     total = cdf[..., -1:]
     point = torch.minimum(uniform[..., None] * total, torch.nextafter(total, -total))

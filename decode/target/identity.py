@@ -1,4 +1,4 @@
-"""Hashes that tell whether two tokenizers are the same, so that token ids mean the same tokens."""
+"""Hashes that tell whether two tokenizers give the same token ids the same meaning."""
 
 import hashlib
 import json

@@ -33,7 +33,8 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def require_present(model: nn.Module, what: str) -> None:
-    """Raises UserError if weights are offloaded. what: the part that needs them, as 'heads'."""
+    """Raises UserError if weights are offloaded. what: the part that reads the weights, such as
+    'heads', for the message."""
     if any(p.device.type == "meta" for p in model.parameters()):
         raise UserError(
             f"{what} must read the target's weights, and some of {type(model).__name__}'s are "
