@@ -1,12 +1,13 @@
-"""Directories that are complete or absent: drafters, training checkpoints, generated data.
+"""Directories that are either complete or absent: drafters, training checkpoints, generated data.
 
-A directory is filled under a hidden name beside its final place, described in `manifest.json`,
-flushed to disk and renamed. A reader therefore never sees half of one, whatever ended the writer:
+The writer fills a directory under a hidden name next to its final path, lists its files in
+`manifest.json`, flushes it to disk and renames it. So a reader never sees a partial directory, even
+if the writer is killed:
 
-    .tmp-<name>-<pid>-<random>   being filled, or being deleted; worthless once its process is dead
+    .tmp-<name>-<pid>-<random>   being filled or deleted; useless once its process is dead
     .old-<name>                  the previous <name>, complete, kept until the new one is in place
 
-One process at a time writes a given path. No file is ever unpickled here.
+Only one process at a time may write a given path. No file is ever unpickled here.
 """
 
 import contextlib
@@ -28,13 +29,13 @@ FORMAT = 1
 
 _TEMPORARY = re.compile(r"\.tmp-(?P<name>.+)-(?P<pid>[0-9]{1,9})-[0-9a-f]{8}")
 _ASIDE = re.compile(r"\.old-(?P<name>.+)")
-# Names of this process's own temporaries. In a container a restarted run often gets the process id
-# of the run that was killed, so the id alone cannot tell what is stale.
+# Names of the temporaries of this process. In a container, a restarted run often gets the process
+# id of the killed run, so the id alone does not show which temporaries are stale.
 _in_use: set[str] = set()
 
 
 class CorruptArtifact(UserError):
-    """A directory that is not what its manifest says. Has `directory`, `file` and `problem`."""
+    """A directory does not match its manifest. Has `directory`, `file` and `problem`."""
 
     def __init__(self, directory: Path, file: str, problem: str) -> None:
         super().__init__(directory, file, problem)
@@ -53,13 +54,13 @@ def write_directory(
 ) -> None:
     """Write the directory `path` from the files that `fill(tmp)` puts into an empty directory.
 
-    `meta` (JSON values) goes into the manifest and comes back from `verify_directory`; it is read
-    after `fill` returns. A directory written here before is replaced; so is an empty one.
+    `meta` (JSON values) is stored in the manifest, and `verify_directory` returns it. It is read
+    after `fill` returns. Replaces an empty directory and a directory written by this function.
 
-    On any error `path` is left as it was and the temporary is removed. Raises UserError when `path`
-    is something else that would be lost (a file, a link, a directory with no manifest), when
-    `fill` leaves a link or a special file, and for every OSError, `fill`'s included; anything else
-    that `fill` raises passes through.
+    On any error, `path` stays unchanged and the temporary is removed. Raises UserError if `path` is
+    something else that would be lost (a file, a link, a directory without a manifest), if `fill`
+    leaves a link or a special file, and for every OSError, also in `fill`. Other exceptions of
+    `fill` pass through.
     """
     path = Path(os.path.abspath(path))
     with _os_errors_named(f"cannot write {path}"):
@@ -78,13 +79,13 @@ def write_directory(
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a directory so that a kill half-way leaves nothing visible. UserError on OSError."""
+    """Delete a directory. A kill half-way leaves nothing visible. UserError on OSError."""
     with _os_errors_named(f"cannot remove {path}"):
         _discard(Path(os.path.abspath(path)))
 
 
 def write_file(path: Path, data: bytes | str) -> None:
-    """Write one file, as a whole or not at all; text as UTF-8. UserError on OSError."""
+    """Write one file completely or not at all. Text is UTF-8. UserError on OSError."""
     path = Path(os.path.abspath(path))
     with _os_errors_named(f"cannot write {path}"):
         _make_directory(path.parent)
@@ -95,8 +96,8 @@ def write_file(path: Path, data: bytes | str) -> None:
 
 
 def require_space(directory: Path, needed: int, what: str) -> None:
-    """Refuse to begin where the disk that `directory` is or will be on has fewer than `needed` free
-    bytes. what: what they are for. Raises UserError."""
+    """Raise UserError if the disk of `directory` has fewer than `needed` free bytes. The directory
+    need not exist yet. what: names the data, for the message."""
     there = Path(os.path.abspath(directory))
     while not there.exists():
         there = there.parent
@@ -111,9 +112,10 @@ def require_space(directory: Path, needed: int, what: str) -> None:
 def verify_directory(path: Path, *, deep: bool = True) -> dict[str, Any]:
     """Check `path` against its manifest and return the manifest's meta.
 
-    With `deep` every file is hashed; without, only presence and size are checked. Files that the
-    manifest does not list are ignored (a clone from a model hub adds some). Raises CorruptArtifact
-    for the first file that is missing, changed, unreadable, a link, or outside the directory.
+    With `deep`, every file is hashed. Without it, only presence and size are checked. Files that
+    the manifest does not list are ignored (a clone from a model hub adds some). Raises
+    CorruptArtifact for the first file that is missing, changed, unreadable, a link, or outside the
+    directory.
     """
     body = _read_manifest(path)
     for name, entry in body["files"].items():
@@ -129,9 +131,10 @@ def verify_directory(path: Path, *, deep: bool = True) -> dict[str, Any]:
 
 
 def newest_complete(parent: Path, prefix: str) -> tuple[Path | None, list[CorruptArtifact]]:
-    """The `parent/prefix-<integer>` of the highest integer that verifies, else None.
+    """The `parent/prefix-<integer>` with the highest integer that verifies, or None.
 
-    With it come the errors of those passed over, for the caller to show. Call `recover` first.
+    Also returns the errors of the directories that were skipped, for the caller to show. Call
+    `recover` first.
     """
     numbered = re.compile(re.escape(prefix) + "-([0-9]+)")
     found = [
@@ -151,11 +154,11 @@ def newest_complete(parent: Path, prefix: str) -> tuple[Path | None, list[Corrup
 
 
 def recover(parent: Path) -> None:
-    """Clear up in `parent` after processes that died while writing. UserError on OSError.
+    """Clean up in `parent` after processes that died while writing. UserError on OSError.
 
-    Deletes temporaries of dead processes, and puts back a directory that was moved aside for a
-    successor that never arrived. Safe beside live writers on this machine; those of other machines
-    look dead, so with a shared disk call it where nobody else writes.
+    Deletes temporaries of dead processes. Restores a directory that was moved aside if its
+    replacement was never put in place. Safe while other processes on this machine write. Writers
+    on other machines look dead, so on a shared disk call it only if no other machine writes there.
     """
     parent = Path(os.path.abspath(parent))
     if not parent.is_dir():
@@ -169,13 +172,13 @@ def recover(parent: Path) -> None:
             else:
                 being_written.add(match["name"])
         for match in filter(None, map(_ASIDE.fullmatch, names)):
-            # Between the two renames of a live writer the aside copy is that writer's business.
+            # A live writer between its two renames handles the aside copy itself.
             if match["name"] not in being_written:
                 _settle(parent / match["name"])
 
 
 def _put_in_place(tmp: Path, path: Path) -> None:
-    """The commit. A kill between the renames leaves the aside copy, which `_settle` restores."""
+    """Commit. A kill between the renames leaves the aside copy, which `_settle` restores."""
     try:
         if _is_artifact(path):
             os.rename(path, _aside(path))
@@ -186,16 +189,16 @@ def _put_in_place(tmp: Path, path: Path) -> None:
             os.rename(path, tmp)
         _settle(path)
         raise
-    # The new directory is safely on disk. An old copy that cannot be removed now is no reason to
-    # call the write failed: the next write or `recover` tries again.
+    # The new directory is safely on disk. If the old copy cannot be removed now, the write still
+    # succeeded: the next write or `recover` tries again.
     with contextlib.suppress(OSError):
         _settle(path)
 
 
 def _settle(path: Path) -> None:
-    """Drop the aside copy of `path` when `path` itself is there, put it back when it is not."""
+    """Remove the aside copy of `path` if `path` exists. Otherwise restore it."""
     aside = _aside(path)
-    # Another process may settle the same path at the same time; either may win.
+    # Another process may settle the same path at the same time. It does not matter which wins.
     with contextlib.suppress(FileNotFoundError):
         if not _is_artifact(aside):
             return
@@ -215,7 +218,7 @@ def _is_artifact(path: Path) -> bool:
 
 
 def _is_vacant(path: Path) -> bool:
-    """Whether a directory can be renamed to `path` and nothing is lost."""
+    """Whether a directory can be renamed to `path` without loss of data."""
     if not os.path.lexists(path):
         return True
     return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
@@ -223,7 +226,7 @@ def _is_vacant(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    """An unused hidden name beside `path`; whatever is left there at the end is deleted."""
+    """An unused hidden name next to `path`. Anything left there at the end is deleted."""
     tmp = path.with_name(f".tmp-{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
     _in_use.add(tmp.name)
     try:
@@ -242,12 +245,12 @@ def _is_stale(match: re.Match[str]) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # Alive, and somebody else's.
+        pass  # The process is alive and belongs to another user.
     return False
 
 
 def _delete(tmp: Path) -> None:
-    """Remove a temporary as far as it goes: an error here must not hide the one that led here."""
+    """Remove a temporary as far as possible. An error here must not hide an earlier error."""
     if tmp.is_dir() and not tmp.is_symlink():
         shutil.rmtree(tmp, ignore_errors=True)
     else:
@@ -256,7 +259,7 @@ def _delete(tmp: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Rename first, so that a kill during the slow deletion leaves a temporary, not half of it."""
+    """Rename, then delete: a kill during the deletion leaves a temporary, not half of `path`."""
     with _temporary(path) as tmp:
         os.rename(path, tmp)
         _sync(path.parent)
@@ -275,7 +278,7 @@ def _seal(directory: Path, meta: dict[str, Any]) -> None:
         if entry.is_file():
             files[name] = {"size": entry.stat().st_size, "sha256": _sha256(entry)}
         _sync(entry)
-    # Through JSON and back: what is hashed must be what a reader will see (string keys, lists).
+    # To JSON and back: the hash must be over the values that a reader sees (string keys, lists).
     body = json.loads(json.dumps({"format": FORMAT, "files": files, "meta": meta}))
     text = json.dumps({**body, "sha256": _body_sha256(body)}, indent=1, sort_keys=True)
     _write_and_sync(directory / MANIFEST, text.encode())
@@ -283,12 +286,12 @@ def _seal(directory: Path, meta: dict[str, Any]) -> None:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest without its own hash. CorruptArtifact unless it is whole and of our format."""
+    """The manifest without its hash. CorruptArtifact if it is damaged or has another format."""
     if not path.is_dir():
         what = "is not a directory" if os.path.lexists(path) else "does not exist"
         raise CorruptArtifact(path, MANIFEST, f"cannot be read: {path} {what}")
     try:
-        # A named pipe would block the reader for ever.
+        # Reading a named pipe would block forever.
         if not stat.S_ISREG(os.lstat(path / MANIFEST).st_mode):
             raise CorruptArtifact(path, MANIFEST, "is not a regular file")
         body = json.loads((path / MANIFEST).read_bytes().decode())
@@ -310,7 +313,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _problem_of(directory: Path, name: str, entry: object, deep: bool) -> str | None:
-    """What is wrong with one file of the manifest; None when nothing is. Raises OSError."""
+    """The problem with one file of the manifest, or None. Raises OSError."""
     match entry:
         case {"size": int(size), "sha256": str(sha256)}:
             pass
@@ -349,12 +352,12 @@ def _write_and_sync(file: Path, data: bytes) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or a directory's list of names."""
+    """Flush a file, or the names in a directory, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems cannot flush a directory; nothing better can be done there.
+        # Some network file systems cannot flush a directory. There is no better way on them.
         if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:
@@ -371,7 +374,7 @@ def _make_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def _os_errors_named(action: str) -> Iterator[None]:
-    """Turn an OSError into a UserError that says what could not be done and why."""
+    """Turn an OSError into a UserError with the failed action and the reason."""
     try:
         yield
     except UserError:
@@ -385,7 +388,8 @@ def _os_errors_named(action: str) -> Iterator[None]:
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
-    """safetensors says it in words only, and torch.save to an open file raises on top of it."""
+    """safetensors reports a full disk only in the message. torch.save to an open file raises
+    another error on top of it."""
     while error is not None:
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             return True

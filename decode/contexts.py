@@ -1,4 +1,4 @@
-"""What a drafter is told before it drafts: the committed text, and how deep it may go."""
+"""The input of a drafter: the committed text, and the limits on the depth of the draft."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from torch import Tensor
 class Contexts:
     """The committed tokens of the B rows that are being decoded, on the host.
 
-    tokens: int64 [B, C]; row b holds lengths[b] tokens, the rest is room, also for a draft past the
-        end of the longest text.
+    tokens: int64 [B, C]. Row b holds lengths[b] tokens, the rest is free space. There is space for
+        a draft past the end of the longest text.
     """
 
     tokens: np.ndarray
@@ -24,14 +24,15 @@ class Contexts:
 
 @dataclass
 class Limits:
-    """How deep a draft may be.
+    """Limits on the depth of a draft.
 
-    depths: int [B] on the host, per row; 0 means that nothing shall be drafted there.
-    stops: asked before each token of a chain is chosen, with its place (0, 1, …), the drafter's
-        logits for it, [B, V'], and which rows are still drafting, bool [B] on the host; says for
-        which of those (bool [B]) the draft ends before that token. The logits of other rows mean
-        nothing. Never asked about a token that is already chosen: dropping it for its own
-        probability would change what is sampled.
+    depths: int [B] on the host, the max depth per row. 0: draft nothing in that row.
+    stops: called before each token of a chain is chosen. Its arguments are the index of the token
+        (0, 1, …), the drafter's logits for it, [B, V'], and the rows that are still drafting, bool
+        [B] on the host. It returns the rows whose draft ends before that token, bool [B]. The
+        logits of rows that are not drafting mean nothing. It is never called for a token that is
+        already chosen: dropping a token because of its own probability would change the
+        distribution of the text.
     """
 
     depths: np.ndarray

@@ -1,4 +1,4 @@
-"""Text from tokens that come a few at a time."""
+"""Turns tokens into text while they arrive a few at a time."""
 
 from collections.abc import Sequence
 
@@ -6,28 +6,28 @@ from transformers import PreTrainedTokenizerBase
 
 
 class TextStream:
-    """The text of one growing sequence, handed out in pieces that never split a character.
+    """The text of one growing sequence, in pieces that never split a character.
 
-    A token may end inside a character (bytes that are no UTF-8 yet, shown as U+FFFD); its text is
-    held back until the character is whole. The pieces add up to the text of all tokens. A call
-    decodes the tokens since the last piece and no more of the text.
+    A token may end inside a character: its bytes are not valid UTF-8 yet and decode to U+FFFD. Its
+    text is held back until the character is complete. The pieces add up to the text of all tokens.
+    A call decodes only the last piece's tokens and the tokens since then.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        # The tokens of the last piece, as some tokenizers write a token's space only after another
-        # one, and those that are held back.
+        # The tokens of the last piece and the tokens that are held back. The last piece is needed
+        # because some tokenizers write the space of a token only if another token precedes it.
         self._ids: list[int] = []
-        self._given = 0  # how many of these, and
-        self._length = 0  # how many characters that is
+        self._given = 0  # number of tokens in the last piece
+        self._length = 0  # number of characters they decode to
 
     def peek(self, tokens: Sequence[int]) -> str:
-        """What the text would go on with if it ended after these tokens."""
+        """The rest of the text if it ended after these tokens. Changes nothing."""
         return self._decode([*self._ids, *tokens])[self._length :]
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The next piece, '' while there is none."""
+        """The next piece, or '' if there is none yet."""
         piece = self.peek(tokens)
         self._ids += tokens
         if not piece or piece.endswith("�"):
@@ -37,7 +37,7 @@ class TextStream:
         return piece
 
     def end(self) -> str:
-        """What was held back, now that nothing more comes."""
+        """End the sequence and return the text that was held back."""
         piece = self.peek([])
         self._ids, self._given, self._length = [], 0, 0
         return piece
@@ -49,7 +49,7 @@ class TextStream:
 def decode(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = True
 ) -> str:
-    """The text of token ids as it stands, no spaces tidied up: that would take text back."""
+    """The text of token ids. Spaces are not cleaned up: that would change text already emitted."""
     text: str = tokenizer.decode(
         list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )

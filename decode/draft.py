@@ -1,4 +1,4 @@
-"""What a drafter hands to the verification: a token tree per row.
+"""The drafter's output, which the rules verify: one token tree per row.
 
 Shapes: B rows, N nodes (padded to the largest row), K children of a node, V vocabulary.
 """
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# How the children of one node were drawn. independent: all from the same q, with replacement (the
-# only child of a chain's node too). distinct: from the same q, without replacement. mixed: with
-# replacement, each from a q of its own, as several drafters do; a token that one of them chose has
-# a q that is 1 for it.
+# How the children of one node were drawn. independent: all from the same q, with replacement (also
+# the only child of a node in a chain). distinct: from the same q, without replacement. mixed: with
+# replacement, each from a different q, as with several drafters. If a drafter chose its token
+# without drawing, q is 1 for that token.
 Drawn = Literal["independent", "distinct", "mixed"]
 # chosen: nothing was drawn, so q = 1 for each child.
 Siblings = Literal["chosen", "independent", "distinct", "mixed"]
@@ -22,7 +22,7 @@ Siblings = Literal["chosen", "independent", "distinct", "mixed"]
 
 @dataclass
 class Draft:
-    """B token trees. A chain is a tree without branches: node i hangs on node i−1.
+    """B token trees. A chain is a tree without branches: node i−1 is the parent of node i.
 
     tokens: int64 [B, N], shallow nodes before deeper ones, siblings in the order they were drawn.
     sizes: int [B] on the host; row b has nodes 0 … sizes[b]−1, the rest is padding.
@@ -31,8 +31,8 @@ class Draft:
     parents: int64 [B, N] or None. −1 is the last committed token; None means a chain.
     q_rows: int64 [B, N] or None: the row of q that node i was drawn from. None: row parent(i)+1,
         as if q had a row for the context that ends at each node (row 0: the committed context).
-    drawn: how siblings were drawn, where there is a q. Distinct ones were drawn from q without
-        their elder siblings, renormalised; q itself is declared whole.
+    drawn: how siblings were drawn, if there is a q. Each distinct sibling was drawn from q without
+        the tokens of its earlier siblings, renormalised. q itself still holds all tokens.
 
     >>> Draft.none(2, "cpu").tokens.shape
     torch.Size([2, 0])
@@ -48,14 +48,15 @@ class Draft:
 
     @classmethod
     def none(cls, rows: int, device: torch.device | str) -> "Draft":
-        """Nothing drafted: the verification pass is a plain decoding step."""
+        """An empty draft: the verification pass is a plain decoding step."""
         return cls(
             torch.zeros(rows, 0, dtype=torch.int64, device=device), np.zeros(rows, dtype=np.int64)
         )
 
     @classmethod
     def chosen(cls, chains: Sequence[Sequence[int]]) -> "Draft":
-        """A chain per row, on the host, of tokens that were looked up, not drawn; or none."""
+        """One chain per row, on the host, of tokens that were looked up, not drawn. A chain may be
+        empty."""
         sizes = np.array([len(tokens) for tokens in chains])
         padded = np.zeros((len(chains), int(sizes.max())), dtype=np.int64)
         for row, tokens in enumerate(chains):
@@ -91,7 +92,7 @@ class Draft:
         return self.drawn
 
     def limit_depth(self, depths: np.ndarray) -> None:
-        """Take away row b's nodes that are deeper than depths[b], int [B]."""
+        """Remove the nodes of row b that are deeper than depths[b], int [B]."""
         if self.parents is None:
             self.sizes = np.minimum(self.sizes, depths)
             return
@@ -115,9 +116,9 @@ class Draft:
         return self.parent_rows() if self.q_rows is None else self.q_rows
 
     def q_of(self, nodes: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-        """(weights float32 [B, vocab], their sum float64 [B]) that one node of each row, int64 [B],
-        was drawn from: q, without elder siblings where siblings are distinct; one-hot where tokens
-        were chosen."""
+        """The weights that one node of each row, int64 [B], was drawn from: (float32 [B, vocab],
+        their sums float64 [B]). They are q, for distinct siblings without the earlier siblings, and
+        one-hot for chosen tokens."""
         row = torch.arange(len(nodes), device=nodes.device)
         whole = torch.ones(len(nodes), dtype=torch.float64, device=nodes.device)
         if self.q is None:
@@ -132,28 +133,29 @@ class Draft:
             return q, whole
         gone = torch.zeros_like(q).scatter_reduce_(1, self.tokens, elder.to(q.dtype), "amax")
         q = q.masked_fill(gone > 0, 0.0)
-        # Without elders it is 1 by definition, or rows would differ by the rows beside them.
+        # A node without earlier siblings has sum 1 by definition. Otherwise a row would depend on
+        # the other rows of the batch.
         return q, torch.where(elder.any(1), q.sum(1, dtype=torch.float64), whole)
 
     def q_of_tokens(self) -> Tensor:
-        """float64 [B, N]: what each node's token had in the distribution it was drawn from."""
+        """float64 [B, N]: the probability of each node's token in the q it was drawn from."""
         if self.q is None:
             return torch.ones_like(self.tokens, dtype=torch.float64)
         rows = torch.arange(len(self.tokens), device=self.tokens.device)[:, None]
         return self.q[rows, self.rows_of_q(), self.tokens].double()
 
     def path_to(self, nodes: Tensor) -> Tensor:
-        """int64 [B, N]: node nodes[b], int64 [B], and its ancestors from the root down; past its
-        depth it is padding. −1 stands for the root, whose path is empty."""
+        """int64 [B, N]: node nodes[b], int64 [B], and its ancestors, from the root down. Entries
+        past its depth are padding. −1 means the root, which has an empty path."""
         count = self.tokens.shape[1]
         at = nodes.clamp(min=0)[:, None, None].expand(-1, 1, count)
         on_path = self.ancestors().gather(1, at)[:, 0] & (nodes >= 0)[:, None]
-        # Parents come before children, so the path's nodes in order of index are in order of depth.
+        # Parents come before children, so sorting the nodes of a path by index sorts them by depth.
         order = torch.where(on_path, torch.arange(count, device=nodes.device), count)
         return order.sort(1).values.clamp(max=max(count - 1, 0))
 
     def ancestors(self) -> Tensor:
-        """bool [B, N, N]: [b, i, j] says that node j is node i or one of its ancestors."""
+        """bool [B, N, N]: [b, i, j] is True if node j is node i or one of its ancestors."""
         if self._ancestors is not None:
             return self._ancestors
         rows, nodes = self.tokens.shape
@@ -162,7 +164,7 @@ class Draft:
             chain = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
             self._ancestors = chain.expand(rows, -1, -1)
             return self._ancestors
-        # One step up from each node, or staying where it is; squared, twice as many steps.
+        # The matrix takes each node up one step or none. Squaring it doubles the number of steps.
         order = torch.arange(nodes, device=device)
         up = ((self.parents[..., None] == order) | (order[:, None] == order)).float()
         for _ in range(max(nodes - 1, 1).bit_length()):
@@ -171,8 +173,8 @@ class Draft:
         return self._ancestors
 
     def children(self) -> Tensor:
-        """int64 [B, N+1, K]: row r lists the valid children of node r−1 (row 0: of the last
-        committed token) in order; −1 where it has fewer than K ≥ 1."""
+        """int64 [B, N+1, K], K ≥ 1: row r lists the valid children of node r−1 in order (row 0: of
+        the last committed token), filled up with −1."""
         rows, nodes = self.tokens.shape
         device = self.tokens.device
         above = self.parent_rows()
@@ -183,11 +185,11 @@ class Draft:
             )[..., None]
         valid = self.valid()
         same = (above[:, :, None] == above[:, None, :]) & valid[:, None, :]
-        rank = same.float().tril(-1).sum(2).long()  # how many elder siblings
+        rank = same.float().tril(-1).sum(2).long()  # number of earlier siblings
         most = int(rank.max()) + 1 if nodes else 1
         table = torch.full((rows, (nodes + 1) * most), -1, dtype=torch.int64, device=device)
         order = torch.arange(nodes, device=device).expand(rows, -1)
-        # Padding is written to a place where no child stands, as what stands there already.
+        # Padding writes −1 to an entry that belongs to no child and is already −1.
         place = torch.where(valid, above * most + rank, (nodes + 1) * most - 1)
         table.scatter_(1, place, torch.where(valid, order, -1))
         return table.view(rows, nodes + 1, most)

@@ -1,6 +1,6 @@
-"""A verdict on the host: what a pass of the target yields, and whether its logits were usable.
+"""A verdict on the host: the tokens that a target pass yields, and whether its logits were usable.
 
-Shapes: B rows, D drafted tokens on the longest path.
+Shapes: B rows, D draft tokens on the longest path.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from decode.scores import Scores
 @dataclass
 class Judged:
     """accepted, reached: int [B], as in `Verdict`. block: int64 [B, D+1], the accepted tokens of
-    each row, followed by the target's own. broken: bool [B], whether any logits on the way were
-    NaN, infinite or masked throughout.
+    each row, then the target's next token. broken: bool [B], whether any logits along the accepted
+    path were NaN, infinite or all masked.
     """
 
     accepted: np.ndarray
@@ -29,7 +29,7 @@ class Judged:
 
     @classmethod
     def of(cls, draft: Draft, scores: Scores, verdict: Verdict) -> "Judged":
-        """With one transfer to the host."""
+        """Copies the verdict to the host, in one transfer."""
         path_tokens = draft.tokens.gather(1, verdict.path)
         peaks = scores.peaks_at(verdict.places())
         visited = torch.arange(peaks.shape[1], device=peaks.device) <= verdict.accepted[:, None]
@@ -52,8 +52,9 @@ class Judged:
     def require_usable(
         self, scores: Scores, verdict: Verdict, rows: np.ndarray, contexts: Contexts, step: int
     ) -> None:
-        """Raise UserError where a row is broken: what is wrong with the logits of the first, and
-        whose fault it is. rows: int [B], the prompts; step: 0 is the prefill."""
+        """Raise UserError if a row is broken. The message describes the first broken row, and says
+        whether the model or a logits processor is the cause. rows: int [B], the prompt of each row.
+        step: 0 is the prefill."""
         if not self.broken.any():
             return
         place = int(self.broken.argmax())

@@ -35,7 +35,7 @@ OnTokens = Callable[[int, list[int]], None]
 
 @dataclass
 class Decoded:
-    """What a decode produced. outputs[i] answers prompts[i], its EOS included if it was emitted."""
+    """The result of a decode. outputs[i] answers prompts[i], with the EOS if it was emitted."""
 
     outputs: list[list[int]]
     tally: Tally
@@ -47,8 +47,8 @@ class Decoded:
         return self.tally.pooled()
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the prompts as JSON values: token ids, pooled counts and figures (also by
-        position), milliseconds by part, and every step."""
+        """Everything except the prompts, as JSON values: token ids, pooled counts and figures (also
+        by position), milliseconds by part, and every step."""
         return {
             "outputs": self.outputs,
             **self.counts.to_dict(),
@@ -58,8 +58,9 @@ class Decoded:
 
 
 def require_prompts(prompts: Sequence[Sequence[int]], max_positions: int, vocab_size: int) -> None:
-    """Refuse prompts (token ids) that cannot be decoded: none, an empty one, one that fills the
-    context, or ids that are no tokens (UserError, naming the prompt by its place)."""
+    """Raise UserError for prompts (token ids) that cannot be decoded: no prompts, an empty prompt,
+    a prompt that fills the context, or ids outside the vocabulary. The message gives the index of
+    the prompt."""
     if not prompts:
         raise UserError("there are no prompts to decode")
     for row, prompt in enumerate(prompts):
@@ -80,20 +81,24 @@ def require_prompts(prompts: Sequence[Sequence[int]], max_positions: int, vocab_
 class Decoder:
     """A target, a drafter, a rule and a draft-length policy, ready to decode.
 
-    gamma: how deep every draft is, ≥ 1, where it has no depth of its own (`Drafter.deepest`);
-    policy: what decides that instead. rule: one, or a name from `RULES`; None: `speculative`, for
-    trees `multi_round`; at temperature 0 exact match is used for those that come to it. sampling:
-    how text is drawn; draft_sampling: how the drafter draws, where that shall differ. processors:
-    as `transformers`' LogitsProcessorList, applied to the target's logits before temperature and
-    filters, after the repetition penalty; they must keep nothing between calls, as they are shown
-    rejected drafts too. stop: what ends a text beside an EOS id and the length limit. observers:
-    shown every verification pass. first_target: the prefill pass yields the first token, so that
-    every draft follows a token of the target's. Off, the first token is drafted and verified like
-    all others; the text is the same (sampled: its distribution), at one more pass per prompt, and
-    the counts include that token. For debugging a drafter on what follows a prompt.
+    gamma: the depth of every draft, at least 1. Ignored for drafts with a fixed depth
+        (`Drafter.deepest`), and if a policy is given.
+    policy: decides the depth of each draft.
+    rule: an instance, or a name from `RULES`. None: `speculative`, or `multi_round` for trees. At
+        temperature 0, exact match replaces the rules that are equivalent to it there.
+    sampling: how text is drawn. draft_sampling: how the drafter draws, if different.
+    processors: as `transformers`' LogitsProcessorList. They change the target's logits after the
+        repetition penalty, before temperature and filters. They must keep no state between calls,
+        because they see rejected drafts too.
+    stop: ends a text, in addition to the EOS ids and the length limit.
+    observers: called with every verification pass.
+    first_target: the prefill pass yields the first token, so every draft follows a token of the
+        target. If False, the first token is drafted and verified like all others. The text is the
+        same (when sampled: its distribution), each prompt takes one more pass, and the counts
+        include that token. This helps to debug a drafter right after a prompt.
 
-    Raises UserError for γ < 1 or as deep as the context, an unknown rule, a rule that cannot judge
-    what this drafter drafts, or a drafter of another vocabulary.
+    Raises UserError if γ < 1 or γ reaches the context length, for an unknown rule, a rule that
+    cannot judge this drafter's drafts, or a drafter with another vocabulary.
     """
 
     def __init__(
@@ -155,12 +160,13 @@ class Decoder:
         """Continue all prompts (token ids) together, each until EOS, `max_new_tokens` or the end
         of the model's context.
 
-        row_ids: what each row's random numbers are derived from beside the seed; its place in a
-            larger set makes its text the same in any batch, in float32 (see `Noise`; default: its
-            place in `prompts`).
-        on_tokens: called with (row, new tokens) as soon as they are certain. on_step: see trace.
-        Raises UserError for no prompts, an empty prompt, one that leaves no room to answer or has
-        ids that are no tokens, and for logits that are NaN or that processors mask throughout.
+        row_ids: the identity of each row. Its random numbers depend on it and on the seed. With
+            the row's index in a larger set, its text is the same in any batch, in float32 (see
+            `Noise`). Default: the row's index in `prompts`.
+        on_tokens: called with (row, new tokens) as soon as they are final.
+        on_step: see `decode.trace`.
+        Raises UserError if there are no prompts, if a prompt is empty, leaves no room for an answer
+        or has ids outside the vocabulary, if logits are NaN, and if processors mask all logits.
         """
         passes = self.decoding(
             prompts,
@@ -188,15 +194,15 @@ class Decoder:
         on_tokens: OnTokens | None = None,
         on_step: Callable[[TraceStep], None] | None = None,
     ) -> Generator[int, None, Decoded]:
-        """`decode`, pass by pass: yields after the prefill and after each verification pass that is
-        not the last, and returns what `decode` returns.
+        """`decode`, pass by pass: yields after the prefill and after each verification pass except
+        the last, and returns the same result as `decode`.
 
-        What is yielded is how many tokens all rows have emitted so far. Time between two passes is
-        not counted. A decoder, and its drafter, can be in the middle of one decode only.
+        Yields the number of tokens that all rows have emitted so far. Time between two passes is
+        not counted. A decoder and its drafter can run only one decode at a time.
         """
         ends = self._ends(prompts, max_new_tokens)
         clock = _Clock(self.lm.device)
-        rows = np.arange(len(prompts))  # which prompt each row still decoding answers
+        rows = np.arange(len(prompts))  # the prompt index of each row that still decodes
         device = self.lm.device
         contexts = self._contexts(prompts, ends)
         identities = np.asarray(rows if row_ids is None else row_ids)
@@ -243,13 +249,13 @@ class Decoder:
 
             noise.next_round(contexts.lengths)
             left = ends - contexts.lengths
-            # The pass itself emits a token, so drafting the last one is never worth it. Each row is
-            # held to its own limit, or its text would depend on the rows beside it.
+            # The pass itself emits a token, so drafting the last one is never worth it. Each row
+            # has its own limit. Otherwise its text would depend on the other rows.
             depths = np.minimum(self.policy.depths(), left - 1)
             draft = Draft.none(len(rows), device)
             if depths.any():
                 if not has_drafted:
-                    # Not before: a policy may decode a whole text without a draft.
+                    # Not earlier: a policy may decode a complete text without a draft.
                     self.drafter.prefill(contexts)
                     clock.mark("draft_prefill")
                     has_drafted = True
@@ -291,7 +297,7 @@ class Decoder:
                     accepted,
                     emitted,
                     width=1 + draft.tokens.shape[1],
-                    # A policy that stopped a draft has seen logits of one token more.
+                    # A policy that stopped a draft has seen the logits of one more token.
                     depth=max(int(by_depth.any(0).sum()), self.policy.asked),
                     draft_s=draft_s,
                     verify_s=verify_s,
@@ -304,8 +310,8 @@ class Decoder:
         return Decoded(outputs, tally, clock.timing, steps)
 
     def _ends(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> np.ndarray:
-        """int [B]: the length at which each row ends, prompt included: `max_new_tokens` more, or
-        where the model's positions end."""
+        """int [B]: the maximum length of each row, prompt included: `max_new_tokens` more than the
+        prompt, or the model's last position."""
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
         require_prompts(prompts, self.lm.max_positions, self._vocab_size)
@@ -314,7 +320,7 @@ class Decoder:
 
     def _contexts(self, prompts: Sequence[Sequence[int]], ends: np.ndarray) -> Contexts:
         lengths = np.array([len(prompt) for prompt in prompts])
-        # In a ragged batch a row at its end is still fed a draft as deep as the others'.
+        # In a ragged batch, a row near its end is still fed a draft as deep as the others.
         capacity = int(ends.max()) + self.drafter.most_nodes(self.policy.most)
         tokens = np.zeros((len(prompts), capacity), dtype=np.int64)
         for row, prompt in enumerate(prompts):
@@ -322,9 +328,9 @@ class Decoder:
         return Contexts(tokens, lengths)
 
     def _prefill(self, contexts: Contexts, lengths: np.ndarray, noise: Noise) -> np.ndarray:
-        """Feed the first `lengths` (int [B]) tokens of the prompts; the token that follows each,
-        int64 [B, 1], or with `first_target` off none, [B, 0], and the prompts' last tokens are left
-        to the first verification."""
+        """Feed the first `lengths` (int [B]) tokens of the prompts and return the next token of
+        each row, int64 [B, 1]. Without `first_target` it returns no tokens, [B, 0], and the first
+        verification feeds the last token of each prompt."""
         rows, capacity = contexts.tokens.shape
         self.lm.reset(rows, capacity)
         ids = torch.as_tensor(contexts.tokens[:, : int(lengths.max())], device=self.lm.device)
@@ -349,7 +355,7 @@ class Decoder:
         ids = torch.cat([torch.as_tensor(last, device=self.lm.device), draft.tokens], 1)
         if draft.is_chain:
             return self.lm.forward(ids, start), start
-        # The root stands before all nodes and is seen by each of them.
+        # The root comes before all nodes, and every node may see it.
         ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
         ancestors[:, :, 0] = True
         depth = ancestors.sum(2) - 1
@@ -368,8 +374,8 @@ class Decoder:
     def _cut(
         self, rows: np.ndarray, block: np.ndarray, new: np.ndarray, left: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """How many of the `new` [B] tokens of each block are emitted, and whether the text ends
-        with them."""
+        """(how many of the `new` [B] tokens of each block are emitted, int [B]; whether the text
+        ends with them, bool [B])."""
         emitted = np.minimum(new, left)
         is_eos = np.isin(block, self.eos) & (np.arange(block.shape[1])[None, :] < emitted[:, None])
         has_eos = is_eos.any(1)
@@ -399,7 +405,7 @@ class Decoder:
 
 
 class _Clock:
-    """Charges the time since the last mark to a part of the step."""
+    """Adds the time since the last mark to a part of the step."""
 
     def __init__(self, device: torch.device) -> None:
         self.timing = Timing()
@@ -407,11 +413,11 @@ class _Clock:
         self._last = time.perf_counter()
 
     def resume(self) -> None:
-        """What has passed since the last mark is charged to nothing."""
+        """Restart the clock. The time since the last mark is not counted."""
         self._last = time.perf_counter()
 
     def mark(self, part: str) -> float:
-        """The seconds since the last mark."""
+        """Add the seconds since the last mark to `part`, and return them."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = time.perf_counter()

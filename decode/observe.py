@@ -1,4 +1,4 @@
-"""What those who learn from the verification are shown: one pass, as it was judged."""
+"""One verification pass, as observers see it: drafters that learn, and other code."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from decode.target.hidden_states import Features
 class Verified:
     """One verification pass over B rows; D is the depth of the longest accepted path.
 
-    rows: int [B], which prompts. contexts: the committed texts that the draft followed, before its
-    accepted tokens are appended. scores: what the target said after the text and after each node;
-    `verdict.places()` are the places along the accepted path. accepted: int [B] on the host.
-    block: int [B, D+1] on the host, the accepted tokens followed by the target's own; a text that
-    ends inside it is not cut yet. read: where the drafter reads the target's hidden states, those
-    it was handed last, before it drafted: they end with the text's last token but one, which is at
-    lengths − 2. All of it is the loop's own: to be read during the call, neither kept nor changed.
+    rows: int [B], the prompt of each row. contexts: the committed texts before the draft's accepted
+    tokens are appended. scores: the target's logits after the text and after each node.
+    `verdict.places()` gives the places along the accepted path. accepted: int [B] on the host.
+    block: int [B, D+1] on the host, the accepted tokens, then the target's next token. A text that
+    ends inside the block is not cut yet. read: if the drafter reads the target's hidden states, the
+    last ones it got before it drafted. They end with the text's second-to-last token, at position
+    lengths − 2. The loop owns all of this: read it during the call, do not keep or change it.
     """
 
     rows: np.ndarray

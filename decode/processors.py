@@ -1,8 +1,10 @@
 """Changes to the logits that depend on the text so far: repetition penalty, `LogitsProcessorList`.
 
-In a tree every node has a text of its own, its path: two siblings' children are judged after
-different texts. Shapes: B rows, N drafted nodes, R = N+1 places where a token is predicted (place
-0 follows the committed text, place i+1 node i), L tokens of the longest row, V vocabulary.
+In a tree, each node has a different text before it: its path. So the children of two siblings are
+judged after different texts.
+
+Shapes: B rows, N draft nodes, R = N+1 places where a token is predicted (place 0 follows the
+committed text, place i+1 follows node i), L tokens of the longest row, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# As transformers' LogitsProcessor: (input_ids [b, l], scores [b, V]) → scores [b, V].
+# Same as transformers' LogitsProcessor: (input_ids [b, l], scores [b, V]) → scores [b, V].
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
 def penalise(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
-    """Repetition penalty (1909.05858): float32 logits [..., V], those of the tokens in ids [..., M]
-    divided by the penalty where positive and multiplied where negative, each once.
+    """Repetition penalty (1909.05858): float32 logits [..., V]. The logits of the tokens in
+    ids [..., M] are divided by the penalty if positive and multiplied by it if negative, each once.
 
-    In float32, as `generate()` does: rounded to bfloat16 again, a penalised logit could tie with
-    one that is not, or pass it.
+    The result is float32, as in `generate()`. Rounded to bfloat16, a penalised logit could tie with
+    an unpenalised one or change its order with it.
     """
     found = logits.gather(-1, ids).float()
     found = torch.where(found < 0, found * penalty, found / penalty)
@@ -30,10 +32,11 @@ def penalise(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
 def tokens_before(
     tokens: np.ndarray, lengths: np.ndarray, nodes: Tensor, on_path: Tensor
 ) -> Tensor:
-    """int64 [B, R, L+N]: the tokens of each place's text, as a set: room is filled with its first.
+    """int64 [B, R, L+N]: the set of tokens in the text before each place. Unused entries repeat the
+    first token of the text.
 
     tokens, lengths: the committed texts, int [B, C] and [B]. nodes: int64 [B, N]. on_path: bool
-    [B, R, N], which nodes stand before each place.
+    [B, R, N], the nodes on the path to each place.
     """
     width = int(lengths.max())
     inside = np.arange(width)[None, :] < lengths[:, None]
@@ -53,11 +56,11 @@ def process(
     nodes: Tensor,
     on_path: Tensor,
 ) -> Tensor:
-    """float32 logits [B, R, V] after any processors, each place with the exact text before it.
+    """float32 logits [B, R, V] after the processors, each place with the exact text before it.
 
-    Processors are given float32, as by `generate()`. They know no padding, so places with texts of
-    one length are handed over together.
-    Arguments as in `tokens_before`; nodes stand in the order of their depth.
+    Processors get float32, as in `generate()`. They do not know padding, so one call gets only
+    places with texts of the same length. Arguments are as in `tokens_before`. Nodes are in the
+    order of their depth.
     """
     drafted, mask = nodes.cpu().numpy(), on_path.cpu().numpy()
     texts: dict[int, list[tuple[int, int, np.ndarray]]] = {}

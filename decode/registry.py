@@ -1,4 +1,4 @@
-"""Parts by name: drafters, verification rules, losses, stages; and parts by name with options."""
+"""Registries of parts by name (drafters, verification rules, losses, stages), with options."""
 
 import ast
 import inspect
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """A part by name, with the options it is made with.
+    """The name of a part, and the options to create it with.
 
     >>> Choice.of("lenience:lenience=0.7")
     Choice(name='lenience', options={'lenience': 0.7})
@@ -29,10 +29,10 @@ class Choice:
 
     @classmethod
     def of(cls, given: "str | Mapping[str, Any] | Choice") -> "Choice":
-        """From `name` or `name:option=value,…` (values as Python writes numbers, lists and
-        dictionaries, true, false and none; else text), or a mapping with `name` and the options.
+        """Parse `name` or `name:option=value,…`, or a mapping with `name` and the options.
 
-        Raises UserError for anything else.
+        A value is a number, list or dictionary in Python syntax, or true, false or none. Any other
+        value is text. Raises UserError if `given` has another form.
         """
         if isinstance(given, Choice):
             return given
@@ -56,13 +56,13 @@ class Choice:
         )
 
     def __str__(self) -> str:
-        """As `of` reads it."""
+        """The text form, which `of` parses."""
         options = ",".join(f"{key}={_text(value)}" for key, value in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
 
 def _split(text: str) -> list[str]:
-    """The items between commas that stand in no bracket and no quotes."""
+    """Split at commas that are outside brackets and quotes."""
     items, depth, quote = [""], 0, ""
     for sign in text:
         if quote:
@@ -97,7 +97,7 @@ def _text(value: Any) -> str:
 
 
 class Registry(Generic[T]):
-    """Maps a name to a part. A new part is one new file with one `@registry.register(name)`.
+    """Maps names to parts. To add a part, add one file with one `@registry.register(name)`.
 
     >>> shapes = Registry[type]("shape")
     >>> @shapes.register("circle")
@@ -111,7 +111,7 @@ class Registry(Generic[T]):
         self._parts: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that files a part under `name`; a name taken twice is a programming error."""
+        """Decorator that registers a part as `name`. ValueError if the name is already taken."""
 
         def add(part: T) -> T:
             if name in self._parts:
@@ -122,7 +122,7 @@ class Registry(Generic[T]):
         return add
 
     def __getitem__(self, name: str) -> T:
-        """The part called `name`. Raises UserError naming the nearest known one."""
+        """The part called `name`. If unknown, raises UserError with the nearest known name."""
         if name not in self._parts:
             raise UserError(
                 f"unknown {self.what} {name!r}; known: {', '.join(sorted(self._parts))}."
@@ -131,11 +131,11 @@ class Registry(Generic[T]):
         return self._parts[name]
 
     def make(self, choice: str | Mapping[str, Any] | Choice, **defaults: Any) -> Any:
-        """The part (a class) made with the choice's options.
+        """Create the part (a class) with the options of the choice.
 
-        defaults: options that are used where the part has them and the choice does not name them.
-        Raises UserError for an unknown name or option, naming the nearest, and for a value of the
-        wrong type, one that the part refuses, or one that is missing.
+        defaults: options for parts that have them, used if the choice does not set them.
+        Raises UserError for an unknown name or option, with the nearest known one, for a value of
+        the wrong type, for a value that the part refuses, and for a missing value.
         """
         chosen = Choice.of(choice)
         part: Any = self[chosen.name]
@@ -161,7 +161,7 @@ class Registry(Generic[T]):
 
 
 def options_of(part: Any) -> dict[str, inspect.Parameter]:
-    """The parameters that a part's class is made with, by name, annotations resolved."""
+    """The parameters of a part's constructor, by name, with annotations resolved."""
     if part.__init__ is object.__init__:
         return {}
     hints = get_type_hints(part.__init__)
@@ -174,7 +174,7 @@ def options_of(part: Any) -> dict[str, inspect.Parameter]:
 
 def _checked(what: str, value: Any, annotation: Any) -> Any:
     try:
-        # As JSON, where a list may stand for a tuple and a text for a key that is a number.
+        # Validated as JSON, which accepts a list for a tuple and a string for a numeric key.
         return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
     except (ValidationError, TypeError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)

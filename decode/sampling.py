@@ -1,4 +1,4 @@
-"""From logits to probabilities to tokens, and the random numbers behind the draws."""
+"""Turns logits into probabilities and tokens, and makes the random numbers for the draws."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from decode.errors import UserError
 
-# Beyond the first top-k, how many tokens that tie with the last of them are looked for.
+# How many tokens beyond the top k are searched for ties with the k-th.
 SPARE = 64
-# How many of the likeliest tokens are looked at first, and then, before a whole vocabulary is
-# sorted for top-p.
+# For top-p: how many of the likeliest tokens to look at in the first and second try, before the
+# full vocabulary is sorted.
 LOOKED_AT = (256, 4096)
-# How many tokens are sifted together in the search for the largest few.
+# Group size in the search for the largest few tokens.
 SIEVE = 16
-# Tokens that a draw, or a search for the largest logit, takes together at first.
+# Block size in the first stage of a draw, and of the search for the largest logit.
 BLOCK = 256
 
 
@@ -26,9 +26,9 @@ class Sampling:
     `generate()`.
 
     temperature 0 is greedy decoding. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch
-    those off. min_p: tokens less likely than this share of the likeliest one's probability are
-    left out. The penalty depends on the text so far and is applied by who knows it
-    (`decode.scores`, `decode.trees.growth`), before what this class does.
+    these settings off. min_p: removes tokens with a probability below min_p times the largest
+    probability. This class does not apply the repetition penalty, because it depends on the text
+    so far. `decode.scores` and `decode.trees.growth` apply it before they call this class.
     """
 
     temperature: float = 0.0
@@ -58,7 +58,7 @@ class Sampling:
         return self.temperature == 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """float32 [..., V]: the distribution that is drawn from. Undefined for greedy decoding."""
+        """float32 [..., V]: the distribution that tokens are drawn from. Undefined if greedy."""
         flat = logits.reshape(-1, logits.shape[-1])
         whole = None
         for rows, ids, probs in self._groups(flat):
@@ -74,8 +74,8 @@ class Sampling:
         return whole.view(logits.shape)
 
     def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """int64 [...]: the argmax when greedy, else one draw per distribution, with a uniform of
-        float64 [...] each (greedy: not looked at)."""
+        """int64 [...]: the argmax if greedy, else one draw per distribution. uniform: float64
+        [...], one number per distribution, unused if greedy."""
         if self.greedy:
             return argmax(logits)
         flat, uniforms = logits.reshape(-1, logits.shape[-1]), uniform.reshape(-1)
@@ -86,11 +86,12 @@ class Sampling:
         return picked.view(logits.shape[:-1])
 
     def _groups(self, logits: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """Each distribution of logits [n, V] once: (its rows, ids [m, k] ascending of the tokens
-        that hold all the mass or None for all tokens, their probabilities).
+        """The distributions of logits [n, V] in groups of rows, each row once. A group is (its rows
+        [m], the ids [m, k] of the tokens that hold all the mass, ascending, or None for all tokens,
+        their probabilities).
 
-        On a CPU passes over a large vocabulary, let alone sorting one, cost more than a small
-        model, and filters leave few tokens. How a row is computed does not depend on the others.
+        On a CPU, passes over a large vocabulary cost more than a small model, and sorting it costs
+        even more. Filters leave few tokens. The result of a row does not depend on other rows.
         """
         rows = torch.arange(len(logits), device=logits.device)
         for count in self._counts(logits):
@@ -103,7 +104,7 @@ class Sampling:
         yield rows, None, self._filtered(logits)
 
     def _counts(self, logits: Tensor) -> tuple[int, ...]:
-        """How many of the likeliest tokens it is worth to look at, one after the other."""
+        """How many of the likeliest tokens to look at, in the order of the tries."""
         if logits.device.type != "cpu":
             return ()
         if self.top_k:
@@ -113,7 +114,7 @@ class Sampling:
         return tuple(count for count in counts if 4 * count <= logits.shape[-1])
 
     def _filtered(self, logits: Tensor) -> Tensor:
-        """float32 [..., V]: the distribution, by passes over all tokens."""
+        """float32 [..., V]: the distribution, computed over all tokens."""
         # float32 before anything else: bfloat16 probabilities make p/q wrong by several per cent.
         scores = logits.float() / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
@@ -122,11 +123,11 @@ class Sampling:
         return self._kept(scores.softmax(-1))
 
     def _kept(self, probs: Tensor) -> Tensor:
-        """What top-p and min-p leave of probabilities, sum 1. Some tokens may be missing, if they
-        are none that would be left."""
+        """Probabilities after top-p and min-p, with sum 1. The input may lack tokens that these
+        filters would remove."""
         if self.top_p < 1:
             ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-            # A token stays while the mass before it is short of top_p; the first always does.
+            # A token stays if the mass before it is below top_p. The first token always stays.
             outside = ordered.cumsum(-1) - ordered >= self.top_p
             outside[..., 0] = False
             probs = probs.masked_fill(outside.scatter(-1, index, outside), 0.0)
@@ -138,30 +139,31 @@ class Sampling:
         return probs
 
     def _candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(ids ascending [n, count], their probabilities, bool [n]: no other token has any)."""
+        """(ids ascending [n, count], their probabilities, bool [n]: whether all other tokens have
+        probability 0)."""
         if self.top_k:
             values, ids = top(logits, count)
-            # As many tokens may tie with the k-th as were looked for beyond it.
+            # Not covered if all the spare tokens tie with the k-th: there may be more ties.
             covered = values[:, -1] != values[:, self.top_k - 1]
-            # In the order of ids, so that a draw is the one that the whole vocabulary would give.
+            # In the order of ids, so a draw gives the same token as over the full vocabulary.
             ids, order = ids.sort(-1)
             return ids, self._filtered(values.gather(-1, order)), covered
         whole = (logits.float() / self.temperature).softmax(-1)
         ids = top(whole, count)[1].sort(-1).values
         probs = whole.gather(-1, ids)
         kept = self._kept(probs)
-        # Whatever is less likely than a token that was left out is left out too.
+        # If the filters remove a token, they remove all less likely tokens too.
         least = probs.amin(-1, keepdim=True)
         return ids, kept, ~((probs == least) & (kept > 0)).any(-1)
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """int64 [...]: the first largest of [..., V]; where there is a NaN, its place."""
+    """int64 [...]: the index of the first maximum of [..., V], or of a NaN if there is one."""
     size = logits.shape[-1]
     whole = size - size % BLOCK
     if logits.device.type != "cpu" or not whole:
         return logits.argmax(-1)
-    # The largest value is found many times faster than its place: first which block, then where.
+    # A maximum is many times faster than an argmax. So find the block first, then the place in it.
     parts = [logits[..., :whole].unflatten(-1, (-1, BLOCK)).amax(-1)]
     if whole < size:
         parts.append(logits[..., whole:].amax(-1, keepdim=True))
@@ -172,15 +174,15 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(the `count` largest of [..., V], largest first, and their places int64), as `topk` has it;
-    which of equal ones come last is open."""
+    """The `count` largest values of [..., V], largest first, and their indices int64, as from
+    `topk`. Of values that tie for the last places, any may be returned."""
     size = values.shape[-1]
     stride = size // SIEVE
     if values.device.type != "cpu" or 4 * count > stride:
         found = values.topk(count, dim=-1)
         return found.values, found.indices
-    # The largest stand in the `count` groups whose own largest are largest. Groups interleave, so
-    # that all of their maxima are found in a few vector passes.
+    # The `count` groups with the largest maxima hold all the values searched for. The groups
+    # interleave, so a few vector passes compute all maxima.
     whole = stride * SIEVE
     groups = values[..., :whole].unflatten(-1, (SIEVE, stride)).amax(-2).topk(count, -1).indices
     within = stride * torch.arange(SIEVE)
@@ -194,31 +196,32 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF draw: int64 [...] from weights [..., V] ≥ 0 and uniforms float64 [...] in [0, 1).
 
-    The weights need not sum to 1. A token of weight 0 is never drawn. Weights that are not numbers
-    give some token, not an error: who draws from a model's output looks at it (`Scores.peaks_at`).
+    The weights need not sum to 1. A token of weight 0 is never drawn. NaN weights give some token,
+    not an error: callers that draw from a model's output check it (`Scores.peaks_at`).
     """
     size = probs.shape[-1]
     whole = size - size % BLOCK
     if not whole:
         return _draw(probs, uniform)[0]
-    # First a block of tokens, then one in it: a running sum over all of a large vocabulary is slow.
+    # Draw a block first, then a token in it: a running sum over a large vocabulary is slow.
     parts = [probs[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)]
     if whole < size:
         parts.append(probs[..., whole:].sum(-1, keepdim=True, dtype=torch.float64))
     block, rest = _draw(torch.cat(parts, -1), uniform)
     ids = block[..., None] * BLOCK + torch.arange(BLOCK, device=probs.device)
     inside = probs.gather(-1, ids.clamp(max=size - 1)).masked_fill_(ids >= size, 0.0)
-    # The clamp is for weights that are not numbers.
+    # The clamp is for NaN weights.
     return (block * BLOCK + _draw(inside, rest)[0]).clamp(max=size - 1)
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """(which, where in it): an index [...] and, uniform in [0, 1), how far into its weight."""
-    # float64: a float32 running sum over a large vocabulary errs by more than a rare token weighs.
+    """(index [...], position inside the weight at that index [...], uniform in [0, 1))."""
+    # float64: over a large vocabulary, the error of a float32 running sum is larger than the weight
+    # of a rare token.
     cdf = weights.double().cumsum(-1)
     total = cdf[..., -1:]
     point = torch.minimum(uniform[..., None] * total, torch.nextafter(total, -total))
-    # A NaN is beyond all.
+    # A NaN sorts after all numbers.
     index = torch.searchsorted(cdf, point, right=True).clamp(max=weights.shape[-1] - 1)
     weight = weights.gather(-1, index).double()
     rest = (point - (cdf.gather(-1, index) - weight)) / weight
@@ -236,32 +239,33 @@ def _mix(x: Tensor) -> Tensor:
 
 
 class Noise:
-    """Uniform random numbers that depend on (seed, row, round, stream, place) and nothing else.
+    """Counter-based random numbers: uniform, a function of (seed, row, round, stream, place) only.
 
-    Because they are computed from those counters, not taken from a generator's state, a row gets
-    the same numbers alone and in any batch. Its text is the same where its logits are: in float32,
-    but not in bfloat16, where other rows in the batch round them otherwise.
+    There is no generator state, so a row gets the same numbers alone and in any batch. Its text is
+    the same if its logits are the same. That holds in float32. In bfloat16, the other rows of the
+    batch change the rounding of the logits.
     """
 
     # Drafting, accepting and drawing the next token must be independent of each other.
     DRAFT, ACCEPT, NEXT, TEXT = 0, 1, 2, 3
 
     def __init__(self, seed: int, rows: Tensor) -> None:
-        """rows: int64 [B], the identity of each row, such as its prompt's index in the set."""
+        """rows: int64 [B], the identity of each row, such as the index of its prompt in the set."""
         self._keys = _mix(_mix(torch.full_like(rows, seed)) ^ (rows + 1))
         self._round = 0
         self._lengths = np.zeros(len(rows), dtype=np.int64)
 
     def fork(self, part: int) -> "Noise":
-        """The numbers of this round for part 0, 1, … of a drafter made of several: independent of
-        each other's and of these."""
+        """The numbers of this round for part 0, 1, … of a drafter with several parts. They are
+        independent of the other parts' numbers and of this object's numbers."""
         forked = object.__new__(Noise)
         forked._keys = _mix(_mix(self._keys) ^ (part + 1))
         forked._round, forked._lengths = self._round, self._lengths
         return forked
 
     def next_round(self, lengths: np.ndarray | None = None) -> None:
-        """lengths: int [B] on the host, of the rows' committed texts, for `of_text`."""
+        """Go to the next round. lengths: int [B] on the host, the lengths of the committed texts,
+        for `of_text`."""
         self._round += 1
         if lengths is not None:
             self._lengths = lengths
@@ -275,8 +279,9 @@ class Noise:
         return self._at(self._round * 4 + stream, places)
 
     def of_text(self, depths: Tensor) -> Tensor:
-        """float64 [B, n] in [0, 1) for the tokens that stand so far behind the committed text,
-        int64 [B, n]. The same for a place in the text, whatever round comes to it."""
+        """float64 [B, n] in [0, 1) for tokens after the committed text. depths: int64 [B, n], the
+        distance of each token from its end. The number depends on the place in the text, not on the
+        round."""
         ends_B1 = torch.as_tensor(self._lengths, device=self._keys.device)[:, None]
         return self._at(self.TEXT, ends_B1 + depths)
 

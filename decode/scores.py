@@ -1,6 +1,7 @@
-"""What the target says of a draft: its logits after all processors, and what follows from them.
+"""The target's logits for a draft after all processors, and the distributions and tokens from them.
 
-Shapes: B rows, N drafted nodes, V vocabulary; row 0 of N+1 follows the context, row i+1 node i.
+Shapes: B rows, N draft nodes, V vocabulary. Of the N+1 places per row, place 0 follows the context
+and place i+1 follows node i.
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,10 @@ from decode.sampling import Sampling
 
 
 class Scores:
-    """Rules take what they need: all distributions, those of one row each, or drawn tokens.
+    """Computes only what a rule asks for: all distributions, one distribution per row, or tokens.
 
-    logits: [B, N+1, V], processors applied, temperature and filters not yet; float32 where a
-    penalty or a processor changed them, else in the model's dtype. raw: as the model gave them.
+    logits: [B, N+1, V], after processors, before temperature and filters. float32 if a penalty or a
+    processor changed them, else in the model's dtype. raw: the logits as the model returned them.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Scores:
         return self._probs
 
     def probs_at(self, rows: Tensor) -> Tensor:
-        """float32 [B, V]: each row's distribution at one place, int64 [B]; a tree has many more
-        places than a walk through it visits."""
+        """float32 [B, V]: the distribution at one place of each row. rows: int64 [B], the places. A
+        tree has many more places than a walk through it visits."""
         return self.sampling.probs(self.logits_at(rows))
 
     def logits_at(self, rows: Tensor) -> Tensor:
@@ -62,13 +63,13 @@ class Scores:
         return self.logits[torch.arange(len(rows), device=rows.device), rows]
 
     def peaks_at(self, places: Tensor) -> Tensor:
-        """[B, P]: the largest processed logit at some places of each row, int64 [B, P]; not finite
-        where the model's logits are NaN, or the processors left no token."""
+        """[B, P]: the largest processed logit at some places of each row, int64 [B, P]. It is not
+        finite if the model's logits are NaN or the processors mask all tokens."""
         if places.shape[1] >= self.logits.shape[1]:
             return self.logits.amax(-1).gather(1, places)
         rows_B1 = torch.arange(len(places), device=places.device)[:, None]
         return self.logits[rows_B1, places].amax(-1)
 
     def pick(self, uniforms: Tensor) -> Tensor:
-        """int64 [B, N+1]: the target's own token at every place (greedy: the argmax)."""
+        """int64 [B, N+1]: the token that the target picks at every place (greedy: the argmax)."""
         return self.sampling.pick(self.logits, uniforms)

@@ -1,4 +1,4 @@
-"""How text is decoded, by names and options: what configs and commands make a `Decoder` of."""
+"""Decode settings by names and options. Configs and commands build a `Decoder` from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,12 +24,13 @@ Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it
 class DecodeSettings:
     """Which parts decode, and how text is drawn.
 
-    gamma: how deep drafts are at most, where neither the policy nor a tree's own structure says.
-    rule, policy, shape: parts by name, with options; rule None: `speculative`, for trees
-    `multi_round`; policy None: `fixed`; shape None: the drafter's own. A tree, named or stored with
-    its drafter, is drafted whole: only a policy that is given `most` by name cuts it.
-    draft_temperature: the drafter's, where it shall differ. Raises UserError for what is unknown,
-    out of range, or does not go together; nothing is loaded for that.
+    gamma: the max depth of a draft, unless the policy or the structure of a tree sets it.
+    rule, policy, shape: parts by name, with options. rule None: `speculative`, or `multi_round` for
+        trees. policy None: `fixed`. shape None: the drafter's own shape. A tree that is named here
+        or stored with its drafter is drafted in full, unless the policy's options set `most`.
+    draft_temperature: the temperature of the drafter, if different.
+
+    Raises UserError for settings that are unknown, out of range or incompatible. Loads nothing.
 
     >>> settings = DecodeSettings(rule="exact", policy="heuristic:most=8")
     >>> settings.make_policy().most
@@ -64,23 +65,23 @@ class DecodeSettings:
         return replace(self.sampling, temperature=self.draft_temperature)
 
     def for_drafter(self, drafter: Drafter) -> "DecodeSettings":
-        """The same with the rule that judges this drafter's drafts, where none was named."""
+        """The same settings. If no rule was named, they get the default rule for this drafter."""
         branches = self.make_shape().branches if self.shape is not None else drafter.branches
         return replace(self, rule=self.rule or default_rule(branches))
 
     def make_rule(self, branches: bool = False) -> Rule:
-        """The rule that is used for drafts that branch, or do not: at temperature 0 most come to
-        exact match."""
+        """The rule in use. branches: whether drafts may be trees. At temperature 0 most rules are
+        equivalent to exact match, which is then used."""
         rule: Rule = RULES.make(self.rule or default_rule(branches))
         return used_rule(rule, self.sampling)
 
     def make_policy(self, most: int | None = None) -> Policy:
-        """most: how deep drafts are, where its options do not say; None: γ."""
+        """most: the max depth of a draft, if the policy's options do not set it. None: γ."""
         policy: Policy = POLICIES.make(self.policy or "fixed", most=most or self.gamma)
         return policy
 
     def make_shape(self, costs: Costs | None = None) -> Shape:
-        """costs: for shapes that plan by them, unless their options say what to plan with. They
+        """costs: for shapes that plan by costs, unless their options give the costs. Such shapes
         plan for drafts as deep as the policy allows."""
         assert self.shape is not None
         planned: dict[str, Any] = {"depth": self.make_policy().most}
@@ -92,7 +93,7 @@ class DecodeSettings:
 
     @property
     def needs_costs(self) -> bool:
-        """Whether a part of these decides better with costs measured before decoding begins."""
+        """Whether the policy or the shape uses costs that are measured before decoding begins."""
         return self.make_policy().needs_costs or self._shape_needs_costs
 
     @property
@@ -110,16 +111,16 @@ class DecodeSettings:
         *,
         stop: Stop | None = None,
     ) -> tuple[Decoder, Costs | None]:
-        """A decoder, and the costs that were measured for its parts, if any need them.
+        """A decoder, and the costs measured for its parts. The costs are None if no part uses them.
 
-        prompt: token ids that costs are measured on, by which the policy or the shape then goes;
-        None: nothing is measured. Raises UserError as `Decoder` does, and for a shape where the
-        drafter has no choice of one.
+        prompt: token ids to measure costs on, for the policy or the shape. None: nothing is
+        measured. Raises UserError as `Decoder` does, and if a shape is given for a drafter that
+        cannot change its shape.
         """
         made = self._decoder(target, drafter, None, stop)
         if prompt is None or not self.needs_costs:
             return made, None
-        # A level of a tree is one pass of the drafter, as a token of a chain is.
+        # One level of a tree takes one pass of the drafter, like one token of a chain.
         plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
         most = made.drafter.most_nodes(made.policy.most)
         trees = made.drafter.branches
@@ -146,7 +147,7 @@ class DecodeSettings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values. gamma: how deep a draft may be; parts as `Choice` writes them."""
+        """As JSON values. gamma: the max depth of a draft. Parts as `Choice` writes them."""
         return {
             "gamma": self.make_policy().most,
             "rule": None if self.rule is None else str(Choice.of(self.rule)),

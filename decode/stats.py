@@ -1,7 +1,7 @@
-"""What is counted while decoding, and the figures made of the counts.
+"""Counts made while decoding, and the figures computed from them.
 
-A position is a depth in the draft: 1 is the first drafted token. Tokens drafted past the end of a
-text (EOS or the length limit) count as neither drafted nor reached.
+A position is a depth in the draft: 1 is the first draft token. Draft tokens past the end of a text
+(EOS or the length limit) count as neither drafted nor reached.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,8 @@ class Counts:
     """Counts of one text, or pooled over several (`a + b`). Arrays are by position, [D].
 
     steps: verification passes. emitted: tokens they yielded, without the prefill's token.
-    by_accepted: how many passes kept 0, 1, … D drafted tokens, [D + 1].
+    drafted, reached, accepted: draft tokens, judged ones with all before them accepted, and kept
+    ones. by_accepted: how many passes kept 0, 1, … D draft tokens, [D + 1].
     """
 
     steps: int
@@ -48,12 +49,12 @@ class Counts:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted / positions reached: the α of the speed-up formula."""
+        """Accepted tokens / positions reached: the α of the speed-up formula."""
         return _ratio(self.accepted.sum(), self.reached.sum())
 
     @property
     def draft_efficiency(self) -> float:
-        """Accepted / drafted: what engines often print as acceptance."""
+        """Accepted / drafted tokens. Engines often print this as the acceptance rate."""
         return _ratio(self.accepted.sum(), self.drafted.sum())
 
     @property
@@ -65,7 +66,7 @@ class Counts:
         return _ratio(self.drafted.sum(), self.steps)
 
     def to_dict(self) -> dict[str, object]:
-        """Counts and figures for JSON; a figure without a denominator is None."""
+        """Counts and figures for JSON. A figure is None if its denominator is 0."""
         figures = {
             "tokens_per_step": self.tokens_per_step,
             "acceptance_rate": self.acceptance_rate,
@@ -86,7 +87,7 @@ class Counts:
 
 
 def finite(value: float) -> float | None:
-    """The value, or None where it is not a number: JSON has no NaN."""
+    """The value, or None if it is not finite: JSON has no NaN."""
     return float(value) if np.isfinite(value) else None
 
 
@@ -105,9 +106,10 @@ def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 class Timing:
     """Seconds of wall time, for all rows of a batch together.
 
-    prefill: the target's pass over the prompts. draft_prefill: the same for the drafter; it starts
-    and reads the prompts before its first draft (and what followed them, if that draft comes late).
-    verify is the target's forward; overhead is the rule and all bookkeeping outside of forwards.
+    prefill: the target's pass over the prompts. draft_prefill: the same for the drafter, which
+    starts and reads the prompts before its first draft (and the text after them, if that draft
+    comes late). draft: the drafter's steps. verify: the target's forward. overhead: the rule and
+    all bookkeeping outside of forwards.
     """
 
     prefill: float = 0.0
@@ -116,11 +118,11 @@ class Timing:
     overhead: float = 0.0
     draft_prefill: float = 0.0
     steps: int = 0  # verification passes
-    draft_depth: int = 0  # how deep each pass's draft was, summed: the number of draft steps
-    width: int = 0  # tokens each pass was fed per row, summed
+    draft_depth: int = 0  # sum of the draft depths of all passes: the number of draft steps
+    width: int = 0  # sum over all passes of the tokens fed per row
 
     def count(self, step: "Step") -> None:
-        """Count a pass whose seconds are already added."""
+        """Count a pass. Its seconds are already added."""
         self.steps += 1
         self.draft_depth += step.depth
         self.width += step.width
@@ -131,16 +133,16 @@ class Timing:
 
     @property
     def prefilling(self) -> float:
-        """What is spent on the prompts, by target and drafter."""
+        """Seconds that target and drafter spend on the prompts."""
         return self.prefill + self.draft_prefill
 
     @property
     def stepping(self) -> float:
-        """What is spent on the steps after that."""
+        """Seconds spent on the decode steps."""
         return self.draft + self.verify + self.overhead
 
     def to_dict(self) -> dict[str, float]:
-        """Milliseconds by part, and the counts, as JSON values."""
+        """Milliseconds per part, and the counts, as JSON values."""
         parts = ("prefill", "draft_prefill", "draft", "verify", "overhead")
         return {
             **{f"{part}_ms": 1000 * getattr(self, part) for part in parts},
@@ -157,13 +159,13 @@ class Timing:
 
 @dataclass
 class Step:
-    """One verification pass over B rows, as it is handed to policies and reports.
+    """One verification pass over B rows, for policies and reports.
 
-    rows: int [B], which prompts. depths: int [B], how deep each draft was allowed to be. drafted,
-    accepted, emitted: int [B], nodes drafted, drafted tokens kept and tokens emitted; reached:
-    int [B], drafted positions judged with all before them accepted. width: tokens fed per row.
-    depth: how many draft steps were taken. The times are seconds for the whole batch. signals:
-    what a policy looked at, float64 [B, D] by name, NaN where it did not.
+    rows: int [B], the prompt of each row. depths: int [B], the max depth allowed for each draft.
+    drafted, accepted, emitted: int [B], nodes drafted, draft tokens kept and tokens emitted.
+    reached: int [B], draft positions that were judged with all before them accepted. width: tokens
+    fed per row. depth: the number of draft steps. The times are seconds for the batch as a unit.
+    signals: the numbers that a policy looked at, float64 [B, D] by name, NaN where it did not look.
     """
 
     rows: np.ndarray
@@ -180,18 +182,20 @@ class Step:
     signals: dict[str, np.ndarray] = field(default_factory=dict)
 
     def longest(self) -> np.ndarray:
-        """int [B]: how many drafted tokens of a row could stay; in a tree that is a path's."""
+        """int [B]: the most draft tokens of a row that could be accepted. In a tree, they are on
+        one path."""
         return np.minimum(self.drafted, np.minimum(self.depths, self.depth))
 
     def kept_share(self) -> np.ndarray:
-        """float64 [B]: la/k, accepted over drafted tokens (in a tree: over the draft's depth);
-        0 for a row that drafted nothing."""
+        """float64 [B]: la/k, accepted tokens / draft tokens (for a tree: / the draft's depth). It
+        is 0 for a row without a draft."""
         share: np.ndarray = self.accepted / np.maximum(self.longest(), 1)
         return share
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, milliseconds. gamma: how deep each row's draft was allowed to be; la_k:
-        None where nothing was drafted; signals by row, each as long as it was looked at."""
+        """As JSON values, times in milliseconds. gamma: the max depth allowed for each row's draft.
+        la_k: None for a row without a draft. Each signal is one list per row, without the places
+        where the policy did not look."""
         shares = np.where(self.drafted > 0, self.kept_share(), np.nan)
         return {
             "rows": self.rows.tolist(),
@@ -214,11 +218,12 @@ class Step:
 
 
 def summary(steps: Iterable[Step]) -> dict[str, Any]:
-    """Many steps in a few JSON values; a figure without a denominator is None.
+    """Many steps in a few JSON values. A figure is None if its denominator is 0.
 
-    gamma_histogram: row-steps by how deep a draft was allowed to be. la_k: mean of accepted over
-    drafted tokens, over row-steps that drafted. plain_share: row-steps that were given no draft.
-    signals: mean of what the policy looked at. ms_per_step: mean milliseconds of a pass, by part.
+    gamma_histogram: number of row-steps per max depth allowed. mean_gamma: mean of that depth.
+    la_k: mean of accepted / draft tokens, over row-steps with a draft. plain_share: share of
+    row-steps for which no draft was allowed. signals: mean of each signal of the policy.
+    ms_per_step: mean milliseconds of a pass, by part.
     """
     steps = list(steps)
     gammas = np.concatenate([step.depths for step in steps] or [np.zeros(0, dtype=np.int64)])
@@ -247,7 +252,7 @@ def _mean(values: np.ndarray) -> float | None:
 
 @dataclass
 class Tally:
-    """The loop's running counts for B rows, written a whole step at a time."""
+    """The loop's running counts for B rows, updated once per step."""
 
     rows: int
     depth: int = 0
@@ -274,9 +279,10 @@ class Tally:
         emitted: np.ndarray,
         ended: np.ndarray,
     ) -> None:
-        """One pass for the given rows, int [B'] each; nodes_by_depth is int [B', D].
+        """Count one pass of the given rows. nodes_by_depth: int [B', D]; ended: bool [B']; the
+        others: int [B'].
 
-        Rows whose text ended in this pass count nothing deeper than what they emitted.
+        A row whose text ended in this pass counts no positions deeper than the tokens it emitted.
         """
         depth = nodes_by_depth.shape[1]
         self._grow(depth)
@@ -291,7 +297,7 @@ class Tally:
         self.by_accepted[rows, kept] += 1
 
     def row(self, row: int) -> Counts:
-        """The counts of one row so far."""
+        """The counts of one row up to now."""
         return Counts(
             int(self.steps[row]),
             int(self.emitted[row]),

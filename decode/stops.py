@@ -1,4 +1,4 @@
-"""What ends a text beside an end-of-text id and the length limit: stop strings."""
+"""Stop strings: they end a text, in addition to the end-of-text ids and the length limit."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,24 +10,25 @@ from decode.errors import UserError
 
 
 class Stop(ABC):
-    """Life within one decode: start → cut*, for each row as often as it has new tokens."""
+    """Call order within one decode: start → cut*, one `cut` each time a row has new tokens."""
 
     @abstractmethod
     def start(self, rows: int) -> None:
-        """A new batch begins; its rows are 0 … rows−1 all along, whichever of them still go on."""
+        """A new batch begins. Its rows keep their numbers 0 … rows−1 when other rows end."""
 
     @abstractmethod
     def cut(self, row: int, tokens: list[int]) -> int | None:
-        """How many of a row's new tokens are kept if its text ends with them, else None."""
+        """How many of the row's new tokens to keep if the text ends among them, else None."""
 
 
 class StopStrings(Stop):
     """Ends a text with the first token that completes one of the strings, as
-    `generate(stop_strings=…)` does: that token is kept whole, with what it says beyond the string.
+    `generate(stop_strings=…)` does. The text keeps that token, also its characters after the
+    string.
 
-    The strings are looked for in the answer alone, special tokens written out; one may begin
-    anywhere in a token, and span any number of tokens and drafts. What is decoded in a step are
-    its new tokens and those before them. Raises UserError without a string, or for an empty one.
+    Only the answer is searched, with special tokens written out. A string may begin anywhere in a
+    token, and span any number of tokens and drafts. A step decodes only its new tokens and the
+    tokens of the last piece. Raises UserError if there is no string or an empty one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: str | Sequence[str]) -> None:
@@ -37,7 +38,7 @@ class StopStrings(Stop):
                 f"stop strings are {self.strings}; expected at least one, none of them empty"
             )
         self._tokenizer = tokenizer
-        self._reach = max(map(len, self.strings)) - 1  # how far back one may have begun
+        self._reach = max(map(len, self.strings)) - 1  # how many characters back a string may begin
         self._streams: list[TextStream] = []
         self._tails: list[str] = []
 
@@ -50,7 +51,7 @@ class StopStrings(Stop):
     def cut(self, row: int, tokens: list[int]) -> int | None:
         stream, tail = self._streams[row], self._tails[row]
         text = tail + stream.peek(tokens)
-        # A broken character may hide one that was whole some tokens before.
+        # An incomplete character may hide a string that was complete some tokens before.
         if "�" in text or self._complete(text):
             for count in range(1, len(tokens) + 1):
                 if self._complete(tail + stream.peek(tokens[:count])):

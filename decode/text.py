@@ -1,4 +1,4 @@
-"""Text in, text out: the call that users of `transformers` know, over the speculative loop."""
+"""Text in, text out: a `generate` call as in `transformers`, over the speculative loop."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,21 +26,21 @@ from decode.target.loading import Target
 from decode.trace import TraceStep
 from decode.trees import SHAPES, Shape
 
-# Text that is continued as it stands, messages that are answered, or token ids.
+# Text to continue without a template, messages to answer, or token ids.
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
 class TextPieces(BaseStreamer):
-    """A streamer, for `generate()` here or in transformers, that calls `write` with each piece of
-    an answer's text as soon as its tokens are certain. Characters are never split, special tokens
-    left out; the pieces add up to the text."""
+    """A streamer for `generate()`, here or in transformers. It calls `write` with each piece of the
+    answer's text as soon as its tokens are final. Pieces never split a character, leave out special
+    tokens, and add up to the text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
         self._stream = TextStream(tokenizer, skip_special_tokens=True)
         self._write = write
 
     def put(self, value: torch.Tensor) -> None:
-        """New tokens, int64 [n]; a prompt comes as [1, n] and is not written."""
+        """value: new tokens, int64 [n]. A prompt has shape [1, n] and is not written."""
         if value.ndim == 1:
             self._say(self._stream.add(value.tolist()))
 
@@ -55,11 +55,11 @@ class TextPieces(BaseStreamer):
 class SpeculativeGenerator:
     """A target, its tokenizer and a drafter: prompt → text.
 
-    drafter: a `Drafter`, a smaller model of the target's vocabulary, or a name as `open_drafter`
-    takes it. gamma, rule: as for `Decoder`; policy, shape: parts, or names of parts with options as
-    `Choice` reads them; a shape is for drafters that draft in shapes. eos_token_ids: what ends a
-    text; default what the tokenizer and the model's configs name. decoded: tokens, counts and times
-    of the last call.
+    drafter: a `Drafter`, a smaller model with the target's vocabulary, or a name for
+    `open_drafter`. gamma, rule: as for `Decoder`. policy, shape: parts, or names of parts with
+    options in the format of `Choice`. Only some drafters take a shape. eos_token_ids: the ids that
+    end a text. Default: the ids in the tokenizer and the model's configs. decoded: tokens, counts
+    and times of the last call.
 
     >>> generator = SpeculativeGenerator(model, tokenizer, "ngram")        # doctest: +SKIP
     >>> generator.generate("Once upon a time", max_new_tokens=40)          # doctest: +SKIP
@@ -109,27 +109,28 @@ class SpeculativeGenerator:
         num_beams: int | None = None,
         on_step: Callable[[TraceStep], None] | None = None,
     ) -> str | list[str]:
-        """The answer's text, special tokens left out; for a list of prompts, a list of texts.
+        """The answer's text without special tokens. For a list of prompts, a list of texts.
 
-        A prompt is text, which is continued as it stands; messages ({"role", "content"}), which
-        the tokenizer's chat template writes out; or token ids.
+        A prompt is text, which is continued without a template; messages ({"role", "content"}),
+        which go through the tokenizer's chat template; or token ids.
 
-        Text is drawn as `model.generate()` draws it. temperature, top_k, top_p, min_p,
-        repetition_penalty and num_beams that are None come from the checkpoint
-        (`model.generation_config`), and from the defaults of `generate()` where it has none: for
-        sampled text that is top_k 50. temperature None is greedy unless the checkpoint sets
-        `do_sample`; temperature 0 is always greedy, top_k 0 and top_p 1 switch those filters off.
+        Text is drawn as in `model.generate()`. If temperature, top_k, top_p, min_p,
+        repetition_penalty or num_beams is None, its value comes from the checkpoint
+        (`model.generation_config`). If the checkpoint has none, it is the default of `generate()`:
+        for sampled text that is top_k 50. temperature None is greedy unless the checkpoint sets
+        `do_sample`. temperature 0 is always greedy. top_k 0 and top_p 1 switch those filters off.
         Lengths are not taken from the checkpoint.
 
-        stop: strings that end a text; they stay in it, as does all of the token that completed
-        one. logits_processor: a `LogitsProcessorList`. streamer: as `TextStreamer`, given the
-        prompt and then each block of new tokens; for one prompt. seed: a text depends on it and on
-        its prompt's place, not on the batch. on_step: see `decode.trace`.
+        stop: strings that end a text. They stay in it, with all of the token that completed one.
+        logits_processor: a `LogitsProcessorList`. streamer: as `TextStreamer`, for one prompt only.
+        It gets the prompt, then each block of new tokens. seed: a text depends on the seed and on
+        the index of its prompt, not on the batch. on_step: see `decode.trace`.
 
-        Beam search is left to `model.generate()`. Raises UserError for num_beams other than 1, a
-        streamer with several prompts, messages without a chat template, a setting of the
-        checkpoint that changes the text and that this loop does not have (such as
-        no_repeat_ngram_size; the message says how to switch it off), and as `Decoder.decode`.
+        For beam search use `model.generate()`. Raises UserError for num_beams other than 1, for a
+        streamer with several prompts, for messages without a chat template, and for a setting of
+        the checkpoint that changes the text and that this loop does not have (such as
+        no_repeat_ngram_size; the message says how to switch it off). Also raises as
+        `Decoder.decode`.
         """
         config = self.model.generation_config
         beams = num_beams or config.num_beams or 1
@@ -177,9 +178,9 @@ class SpeculativeGenerator:
         return texts[0] if single else texts
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """The pieces of one answer's text, as they become certain; options as for `generate`.
+        """The pieces of one answer's text, as they become final. Options are as for `generate`.
 
-        Decoding runs ahead in a thread of its own, and ends when the iterator is closed.
+        Decoding runs ahead in a separate thread, and ends when the iterator is closed.
         """
         pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
         closed = threading.Event()
@@ -193,7 +194,7 @@ class SpeculativeGenerator:
             try:
                 self.generate(prompt, streamer=TextPieces(self.tokenizer, write), **options)
                 pieces.put(None)
-            except BaseException as error:  # the reader's to handle
+            except BaseException as error:  # raised again in the reader
                 pieces.put(error)
 
         thread = threading.Thread(target=work, daemon=True)
@@ -228,18 +229,19 @@ class SpeculativeGenerator:
 
 
 class _Closed(Exception):
-    """Nobody reads the stream any more."""
+    """The reader closed the stream."""
 
 
 def _is_one(prompts: Any) -> bool:
-    """Whether this is one prompt, not a sequence of them."""
+    """Whether this is one prompt, not a sequence of prompts."""
     return isinstance(prompts, str) or (
         len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)
     )
 
 
 def _of_model(model: PreTrainedModel, target: Target) -> SmallLMDrafter:
-    """Raises UserError for a model of another size: it has no tokenizer to compare."""
+    """A drafter on a model. Raises UserError for another vocabulary size: there is no tokenizer to
+    compare."""
     own: int = model.config.get_text_config().vocab_size
     if own != target.vocab_size:
         raise UserError(

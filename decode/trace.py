@@ -1,4 +1,4 @@
-"""A record of each step for people: what was drafted, how likely it was, what became of it."""
+"""A readable record of each step: the draft tokens, their probabilities and their verdicts."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from decode.scores import Scores
 
 @dataclass
 class DraftedToken:
-    """One node: its token, target and drafter probability (q = 1: it was chosen, not drawn)."""
+    """One node: its token, target and drafter probability (q = 1: chosen, not drawn), verdict."""
 
     node: int
     parent: int
@@ -25,7 +25,7 @@ class DraftedToken:
 
 @dataclass
 class RowTrace:
-    """One row's part of a step: its drafted tokens and the token the target added."""
+    """One row of a step: its draft tokens and the token that the target added."""
 
     row: int
     drafted: list[DraftedToken]
@@ -42,7 +42,7 @@ def trace_rows(
     verdict: Verdict,
     block: np.ndarray,
 ) -> TraceStep:
-    """Describe a step. Greedy decoding has no p of its own; p at temperature 1 is shown."""
+    """Describe a step. Greedy decoding has no p, so p at temperature 1 is shown."""
     shown = Sampling(temperature=1.0) if scores.sampling.greedy else scores.sampling
     judged_in = draft.parent_rows()
     p_all = shown.probs(scores.logits).gather(
@@ -61,8 +61,8 @@ def trace_rows(
         kept = paths[place][: accepted[place]]
         drafted = []
         for node in range(int(draft.sizes[place])):
-            # Judged were the children of the text and of every token that stays, up to the one
-            # that was accepted.
+            # The rule judged the children of the text and of each accepted token, up to and
+            # including the accepted child.
             elders = [other for other in kept if parents[other] == parents[node] and other < node]
             judged = parents[node] in (-1, *kept) and not elders
             became = "accepted" if node in kept else "rejected" if judged else "not reached"
@@ -81,7 +81,7 @@ def trace_rows(
 
 
 def format_trace(step: TraceStep, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A line per drafted token: text, p, q, verdict; then the token the target added."""
+    """One line per draft token: text, p, q, verdict. Then the token that the target added."""
 
     def text(token: int) -> str:
         return repr(tokenizer.decode([token]))

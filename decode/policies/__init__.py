@@ -1,13 +1,13 @@
-"""Draft-length policies by name: how deep the next draft of each row shall be.
+"""Draft-length policies by name. A policy decides the depth of each row's next draft.
 
-A policy is one file with one registration. It sees what became of earlier drafts and, if it asks,
-the drafter's logits; it knows nothing of drafters, rules or the loop. None of them can change what
-is sampled: a length is settled before the tokens that it would leave out are drawn.
+A policy is one file with one registration. It sees the results of earlier drafts and, if it asks,
+the drafter's logits. It knows nothing about drafters, rules or the loop. A policy never changes the
+distribution of the text: it decides the length before the tokens that it leaves out are drawn.
 
-A row's draft depends on that row alone, so that in float32 its text is the same in any batch.
-Policies that decide for a batch together (`by_batch`, `cost_model`) say so: under rules that draw,
-other than `exact`, their texts may differ with the batch; the distribution they are drawn from
-never does.
+A row's draft depends on that row alone, so in float32 its text is the same in any batch. The
+exceptions are policies that decide for the batch as a unit (`by_batch`, `cost_model`); their
+docstrings say so. With them, under rules that draw, except `exact`, a text may depend on the batch.
+Its distribution never does.
 """
 
 from abc import ABC, abstractmethod
@@ -23,12 +23,12 @@ from decode.stats import Step
 
 
 class Policy(ABC):
-    """Life within one decode: start → (depths → stops* → observe)* with keep_rows between.
+    """Call order within one decode: start → (depths → stops* → observe)*, with keep_rows between.
 
-    most: no draft is deeper. watches: `stops` is to be asked before each token of a chain.
-    constant: every draft is as deep as any other, so that figures per draft length have a meaning.
-    asked: before how many tokens of the last draft `stops` was asked; the drafter computed logits
-    for each of them. needs_costs: `use_costs` is worth the seconds that measuring takes.
+    most: the max depth of a draft. watches: the drafter calls `stops` before each token of a chain.
+    constant: all drafts have the same depth, so figures per draft length are meaningful. asked: the
+    number of tokens of the last draft for which `stops` was called; the drafter computed logits for
+    each of them. needs_costs: `use_costs` is worth the seconds that measuring takes.
     """
 
     watches: bool = False
@@ -43,41 +43,41 @@ class Policy(ABC):
         self.rows = 0
 
     def start(self, rows: int) -> None:
-        """A new batch of so many rows begins. What was learnt of costs may be kept."""
+        """A new batch of `rows` rows begins. The policy may keep the costs it has learnt."""
         self.rows = rows
 
     @abstractmethod
     def depths(self) -> np.ndarray:
-        """int [B], 0 … most: how deep each row's next draft may be; all 0 is a plain step."""
+        """int [B], 0 … most: the max depth of each row's next draft. All 0 is a plain step."""
 
     def stops(self, place: int, logits: Tensor, drafting: np.ndarray) -> Tensor:
-        """bool [B]: whose draft ends before its token number `place` (0, 1, …), given the drafter's
-        logits for that token, [B, V']. Asked only where `watches`.
+        """bool [B]: the rows whose draft ends before its token number `place` (0, 1, …), given the
+        drafter's logits for that token, [B, V']. Called only if `watches`.
 
-        drafting: bool [B], the rows that are asked about. The logits of all others mean nothing:
-        their draft has ended, or another drafter serves them. Several drafters may ask in one
-        round, each about rows of its own.
+        drafting: bool [B], the rows that are still drafting. The logits of the other rows mean
+        nothing: their draft has ended, or another drafter serves them. In one round, several
+        drafters may call this, each for different rows.
         """
         raise NotImplementedError
 
     def observe(self, step: Step) -> None:
-        """What became of the draft."""
+        """Learn from the result of the draft."""
         return None
 
     def keep_rows(self, rows: np.ndarray) -> None:
-        """Only these rows go on, in this order."""
+        """Keep only these rows, in this order."""
         self.rows = len(rows)
 
     def use_costs(self, costs: Costs) -> None:
-        """Costs that were measured before decoding begins."""
+        """Use costs that were measured before decoding begins."""
         return None
 
 
 class Watcher(Policy):
-    """A policy that looks at one number per drafted token, made of the drafter's logits.
+    """A policy that looks at one number per draft token, computed from the drafter's logits.
 
-    signal: what the number is called in `Step.signals`. least: a draft is never stopped before it
-    has so many tokens. Raises UserError unless 1 ≤ least ≤ most.
+    signal: the name of that number in `Step.signals`. least: a draft is never stopped before it has
+    this many tokens. Raises UserError unless 1 ≤ least ≤ most.
     """
 
     watches = True
@@ -91,7 +91,7 @@ class Watcher(Policy):
         self._forget()
 
     def _forget(self) -> None:
-        # By place: the number, float [B], and which rows it was asked for, bool [B].
+        # By place: the number, float [B], and the rows it was computed for, bool [B].
         self._seen: list[Tensor] = []
         self._drafting: list[np.ndarray] = []
         self.asked = 0
@@ -105,12 +105,12 @@ class Watcher(Policy):
 
     @abstractmethod
     def ends(self, place: int, value: Tensor) -> Tensor:
-        """bool [B]: whose draft ends before this place, given the number there, [B]; NaN in rows
-        that are not asked about."""
+        """bool [B]: the rows whose draft ends before this place. value: the number there, [B], NaN
+        in rows that are not drafting."""
 
     def learn(self, step: Step, values: np.ndarray, asked: np.ndarray) -> None:
-        """values: float64 [B, D], the number at each place; asked: int [B], at how many places a
-        row was asked about: the first ones. Behind them values are NaN."""
+        """values: float64 [B, D], the number at each place. asked: int [B], at how many places
+        `stops` was called for a row. These are the first places; after them, values are NaN."""
         return None
 
     def start(self, rows: int) -> None:
@@ -121,7 +121,7 @@ class Watcher(Policy):
         value = self.measure(logits)
         asked = torch.as_tensor(drafting, device=value.device)
         value = torch.where(asked, value, torch.nan)
-        if place < len(self._seen):  # another drafter asked before, about other rows
+        if place < len(self._seen):  # another drafter called before, for other rows
             self._seen[place] = torch.where(asked, value, self._seen[place].to(value))
             self._drafting[place] = self._drafting[place] | drafting
         else:

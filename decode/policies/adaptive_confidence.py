@@ -1,4 +1,4 @@
-"""A confidence threshold that is learnt while decoding."""
+"""A policy that learns its confidence threshold while decoding."""
 
 import numpy as np
 import torch
@@ -15,17 +15,18 @@ class AdaptiveConfidence(Watcher):
     """As `confidence`, with a threshold θ for each row, learnt from its last `window` pairs
     (confidence, accepted) of tokens that were judged.
 
-    Criterion: drafting one more token costs `price` plain steps and spares one if it is accepted,
-    so θ maximises Σ (accepted − price) over the pairs whose confidence is at least θ. Of θ's that
-    are equally good the lowest is taken, and the middle between two neighbouring confidences.
-    `transformers` weighs a missed token three times a wasted one, which is price 0.25.
+    Criterion: drafting one more token costs `price` plain steps and saves one step if the token is
+    accepted. So θ maximises Σ (accepted − price) over the pairs with a confidence of at least θ. If
+    several values of θ are equally good, the lowest one is used, at the middle between two
+    neighbouring confidences. In `transformers`, a missed token weighs three times a wasted one,
+    which is price 0.25.
 
-    The first token of a draft is never held back, and it is what keeps θ honest: without it
-    nothing would be known of confidences below θ. threshold: θ before there are 8 pairs.
+    The first token of a draft is always drafted. It keeps θ correct: without it, the policy would
+    learn nothing about confidences below θ. threshold: θ before there are 8 pairs.
     """
 
     signal = "confidence"
-    WARM = 8  # pairs below which nothing is concluded
+    WARM = 8  # with fewer pairs, `threshold` is used
 
     def __init__(
         self,
@@ -76,21 +77,22 @@ class AdaptiveConfidence(Watcher):
             self.thresholds[changed] = self._best(changed)
 
     def _best(self, rows: np.ndarray) -> np.ndarray:
-        """float64 [rows]: the θ that the criterion chooses, or `threshold` with too few pairs."""
+        """float64 [rows]: the θ that the criterion selects, or `threshold` with too few pairs."""
         order = np.argsort(-self._confidence[rows], axis=1, kind="stable")  # NaN comes last
         confidence = np.take_along_axis(self._confidence[rows], order, 1)
         known = ~np.isnan(confidence)
         gain = np.where(known, np.take_along_axis(self._gain[rows], order, 1), 0.0).cumsum(1)
         following = np.pad(confidence[:, 1:], ((0, 0), (0, 1)), constant_values=np.nan)
-        # θ may lie between two different confidences only, or below the lowest.
+        # θ may lie only between two different confidences, or below the lowest.
         cut = known & ~(following == confidence)
         worth = np.where(cut, gain, -np.inf)
-        # Scanned from low θ to high, so that of equals the lowest is found first.
+        # Searched from low θ to high, so the lowest of equally good values is found first.
         at = worth.shape[1] - 1 - worth[:, ::-1].argmax(1)
         row = np.arange(len(rows))
         low = following[row, at]
         middle = (confidence[row, at] + np.where(np.isnan(low), 0.0, low)) / 2
-        # Nothing pays: above the highest (as float32 tells), so that only first tokens are drafted.
+        # If nothing pays, θ is the next float32 above the highest confidence, so only the first
+        # token is drafted.
         above = np.nextafter(confidence[:, 0].astype(np.float32), np.float32(2))
         middle = np.where(worth[row, at] > 0, middle, above)
         return np.where(known.sum(1) < self.WARM, self.threshold, middle)

@@ -1,4 +1,4 @@
-"""The length by how many rows are decoded together, as serving engines have it."""
+"""The draft length depends on the number of rows in the batch, as in serving engines."""
 
 import numpy as np
 
@@ -8,11 +8,11 @@ from decode.policies import POLICIES, Policy
 
 @POLICIES.register("by_batch")
 class ByBatch(Policy):
-    """table: from so many rows on, drafts are so deep; 0 is plain decoding. The fuller the batch,
-    the less idle compute there is for verifying.
+    """table: {minimum number of rows: depth of drafts}; depth 0 is plain decoding. A fuller batch
+    leaves less idle compute for verification.
 
-    Decides for the batch together, so under rules that draw, other than `exact`, a text may differ
-    with the rows beside it; its distribution does not.
+    Decides for the batch as a unit, so under rules that draw, except `exact`, a text may depend on
+    the other rows. Its distribution does not.
 
     >>> policy = ByBatch({1: 8, 4: 4, 16: 0})
     >>> policy.start(5)

@@ -1,4 +1,4 @@
-"""A draft ends where the drafter is no longer sure."""
+"""A draft ends when the drafter is no longer confident."""
 
 from torch import Tensor
 
@@ -8,13 +8,13 @@ from decode.policies import POLICIES, Watcher
 
 @POLICIES.register("confidence")
 class Confidence(Watcher):
-    """Stops before a token whose distribution has no probability of at least `threshold`.
+    """Stops before a token if the largest probability of its distribution is below `threshold`.
 
-    The distribution is the drafter's at temperature 1, whatever is sampled with, so that a
-    threshold means the same for greedy and for drawn drafts. It is the largest probability that
-    counts, never that of the token drawn: dropping a token for its own would change what is
-    sampled. least: this many tokens are drafted in any case; the pass that computes the first
-    token's logits is already paid.
+    The distribution is the drafter's at temperature 1, whatever temperature the text is drawn with.
+    So a threshold means the same for greedy and for drawn drafts. The policy uses the largest
+    probability, never the probability of the drawn token: dropping a token because of its own
+    probability would change the distribution of the text. least: this many tokens are always
+    drafted. The pass that computes the first token's logits is already paid.
     """
 
     signal = "confidence"

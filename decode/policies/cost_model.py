@@ -1,4 +1,4 @@
-"""The length that yields most tokens per second by measured costs; plain decoding if none pays."""
+"""The draft length with the most tokens per second by measured costs, or 0 if no draft pays."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from decode.measure.costs import Costs, straight_on
 from decode.policies import POLICIES, Policy
 from decode.stats import Step
 
-# Seconds; no time is shorter, as ratios of times are taken.
+# Seconds: the minimum of every measured time, because times are divided by each other.
 INSTANT = 1e-9
 
 
@@ -16,23 +16,24 @@ class CostModel(Policy):
     """Maximises expected tokens per time, (1 + Σᵢ Πⱼ≤ᵢ αⱼ)/(γc + v(γ+1)), over γ = 0 … most: the
     speed-up of 2211.17192 (theorem 3.8) with acceptance by position and the real cost of a pass.
 
-    Acceptance is pooled over the batch, as the cost is shared, and forgotten exponentially with
-    the tokens emitted: what was seen n tokens ago weighs `memory`ⁿ. Costs are measured on every
-    pass (or before, see `use_costs`) and forgotten slowly. A deeper position than was tried lately
-    is taken to accept like the one before it.
+    Acceptance is pooled over the batch, because the rows share the cost. It decays exponentially
+    with the emitted tokens: a result from n tokens ago weighs `memory`ⁿ. Costs are measured on
+    every pass (or before, see `use_costs`) and decay slowly. A position deeper than the ones tried
+    lately is assumed to have the acceptance of the position before it.
 
-    When nothing pays, drafts are left out altogether, and a draft of one token is tried now and
-    then: so seldom that a useless drafter costs about `probe_share` of plain decoding, but at
-    least every `patience` tokens (unless a single try costs more than 1.3 · patience · probe_share
-    plain steps: then cost comes first). What a probe costs includes that a model feeds all it
-    missed since its last draft, but not that it reads the prompt before its first. After a success
-    the next follows at once, so few tokens pass until a drafter that has become good is used again.
+    If no draft pays, the policy drafts nothing, except for an occasional probe: a draft of one
+    token. Probes are rare enough that a useless drafter costs about `probe_share` of plain
+    decoding. But there is at least one every `patience` tokens, unless a single probe costs more
+    than 1.3 · patience · probe_share plain steps: then the cost limit has priority. The cost of a
+    probe includes feeding the drafter the text since its last draft, but not its pass over the
+    prompt before its first draft. After a successful probe the next one follows at once. So few
+    tokens pass until a drafter that has become good is used again.
 
-    On a tree's shape it decides how deep the tree may grow; which nodes it has is the shape's
-    matter (`sequoia` chooses a tree from measured costs).
+    For trees, it decides how deep the tree may grow. The shape decides which nodes the tree has
+    (`sequoia` chooses a tree from measured costs).
 
-    Because it reads a clock, a text may differ between two runs, and with the rows beside it, under
-    rules that draw, other than `exact`; the distribution it is drawn from never does.
+    The policy reads a clock. So under rules that draw, except `exact`, a text may differ between
+    two runs and depend on the other rows. Its distribution never does.
     """
 
     needs_costs = True
@@ -52,15 +53,16 @@ class CostModel(Policy):
             raise UserError(f"patience is {patience}; expected at least 1 token")
         self.memory, self.probe_share, self.patience = memory, probe_share, patience
         self._passes = _PassTimes()
-        self._draft_s: float | None = None  # of a draft step that had nothing to catch up on
-        self._probe_s: float | None = None  # of a probe's drafting, catching up included
-        self._nodes = 1.0  # of a draft, per draft step
-        # Accepted and tried by position. One made-up try: a new drafter deserves a few real ones.
+        self._draft_s: float | None = None  # of a draft step without text to catch up on
+        self._probe_s: float | None = None  # of drafting a probe, catching up included
+        self._nodes = 1.0  # nodes of a draft per draft step
+        # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
+        # new drafter gets a few real tries.
         self._accepted, self._tried = np.zeros(most), np.zeros(most)
         self._accepted[0], self._tried[0] = 0.6, 1.0
         self._new_text = True
         self._waited = 0.0  # tokens since the last draft
-        self._hopeful = False  # the last draft of one token was kept
+        self._hopeful = False  # most rows accepted a token of the last draft
 
     def start(self, rows: int) -> None:
         super().start(rows)
@@ -77,14 +79,14 @@ class CostModel(Policy):
     def _choose(self) -> int:
         plain = self._passes(np.array([self.rows]))
         if plain is None:
-            return 0  # what a plain step costs is the first thing to know
+            return 0  # first, measure the cost of a plain step
         if self._draft_s is None or not self._passes.known_beyond(self.rows):
             return 1
         gammas = np.arange(self.most + 1)
         best = int(np.argmax(self._expected() / self._seconds(gammas)))
         if best:
             return best
-        # What a probe is expected to lose against plain decoding, in plain steps.
+        # The expected loss of a probe compared to plain decoding, in plain steps.
         cost = (self._probe_s or self._draft_s) + self._seconds(np.array([1]))[0] - self._draft_s
         loss = cost / plain[0] - self._expected()[1]
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
@@ -92,7 +94,7 @@ class CostModel(Policy):
         return int(self._hopeful or self._waited >= interval)
 
     def _expected(self) -> np.ndarray:
-        """float64 [most + 1]: tokens a step is expected to emit, per row, by γ."""
+        """float64 [most + 1]: the expected number of tokens per step and row, by γ."""
         alpha = np.empty(self.most)
         alpha[0] = self._accepted[0] / max(self._tried[0], 1e-9)
         for i in range(1, self.most):
@@ -100,7 +102,7 @@ class CostModel(Policy):
         return 1 + np.append(0.0, alpha.cumprod().cumsum())
 
     def _seconds(self, gammas: np.ndarray) -> np.ndarray:
-        """float64, as `gammas`: what a step with a draft so deep is expected to take."""
+        """float64, same shape as `gammas`: the expected seconds of a step with such drafts."""
         passes = self._passes(self.rows * (1 + gammas * self._nodes))
         assert passes is not None
         assert self._draft_s is not None
@@ -113,7 +115,7 @@ class CostModel(Policy):
         self._accepted *= faded
         self._tried *= faded
         if not step.depth:
-            # Nothing drafted, or a drafter that had nothing to say: no news of acceptance.
+            # No draft was allowed, or the drafter drafted nothing: there is no acceptance to learn.
             self._waited = 0.0 if step.depths.any() else self._waited + emitted
             return
         places = np.arange(self.most)
@@ -139,11 +141,11 @@ class CostModel(Policy):
 
 
 class _PassTimes:
-    """Seconds of a verification pass by how many tokens it is fed in all, over all rows."""
+    """Seconds of a verification pass by the total number of tokens it is fed, over all rows."""
 
     def __init__(self) -> None:
         self._known: dict[int, float] = {}
-        self._once: dict[int, float] = {}  # seen once: what is cold or disturbed is slow
+        self._once: dict[int, float] = {}  # seen once; a cold or disturbed pass is slow
 
     def know(self, tokens: int, seconds: float) -> None:
         self._known[tokens] = max(seconds, INSTANT)
@@ -155,7 +157,8 @@ class _PassTimes:
         seconds = max(seconds, INSTANT)
         if tokens in self._known:
             ratio = _clipped(seconds / self._known[tokens])
-            # Half of it moves all passes: contexts grow, and other work comes and goes.
+            # Half of the change applies to all passes: contexts grow, and the load of the machine
+            # changes.
             for other in self._known:
                 self._known[other] *= ratio ** (0.2 if other == tokens else 0.1)
         elif tokens in self._once:
@@ -164,7 +167,7 @@ class _PassTimes:
             self._once[tokens] = seconds
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray | None:
-        """float64, as `tokens`; None as long as nothing is known."""
+        """float64, same shape as `tokens`: seconds; None while nothing is known."""
         if not self._known:
             return None
         known = np.array(sorted(self._known))
@@ -172,5 +175,5 @@ class _PassTimes:
 
 
 def _clipped(ratio: float) -> float:
-    """One pass that something else held up says little."""
+    """Limit the effect of one pass: other work may have delayed it."""
     return float(np.clip(ratio, 0.5, 2.0))

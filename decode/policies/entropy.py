@@ -14,12 +14,12 @@ from decode.stats import Step
 @POLICIES.register("entropy")
 class Entropy(Watcher):
     """The normalised entropy h = H/log V' of the drafter's distribution at temperature 1 sets the
-    length: γ(h) = most − (most − least)·min(1, h/flat), rounded, from `most` where the drafter is
-    certain to `least` where h ≥ `flat`. A draft stops before token i = 0, 1, … if i ≥ γ(h_i).
+    length: γ(h) = most − (most − least)·min(1, h/flat), rounded. It is `most` for h = 0 and `least`
+    for h ≥ `flat`. A draft stops before token i = 0, 1, … if i ≥ γ(h_i).
 
-    ema: weight of the past in an exponential moving average that takes the place of h; 0: none.
-    What is carried on to the next draft are the places up to the first rejected token, as what
-    follows it was said of a text that was not kept.
+    ema: the weight of the past in an EMA (exponential moving average) that replaces h. 0: no EMA.
+    The next draft continues the EMA from the first rejected token. Later places are left out,
+    because their text was not kept.
     """
 
     signal = "entropy"

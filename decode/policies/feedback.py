@@ -1,4 +1,4 @@
-"""The length follows the share of drafted tokens that were accepted."""
+"""The draft length follows the share of draft tokens that were accepted."""
 
 import numpy as np
 
@@ -9,10 +9,10 @@ from decode.stats import Step
 
 @POLICIES.register("feedback")
 class Feedback(Policy):
-    """γ = least + (most − least)·r, rounded, where r is an exponential moving average of la/k,
-    accepted over drafted tokens of one draft, per row.
+    """γ = least + (most − least)·r, rounded. r is an EMA (exponential moving average) of la/k, the
+    accepted tokens / draft tokens of one draft, per row.
 
-    ema: weight of the past. A text begins at r = `first`; a row that drafted nothing keeps its r.
+    ema: the weight of the past. A text begins with r = `first`. A row without a draft keeps its r.
     """
 
     def __init__(self, most: int = 8, least: int = 1, ema: float = 0.7, first: float = 0.5) -> None:

@@ -1,4 +1,4 @@
-"""The same draft length always."""
+"""The draft length is always the same."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from decode.policies import POLICIES, Policy
 
 @POLICIES.register("fixed")
 class Fixed(Policy):
-    """Every draft is `most` deep: what acceptance rates are compared at."""
+    """Every draft is `most` deep. Acceptance rates are compared with this policy."""
 
     constant = True
 

@@ -1,4 +1,4 @@
-"""Longer after a full success, shorter after anything else."""
+"""Drafts get longer after full acceptance, and shorter otherwise."""
 
 import numpy as np
 
@@ -9,10 +9,11 @@ from decode.stats import Step
 
 @POLICIES.register("heuristic")
 class Heuristic(Policy):
-    """+2 for a row all of whose drafted tokens stayed, else −1, never below 1: the schedule of
-    `transformers`' assisted generation. A row that drafted nothing keeps its length.
+    """The length of a row grows by 2 if all its draft tokens were accepted, else it shrinks by 1,
+    but stays at least 1. This is the schedule of assisted generation in `transformers`. A row
+    without a draft keeps its length.
 
-    first: the length a text begins with (default: 5, or `most` where that is less).
+    first: the initial length for a text. Default: 5, or `most` if that is less.
     """
 
     def __init__(self, most: int = 8, first: int | None = None) -> None:

@@ -1,1 +1,1 @@
-"""The target: loading, identity, the cache it decodes with, and its kernels on a CPU."""
+"""The target: loading, identity, the cache for decoding, and CPU kernels."""

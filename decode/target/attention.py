@@ -1,7 +1,7 @@
-"""Attention for decoding on a CPU, in the place of transformers' `sdpa`.
+"""Attention for decoding on a CPU, a replacement for transformers' `sdpa`.
 
 It copies no keys and values: the query heads that share a key head are rows of one query. For
-chains it also gives a token the same bits, whatever number of tokens is fed with it.
+chains, a token also gets the same bits for any number of tokens fed with it.
 
 Shapes: B rows, n tokens fed per row, H query heads, K key heads, G = H / K, S slots, D head size.
 """
@@ -19,14 +19,14 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "draftsmith"
 
-# Keys are padded to a multiple of this many slots. The kernel sums a vector's width of slots at a
-# time, and only then do masked slots at the end leave every partial sum as it is.
+# Keys are padded to a multiple of this many slots. The kernel sums the slots one vector width at a
+# time. With this padding, masked slots at the end do not change any partial sum.
 SLOTS = 16
 
-# Arguments that some models give beside the mask, and that this file does not know.
+# Arguments that some models pass in addition to the mask. This file does not support them.
 LEFT_TO_TRANSFORMERS = ("position_bias", "softcap", "s_aux", "cache")
 
-# More tokens than this are no chain that anyone drafts, and one by one they take long.
+# Nobody drafts longer chains, and more tokens one by one would take long.
 LONGEST_CHAIN = 32
 
 _each_token_alone: ContextVar[bool] = ContextVar("each_token_alone", default=False)
@@ -34,7 +34,8 @@ _each_token_alone: ContextVar[bool] = ContextVar("each_token_alone", default=Fal
 
 @contextmanager
 def each_token_alone() -> Iterator[None]:
-    """Within it, a token's attention has the same bits for any number of tokens fed beside it.
+    """Inside this context, a token's attention has the same bits for any number of tokens fed with
+    it.
 
     Holds for 16-bit weights, and keys padded to a multiple of `SLOTS`.
     """
@@ -55,9 +56,9 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers' attention functions: query [B, H, n, D], key and value [B, K, S, D], an
-    additive mask [B, 1, n, S] or None; returns [B, n, H, D]. What it does not know, such as no
-    mask, a mask per head or a position bias, goes to transformers' own function."""
+    """Same interface as transformers' attention functions: query [B, H, n, D], key and value
+    [B, K, S, D], an additive mask [B, 1, n, S] or None; returns [B, n, H, D]. Cases that it does
+    not support (no mask, a mask per head, a position bias) go to the function of transformers."""
     others = any(kwargs.get(name) is not None for name in LEFT_TO_TRANSFORMERS)
     if attention_mask is None or attention_mask.shape[1] != 1 or others:
         return sdpa_attention_forward(
@@ -70,8 +71,8 @@ def attention_forward(
     mask = attention_mask.expand(rows, 1, fed, slots)
     attend = torch.nn.functional.scaled_dot_product_attention
     if _each_token_alone.get():
-        # The kernel sees n batches of one token each: the same products for any n. Rows and key
-        # heads are one dimension, so that all n batches share the keys without a copy.
+        # The kernel sees n batches of one token each, so the products are the same for any n. Rows
+        # and key heads are one dimension, so all n batches share the keys without a copy.
         query = query.permute(3, 0, 1, 2, 4).flatten(1, 2)  # [n, B·K, G, D]
         key, value = (
             x.flatten(0, 1).expand(fed, rows * shared, slots, x.shape[3]) for x in (key, value)
@@ -89,8 +90,8 @@ def attention_forward(
 
 
 def use_own_attention(model: PreTrainedModel) -> bool:
-    """Let a model attend with this file's function; False, and nothing changed, for a model that
-    does not call attention by name or was loaded with another implementation than `sdpa`."""
+    """Make a model use this file's attention function. Returns False and changes nothing if the
+    model does not call attention by name, or was loaded with another implementation than `sdpa`."""
     by_name = getattr(model, "_can_set_attn_implementation", lambda: False)
     if model.config._attn_implementation != "sdpa" or not by_name():
         return False

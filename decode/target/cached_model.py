@@ -21,15 +21,15 @@ from decode.target.placement import input_device
 from decode.target.slots import Slots
 from decode.target.tree_support import reason_against_trees
 
-# Models that passed the trial, and with which attention and dtype they did.
+# Models that passed the trial, with the attention implementation and dtype they passed it in.
 _PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, torch.dtype]]] = WeakKeyDictionary()
 
 
 def require_slots(model: PreTrainedModel, longest: int) -> None:
-    """Refuse a model whose past is not one key and value per token, before anything is computed.
+    """Check, before any computation, that the model's past is one key and value per token.
 
     Raises UserError for recurrent and hybrid models (their state cannot be rolled back), for
-    sliding-window models when the window is smaller than the `longest` text, and for attention
+    sliding-window models if the window is smaller than the `longest` text, and for attention
     implementations that take no mask.
     """
     config = model.config.get_text_config()
@@ -56,18 +56,18 @@ def require_slots(model: PreTrainedModel, longest: int) -> None:
 
 
 def sliding_window(model: PreTrainedModel) -> int | None:
-    """How many tokens back the model's layers see; None where they see all."""
+    """How many tokens back the model's layers see. None: they see all tokens."""
     config = model.config.get_text_config()
     window: int | None = getattr(config, "sliding_window", None)
     return window if getattr(config, "use_sliding_window", True) else None
 
 
 def require_trees(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot verify token trees, by a trial (`decode.target.tree_support`) of a
+    """Check that a model can verify token trees, with a trial (`decode.target.tree_support`) of a
     few tiny forwards. A model that passed is not tried again.
 
-    Call it before expensive work whose result will be drafted in a tree. Raises UserError where
-    the model does not honour 4-D attention masks and positions, and as `require_slots` does.
+    Call it before expensive work for a drafter that drafts trees. Raises UserError if the model
+    ignores 4-D attention masks or positions, and as `require_slots` does.
     """
     kind = str(model.config._attn_implementation), model.dtype
     if kind in _PASSED.get(model, ()):
@@ -87,17 +87,16 @@ def require_trees(model: PreTrainedModel) -> None:
 class CachedLM:
     """A causal LM and the slots of the sequences it is decoding.
 
-    Any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache will do.
+    Works with any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache.
     Tested with trees: llama, qwen2, qwen3, gemma, gemma2, gemma3, gpt2, mistral, phi3 and opt, with
-    sdpa and eager attention where they have both. Sliding-window layers will do for texts that fit
-    into the window. Refused by `require_slots`: recurrent and hybrid models (mamba, jamba,
-    recurrent_gemma), chunked attention (llama4), flash attention. Refused by `require_trees`, when
-    the first tree is fed at the latest: models that make masks or positions of their own (ALiBi:
-    bloom, mpt).
+    sdpa and eager attention if they have both. Sliding-window layers work for texts that fit into
+    the window. `require_slots` rejects recurrent and hybrid models (mamba, jamba, recurrent_gemma),
+    chunked attention (llama4) and flash attention. `require_trees` rejects models that compute
+    masks or positions themselves (ALiBi: bloom, mpt), at the latest when the first tree is fed.
 
     It runs the model in its prepared form (`decode.target.packed.prepare`).
-    taps: whose hidden states (`decode.target.hidden_states`) each forward leaves in `features`, [B,
-    n, H].
+    taps: the layers whose hidden states are captured (`decode.target.hidden_states`). Each forward
+    stores them in `features`, [B, n, H].
     """
 
     def __init__(self, model: PreTrainedModel, *, taps: Sequence[int] = ()) -> None:
@@ -117,10 +116,10 @@ class CachedLM:
         self.capacity = 0  # slots of each row
 
     def reset(self, rows: int, capacity: int, *, longest: int | None = None) -> None:
-        """Start `rows` empty sequences of at most `capacity` slots; raises as `require_slots`.
+        """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots`.
 
-        longest: tokens of the longest text, where that is less: the nodes of a tree take a slot
-        each, and a path through it is no longer than the tree is deep.
+        longest: the number of tokens of the longest text, if less than `capacity`. Each node of a
+        tree takes a slot, but a path is only as long as the tree is deep.
         """
         require_slots(self.model, capacity if longest is None else longest)
         self.capacity = capacity
@@ -131,7 +130,7 @@ class CachedLM:
         self._cache = Cache(layers=self._slots.layers)
 
     def refresh(self) -> None:
-        """Follow weights that were changed in place. What is cached stays as it was computed."""
+        """Use weights that were changed in place. Cached keys and values are not computed again."""
         self._prepared.refresh()
 
     def forward(
@@ -145,12 +144,13 @@ class CachedLM:
     ) -> Tensor:
         """Feed n tokens per row and return their logits, in the model's dtype.
 
-        start: int [B], the slot of each row's first token; everything below it is its past.
-        columns: int [B], return the logits of this one column per row, [B, 1, V]; None: all n.
-        depth_BN, ancestors_BNM: for a token tree, whose last n of m ≥ n nodes are fed and whose
-            first m−n stand in the slots before `start`: each token's distance from the tree's
-            first slot, and which of the m nodes it may see (itself included). None: a chain.
-        Raises UserError where a tree is fed to a model that does not honour masks and positions.
+        start: int [B], the slot of each row's first token; all slots below it are its past.
+        columns: int [B], return the logits of this one column per row, [B, 1, V]. None: all n.
+        depth_BN, ancestors_BNM: for a token tree with m ≥ n nodes. Its last n nodes are fed, and
+            its first m−n nodes are in the slots before `start`. depth_BN is each token's distance
+            from the first slot of the tree. ancestors_BNM says which of the m nodes each token may
+            see, itself included. None: a chain.
+        Raises UserError if a tree is fed to a model that ignores masks or positions.
         """
         assert self._slots is not None, "reset() comes before forward()"
         n = ids_BN.shape[1]
@@ -170,23 +170,23 @@ class CachedLM:
         with alone, taken as self.features, self._only(columns, n):
             logits = self._runs(
                 input_ids=ids_BN,
-                # Only padding can lie past the last position; it must not index out of a learned
-                # table.
+                # Only padding can be past the last position. It must not index past the end of a
+                # learned table.
                 position_ids=(base_B1 + depth_BN).clamp(max=self.max_positions - 1),
                 attention_mask=self._mask(base_B1, start, n, ancestors_BNM),
                 past_key_values=self._cache,
                 use_cache=True,
             ).logits
-        # The model has no output layer that could be given less to do.
+        # `_only` does nothing for a model without an accessible output layer.
         if columns is not None and logits.shape[1] != 1:
             logits = _columns_of(logits, columns)
         return logits
 
     @contextmanager
     def _only(self, columns: np.ndarray | None, n: int) -> Iterator[None]:
-        """Within it the output layer is given the hidden state of one of n columns per row: logits
-        of all of them would be the largest tensor of a prefill by far. Whatever the model does to
-        its logits afterwards (scaling, soft caps) stays as it is."""
+        """Inside this context, the output layer gets the hidden state of only one of n columns per
+        row. Logits of all columns would be by far the largest tensor of a prefill. Later operations
+        of the model on its logits (scaling, soft caps) are not affected."""
         find = getattr(self._runs, "get_output_embeddings", None)
         layer = find() if find and columns is not None and n > 1 else None
         if layer is None:
@@ -200,7 +200,7 @@ class CachedLM:
                 return None
             return _columns_of(hidden, columns), *others
 
-        # Only within: a hook that stays would be met by whoever else uses the model.
+        # Removed at the end: a hook that stays would affect other users of the model.
         hook = layer.register_forward_pre_hook(pick)
         try:
             yield
@@ -210,7 +210,7 @@ class CachedLM:
     def _mask(
         self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None
     ) -> Tensor | None:
-        """As `Slots.mask` says, in the form that the model's attention takes."""
+        """The mask from `Slots.mask`, in the form that the model's attention takes."""
         assert self._slots is not None
         seen = self._slots.mask(base_B1, start, n, ancestors_BNM)
         if seen is None or self._boolean_masks:
@@ -224,7 +224,7 @@ class CachedLM:
         self._slots.commit(start, columns_BM, counts)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows but these (int64 [B']), in this order."""
+        """Keep only these rows (int64 [B']), in this order."""
         assert self._slots is not None
         self._slots.keep_rows(rows)
 

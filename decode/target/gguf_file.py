@@ -1,4 +1,4 @@
-"""Reads a GGUF file's header and mends the tokenizer that transformers builds from it."""
+"""Reads a GGUF file's header and corrects the tokenizer that transformers builds from it."""
 
 import math
 import mmap
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from decode.errors import UserError
 
-# Metadata value types of the format: struct codes of the fixed-size ones; strings and arrays apart.
+# Metadata value types of the format: struct codes of the fixed-size types; then strings and arrays.
 _SCALARS = {
     0: "B",
     1: "b",
@@ -30,7 +30,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class _Cursor:
-    """Reads little-endian values one after another; running off the end raises struct.error."""
+    """Reads little-endian values one after another. Raises struct.error at the end of the data."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
@@ -46,7 +46,7 @@ class _Cursor:
         return str(self.read(f"{length}s"), "utf-8")
 
     def value(self, kind: int) -> Any:
-        """One metadata value; of an array only the length, so that vocabularies cost no memory."""
+        """One metadata value. For an array, only its length, so vocabularies take no memory."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
@@ -61,10 +61,10 @@ class _Cursor:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The metadata of a GGUF file; arrays stand as their lengths.
+    """The metadata of a GGUF file. An array is replaced by its length.
 
-    Raises UserError when the file is not GGUF, or is shorter than its own table of tensors says
-    (what an interrupted download leaves).
+    Raises UserError if the file is not GGUF, or is shorter than its table of tensors says (as after
+    an interrupted download).
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -122,7 +122,8 @@ def _parse(path: Path, data: mmap.mmap) -> dict[str, Any]:
 
 
 def _smollm(tokenizer: Tokenizer) -> None:
-    # Each digit is its own token in training; the GPT-2 rules that transformers assumes join them.
+    # In training, each digit is a separate token. The GPT-2 rules that transformers assumes join
+    # digits.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -132,15 +133,15 @@ def _smollm(tokenizer: Tokenizer) -> None:
     tokenizer.decoder = decoders.ByteLevel()
 
 
-# By the name GGUF gives a way of cutting text (`tokenizer.ggml.pre`).
+# Keyed by GGUF's name for the pre-tokenizer (`tokenizer.ggml.pre`).
 _MENDERS: dict[str, Callable[[Tokenizer], None]] = {"smollm": _smollm}
 
 
 def mend_tokenizer(tokenizer: Any, metadata: dict[str, Any]) -> None:
-    """Sets, in place, what transformers reads wrongly out of a GGUF file's tokenizer.
+    """Corrects, in place, what transformers reads wrongly from a GGUF file's tokenizer.
 
-    The way of cutting text, where it is one of the known wrong ones, and the special tokens, whose
-    ids the file states.
+    Corrects the pre-tokenizer, if it is one that is known to be read wrongly, and the special
+    tokens, from the ids in the file.
     """
     mend = _MENDERS.get(metadata.get("tokenizer.ggml.pre", ""))
     if mend is not None:
@@ -152,9 +153,9 @@ def mend_tokenizer(tokenizer: Any, metadata: dict[str, Any]) -> None:
 
 
 def eos_ids(metadata: dict[str, Any]) -> int | list[int] | None:
-    """The ids that end a text: end of text, and end of turn where the file names one apart.
+    """The ids that end a text: end of text, and end of turn if the file has a separate one.
 
-    In the forms a transformers config takes: one id, several, or None when the file names none.
+    In the forms of a transformers config: one id, a list of ids, or None if the file has none.
     """
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     ids = sorted({metadata[key] for key in keys if key in metadata})

@@ -1,7 +1,8 @@
-"""The target's hidden states, taken on their way: what drafters on the target itself read.
+"""Captures the target's hidden states during its forward, for drafters that read them.
 
-A tap is a place where they are taken: `FINAL`, what the output layer reads, or a layer's number
-from 0, for what that layer puts out. Shapes: B rows, n tokens, H hidden size, T taps.
+taps: the layers whose hidden states are captured. A tap is `FINAL` for the input of the output
+layer, or a layer's number from 0 for the output of that layer. Shapes: B rows, n tokens, H hidden
+size, T taps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,31 +24,33 @@ FINAL = -1
 
 @dataclass
 class Features:
-    """What was taken at each tap, [B, n, H], of row b's first counts[b] tokens, int [B] on the
-    host; the rest is padding."""
+    """values: the hidden states at each tap, [B, n, H]. counts: int [B] on the host. Row b holds
+    its first counts[b] tokens, the rest is padding."""
 
     values: Mapping[int, Tensor]
     counts: np.ndarray
 
     def of(self, taps: Sequence[int]) -> Tensor:
-        """[B, n, T·H]: some taps side by side, in this order."""
+        """[B, n, T·H]: the hidden states of some taps, concatenated in this order."""
         if len(taps) == 1:
             return self.values[taps[0]]
         return torch.cat([self.values[tap] for tap in taps], -1)
 
     def at(self, places: Tensor, counts: np.ndarray) -> "Features":
-        """Of these tokens of each row, int64 [B, m], the first counts[b]."""
+        """The hidden states at these places of each row, int64 [B, m]. The first counts[b] places
+        of row b are valid."""
         rows_B1 = torch.arange(len(places), device=places.device)[:, None]
         return Features({tap: x[rows_B1, places] for tap, x in self.values.items()}, counts)
 
     def newest(self, taps: Sequence[int]) -> Tensor:
-        """[B, T·H]: of each row's last token that counts; without meaning where none does."""
+        """[B, T·H]: the hidden states of each row's last valid token. Meaningless for a row with
+        counts[b] = 0."""
         values = self.of(taps)
         places = torch.as_tensor(np.maximum(self.counts - 1, 0), device=values.device)
         return values[torch.arange(len(places), device=values.device), places]
 
     def keep_rows(self, rows: np.ndarray) -> "Features":
-        """Of these rows only, int [B'], in this order."""
+        """The hidden states of only these rows, int [B'], in this order."""
         chosen = {
             tap: x.index_select(0, torch.as_tensor(rows, device=x.device))
             for tap, x in self.values.items()
@@ -56,8 +59,8 @@ class Features:
 
 
 class Recorder:
-    """Takes the hidden states of a model's forwards, by hooks, so that any causal LM will do and
-    the forward itself is the same. Whatever logits are asked for, every fed token is taken.
+    """Captures the hidden states of a model's forwards with hooks. Works with any causal LM and
+    does not change the forward. Captures every fed token, even if only some get logits.
 
     Raises UserError for a tap the model does not have.
     """
@@ -72,9 +75,9 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[dict[int, Tensor]]:
-        """What the forward within it shows: each tap's [B, n, H]."""
+        """Captures the forward inside this context: the hidden states of each tap, [B, n, H]."""
         found: dict[int, Tensor] = {}
-        # Only within: hooks that stay would be met by whoever else uses the model.
+        # Removed at the end: hooks that stay would affect other users of the model.
         hooks = [
             module.register_forward_hook(partial(_keep, found, tap, self._device))
             for tap, module in self._modules.items()
@@ -117,8 +120,8 @@ def _layer(model: PreTrainedModel, number: int) -> nn.Module:
 
 
 def layer_list_name(model: PreTrainedModel) -> str | None:
-    """The dotted name of the one list that holds the model's layers, such as `model.layers`; None
-    where there is not exactly one."""
+    """The dotted name of the list that holds the model's layers, such as `model.layers`. None if
+    there is not exactly one such list."""
     depth = model.config.get_text_config().num_hidden_layers
     found = [
         name

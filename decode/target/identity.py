@@ -1,4 +1,4 @@
-"""What makes two tokenizers the same one: hashes that tell whether token ids mean the same."""
+"""Hashes that tell whether two tokenizers give the same token ids the same meaning."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from decode.errors import UserError
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identifies a vocabulary and the way text is cut into it.
+    """Identifies a vocabulary and the way text is split into its tokens.
 
     vocab_sha256: over the token strings in id order, so a permuted vocabulary differs.
     vocab_size: rows of the output layer, which may exceed the number of token strings.
@@ -30,7 +30,8 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Fingerprint":
-        """Reads `to_dict`. Raises UserError when a field is missing, unknown or of another type."""
+        """Reads the output of `to_dict`. Raises UserError if a field is missing, unknown or of
+        another type."""
         try:
             found = cls(**(fields | {"eos_token_ids": tuple(fields["eos_token_ids"])}))
         except (KeyError, TypeError) as error:
@@ -43,7 +44,7 @@ class Fingerprint:
 
 
 def eos_token_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
-    """All ids that end a text, ascending; chat models have several. Empty when none is known.
+    """All ids that end a text, ascending. Chat models have several. Empty if none is known.
 
     configs: model or generation configs whose `eos_token_id` is an int, a list of them or None.
     """
@@ -58,8 +59,9 @@ def eos_token_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
 def fingerprint(tokenizer: Any, config: Any, generation_config: Any = None) -> Fingerprint:
     """The fingerprint of a tokenizer and the model config it is used with.
 
-    config: its `vocab_size` (of the text part, for multi-modal models) is the output layer's rows.
-    generation_config: where chat models list the end-of-text ids their config does not.
+    config: its `vocab_size` (of the text part, for multi-modal models) is the number of rows of the
+        output layer.
+    generation_config: chat models list end-of-text ids here that their config lacks.
     """
     text_config = config.get_text_config()
     return Fingerprint(
@@ -73,14 +75,14 @@ def fingerprint(tokenizer: Any, config: Any, generation_config: Any = None) -> F
 def require_same_vocabulary(
     found: Fingerprint, expected: Fingerprint, what: str, *, padding: bool = False
 ) -> None:
-    """Raises UserError unless token ids of `found` mean what they mean in `expected`.
+    """Raises UserError unless token ids mean the same tokens in `found` and `expected`.
 
-    what: names the thing that `found` belongs to, for the message: 'the drafter in runs/x'.
-    The tokenizers' ways of cutting text and their end-of-text ids may differ: neither changes what
-    an id stands for.
+    what: names the owner of `found`, for the message: 'the drafter in runs/x'.
+    The tokenizers may split text differently and have different end-of-text ids. Neither changes
+    the token of an id.
 
-    padding: the output layers may have different numbers of rows. Models of one family pad the
-    same vocabulary to different sizes; rows past the tokenizer's last id are no tokens.
+    padding: allow output layers with different numbers of rows. Models of one family pad the same
+    vocabulary to different sizes. Rows past the tokenizer's last id are not tokens.
     """
     differences = []
     if found.vocab_size != expected.vocab_size and not padding:
@@ -97,13 +99,13 @@ def require_same_vocabulary(
 
 
 def token_count(tokenizer: Any, rows: int) -> int:
-    """How many of the first `rows` output rows can stand for tokens: the tokenizer's highest id
-    and one. The rows after it are padding."""
+    """How many of the first `rows` output rows can be tokens: the tokenizer's highest id plus one.
+    The rows after these are padding."""
     return min(rows, max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
 def _vocab_sha256(tokenizer: Any) -> str:
-    # Ids are part of the hash because a vocabulary may have holes; JSON keeps the strings apart.
+    # Ids are part of the hash because a vocabulary may have gaps. JSON keeps the strings separate.
     by_id = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
     return _sha256_of_json(by_id)
 
@@ -111,10 +113,10 @@ def _vocab_sha256(tokenizer: Any) -> str:
 def _tokenizer_sha256(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        # A tokenizer in pure Python has no description of itself: its class stands for its rules.
+        # A tokenizer in pure Python cannot be serialised, so its class name represents its rules.
         return _sha256_of_json([type(tokenizer).__name__, _vocab_sha256(tokenizer)])
     description = json.loads(backend.to_str())
-    # Padding and truncation are left out: they are settings of a call, kept in the same file.
+    # Padding and truncation are left out: they are settings of a call, stored in the same file.
     return _sha256_of_json(
         {key: description[key] for key in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
     )

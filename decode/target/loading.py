@@ -1,4 +1,4 @@
-"""Loads the model to be sped up (the target), from a hub, a directory, a GGUF file or a package."""
+"""Loads the target, the model to speed up, from a hub, a directory, a GGUF file or a package."""
 
 import hashlib
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDED_PREFIX = "embedded:"
-# What max_positions says for models whose config states no limit.
+# The value of max_positions for models without a limit in their config.
 UNLIMITED_POSITIONS = 2**31 - 1
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -38,10 +38,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 class Target:
     """A frozen causal language model with its tokenizer.
 
-    model: in eval mode, no parameter requires a gradient.
+    model: in eval mode; no parameter requires a gradient.
     name: the spec it was loaded from, as the user gave it.
-    revision: a hub model's commit hash (None when unknown); else a SHA-256 of the weights.
-    eos_token_ids: the ids that end a text, ascending; chat models have several.
+    revision: for a hub model, its commit hash (None if unknown); else a SHA-256 of the weights.
+    eos_token_ids: the ids that end a text, ascending. Chat models have several.
     """
 
     model: Any
@@ -57,7 +57,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where its inputs belong, and drafters with it."""
+        """The device for its inputs and for drafters."""
         return input_device(self.model)
 
     @property
@@ -67,13 +67,13 @@ class Target:
 
     @cached_property
     def token_count(self) -> int:
-        """Ids that the tokenizer knows, at most `vocab_size`; the output rows after them are
-        padding. Drafters never draft those, and learn nothing of them."""
+        """The number of ids that the tokenizer knows, at most `vocab_size`. The output rows after
+        them are padding. Drafters never draft padding and are not trained on it."""
         return token_count(self.tokenizer, self.vocab_size)
 
     @property
     def max_positions(self) -> int:
-        """The longest text, in tokens, that the model was made for."""
+        """The length of the longest text, in tokens, that the model supports."""
         config = self.model.config.get_text_config()
         return getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
 
@@ -96,7 +96,7 @@ def load_target(
     attn_implementation: str = "sdpa",
     device_map: str | dict[str, Any] | None = None,
 ) -> Target:
-    """Loads a target; the arguments and errors are those of `load_model_and_tokenizer`."""
+    """Loads a target. Arguments and errors are those of `load_model_and_tokenizer`."""
     model, tokenizer, found_revision = load_model_and_tokenizer(
         spec,
         dtype=dtype,
@@ -127,23 +127,23 @@ def load_model_and_tokenizer(
     attn_implementation: str = "sdpa",
     device_map: str | dict[str, Any] | None = None,
 ) -> Loaded:
-    """Loads a causal language model, ready to be run and not to be trained.
+    """Loads a causal language model for inference, not for training.
 
     spec: a hub id (`org/name`), a directory in the hub's format, a `.gguf` file, or
         `embedded:NAME` for a model that comes as a PyPI package.
     dtype: float32, bfloat16, float16 or auto, which is bfloat16 on CUDA and float32 elsewhere.
-    device: cpu, cuda, cuda:N or auto, which is cuda where it is there, else cpu. Apple's mps has
-        no float64, in which tokens are drawn, so it is not used.
-    revision: a branch, tag or commit; for hub ids only.
-    trust_remote_code: runs Python code that comes with the model. Off, no such code is run.
-    attn_implementation: one that transformers knows, such as sdpa or eager.
-    device_map: as transformers takes it, such as auto: layers shared out over devices, instead of
-        `device`. Such a model is for decoding, not for training beside it.
+    device: cpu, cuda, cuda:N or auto, which is cuda if available, else cpu. Apple's mps is not
+        used, because it has no float64 and tokens are drawn in float64.
+    revision: a branch, tag or commit, for hub ids only.
+    trust_remote_code: runs Python code that comes with the model. If False, no such code runs.
+    attn_implementation: an implementation that transformers knows, such as sdpa or eager.
+    device_map: as in transformers, such as auto: distributes layers over devices. Replaces
+        `device`. Use such a model for decoding, not to train drafters on it.
 
     A quantised checkpoint is loaded as its config says, if the package that reads it is installed.
 
     Weights are read from safetensors or GGUF, never from pickle files, which can run code.
-    Raises UserError for anything about the spec, the files or the settings that does not work.
+    Raises UserError if the spec, the files or the settings do not work.
     """
     place = resolve_device(device)
     if device_map is not None and device != "auto":
@@ -176,17 +176,17 @@ def load_model_and_tokenizer(
         _require_hub_id(spec, path)
         loaded = _load_hub(spec, options, revision)
     loaded.model.eval().requires_grad_(False)
-    # Some quantised models refuse to be moved; they were loaded to where they belong.
+    # Some quantised models cannot be moved. They are already on the right device.
     if device_map is None and not getattr(loaded.model, "is_quantized", False):
         loaded.model.to(place)
     return loaded
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device a name stands for. Raises UserError when it is unknown or not on this machine."""
+    """The device of a name. Raises UserError if it is unknown or not on this machine."""
     if device == "auto":
         if torch.cuda.is_available():
-            # The current one, because under a launcher each process has been given its own.
+            # The current device, because a launcher gives each process a different one.
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
     if device == "mps":
@@ -206,7 +206,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype a name stands for on a device. Raises UserError for an unknown name."""
+    """The dtype of a name on a device. Raises UserError for an unknown name."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
@@ -255,7 +255,7 @@ def _load_directory(path: Path, options: LoadOptions) -> Loaded:
 
 def _load_hub(hub_id: str, options: LoadOptions, revision: str | None) -> Loaded:
     model, tokenizer = from_pretrained(hub_id, options, revision=revision)
-    # The cache files what was loaded under its commit: .../snapshots/COMMIT/config.json
+    # The cache stores files under their commit: .../snapshots/COMMIT/config.json
     config = try_to_load_from_cache(hub_id, "config.json", revision=revision)
     return Loaded(model, tokenizer, Path(config).parent.name if isinstance(config, str) else None)
 
@@ -267,8 +267,8 @@ def _load_gguf(path: Path, options: LoadOptions, revision: str) -> Loaded:
     gguf_file.mend_tokenizer(tokenizer, metadata)
     for config in (model.config, model.generation_config):
         config.eos_token_id = gguf_file.eos_ids(metadata)
-    # The weights are plain tensors by now, but some versions of transformers still take the model
-    # for a quantized one and refuse to save it.
+    # The weights are now plain tensors, but some versions of transformers still treat the model as
+    # quantized and refuse to save it.
     model.hf_quantizer = None
     model.is_quantized = False
     vars(model.config).pop("quantization_config", None)

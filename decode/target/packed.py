@@ -1,9 +1,9 @@
-"""Weights in the layout that a CPU's matrix kernels want, for models that only decode.
+"""Packs weights into the layout of the CPU's matrix kernels, for models that only decode.
 
-A decode step multiplies a few rows by every weight of the model. PyTorch's CPU kernels bring each
-weight into their own layout first, again at every call, which for so few rows costs more than the
-product. Done once, it makes the step of a small model a third to a half shorter, and the results
-are those of the same kernels.
+A decode step multiplies a few rows by every weight of the model. On every call, PyTorch's CPU
+kernels first convert each weight to their layout. For so few rows, that costs more than the
+product. Converting once makes a step of a small model a third to a half shorter. The results come
+from the same kernels.
 """
 
 import copy
@@ -28,7 +28,7 @@ _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
 
 
 class PackedLinear(nn.Module):
-    """x ↦ x·Wᵀ + b, as the layer it is made from, whose parameters it shares."""
+    """x ↦ x·Wᵀ + b, a replacement for a linear layer. It shares the parameters of that layer."""
 
     weight: Tensor
     bias: Tensor | None
@@ -41,8 +41,8 @@ class PackedLinear(nn.Module):
         self.refresh()
 
     def refresh(self) -> None:
-        """Pack again if the weight has changed since."""
-        # What was made in inference mode is not counted, and is not trained either.
+        """Pack again if the weight has changed since the last packing."""
+        # Tensors created in inference mode have no version counter. They are not trained either.
         version = 0 if self.weight.is_inference() else self.weight._version
         state = (self.weight.data_ptr(), version)
         if state != self._made_of:
@@ -59,9 +59,10 @@ class PackedLinear(nn.Module):
 
 
 class PackedModel:
-    """A model whose linear layers are packed; the model it is made from stays as it is.
+    """A copy of a model with packed linear layers. The original model is not changed.
 
-    It shares every parameter and buffer with that model and takes about as much memory again.
+    The copy shares every parameter and buffer with the original, and its packed weights take about
+    the same memory again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -72,16 +73,16 @@ class PackedModel:
         self._layers = pack_layers(self.model)
 
     def refresh(self) -> None:
-        """Follow weights that were changed in place, as by an optimizer."""
+        """Use weights that were changed in place, for example by an optimizer."""
         for layer in self._layers:
             layer.refresh()
 
 
 class PreparedModel:
-    """A model as the loop runs it: packed where this machine can, else the model itself.
+    """A model as the loop runs it: a packed copy if possible, else the model itself.
 
-    model: what to run. row_exact: the packed copy attends with `decode.target.attention`, so that a
-    chain may be fed with `each_token_alone`, over keys padded to a multiple of its `SLOTS`.
+    model: the model to run. row_exact: the packed copy uses `decode.target.attention`. Then a chain
+    may be fed with `each_token_alone`, over keys padded to a multiple of its `SLOTS`.
     """
 
     def __init__(self, model: PreTrainedModel, packed: PackedModel | None) -> None:
@@ -90,18 +91,18 @@ class PreparedModel:
         self.row_exact = self.model.config._attn_implementation == attention.NAME
 
     def refresh(self) -> None:
-        """Follow weights that were changed in place, as by an optimizer."""
+        """Use weights that were changed in place, for example by an optimizer."""
         if self._packed:
             self._packed.refresh()
 
 
 def prepare(model: PreTrainedModel) -> PreparedModel:
-    """The prepared form of a model. It is made once and shared by all who decode with the model, as
-    long as the model lives: packing takes time and memory, and two decoders can be compared only
-    if both run on the same kernels. It is made again for a model that was rebuilt in the meantime,
-    as by an adapter or another output layer."""
+    """The prepared form of a model. It is created once, and all decoders of the model share it
+    while the model exists: packing takes time and memory, and two decoders can be compared only if
+    both run on the same kernels. It is created again if the model was rebuilt, for example with an
+    adapter or another output layer."""
     state = (
-        # The packed copy keeps the parameters alive, so that no other can get the id of one.
+        # The packed copy keeps the parameters alive, so no other object can get one of these ids.
         tuple(id(parameter) for parameter in model.parameters()),
         tuple(ref(module) for module in model.modules()),
         model.config._attn_implementation,
@@ -116,12 +117,12 @@ def prepare(model: PreTrainedModel) -> PreparedModel:
     return PreparedModel(model, _PREPARED[model][1])
 
 
-# The packed copy must not refer to the model, or neither would ever be freed.
+# The packed copy must not refer to the model. Otherwise neither would ever be freed.
 _PREPARED: WeakKeyDictionary[nn.Module, tuple[Any, PackedModel | None]] = WeakKeyDictionary()
 
 
 def pack_layers(module: nn.Module) -> list[PackedLinear]:
-    """Put packed layers in the place of a module's linear ones; those layers."""
+    """Replace a module's linear layers with packed ones. Returns the packed layers."""
     packed = []
     for part in list(module.modules()):
         for name, child in part.named_children():
@@ -132,8 +133,8 @@ def pack_layers(module: nn.Module) -> list[PackedLinear]:
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Whether packing is possible, and worth its memory: it shall not take more than half of what
-    is free. Models that other libraries have wrapped, sharded or quantised stay as they are."""
+    """Whether packing is possible and takes less than half of the free memory. False for models
+    that other libraries have wrapped, sharded or quantised."""
     if not torch.backends.mkldnn.is_available():
         return False
     parameters = list(model.parameters())

@@ -1,7 +1,7 @@
-"""Where a model's weights are: on one device, shared out over several, or offloaded.
+"""Where a model's weights are: on one device, distributed over several, or offloaded.
 
-accelerate's hooks move inputs to the device of each part of a model. Weights that it offloads are
-on the device `meta`, without values, except while their layer runs.
+accelerate's hooks move inputs to the device of each part of a model. Offloaded weights are on the
+device `meta`, without values, except while their layer runs.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from decode.errors import UserError
 
 
 def input_device(model: Any) -> torch.device:
-    """The device that the model's inputs, and what is computed beside it, belong on: where its
-    embeddings run. `model.device` is that of the first weight, which may be `meta`."""
+    """The device of the model's embeddings. The model's inputs, and computations next to the model,
+    belong there. `model.device` is the device of the first weight, which may be `meta`."""
     found: torch.device = model.device
     if found.type != "meta":
         return found
@@ -26,14 +26,15 @@ def input_device(model: Any) -> torch.device:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether another library runs code of its own around a part of the module."""
+    """Whether another library runs code around the forward of a part of the module."""
     return any(
         m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules()
     )
 
 
 def require_present(model: nn.Module, what: str) -> None:
-    """Raises UserError where weights are offloaded. what: needs their values, such as 'heads'."""
+    """Raises UserError if weights are offloaded. what: the part that reads the weights, such as
+    'heads', for the message."""
     if any(p.device.type == "meta" for p in model.parameters()):
         raise UserError(
             f"{what} must read the target's weights, and some of {type(model).__name__}'s are "
@@ -43,8 +44,8 @@ def require_present(model: nn.Module, what: str) -> None:
 
 
 def some_numbers(weight: Tensor, count: int) -> Tensor:
-    """float32 [≤ count] on the CPU, spread over a weight; of a quantised one what it stands for, or
-    where that is not known its integers."""
+    """float32 [≤ count] on the CPU: numbers spread over a weight. For a quantised weight these are
+    its dequantised values, or its integers if those are not available."""
     flat = weight.detach()
     try:
         flat = flat.flatten()

@@ -1,7 +1,7 @@
-"""Loads models by transformers, whose errors about their files become UserErrors.
+"""Loads models with transformers, and turns its errors about their files into UserErrors.
 
-Weights come from safetensors or GGUF, never from pickle files, which can run code, and no code that
-comes with a model is run unless that was asked for.
+Weights come from safetensors or GGUF, never from pickle files, which can run code. Code that comes
+with a model runs only if the user asks for it.
 """
 
 import functools
@@ -20,8 +20,8 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from decode.errors import UserError
 
-# What transformers raises for files that are missing, malformed or do not fit together.
-# ImportError: a model or an attention implementation that needs a package not installed.
+# The exceptions of transformers for files that are missing, malformed or do not fit together.
+# ImportError: a model or an attention implementation needs a package that is not installed.
 _LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -44,7 +44,7 @@ class LoadOptions:
 
 
 def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[Any, Any]:
-    """Model and tokenizer by transformers, its errors turned into UserErrors.
+    """Loads model and tokenizer with transformers. Turns its errors into UserErrors.
 
     where: `revision` for hub ids or `gguf_file` for GGUF files.
     """
@@ -70,7 +70,7 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
             **where,
         )
     if info["missing_keys"]:
-        # transformers fills them with random numbers and goes on.
+        # transformers fills them with random numbers and continues.
         raise UserError(
             f"the weights of {source} lack {len(info['missing_keys'])} tensors that its config "
             f"asks for, such as {min(info['missing_keys'])}. Name a complete causal language model."
@@ -81,7 +81,7 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
 def _load_tokenizer(source: str, config: Any, where: dict[str, Any]) -> Any:
     try:
         if "gguf_file" in where:
-            # AutoTokenizer ends up with this class too, after reading the file once more.
+            # AutoTokenizer selects this class too, but reads the file once more.
             return transformers.PreTrainedTokenizerFast.from_pretrained(source, **where)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, config=config, **where)
     except Exception as error:  # the tokenizers library raises plain Exception for bad files
@@ -95,7 +95,7 @@ def _load_tokenizer(source: str, config: Any, where: dict[str, Any]) -> Any:
 
 
 def _require_causal(source: str, config: Any) -> None:
-    # Encoders such as BERT load as language models too, and predict words they have seen.
+    # Encoders such as BERT load as language models too, but predict tokens that they already see.
     causal = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     architectures = config.architectures or []
     foreign = architectures and not any(name.endswith(causal) for name in architectures)
@@ -109,7 +109,7 @@ def _require_causal(source: str, config: Any) -> None:
 
 @contextmanager
 def _explained(source: str, part: str) -> Iterator[None]:
-    """Turns what transformers raises about a model's files into UserErrors."""
+    """Turns exceptions of transformers about a model's files into UserErrors."""
     try:
         yield
     except _LOAD_ERRORS as error:
@@ -169,17 +169,17 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Silences tqdm: some of transformers' bars have no switch of their own."""
+    """Silences tqdm, because some progress bars of transformers cannot be switched off."""
     with _replaced(tqdm, "__init__", functools.partialmethod(tqdm.__init__, disable=True)):
         yield
 
 
 @contextmanager
 def gguf_read_once() -> Iterator[None]:
-    """Halves the time a GGUF file takes to load.
+    """Halves the time to load a GGUF file.
 
-    transformers parses the file anew for the config and for the weights, and makes the table of
-    tensor names anew for every module.
+    Without it, transformers parses the file separately for the config and for the weights, and
+    builds the table of tensor names again for every module.
     """
     with (
         _replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),

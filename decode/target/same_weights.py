@@ -1,7 +1,7 @@
-"""Tells whether a model has the weights that something was made for, whatever dtype it is in.
+"""Checks whether a model has the weights that a drafter was made for, in any dtype.
 
-A name or a hash of files will not do: a model is the same one from a hub, a directory and a GGUF
-file, in float32 and in bfloat16, and another one after a little training under the same name.
+A name or a hash of the files cannot tell. A model is the same from a hub, a directory and a GGUF
+file, in float32 and in bfloat16. After a little training it is different under the same name.
 """
 
 import torch
@@ -14,16 +14,16 @@ PER_TENSOR = 4
 
 
 def sample_weights(model: nn.Module) -> Tensor:
-    """float32 [m] on the CPU: a few numbers of every weight, in the order of their names. Raises
-    UserError for weights that are offloaded."""
+    """float32 [m] on the CPU: a few numbers of every weight, in the order of the weights' names.
+    Raises UserError for offloaded weights."""
     require_present(model, "a drafter made of heads on the target")
     weights = sorted(model.named_parameters(), key=lambda named: named[0])
     return torch.cat([some_numbers(weight, PER_TENSOR) for _, weight in weights])
 
 
 def require_same_weights(found: Tensor, dtype: str, model: nn.Module, what: str) -> None:
-    """Raises UserError unless `found`, a sample taken in `dtype` (such as bfloat16), is one of
-    `model`, but for rounding. what: whose target it is, for the message."""
+    """Raises UserError unless `found`, a sample taken in `dtype` (such as bfloat16), matches the
+    weights of `model` up to rounding. what: describes the expected target, for the message."""
     own = sample_weights(model)
     if len(own) != len(found):
         raise UserError(
@@ -36,7 +36,7 @@ def require_same_weights(found: Tensor, dtype: str, model: nn.Module, what: str)
         # Quantised weights may be integers, which are not rounded.
         max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()),
     )
-    # Below 1e-7 lie what float16 cannot tell from 0.
+    # float16 cannot distinguish values below 1e-7 from 0.
     apart = (own - found).abs() > eps * torch.maximum(own.abs(), found.abs()) + 1e-7
     if apart.any():
         raise UserError(

@@ -1,13 +1,13 @@
-"""Slots for keys and values, one run of them per row, and what each fed token sees of them.
+"""Slots for keys and values, one sequence of slots per row, and the masks of the fed tokens.
 
 Shapes: B rows (sequences), n tokens fed per row, S slots in use, C slots in all, H heads,
 D head size.
 
-Row b's committed tokens sit in slots 0 … len_b−1, so rolling back is nothing but using a smaller
-length: the next forward writes over what was rejected. Tokens are fed at slots
-start_b … start_b+n−1, and `start` may differ from row to row; that is all a ragged batch needs.
+Row b's committed tokens are in slots 0 … len_b−1. To roll back, use a smaller length: the next
+forward overwrites the rejected tokens. Tokens are fed at slots start_b … start_b+n−1, and `start`
+may differ between rows. A ragged batch needs nothing else.
 
-Layers may be on different devices; a layer's keys and values are on its own.
+Layers may be on different devices. A layer's keys and values are on the device of the layer.
 """
 
 import numpy as np
@@ -17,17 +17,17 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class _Window:
-    """Where the forward that is under way writes; shared by all layers of one cache."""
+    """Where the current forward writes. All layers of one cache share it."""
 
-    begin: int | None = None  # the first slot where all rows start alike, else None
+    begin: int | None = None  # the first slot if all rows start at the same slot, else None
     end: int = 0  # one past the last slot any row uses
 
     def scatter(self, rows: Tensor, slots: Tensor) -> None:
-        """Rows start at different slots: [B, 1] and [B, n], the index of each token's slot."""
+        """For rows with different first slots. rows: [B, 1]; slots: [B, n], each token's slot."""
         self._places = {rows.device: (rows, slots)}
 
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What `scatter` was given, on the device of a layer."""
+        """The arguments of `scatter`, on the device of a layer."""
         if device not in self._places:
             rows, slots = next(iter(self._places.values()))
             self._places[device] = rows.to(device), slots.to(device)
@@ -35,18 +35,19 @@ class _Window:
 
 
 class _Store:
-    """What all layers keep of one kind, keys or values, [B, H, C, D] each: in one tensor, so that
-    one gather moves a path in all of them. Layers unlike the first have tensors of their own."""
+    """The keys of all layers, or the values, [B, H, C, D] per layer. They are in one tensor, so one
+    gather moves a path in all layers. A layer with a different shape, dtype or device than the
+    first one has a separate tensor."""
 
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
         self._layers, self._rows, self._capacity = layers, rows, capacity
         self._tensors: list[Tensor] = []  # [n, B, H, C, D]
-        self._places: dict[int, tuple[int, int]] = {}  # a layer's: which tensor, and where in it
+        self._places: dict[int, tuple[int, int]] = {}  # layer: (tensor, index in it)
 
     def make(self, layer: int, like: Tensor) -> None:
-        """Room for a layer whose fed tokens are [B, H, n, D]."""
+        """Allocate memory for a layer. like: its keys or values of the fed tokens, [B, H, n, D]."""
         shape = (self._rows, like.shape[1], self._capacity, like.shape[3])
-        # Zeros, not empty: a masked slot is still multiplied by its weight of 0, and 0·NaN is NaN.
+        # Zeros, not empty: a masked slot is multiplied by a weight of 0, and 0·NaN is NaN.
         if not self._tensors:
             self._tensors.append(like.new_zeros(self._layers, *shape))
         first = self._tensors[0]
@@ -58,7 +59,7 @@ class _Store:
             self._tensors.append(like.new_zeros(1, *shape))
 
     def of(self, layer: int) -> Tensor:
-        """[B, H, C, D]."""
+        """The keys or values of a layer, [B, H, C, D]."""
         tensor, place = self._places[layer]
         return self._tensors[tensor][place]
 
@@ -68,8 +69,8 @@ class _Store:
             x[:, rows, :, target] = x[:, rows, :, source]
 
     def keep_rows(self, rows: Tensor) -> None:
-        """The rows that stay move to the front of the memory that is there. One layer at a time is
-        copied: a copy of all of them would be a second cache beside the first."""
+        """Move the rows that stay to the front of the existing memory. This copies one layer at a
+        time: a copy of all layers would be a second cache in memory."""
         self._rows = len(rows)
         for x in self._tensors:
             kept = rows.to(x.device)
@@ -96,14 +97,15 @@ class SlotLayer(CacheLayerMixin):
         self.look_up()
 
     def look_up(self) -> None:
-        """Take what the stores have; again after they changed their rows."""
+        """Get keys and values from the stores. Call it again after the stores change their rows."""
         if self.is_initialized:
             self.keys, self.values = (store.of(self.number) for store in self.stores)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write those of the fed tokens, [B, H, n, D]; all that are in use, [B, H, S, D]."""
+        """Write keys and values of the fed tokens, [B, H, n, D]. Returns those of all slots in use,
+        [B, H, S, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window
@@ -126,9 +128,9 @@ class SlotLayer(CacheLayerMixin):
 
 
 class Slots:
-    """`rows` empty sequences of at most `capacity` slots in each of so many layers.
+    """`rows` empty sequences of at most `capacity` slots, in each of `layers` layers.
 
-    step: after the prompt, attention is given a multiple of so many slots; those past the text are
+    step: after the prompt, attention gets a multiple of `step` slots. Slots past the text are
     masked.
     """
 
@@ -144,9 +146,9 @@ class Slots:
         ]
 
     def place(self, start: np.ndarray, n: int) -> None:
-        """The n tokens that are fed next go to the slots from `start`, int [B], on."""
+        """The next n fed tokens go to the slots from `start`, int [B]."""
         window = self._window
-        # A prompt's pass is causal as it stands, and needs no mask.
+        # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
         end = int(start.max()) + n
         window.end = _round_up(end, self._step) if start.any() else end
         window.begin = int(start[0]) if bool((start == start[0]).all()) else None
@@ -158,11 +160,12 @@ class Slots:
     def mask(
         self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None
     ) -> Tensor | None:
-        """What each of the placed tokens may see, bool [B, 1, n, S]; None where plain causal
-        attention says it.
+        """The slots that each placed token may see, bool [B, 1, n, S]. None if plain causal
+        attention is enough.
 
-        base_B1: where the tree begins; everything below it is seen. ancestors_BNM: which of its m
-        nodes, whose last n are fed, each of those may see; None: a chain.
+        base_B1: the first slot of the tree; every token sees all slots below it. ancestors_BNM: for
+        a tree of m nodes with the last n of them fed, the nodes that each fed node may see. None: a
+        chain.
         """
         causal = not start.any() or (n == 1 and self._step == 1)
         if ancestors_BNM is None and causal and self._window.begin is not None:
@@ -183,7 +186,7 @@ class Slots:
         """Keep a path of the last forward: column `columns_BM[b, m]` moves to slot start_b + m, for
         the first counts[b] columns, int [B].
 
-        Nothing is moved where all lie where they belong, as a chain's do.
+        Nothing moves if all columns are already in place, as in a chain.
         """
         places_M = np.arange(columns_BM.shape[1])
         moved = (columns_BM.cpu().numpy() != places_M) & (places_M < counts[:, None])
@@ -198,7 +201,7 @@ class Slots:
             store.move(rows_B1, source_BM, target_BM)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows but these (int64 [B']), in this order."""
+        """Keep only these rows (int64 [B']), in this order."""
         for store in self._stores:
             store.keep_rows(rows)
         for layer in self.layers:

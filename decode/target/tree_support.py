@@ -1,20 +1,21 @@
-"""Whether a model can verify token trees: a trial that rounding cannot fool.
+"""A trial that tells whether a model can verify token trees, robust against rounding.
 
-A node of a tree may see the text and its ancestors, and its position is its depth. So some things
-must change its logits, and some must not:
+A node of a tree may see the text and its ancestors, and its position is its depth. So:
 
-1. Its parent's token must, and its position must. A model that makes positions of its own, as with
-   ALiBi, ignores the second.
-2. Tokens and positions of nodes that it may not see must not.
-3. The slot of the cache that it stands in must not.
+1. Its parent's token and its position must change its logits. A model that computes positions
+   itself, as with ALiBi, ignores the position.
+2. Tokens and positions of nodes that it may not see must not change its logits. The trial changes
+   some of these nodes, called strangers.
+3. Its slot in the cache must not change its logits.
 
-No tolerance on logits can judge this. In bfloat16, with activations as large as real models have,
-a sum in another order changes logits as much as another token does. The trial compares bits
-instead: the first two points feed the same shapes to the same slots, and a masked key has a weight
-of exactly 0. Where the bits of the second point differ all the same, as they may where experts
-multiply groups of tokens whose sizes have changed, the strangers are fed before, and only their
-keys and values differ. The third point changes the order of sums. It is judged in the first layer
-whose output differs: one layer's rounding is far smaller there than what another parent does.
+A tolerance on logits cannot test this. In bfloat16, with activations as large as in real models, a
+different order of summation changes logits as much as another token does. So the trial compares
+bits. Points 1 and 2 feed the same shapes to the same slots, and a masked key has a weight of
+exactly 0. For point 2, bits may still differ, for example if experts multiply groups of tokens and
+the group sizes have changed. In that case the strangers are fed earlier, in a separate forward, and
+only their keys and values differ. Point 3 changes the order of summation. It is judged in the first
+layer with a different output. There, the rounding of one layer is far smaller than the effect of
+another parent.
 
 Shapes: n nodes, H hidden size, V vocabulary.
 """
@@ -29,28 +30,28 @@ if TYPE_CHECKING:
     from decode.target.cached_model import CachedLM
 
 STRANGERS = 12
-# Two parents with a child each, alike but for their slots; the strangers stand between them.
+# Two parents with one child each, equal except for their slots. The strangers are between them.
 FIRST, LAST = (0, 1), (2 + STRANGERS, 3 + STRANGERS)
 CHILDREN = (FIRST[1], LAST[1])
 NODES = 4 + STRANGERS
-SHIFT = 5  # to another position
-# Of what another parent changes: rounding in one layer is below, an effect of the slot above.
+SHIFT = 5  # distance to another position
+# Share of the change that another parent causes. Rounding in one layer is below this share, an
+# effect of the slot is above it.
 LARGE = 0.1
-# Rounding in one layer changes its output by less, in units of the dtype.
+# Rounding in one layer changes its output by less than this, in units of the dtype's eps.
 UNITS = 8
 
-# What one feed of the tree gives: each layer's output [n, H], then the logits [n, V].
+# The result of feeding the tree once: each layer's output [n, H], then the logits [n, V].
 Trace = list[Tensor]
 
 
 @torch.no_grad()
 def reason_against_trees(lm: "CachedLM") -> str | None:
-    """What this model does wrong with a token tree, for a message; None where it does nothing
-    wrong.
+    """What this model does wrong with a token tree, for a message. None if it does nothing wrong.
 
-    lm: one that is used for the trial only, with taps on all layers where the model has a list of
-    them. Feeds a token and four trees of 16 nodes; a few more where bits differ. A model without
-    any positions counts as one that ignores them.
+    lm: used for the trial only. It captures the hidden states of all layers, if the model has a
+    list of layers. The trial feeds a token and four trees of 16 nodes, and a few more if bits
+    differ. A model without any positions counts as one that ignores them.
     """
     trial = _Trial(lm)
     try:
@@ -80,7 +81,7 @@ class _Trial:
         self.lm = lm
         nodes = np.arange(NODES)
         parents = np.full(NODES, -1)
-        # Strangers are pairs of a parent and its child too.
+        # Strangers are also pairs of a parent and its child.
         parents[1::2] = nodes[::2]
         seen = (nodes[:, None] == nodes) | (parents[:, None] == nodes)
         seen = np.pad(seen, ((1, 0), (1, 0)))
@@ -103,8 +104,9 @@ class _Trial:
         shifted: bool = False,
         last_alone: bool = False,
     ) -> Trace:
-        """What the tree gives with other strangers, other parents of the children, or children at
-        another position. last_alone: of the last parent and its child only, fed after the rest."""
+        """Feed the tree. strange: with other strangers. other_parents: with other parents of the
+        children. shifted: with the children at another position. last_alone: feed the last parent
+        and its child after the rest, and return the result of these two only."""
         ids, depth = self.ids.clone(), self.seen.sum(1) - 1
         own = slice(1 + FIRST[0] if last_alone else 3, 1 + LAST[0])
         if strange:
@@ -140,7 +142,7 @@ def _must_change(plain: Trace, parents: Trace, moved: Trace) -> str | None:
 def _must_not_see(
     trial: _Trial, plain: Trace, strangers: Trace, parents: Trace, child: int
 ) -> str | None:
-    """For a child whose logits other strangers changed."""
+    """Judges a child whose logits change with other strangers."""
     share = next(
         _share(here[child] - other[child], here[child] - control[child])
         for here, other, control in zip(plain, strangers, parents, strict=True)
@@ -162,15 +164,15 @@ def _slot_matters(plain: Trace, parents: Trace, eps: float) -> bool:
         beyond = bool(apart.abs().mean() > UNITS * eps * here[one].abs().mean())
         if beyond and _share(apart, here[one] - control[one]) > LARGE:
             return True
-        # From here on rounding grows from layer to layer; in float32 it stays far too small.
+        # In later layers the rounding grows. In float32 it stays far below the limit.
         if eps > torch.finfo(torch.float32).eps:
             return False
     return False
 
 
 def _share(apart: Tensor, control: Tensor) -> float:
-    """The size of a difference, as a share of the control's; 2 where the control has none. Few
-    hidden dimensions may be thousands of times as large as the others, and are cut."""
+    """The size of a difference, as a share of the control's size. 2 if the control is 0. A few
+    hidden dimensions may be thousands of times as large as the others, so they are clipped."""
     apart, control = apart.abs(), control.abs()
     most = control.quantile(0.9)
     if not most:
