@@ -62,7 +62,7 @@ class Drafter(ABC):
         return gamma
 
     def most_nodes(self, gamma: int) -> int:
-        """The max number of nodes in one row's draft. For trees it is more than `gamma`."""
+        """The max number of nodes in one row's draft. For trees it can be more than `gamma`."""
         return gamma
 
     def describe_drafts(self, most: int | None = None) -> str:

@@ -19,8 +19,8 @@ class SeveralDrafters(Group):
     """Each drafter drafts alone. Paths with the same beginning share their nodes.
 
     If any drafter draws its tokens, each node has the q of its drafter (1 for a chosen token), and
-    siblings are mixed: independent draws from different q's. A token equal to an elder sibling
-    then stays as a leaf, and its children move to the elder one (`decode.trees.chains` explains
+    siblings are mixed: independent draws from different q's. A token equal to an earlier sibling
+    then stays as a leaf, and its children move to the earlier one (`decode.trees.chains` explains
     why). If all drafters choose their tokens, equal nodes become one.
 
     Siblings are in the order of the drafters. Raises UserError as `Group` does, and if one drafter

@@ -52,7 +52,7 @@ class MultiRound(Descent):
 
     @staticmethod
     def _chosen(p: Tensor, children: Tensor, tokens: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Judges all siblings at once: for each one, p lacks only the tokens of elder siblings."""
+        """Judges all siblings at once: for each, p lacks only the tokens of earlier siblings."""
         there = children >= 0
         # A token that is chosen twice has probability 0 the second time.
         again = (tokens[:, :, None] == tokens[:, None, :]) & there[:, None, :]

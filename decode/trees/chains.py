@@ -21,7 +21,7 @@ class Chains(Shape):
 
     With sampling, each chain draws from q independently, and chains with the same beginning share
     their nodes. A rule for independent siblings is exact only if it judges every draw. So a token
-    equal to an elder sibling stays as a leaf, and only its children move to the elder one.
+    equal to an earlier sibling stays as a leaf, and only its children move to the earlier one.
     (Rejecting the leaf subtracts q from p once more; a rule that skips it would be another rule.)
     For the same reason the budget applies before tokens are drawn: the tree is the first `budget`
     draws, depth by depth. Dropping drawn tokens by their value or their q would change the text.

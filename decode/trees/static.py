@@ -31,8 +31,8 @@ class _Level:
 
     first: the index of the first node in `Structure`. parents: int64 [n], the column of each node's
     parent in the logits, which cover the expanded nodes of the level above. ranks, orders: int64
-    [n], as in `Structure`. with_order: the nodes with 0, 1, … elder siblings. inner: int64 [e], the
-    expanded nodes. hang: int64 [e], the fed node that is the parent of each.
+    [n], as in `Structure`. with_order: the nodes with 0, 1, … earlier siblings. inner: int64 [e],
+    the expanded nodes. hang: int64 [e], their parents, as numbers of fed nodes.
     """
 
     first: int
@@ -184,7 +184,7 @@ class _Children:
             for at in level.with_order:
                 tokens[:, at] = draw(probs[:, level.parents[at]], uniforms[:, at])
             return tokens
-        # One draw after the other, each without the tokens of the elder siblings. This gives the
+        # One draw after the other, each without the tokens of the earlier siblings. This gives the
         # order of an exponential race on q (1903.06059), with one uniform per child, not per token.
         left = probs.clone()
         rows = torch.arange(len(probs), device=probs.device)[:, None]

@@ -103,7 +103,7 @@ class Structure:
 
     @cached_property
     def orders(self) -> np.ndarray:
-        """int [N]: the number of elder siblings of each node. Equal to the rank if no rank is
+        """int [N]: the number of earlier siblings of each node. Equal to the rank if no rank is
         left out."""
         born: dict[int, int] = {}
         orders = []
