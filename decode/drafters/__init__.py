@@ -1,7 +1,7 @@
-"""Drafters by kind. One that needs no training is a class; a trained one is also a directory.
+"""Drafters by kind. An untrained drafter is a class; a trained one also has a directory.
 
-A drafter proposes tokens and is told which of them stayed. It knows nothing of verification
-rules, nor of the target beyond its vocabulary.
+A drafter proposes tokens and is told which of them were accepted. It knows nothing about
+verification rules, and only the vocabulary of the target.
 """
 
 from abc import ABC, abstractmethod
@@ -21,13 +21,15 @@ from decode.trees import Shape
 
 
 class Drafter(ABC):
-    """Life of a drafter within one decode: start → prefill → (draft → verified → commit)* with
-    keep_rows between; `commit` may come before `prefill`, where passes without drafts do.
+    """Base class of drafters.
 
-    observes: it learns from the target's scores; `verified` is called for such drafters only.
-    taps: the hidden states of the target that it reads (`decode.target.hidden_states`); they are
-    taken in the passes that there are anyway, and handed to `read`. trained: it is loaded from a
-    directory, and is nothing without one.
+    Order of the calls in one decode: start → prefill → (draft → verified → commit)*, with
+    keep_rows in between. If passes without drafts come first, `commit` is called before `prefill`.
+
+    observes: the drafter learns from the target's scores. `verified` is called only for such
+    drafters. taps: the layers whose hidden states are captured for the drafter
+    (`decode.target.hidden_states`). They come from the target's normal passes and go to `read`.
+    trained: the drafter can only be loaded from a directory.
     """
 
     observes: bool = False
@@ -36,75 +38,77 @@ class Drafter(ABC):
 
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> "Drafter":
-        """The drafter in a directory that `decode.drafters.directory.save_drafter` wrote, on the
-        target's device. Raises UserError where it does not fit the target."""
+        """Loads a directory written by `decode.drafters.directory.save_drafter`, onto the target's
+        device. Raises UserError if the drafter does not fit the target."""
         raise UserError(f"{cls.__name__} is not trained, so it has no directory to be loaded from")
 
     @property
     def vocab_size(self) -> int | None:
-        """How many tokens it knows, as the target; None where it drafts any token it meets."""
+        """The size of the vocabulary, equal to the target's. None: it can draft any token."""
         return None
 
     @property
     def branches(self) -> bool:
-        """Whether its drafts may be trees, not only chains."""
+        """Whether its drafts can be trees, not only chains."""
         return False
 
     def siblings(self, sampling: Sampling) -> Siblings:
-        """How the children of one node come about, where this drafter draws with `sampling`."""
+        """How this drafter picks the children of one node under `sampling`."""
         return "chosen"
 
     def deepest(self, gamma: int) -> int:
-        """How deep its drafts are at most where γ is asked for. γ is for drafts that have no depth
-        of their own: a tree of fixed structure is as deep as it is, be that more or less."""
+        """The max depth of its drafts for this γ. A tree of fixed structure ignores γ: it keeps its
+        fixed depth, which can be larger or smaller."""
         return gamma
 
     def most_nodes(self, gamma: int) -> int:
-        """How many nodes one row's draft may have; more than `gamma` for trees."""
+        """The max number of nodes in one row's draft. For trees it can be more than `gamma`."""
         return gamma
 
     def describe_drafts(self, most: int | None = None) -> str:
-        """In a few words what its drafts are, such as `chain`. most: where none may be deeper."""
+        """A short description of its drafts, such as `chain`. most: the max depth, if limited."""
         return "tree" if self.branches else "chain"
 
     def with_shape(self, shape: Shape) -> "Drafter":
-        """The same drafter, drafting in another shape; UserError where it has no choice of one."""
+        """The same drafter with another shape. Raises UserError if it has no choice of shape."""
         raise UserError(f"{type(self).__name__} does not draft in shapes; leave the shape out")
 
     @abstractmethod
     def start(self, contexts: Contexts) -> None:
-        """A new batch begins; the contexts are the prompts. Forget everything about the last."""
+        """A new batch begins. The contexts are the prompts. Drop all state of the last batch."""
 
     def prefill(self, contexts: Contexts) -> None:
-        """Read the texts so far, all but the last token of each, before the first draft is asked
-        for. For drafters with a cache of their own: the time is counted apart from that of draft
-        steps. Not called where nothing is ever drafted."""
+        """Reads the texts so far, except the last token of each, before the first draft. For
+        drafters with their own cache: this time is not counted as draft time. Not called if
+        nothing is ever drafted."""
         return None
 
     @abstractmethod
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
-        """At most `limits` deep for each row; fewer, or none, is always allowed.
+        """Drafts each row, at most `limits` deep. A shorter or empty draft is always allowed.
 
-        What `q` declares must be the distribution the tokens were really drawn from.
+        `q` must be the distribution that the tokens were really drawn from.
         """
 
     def verified(self, seen: Verified) -> None:
-        """How its draft was judged, with all that the target said. Comes before `commit`."""
+        """Receives the verdict on its draft and the target's scores. Called before `commit`."""
         return None
 
     def read(self, features: Features) -> None:
-        """The target's hidden states at `taps`, for drafters that name any: after `start` of the
-        prompt's tokens, and after each verification, before `commit`, of the last token of the
-        text so far and of the accepted ones. So each token's are read once and in order, and those
-        of a text's last token are still to come."""
+        """Receives the target's hidden states at `taps`. Called only if the drafter has taps.
+
+        The first call comes after `start`, with the prompt's tokens. The later ones come after each
+        verification and before `commit`, with the last token of the text so far and the accepted
+        tokens. So each token is read once and in order. The hidden states of a text's last token
+        come with the next call."""
         return None
 
     def commit(self, contexts: Contexts) -> None:
-        """The verdict is in: `contexts` now ends with the tokens that stayed and one more."""
+        """Called after verification: `contexts` now ends with the accepted tokens and one more."""
         return None
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Only these rows (int64 [B']) go on, in this order."""
+        """Keeps only these rows (int64 [B']), in this order."""
         return None
 
 

@@ -14,13 +14,14 @@ from decode.trees import Shape
 
 
 class CompositeDrafter(Group):
-    """Each row takes the draft of the first drafter that has one for it: prompt lookup first, say,
-    and the trained one where nothing is found. A drafter is asked only if a row is left for it.
+    """Each row takes the draft of the first drafter that has one for it: for example prompt lookup,
+    then the trained drafter if lookup finds nothing. A drafter is asked only if some row has no
+    draft yet.
 
-    Which drafter a row gets depends on its text alone, so drafts stay lossless. Tokens that one
-    drafter chose, beside rows that another drew, declare q = 1 for themselves; where these are
-    trees, siblings are mixed. Raises UserError as `Group`, and where one draws the siblings of its
-    trees without replacement and another makes trees in another way.
+    The drafter of a row depends only on the row's text, so decoding stays lossless. If some
+    drafters draw and others choose their tokens, chosen tokens declare q = 1; if those drafts are
+    trees, siblings are mixed. Raises UserError as `Group` does, and if one drafter draws the
+    siblings of its trees without replacement and another makes trees in a different way.
     """
 
     @property
@@ -48,7 +49,7 @@ class CompositeDrafter(Group):
         return max(drafter.most_nodes(gamma) for drafter in self.drafters)
 
     def with_shape(self, shape: Shape) -> "CompositeDrafter":
-        """Those of its drafters that draft in shapes draft in this one; UserError for none."""
+        """Gives the shape to all drafters that take shapes. Raises UserError if none does."""
         shaped: list[Drafter] = []
         refused = []
         for drafter in self.drafters:
@@ -68,7 +69,7 @@ class CompositeDrafter(Group):
             if not depths.any():
                 break
             draft = drafter.draft(contexts, Limits(depths.copy(), limits.stops), sampling, noise)
-            # What a drafter drafts where it was not asked is dropped.
+            # Drop drafts in rows that did not ask for one.
             draft.sizes = np.where(depths > 0, draft.sizes, 0)
             depths[draft.sizes > 0] = 0
             if draft.sizes.any():
@@ -79,8 +80,9 @@ class CompositeDrafter(Group):
 
 
 def _siblings(kinds: Sequence[tuple[Siblings, bool]]) -> Siblings | None:
-    """How siblings come about in one draft of (kind, whether it branches) in different rows; None
-    where no kind says that. A chain has none, so only whether it is drawn matters."""
+    """The kind of siblings of one draft that joins different rows. kinds: (kind, whether it
+    branches) of the drafts. None if no kind describes the mix. A chain has no siblings, so for
+    chains only drawn or chosen matters."""
     if all(kind == "chosen" for kind, _ in kinds):
         return "chosen"
     trees = {kind for kind, branches in kinds if branches}
@@ -89,15 +91,15 @@ def _siblings(kinds: Sequence[tuple[Siblings, bool]]) -> Siblings | None:
     if len(trees) > 1:
         return None if "distinct" in trees else "mixed"
     kind = trees.pop()
-    # Beside what is drawn, each chosen token needs a q of its own.
+    # In one draft with drawn tokens, each chosen token needs its own q.
     return "mixed" if kind == "chosen" else kind
 
 
 def _merged(drafts: list[Draft]) -> Draft:
-    """One draft of drafts that have nodes in different rows."""
+    """Joins drafts that have nodes in different rows into one draft."""
     if len(drafts) == 1:
         return drafts[0]
-    # Where the drafts with q are; a chosen one's tokens are few.
+    # Use the device of the drafts with q; drafts of chosen tokens are small to move.
     device = next((x.q.device for x in drafts if x.q is not None), drafts[0].tokens.device)
     drafts = [draft.to(device) for draft in drafts]
     rows = len(drafts[0].sizes)

@@ -1,4 +1,4 @@
-"""Trained drafters as directories, and drafters by the name a user gives.
+"""Saves trained drafters as directories, and opens drafters by the name a user gives.
 
 A drafter directory holds the weights (safetensors) with their config and tokenizer, a manifest
 with hashes, and `drafter.json`: its kind, the target it was made for and how it was trained.
@@ -32,10 +32,10 @@ def save_drafter(
     target: Target,
     provenance: dict[str, Any],
 ) -> None:
-    """Write a drafter directory, whole or not at all (see `decode.artifact`).
+    """Writes a drafter directory atomically (see `decode.artifact`).
 
     write_weights(directory) writes the files that `kind`'s loader reads. provenance: how the
-    drafter came to be; JSON values.
+    drafter was made, as JSON values.
     """
     description = {
         "format": FORMAT,
@@ -56,9 +56,9 @@ def save_drafter(
 
 
 def describe_drafter(path: Path) -> dict[str, Any]:
-    """What `drafter.json` says, after checking the directory against its manifest.
+    """The content of `drafter.json`, after a check of the directory against its manifest.
 
-    Raises UserError (CorruptArtifact) naming the file that is missing or damaged.
+    Raises UserError (CorruptArtifact) that names the missing or damaged file.
     """
     verify_directory(path)
     try:
@@ -74,14 +74,17 @@ def describe_drafter(path: Path) -> dict[str, Any]:
 
 
 def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
-    """A drafter from what a user names: `none`, `ngram`, `store`, a drafter directory, any smaller
-    causal LM of the same tokenizer (directory, GGUF file or hub id), whose output layer may be
-    padded to another size than the target's, or several of these with `+`
-    between them, such as `ngram+runs/x/drafter`, which are asked in that order, or with `++`, whose
-    drafts become one tree. The untrained have options: `ngram:max_n=4`.
+    """Opens a drafter by name. `spec` is one of:
 
-    dtype: of the drafter's weights; default the target's. Raises UserError when the drafter's
-    vocabulary is not the target's, its directory is damaged, or it has no such option.
+    - `none`, `ngram` or `store`, with options if wanted: `ngram:max_n=4`;
+    - a drafter directory;
+    - any smaller causal LM with the same tokenizer (directory, GGUF file or hub id). Its output
+      layer may be padded to another size than the target's;
+    - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are asked in that order;
+    - several joined by `++`: their drafts become one tree.
+
+    dtype: the dtype of the drafter's weights; default the target's. Raises UserError if the
+    drafter's vocabulary is not the target's, its directory is damaged, or an option is unknown.
     """
     path = Path(spec).expanduser()
     first, plus, others = spec.partition("+")
@@ -119,7 +122,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
             ) from error
         return loader.load(path, target, dtype=name)
     if (path / MANIFEST).exists():
-        verify_directory(path)  # a drafter that lost its description is no plain model
+        verify_directory(path)  # a drafter without its description is not a plain model
     if path.is_dir() and not (path / "config.json").exists():
         raise UserError(f"{path} is neither a drafter directory nor a model directory")
     try:

@@ -1,8 +1,8 @@
 """A reduced draft vocabulary: an output layer with rows for some tokens only.
 
-For a small drafter the output layer is most of the cost, and most of its rows are hardly ever
-used. Over the whole vocabulary the drafter's q is exact all the same: its own probabilities on the
-kept tokens, 0 elsewhere. Decoding stays lossless; a token that was left out is never drafted.
+For a small drafter the output layer is most of the cost, and most of its rows are rarely used.
+The drafter's q over the full vocabulary is still exact: its probabilities on the kept tokens, 0
+elsewhere. Decoding stays lossless. A removed token is never drafted.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ FILE = "draft_vocabulary.safetensors"
 
 @dataclass
 class ReducedVocabulary:
-    """ids: int64 [n], ascending, the token of each row. whole: the output layer it replaced."""
+    """ids: int64 [n], ascending, the token of each row. whole: the full output layer before."""
 
     ids: Tensor
     whole: nn.Linear
 
 
 def reduce_output(model: PreTrainedModel, ids: Tensor) -> ReducedVocabulary:
-    """Give `model` an output layer of its own with only these rows, copied from its whole one."""
+    """Gives `model` a separate output layer with only these rows, copied from the full one."""
     whole = model.get_output_embeddings()
     reduced = nn.Linear(whole.in_features, len(ids), bias=whole.bias is not None)
     with torch.no_grad():
@@ -41,10 +41,10 @@ def reduce_output(model: PreTrainedModel, ids: Tensor) -> ReducedVocabulary:
 def save_with_vocabulary(
     model: PreTrainedModel, vocabulary: ReducedVocabulary | None, path: Path
 ) -> None:
-    """Write a model's files into a directory, its reduced output layer, if any, beside them.
+    """Writes a model's files into a directory, and its reduced output layer, if any, beside them.
 
-    The model's own files hold the whole output layer it had before, so that the directory stays
-    one that transformers reads.
+    The model's files hold the full output layer, so that transformers can still read the
+    directory.
     """
     if vocabulary is None:
         model.save_pretrained(path)
@@ -60,9 +60,9 @@ def save_with_vocabulary(
 
 
 def load_vocabulary(path: Path, model: PreTrainedModel) -> ReducedVocabulary | None:
-    """Give `model`, loaded from `path`, the reduced output layer stored there, if there is one.
+    """Gives `model`, loaded from `path`, the reduced output layer stored there, if there is one.
 
-    Raises UserError when its ids are not ascending ids of the model's vocabulary.
+    Raises UserError if its ids are not ascending ids of the model's vocabulary.
     """
     if not (path / FILE).exists():
         return None

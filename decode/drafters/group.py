@@ -1,4 +1,4 @@
-"""What drafters have in common that are made of others."""
+"""The common base of drafters that combine other drafters."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,9 @@ from decode.target.hidden_states import Features
 
 
 class Group(Drafter):
-    """Several drafters that are all told what happens; how their drafts become one is for those
-    that derive from it.
+    """Several drafters that receive all calls. Subclasses define how their drafts become one.
 
-    Raises UserError for no drafters, and for different vocabularies.
+    Raises UserError for an empty list, and for different vocabularies.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:

@@ -1,4 +1,4 @@
-"""New values for weights of a module that drafts, all of them or none."""
+"""Replaces weights of a drafter's module: all of the given ones, or none if one does not fit."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from decode.target.packed import PackedLinear
 
 
 def require_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raise UserError unless the module has parameters of these names and shapes."""
+    """Raises UserError unless the module has parameters with these names and shapes."""
     own = dict(module.named_parameters())
     for name, tensor in weights.items():
         if name not in own or own[name].shape != tensor.shape:
@@ -23,8 +23,8 @@ def require_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def take_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy the values in, converted to the module's dtype and device, and pack packed layers again.
-    Raises UserError, with nothing changed, as `require_weights`."""
+    """Copies the values in, converted to the module's dtype and device, and repacks packed layers.
+    Raises UserError as `require_weights` does, and then changes nothing."""
     require_weights(module, weights)
     own = dict(module.named_parameters())
     for name, tensor in weights.items():

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they stood earlier in the same text."""
+"""Prompt lookup: drafts the tokens that followed an earlier copy of the text's last few tokens."""
 
 import torch
 
@@ -9,7 +9,7 @@ from decode.sampling import Noise, Sampling
 
 
 class NgramIndex:
-    """Where each n-gram of one text last ended, for n in min_n … max_n; grown token by token."""
+    """The last end of each n-gram of one text, for n in min_n … max_n. Grows token by token."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self.sizes = range(max_n, min_n - 1, -1)
@@ -18,8 +18,8 @@ class NgramIndex:
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
-            # The n-grams that end at the last token are filed only when another token follows:
-            # then they have a continuation, and the text's own end never finds itself.
+            # The n-grams that end at the last token are stored only when another token follows:
+            # then they have a continuation, and the end of the text never matches itself.
             end = len(self.text)
             for n in self.sizes:
                 if n <= end:
@@ -27,7 +27,7 @@ class NgramIndex:
             self.text.append(token)
 
     def continuation(self, count: int) -> list[int]:
-        """At most `count` tokens after the latest earlier place of the longest known ending."""
+        """At most `count` tokens that follow the last earlier match of the longest known suffix."""
         for n in self.sizes:
             if n < len(self.text):
                 end = self._ends.get(tuple(self.text[-n:]))
@@ -38,10 +38,10 @@ class NgramIndex:
 
 @DRAFTERS.register("ngram")
 class NgramDrafter(Drafter):
-    """Looks the last max_n … min_n tokens up in the row's own context; needs no training.
+    """Looks up the last max_n … min_n tokens in the row's own context. Needs no training.
 
-    Each token costs a few dictionary entries, whatever the length of the text. A row without a
-    match drafts nothing. Raises UserError unless 1 ≤ min_n ≤ max_n.
+    Each token costs a few dictionary entries, at any text length. A row without a match drafts
+    nothing. Raises UserError unless 1 ≤ min_n ≤ max_n.
     """
 
     def __init__(self, min_n: int = 1, max_n: int = 3) -> None:

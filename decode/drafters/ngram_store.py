@@ -1,4 +1,4 @@
-"""An n-gram store kept across requests and fed with the target's own likeliest tokens."""
+"""An n-gram store that is kept across requests and also learns the target's likeliest tokens."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from decode.sampling import Noise, Sampling, top
 
 
 class NgramStore:
-    """What followed the n-grams met so far, for n in min_n … max_n, each token with a weight.
+    """The tokens that followed each n-gram so far, with weights, for n in min_n … max_n.
 
-    At most `capacity` n-grams; beyond that the one goes that was used least recently, to file or
-    to look up. An n-gram keeps at most `width` tokens: the heaviest.
+    The store keeps at most `capacity` n-grams. Beyond that it drops the least recently used one;
+    storing and looking up both count as use. An n-gram keeps its `width` heaviest tokens.
     """
 
     def __init__(self, min_n: int, max_n: int, capacity: int, width: int) -> None:
@@ -28,7 +28,8 @@ class NgramStore:
         return len(self._followers)
 
     def file(self, text: Sequence[int], tokens: Sequence[int]) -> None:
-        """Tokens that may follow the end of a text, likeliest first: token i weighs 1/(i+1)."""
+        """Stores tokens that may follow the end of a text, likeliest first. Token i adds weight
+        1/(i+1)."""
         for n in self.sizes:
             if n > len(text):
                 continue
@@ -38,13 +39,13 @@ class NgramStore:
             for rank, token in enumerate(tokens, 1):
                 known[token] = known.get(token, 0.0) + 1 / rank
             while len(known) > self.width:
-                # A newcomer leaves before what is as light, or nothing could take its place.
+                # Of tokens with equal weight the oldest entry goes, so that new tokens can enter.
                 del known[min(known, key=known.__getitem__)]
         while len(self._followers) > self.capacity:
             self._followers.popitem(last=False)
 
     def next(self, text: Sequence[int]) -> int | None:
-        """The heaviest token after the longest known ending of a text."""
+        """The heaviest token after the longest known suffix of a text."""
         for n in self.sizes:
             ending = tuple(text[-n:])
             known = self._followers.get(ending) if n <= len(text) else None
@@ -58,16 +59,16 @@ class NgramStore:
 class StoreDrafter(Drafter):
     """Drafts a chain of the tokens that most often followed the last few, in any request so far.
 
-    The store learns from the texts themselves and, after Adaptive N-gram Parallel Decoding
-    (2404.08698) and NASD, from the target: after each accepted token its `top_k` likeliest next
-    tokens are filed, weighing 1, 1/2, 1/3 …; what it nearly said here it may say elsewhere. The
-    store outlives requests, in memory bounded by `capacity` n-grams of at most `width` tokens
-    (`NgramStore` states what is thrown away), about 0.3 kB each.
+    The store learns from the texts. It also learns from the target, after Adaptive N-gram Parallel
+    Decoding (2404.08698) and NASD: after each accepted token it stores the target's `top_k`
+    likeliest next tokens with weights 1, 1/2, 1/3 …, because a near miss here may be right
+    elsewhere. The store is kept across requests. Its memory is bounded by `capacity` n-grams of at
+    most `width` tokens, about 0.3 kB each (`NgramStore` describes which ones are dropped).
 
-    As drafts depend on what other rows and earlier requests said, so does which of the equally
-    distributed texts a seed gives under rules that judge drafts by chance; under `exact`, and when
-    greedy, text does not depend on drafts. Raises UserError unless 1 ≤ min_n ≤ max_n and the other
-    sizes are at least 1.
+    Drafts depend on other rows and earlier requests. Under rules that accept at random, the text
+    for a seed therefore depends on them too; its distribution does not. Under `exact`, and in
+    greedy decoding, the text does not depend on drafts. Raises UserError unless 1 ≤ min_n ≤ max_n
+    and the other sizes are at least 1.
     """
 
     observes = True

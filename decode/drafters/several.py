@@ -1,4 +1,4 @@
-"""The drafts of several drafters as one tree (SpecInfer, 2305.09781).
+"""Merges the drafts of several drafters into one tree (SpecInfer, 2305.09781).
 
 Shapes: B rows, N nodes of all drafts together, R rows of q, V vocabulary.
 """
@@ -16,16 +16,15 @@ from decode.trees.operations import first_equal, merged, pack
 
 
 class SeveralDrafters(Group):
-    """Each drafter drafts for itself; paths that begin alike share their nodes.
+    """Each drafter drafts alone. Paths with the same beginning share their nodes.
 
-    Where any of them draws its tokens, each node's q is that of its own drafter (for a chosen
-    token: 1), and siblings are mixed: independent draws from different q's. So a token that an
-    elder sibling has already stays as a leaf, and what follows it moves to the elder one
-    (`decode.trees.chains` says why). Where all choose their tokens, equal nodes are one.
+    If any drafter draws its tokens, each node has the q of its drafter (1 for a chosen token), and
+    siblings are mixed: independent draws from different q's. A token equal to an earlier sibling
+    then stays as a leaf, and its children move to the earlier one (`decode.trees.chains` explains
+    why). If all drafters choose their tokens, equal nodes become one.
 
-    Elder siblings are those of the drafter named first. Raises UserError as `Group`, and when one
-    of them draws without replacement: among the draws of others that is not one kind of
-    siblings.
+    Siblings are in the order of the drafters. Raises UserError as `Group` does, and if one drafter
+    draws without replacement: together with other draws this is not one kind of siblings.
     """
 
     @property
@@ -48,7 +47,7 @@ class SeveralDrafters(Group):
         return sum(drafter.most_nodes(gamma) for drafter in self.drafters)
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
-        # Drafters that used the same random numbers would not draw independently.
+        # With the same random numbers, drafters would not draw independently.
         drafts = [
             drafter.draft(contexts, Limits(limits.depths), sampling, noise.fork(part))
             for part, drafter in enumerate(self.drafters)
@@ -63,7 +62,7 @@ class SeveralDrafters(Group):
         depths = torch.cat([draft.ancestors().sum(2) for draft in drafts], 1)
         q, q_rows = _joined_q(drafts)
 
-        # Shallow nodes first, and among them those of the drafter named first.
+        # Shallow nodes first; at one depth, in the order of the drafters.
         by_depth = torch.where(keep, depths, depth + 1).sort(dim=1, stable=True).indices
         tokens, keep = tokens.gather(1, by_depth), keep.gather(1, by_depth)
         place = by_depth.argsort(1)
@@ -81,7 +80,7 @@ class SeveralDrafters(Group):
 
 
 def _joined(drafts: list[Draft]) -> tuple[Tensor, Tensor]:
-    """Tokens and parents, int64 [B, N]: the drafts side by side."""
+    """Tokens and parents, int64 [B, N] each: the drafts side by side."""
     parents = []
     before = 0
     for draft in drafts:
@@ -92,7 +91,7 @@ def _joined(drafts: list[Draft]) -> tuple[Tensor, Tensor]:
 
 
 def _joined_q(drafts: list[Draft]) -> tuple[Tensor | None, Tensor | None]:
-    """(q [B, R, V], q_rows int64 [B, N]); None where no token was drawn."""
+    """(q [B, R, V], q_rows int64 [B, N]). (None, None) if no token was drawn."""
     drawn = next((draft.q for draft in drafts if draft.q is not None), None)
     if drawn is None:
         return None, None
@@ -104,7 +103,7 @@ def _joined_q(drafts: list[Draft]) -> tuple[Tensor | None, Tensor | None]:
             q.append(draft.q)
             rows = draft.rows_of_q()
         else:
-            # A token that was chosen is a draw from a distribution that has no other.
+            # A chosen token is a draw from a one-hot distribution.
             q.append(one_hot(draft.tokens, drawn.shape[2]).to(drawn.dtype))
             rows = torch.arange(draft.tokens.shape[1], device=drawn.device)
             rows = rows.expand_as(draft.tokens)

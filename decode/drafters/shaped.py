@@ -1,4 +1,4 @@
-"""What drafters have in common that draft in shapes."""
+"""The common base of drafters that take shapes."""
 
 from decode.draft import Siblings
 from decode.drafters import Drafter
@@ -8,9 +8,9 @@ from decode.trees.chain import Chain
 
 
 class ShapedDrafter(Drafter):
-    """A drafter that can say what follows any node, and so drafts in any shape.
+    """A drafter that gives logits after any node, and therefore works with any shape.
 
-    shape: None: a chain. farthest: how deep its drafts can be; None: as deep as is asked for.
+    shape: default a chain. farthest: the max depth of its drafts; None: no limit.
     """
 
     def __init__(

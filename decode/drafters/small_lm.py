@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 
 @DRAFTERS.register("small_lm")
 class SmallLMDrafter(ShapedDrafter):
-    """Draws tokens from `model`, with the sampling parameters it is given, in any shape.
+    """Draws tokens from `model` with the given sampling parameters, in any shape.
 
-    Its cache always holds a prefix of the text that it reads; whatever it lacks (after full
-    acceptance that is its own last token too) goes into the next forward.
+    Its cache always holds a prefix of the text it reads. The missing tokens go into the next
+    forward; after full acceptance the drafter's last token is one of them.
 
-    A text longer than the model's context (its positions, or its attention window) is read from
-    its last part only, with positions from 0. That part begins at a multiple of half the context,
-    so it is fed anew only once in so many tokens, and where it begins depends on the row alone.
+    If a text is longer than the model's context (its positions, or its attention window), the model
+    reads only the last part, with positions from 0. That part begins at a multiple of half the
+    context, so it is fed again only once per half context. Its begin depends only on the row.
 
     vocabulary: int64 [n], ascending, the token ids of the rows of a reduced output layer; None:
     row i of the output layer is token i. shape: default a chain. vocab_size: rows of the target's
-    output layer; default the model's own. tokens: ids from this on are padding, which is never
-    drafted; default the rows that both have. Raises UserError for a shape that is deeper than the
-    model's context.
+    output layer; default the model's. tokens: ids from here on are padding and never drafted;
+    default the rows that both output layers have. Raises UserError if the shape does not fit into
+    the model's context.
     """
 
     trained = True
@@ -57,9 +57,9 @@ class SmallLMDrafter(ShapedDrafter):
         own: int = model.config.get_text_config().vocab_size
         super().__init__(vocab_size or own, shape)
         self.lm = CachedLM(model)
-        self.known = own  # ids that its embeddings have a row for
+        self.known = own  # ids below this have an embedding
         self.tokens = min(own, self.vocab_size, tokens or own)
-        # Rows of the output layer that may be drafted: the first so many, as ids ascend.
+        # The number of rows of the output layer that may be drafted: the first ones, as ids ascend.
         self.rows = self.tokens
         if vocabulary is not None:
             self.rows = int((vocabulary < self.tokens).sum())
@@ -73,9 +73,9 @@ class SmallLMDrafter(ShapedDrafter):
             )
         self._capacity = 0  # tokens of a row that the model can attend to
         self._begin = np.zeros(0, dtype=np.int64)  # [B]: the first token of the text that is read
-        # [B]: the committed tokens before this one are in the cache, or before what is read.
+        # [B]: all committed tokens before this one are in the cache, or before `_begin`.
         self._cached = np.zeros(0, dtype=np.int64)
-        self._said = False  # that texts are longer than its context
+        self._said = False  # whether the warning about long texts was logged
 
     @classmethod
     def of_target(
@@ -85,14 +85,14 @@ class SmallLMDrafter(ShapedDrafter):
         vocabulary: Tensor | None = None,
         shape: Shape | None = None,
     ) -> "SmallLMDrafter":
-        """A model with the target's tokenizer, whose output layer may be padded to other rows."""
+        """For a model with the target's tokenizer. Its output layer may have different padding."""
         size = target.vocab_size
         return cls(model, vocabulary, shape, vocab_size=size, tokens=target.token_count)
 
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> "SmallLMDrafter":
-        """A directory as `decode.drafters.draft_vocabulary.save_with_vocabulary` writes it, in the
-        shape that is stored there."""
+        """Loads a directory written by `decode.drafters.draft_vocabulary.save_with_vocabulary`,
+        with the shape stored there."""
         place = str(target.device)
         model = load_model_and_tokenizer(str(path), dtype=dtype, device=place).model
         reduced = load_vocabulary(path, model)
@@ -115,11 +115,13 @@ class SmallLMDrafter(ShapedDrafter):
         self.feed(contexts, lengths - 1, wanted=lengths < self._capacity)
 
     def feed(self, contexts: Contexts, ends: np.ndarray, wanted: np.ndarray) -> Tensor | None:
-        """Feed what the cache lacks of the first `ends` (int [B]) tokens of the texts, for the rows
-        that are wanted (bool [B]) and for others that lack no more. The logits after each row's
-        last of them, [B, V'], in the rows fed; None where nothing is lacking."""
-        # Every row feeds as many tokens as the row that lacks most. For the others that feeds a few
-        # once more, which writes the same keys and values again and keeps the batch rectangular.
+        """Feeds the first `ends` (int [B]) tokens of the texts, as far as the cache lacks them.
+
+        It does so for the wanted rows (bool [B]), and for other rows that lack no more than those.
+        Returns the logits after the last of these tokens, [B, V'], valid in the rows fed; None if
+        the wanted rows lack nothing."""
+        # Every row feeds as many tokens as the wanted row that lacks most. Other rows feed a few
+        # tokens again: this writes the same keys and values and keeps the batch rectangular.
         missing = ends - self._cached
         lacking = int(missing[wanted].max(initial=0))
         if not lacking:
@@ -127,10 +129,10 @@ class SmallLMDrafter(ShapedDrafter):
         lengths, tokens = ends - self._begin, contexts.tokens
         start = np.maximum(lengths - lacking, 0)
         columns = np.arange(lacking)[None, :] + (start + self._begin)[:, None]
-        # A row that reads less than is fed goes on with padding, past its end.
+        # A row with fewer tokens than that continues with padding past its end.
         ids = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)
         logits = self.lm.forward(
-            # Only a row that may not draft has ids that the model lacks.
+            # Ids without an embedding occur only in rows that may not draft.
             torch.as_tensor(np.minimum(ids, self.known - 1), device=self.lm.device),
             start,
             columns=np.maximum(np.minimum(lengths - start, lacking) - 1, 0),
@@ -140,7 +142,7 @@ class SmallLMDrafter(ShapedDrafter):
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         lengths = contexts.lengths
-        # A row that may not draft is fed something worthless, and so is what it drafts.
+        # A row that may not draft gets meaningless input, and its draft is not used.
         depths = np.minimum(self._capacity - 1, limits.depths)
         depths = np.where(self._knows(contexts), depths, 0)
         if not depths.any():
@@ -148,15 +150,15 @@ class SmallLMDrafter(ShapedDrafter):
         self._make_room(lengths, depths)
         growth = _LMGrowth(self, contexts, sampling, depths > 0)
         draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, noise)
-        # The last token of a chain was never fed; of a tree, no node need stand in its slot.
+        # The last token of a chain was not fed. The nodes of a tree may not be in their text slots.
         fed = 0 if self.shape.branches else growth.fed.shape[1]
-        # What is committed next in a row that shall not draft need not be what was fed there.
+        # In a row that does not draft, the next committed tokens may differ from those fed.
         fed_B = fed * (depths > 0)
         self._cached = np.where(self._cached == lengths, lengths + fed_B, self._cached)
         return draft
 
     def _make_room(self, lengths: np.ndarray, depths: np.ndarray) -> None:
-        """Begin to read later in the rows whose text and draft, so deep (int [B]), do not fit."""
+        """Moves `_begin` on in rows whose text and draft (depths: int [B]) do not fit."""
         over = lengths + depths - self._capacity
         if not (over > self._begin).any():
             return
@@ -168,8 +170,8 @@ class SmallLMDrafter(ShapedDrafter):
                 type(self.lm.model).__name__,
                 self._capacity,
             )
-        # This only grows with a row's length and depth. So it is the same in any batch, also where
-        # rows that are not asked are moved on with the others.
+        # `begin` depends only on a row's length and depth, and grows with them. So it is the same
+        # in any batch, even if rows that do not draft are moved with the others.
         step = max(1, self._capacity // 2)
         begin = np.minimum(-(-over // step) * step, lengths - 1)
         moved = begin > self._begin
@@ -177,15 +179,15 @@ class SmallLMDrafter(ShapedDrafter):
         self._cached = np.where(moved, begin, self._cached)
 
     def _knows(self, contexts: Contexts) -> np.ndarray:
-        """bool [B]: whether it has embeddings for all of a row's text. It may lack some of what
-        the target can emit: rows that are padding there."""
+        """bool [B]: whether it has embeddings for all tokens of a row's text. The target can emit
+        tokens from its padding rows, and those may be missing here."""
         if self.known >= self.vocab_size:
             return np.ones(len(contexts.lengths), dtype=bool)
         inside = np.arange(contexts.tokens.shape[1]) < contexts.lengths[:, None]
         return np.logical_not(((contexts.tokens >= self.known) & inside).any(axis=1))
 
     def commit(self, contexts: Contexts) -> None:
-        # Of the committed text, everything but the target's own last token was drafted or cached.
+        # All committed tokens except the last one, which is the target's, were drafted or cached.
         self._cached = np.minimum(self._cached, contexts.lengths - 1)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
@@ -194,9 +196,9 @@ class SmallLMDrafter(ShapedDrafter):
         self._begin, self._cached = self._begin[kept], self._cached[kept]
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on with other values of some weights, also in the middle of texts: what is cached is
-        of the old ones, and is computed again. Never while it drafts: q is that of one set of
-        weights. Raises UserError, with nothing changed, for weights that its model does not have.
+        """Replaces some weights, also in the middle of texts: the cache is then computed again.
+        Never call it during a draft, because q must come from one set of weights. Raises UserError
+        for weights that the model does not have, and then changes nothing.
         """
         take_weights(self.lm.model, weights)
         self.lm.refresh()
@@ -207,12 +209,12 @@ class _LMGrowth(Growth):
     def __init__(
         self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, wanted: np.ndarray
     ) -> None:
-        """wanted: bool [B], the rows that shall draft at all."""
+        """wanted: bool [B], the rows that draft."""
         super().__init__(
             contexts, sampling, drafter.lm.device, drafter.vocab_size, drafter.vocabulary
         )
         self.drafter, self.wanted = drafter, wanted
-        self.lengths = contexts.lengths - drafter._begin  # of what is read
+        self.lengths = contexts.lengths - drafter._begin  # of the part that is read
 
     def _first(self) -> Tensor:
         logits = self.drafter.feed(self.contexts, self.contexts.lengths, self.wanted)
@@ -231,5 +233,5 @@ class _LMGrowth(Growth):
         )
 
     def _of_tokens(self, logits: Tensor) -> Tensor:
-        """Without the rows of the output layer that are padding."""
+        """The logits without the padding rows of the output layer."""
         return logits[..., : self.drafter.rows]

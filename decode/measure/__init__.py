@@ -1,1 +1,1 @@
-"""Measurement: evaluation of drafters, costs of passes, and what is calibrated by them."""
+"""Measurement: evaluation of drafters, costs of passes, and calibration from both."""

@@ -19,8 +19,8 @@ WITHIN = (0.6, 0.8)
 
 @dataclass(frozen=True)
 class Trial:
-    """One θ and what it led to: figures as `decode.measure.evaluation` defines them, times at batch
-    1, prefill included. A figure that does not exist is NaN."""
+    """One θ and its figures, as defined in `decode.measure.evaluation`. Times are at batch 1 and
+    include prefill. A figure that does not exist is NaN."""
 
     threshold: float
     acceptance_rate: float
@@ -31,9 +31,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Calibration:
-    """All θ that were tried, ascending, and the one that was chosen.
+    """All trials, ascending by θ, and the chosen one.
 
-    within: the acceptance rates that were asked for; kept: whether any θ was within them.
+    within: the requested range of acceptance rates. kept: whether any θ was in this range.
     """
 
     trials: list[Trial]
@@ -54,7 +54,7 @@ class Calibration:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Converts to JSON values."""
         return {
             "rule": "threshold",
             "lossless": False,
@@ -69,10 +69,10 @@ class Calibration:
 
 
 def choose(trials: Sequence[Trial], within: tuple[float, float] = WITHIN) -> Calibration:
-    """Of the trials whose acceptance rate is within the bounds the one with the lowest latency;
-    if there is none, the one that is nearest to them (of equals, the quicker).
+    """Chooses the trial with the lowest latency among those with an acceptance rate in the bounds.
+    If there is none, it chooses the one nearest to the bounds; among equals, the faster one.
 
-    Raises UserError where no trial drafted anything.
+    Raises UserError if no trial drafted anything.
     """
     low, high = within
     found = [trial for trial in trials if np.isfinite(trial.acceptance_rate)]
@@ -96,10 +96,10 @@ def calibrate_threshold(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Calibration:
-    """Decode each prompt (token ids, of the dev split) once with every θ, one prompt at a time, and
-    `choose`. settings: everything but the rule.
+    """Decodes each prompt (token ids, of the dev split) once with every θ, one prompt at a time,
+    then calls `choose`. settings: everything except the rule.
 
-    Raises UserError for no prompts, no thresholds, bounds that hold nothing, or as `Decoder` does.
+    Raises UserError for no prompts, no thresholds or invalid bounds, and as `Decoder` does.
     """
     if not prompts or not thresholds:
         raise UserError("calibrating needs at least one prompt and one threshold")
@@ -111,11 +111,11 @@ def calibrate_threshold(
     for theta in tried:
         rule = {"name": "threshold", "threshold": float(theta)}
         decoder, _ = replace(settings, rule=rule).decoder(target, drafter, shortest)
-        decoder.decode([prompts[0]], min(8, max_new_tokens))  # warm-up, left out of every figure
+        decoder.decode([prompts[0]], min(8, max_new_tokens))  # warm-up, not part of any figure
         decoders.append(decoder)
     runs: list[list[Decoded]] = [[] for _ in tried]
     for done, prompt in enumerate(prompts):
-        # Taking turns at going first keeps a drift of the machine out of the comparison.
+        # Each θ goes first in turn, so that a drift of the machine does not affect the comparison.
         for turn in range(len(tried)):
             which = (turn + done) % len(tried)
             run = decoders[which].decode([prompt], max_new_tokens, seed=seed, row_ids=[done])

@@ -1,4 +1,4 @@
-"""Chooses the tree that a drafter drafts in, by acceptance and costs measured on dev prompts."""
+"""Chooses a tree for a drafter, by acceptance and costs measured on dev prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,23 +23,23 @@ from decode.trees.static import FixedTree
 from decode.trees.structure import Structure
 
 Method = Literal["calibrated", "sequoia"]
-Progress = Callable[[str], None]  # what is done next
+Progress = Callable[[str], None]  # called with the name of the next phase
 MOST_NODES = 64
-WIDE = 3  # nodes on each level of the tree that drafting is timed with
+WIDE = 3  # nodes on each level of the tree that is used to time drafting
 
 
 class NothingAccepted(UserError):
-    """The target took none of the drafter's first tokens, so there is nothing to plan with."""
+    """The target accepted none of the drafter's first tokens, so no tree can be planned."""
 
 
 @dataclass(frozen=True)
 class TreeCalibration:
-    """A tree and what it was chosen by.
+    """A tree and the measurements behind the choice.
 
-    plan: with the tokens per step and the cost per token that the acceptance and the costs
-    promise. best: the one with the least cost per token; `plan` is the smallest whose cost is at
+    plan: the chosen tree, with tokens per step and cost per token predicted from the acceptance and
+    the costs. best: the plan with the least cost per token. `plan` is the smallest whose cost is at
     most `tolerance` (a share) above that. tree_tokens, chain_tokens: tokens per step that the loop
-    really emitted on the same prompts, with the tree, and with chains as deep.
+    really emitted on the same prompts, with the tree and with chains of the same depth.
     """
 
     method: Method
@@ -82,7 +82,7 @@ class TreeCalibration:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values: everything but the paths, which the tree's file has."""
+        """Converts to JSON values: everything except the paths, which are in the tree's file."""
         return {
             "method": self.method,
             "nodes": len(self.structure),
@@ -115,18 +115,19 @@ def calibrate_tree(
     seed: int = 0,
     progress: Progress = lambda what: None,
 ) -> TreeCalibration:
-    """A tree of the `width` likeliest tokens at most, and at most `depth` deep, for any drafter
-    that drafts in shapes; from prompts (token ids) of the dev split.
+    """Calibrates a tree for any drafter that takes shapes, on prompts (token ids) of the dev split.
+    A node has at most the `width` likeliest tokens as children, and the tree is at most `depth`
+    deep.
 
-    method: `calibrated` grows it by the acceptance of each rank at each depth (2401.10774, section
-    2.3.3), to `nodes` nodes, or where None to as many as are cheapest per token at the measured
-    costs. `sequoia` plans by the acceptance of each rank, at all depths together, and the costs
-    (2402.12374, section 3.1), at most `nodes` (None: 64). Where the number of nodes is chosen by
-    costs, trees of as many nodes as passes were timed for are compared, and of those whose cost per
-    token differs by no more than noise the smallest is taken.
+    method: `calibrated` grows the tree by the acceptance of each rank at each depth (2401.10774,
+    section 2.3.3) to `nodes` nodes. None: to the number of nodes that is cheapest per token at the
+    measured costs. `sequoia` plans the tree by the costs and the acceptance of each rank over all
+    depths (2402.12374, section 3.1), with at most `nodes` nodes (None: 64). If costs decide the
+    number of nodes, only sizes with a timed pass are compared. The smallest tree is taken whose
+    cost per token differs from the least by no more than noise.
 
     Raises UserError for a drafter without a shape, a target that cannot verify trees, no prompts,
-    an unknown method, where no draft was right, and as `measure_costs` and `Decoder` do.
+    an unknown method, if no draft was right, and as `measure_costs` and `Decoder` do.
     """
     if method not in get_args(Method):
         raise UserError(f"method is {method!r}; expected one of {', '.join(get_args(Method))}")
@@ -152,7 +153,7 @@ def calibrate_tree(
         )
     progress("costs")
     settings = DecodeSettings(gamma=deepest, sampling=sampling)
-    # Drafting is timed in a tree too: a level of several nodes costs more than a link of a chain.
+    # Drafting is timed with a tree too: a level of several nodes costs more than a chain token.
     usual = FixedTree(Structure.of_widths([min(WIDE, width), *[1] * (deepest - 1)]))
     decoder, _ = settings.decoder(target, drafter.with_shape(usual))
     widest = (nodes or MOST_NODES) + 1
@@ -205,10 +206,10 @@ def calibrate_tree(
 
 
 def _sizes(costs: Costs, most: int) -> list[int]:
-    """Numbers of nodes, at most `most`, whose pass was timed: 1, 2, 4, …, and `most` itself.
+    """Numbers of nodes with a timed pass, at most `most`: 1, 2, 4, …; always includes `most`.
 
-    Sizes between them would differ by less than two runs on one machine do, which would then
-    choose different trees; they would save about 1%.
+    Sizes in between would save about 1%. That is less than the difference between two runs on one
+    machine, which would then choose different trees.
     """
     return sorted({min(width - 1, most) for width in costs.widths if width > 1} | {most})
 
@@ -219,9 +220,10 @@ def cheapest(
     most: int = MOST_NODES,
     tolerance: float = 0.0,
 ) -> Plan:
-    """Of the trees that `grow_greedily` makes of a table of acceptance [D, K], with at most `most`
-    nodes and as many as passes were timed for, the smallest whose tokens cost at most `tolerance`
-    (a share) more than the cheapest ones'.
+    """The smallest tree whose cost per token is at most `tolerance` (a share) above the least.
+
+    The candidates are the trees that `grow_greedily` makes from a table of acceptance [D, K], with
+    at most `most` nodes, for the sizes with a timed pass.
 
     >>> costs = Costs(0.05, 1, 0.1, (1, 2, 3, 4), (1.0, 1.0, 1.0, 2.0))
     >>> cheapest([[0.5, 0.3], [0.4, 0.2]], costs).structure.paths
@@ -233,7 +235,7 @@ def cheapest(
 
 def _plan(table: Sequence[Sequence[float]], tree: Structure, costs: Costs) -> Plan:
     chances: dict[tuple[int, ...], float] = {(): 1.0}
-    for path in tree.paths:  # shallow ones first
+    for path in tree.paths:  # shallow paths first
         chances[path] = chances[path[:-1]] * table[len(path) - 1][path[-1]]
     tokens = sum(chances.values())
     cost = tree.depth * costs.c + float(costs.verify(len(tree) + 1))

@@ -1,25 +1,25 @@
-"""Judges a drafter: acceptance on many prompts, time on a few, always by the one loop.
+"""Evaluates a drafter: acceptance on many prompts, time on a few, always with the same loop.
 
 The meaning of each figure:
-- tokens per step: emitted / verification passes, pooled; prefill and its token left out.
+- tokens per step: emitted / verification passes, pooled; without prefill and its token.
 - acceptance rate: accepted / positions reached. draft efficiency: accepted / drafted.
-- speed-up: time per emitted token of plain decoding over that of speculative decoding in the same
-  loop and process; same prompts in the same batches (of one prompt, unless said otherwise), in
-  turns of a few tokens, prefill included; ratio of totals with a 95% interval from a bootstrap over
-  batches. Where both texts have the same length, as under greedy lossless decoding, that is the
-  ratio of wall times (`speedup_basis`).
-- speed-up without prefill: without the passes over the prompts, the target's and the drafter's, and
-  without the token that the target's pass yields.
+- speed-up: time per emitted token of plain decoding, divided by that of speculative decoding in the
+  same loop and process. Both decode the same prompts in the same batches (of one prompt by
+  default), in turns of a few tokens; prefill is included. It is a ratio of totals with a 95%
+  interval from a bootstrap over batches. If both texts have the same length, as in greedy lossless
+  decoding, it is the ratio of wall times (`speedup_basis`).
+- speed-up without prefill: without the target's and the drafter's passes over the prompts, and
+  without the token from the target's pass.
 - c, v: the time of one draft step without the drafter's pass over the prompt, and of one
   verification pass of the mean width, in plain steps.
-- break-even acceptance: the α at which (1 − α^(γ+1)) / ((1 − α)(γc + v)) is 1; it exists for a
-  fixed γ only. A pass over several tokens is never cheaper than one over one: a v below 1 is noise,
-  and then there is no break-even either.
-- others' share: what other processes took of the processor during timing
+- break-even acceptance: the α at which (1 − α^(γ+1)) / ((1 − α)(γc + v)) is 1. It exists only for a
+  fixed γ. A pass over several tokens is never cheaper than a pass over one: a v below 1 is noise,
+  and then there is no break-even.
+- others' share: the share of the processor that other processes used during timing
   (`decode.measure.other_processes`).
-- γ, la/k and milliseconds by part of a step: `decode.stats.summary`, of the acceptance run (in
-  batches of `batch_size`) and of the timed one (of `timed_batch_size`) apart.
-- repetition: share of a text's tokens inside an 8-gram that the text repeats.
+- γ, la/k and milliseconds by part of a step: see `decode.stats.summary`. They are given separately
+  for the acceptance run (batches of `batch_size`) and the timed run (`timed_batch_size`).
+- repetition: the share of a text's tokens inside an 8-gram that the text repeats.
 """
 
 import time
@@ -40,24 +40,25 @@ from decode.stats import Counts, Step, Timing, finite, summary
 from decode.target.generation_config import nothing_filled_in, stated_config
 from decode.target.loading import Target
 
-Progress = Callable[[str, int, int], None]  # what is being measured, done, of how many
+Progress = Callable[[str, int, int], None]  # name of the measurement, number done, total
 REPEATED = 8
-# Tokens per row that a decoder emits before it is the next one's turn. What slows the machine down
-# for a second then slows down all alike.
+# Tokens per row that a decoder emits in one turn. With short turns, a slow second of the machine
+# affects all decoders equally.
 TURN = 8
-WARM_UP = 8  # tokens that are decoded before anything is timed
-# How often `fastest_gamma` decodes each prompt with each γ.
+WARM_UP = 8  # tokens decoded before anything is timed
+# The number of times that `fastest_gamma` decodes each prompt with each γ.
 GAMMA_TURNS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol(DecodeSettings):
-    """What is measured, and on how much.
+    """The settings of an evaluation and its sizes.
 
-    max_new_tokens and batch_size: of the acceptance run over all prompts. timed_prompts of them,
-    spread evenly, are decoded again for timed_tokens tokens to measure time, timed_batch_size at a
-    time; prompts of like length are in one batch. generate: whether `transformers` is timed beside
-    us. Raises UserError where timed_prompts is no multiple of timed_batch_size.
+    max_new_tokens, batch_size: for the acceptance run over all prompts. To measure time,
+    `timed_prompts` of the prompts, evenly spread, are decoded again for `timed_tokens` tokens, in
+    batches of `timed_batch_size` prompts with similar lengths. generate: whether `generate()` of
+    `transformers` is timed too. Raises UserError unless timed_prompts is a multiple of
+    timed_batch_size.
     """
 
     max_new_tokens: int = 64
@@ -80,10 +81,10 @@ class Protocol(DecodeSettings):
 
 @dataclass
 class Evaluation:
-    """The figures of one drafter under one protocol; `to_dict` is what reports are made of.
+    """The figures of one drafter under one protocol. Reports are made from `to_dict`.
 
-    plain, drafted: a run for each timed batch; generate_seconds, generate_tokens: the same of
-    `generate()`. drafts: in words, such as `chain`. others: see
+    plain, drafted: one run for each timed batch. generate_seconds, generate_tokens: the same for
+    `generate()`. drafts: a short description, such as `chain`. others: see
     `decode.measure.other_processes`."""
 
     protocol: Protocol
@@ -104,15 +105,15 @@ class Evaluation:
     others: float | None = None
 
     def steps_to_dict(self) -> dict[str, Any]:
-        """Every step as JSON values: `acceptance` of the run over all prompts, `timed` of each
-        timed batch, with prompts by their place in the set."""
+        """Converts every step to JSON values: `acceptance` for the run over all prompts, `timed`
+        for each timed batch. Prompts are given by their index in the set."""
         return {
             "acceptance": [step.to_dict() for step in self.steps],
             "timed": [[step.to_dict() for step in run.steps] for run in self.drafted],
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values; a figure that does not exist is None."""
+        """Converts all figures to JSON values. A figure that does not exist is None."""
         plain, drafted = _sum(self.plain), _sum(self.drafted)
         plain_s = _array(run.timing.total for run in self.plain)
         drafted_s = _array(run.timing.total for run in self.drafted)
@@ -139,7 +140,7 @@ class Evaluation:
             "speedup_without_prefill": ratio_of_totals(
                 _array(run.timing.stepping for run in self.plain),
                 _array(run.timing.stepping for run in self.drafted),
-                # Each row's first token is the prefill's.
+                # The first token of each row comes from prefill.
                 per=(
                     plain_n - [len(run.outputs) for run in self.plain],
                     drafted_n - [len(run.outputs) for run in self.drafted],
@@ -167,7 +168,7 @@ class Evaluation:
         return result
 
     def _basis(self, plain: np.ndarray, drafted: np.ndarray) -> str:
-        """What the speed-ups compare, of texts with so many tokens."""
+        """What the speed-ups compare. plain, drafted: the number of tokens in each batch."""
         same = self.lossless and self.protocol.sampling.greedy and np.array_equal(plain, drafted)
         return "wall time" if same else "time per token"
 
@@ -192,7 +193,8 @@ class Evaluation:
         }
 
     def _break_even(self, costs: dict[str, Any]) -> dict[str, Any]:
-        """The figure, and why there is none where that is not because nothing pays."""
+        """The break-even acceptance. If it is missing, a note with the reason, except when no
+        acceptance rate pays off."""
         policy = self.protocol.make_policy()
         found: float | None = None
         note = None
@@ -226,12 +228,12 @@ def evaluate(
     protocol: Protocol,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Measure `drafter` on prompts (token ids). Raises UserError as `Decoder` does.
+    """Measures `drafter` on prompts (token ids).
 
-    The acceptance of the drafter comes from all prompts, in batches; times come from the timed
-    prompts, in batches of `timed_batch_size`, plain and speculative decoding taking turns of a few
-    tokens, and `generate()` coming after both. Raises UserError too where the prompts do not fill
-    one such batch.
+    Acceptance is measured on all prompts, in batches. Times are measured on the timed prompts, in
+    batches of `timed_batch_size`: plain and speculative decoding take turns of a few tokens, and
+    `generate()` runs after both. Raises UserError as `Decoder` does, and if the prompts do not fill
+    one timed batch.
     """
     if not prompts:
         raise UserError("there are no prompts to evaluate on")
@@ -244,7 +246,7 @@ def evaluate(
     plain, _ = replace(protocol, policy=None, shape=None).decoder(target, DRAFTERS["none"]())
     outputs, counts, steps = _decode_all(speculative, prompts, protocol, report)
     short = replace(protocol, timed_tokens=min(WARM_UP, protocol.timed_tokens))
-    for batch in batches[:1]:  # warm-up, left out of every figure
+    for batch in batches[:1]:  # warm-up, not part of any figure
         texts = [prompts[i] for i in batch]
         for which in (plain, speculative):
             which.decode(texts, short.timed_tokens)
@@ -257,7 +259,7 @@ def evaluate(
         report("timing", done * protocol.timed_batch_size, timed)
         texts = [prompts[i] for i in batch]
         pair = [("plain", plain), ("drafted", speculative)]
-        # Taking turns at going first keeps a drift of the machine out of the ratio.
+        # Each goes first in turn, so that a drift of the machine does not affect the ratio.
         order = pair if done % 2 == 0 else pair[::-1]
         decodings = [
             which.decoding(texts, protocol.timed_tokens, seed=protocol.seed, row_ids=batch)
@@ -298,7 +300,7 @@ def evaluate(
 
 
 def _timed(prompts: Sequence[Sequence[int]], protocol: Protocol) -> list[list[int]]:
-    """The places of the timed prompts, in whole batches."""
+    """The indices of the timed prompts, in full batches."""
     size = protocol.timed_batch_size
     count = min(protocol.timed_prompts, len(prompts) // size * size)
     if not count and protocol.timed_prompts:
@@ -313,8 +315,8 @@ def _timed(prompts: Sequence[Sequence[int]], protocol: Protocol) -> list[list[in
 
 
 def in_turns(decodings: Sequence[Generator[int, None, Decoded]], tokens: int) -> list[Decoded]:
-    """Run several `Decoder.decoding`s to their ends: each goes on until it has emitted so many
-    tokens more, then the next one, and so on."""
+    """Runs several `Decoder.decoding`s to the end, in turns. In one turn, each emits about `tokens`
+    more tokens before the next one continues."""
     done: dict[int, Decoded] = {}
     turn = 0
     while len(done) < len(decodings):
@@ -331,7 +333,7 @@ def in_turns(decodings: Sequence[Generator[int, None, Decoded]], tokens: int) ->
 def _decode_all(
     decoder: Decoder, prompts: Sequence[Sequence[int]], protocol: Protocol, report: Progress
 ) -> tuple[list[list[int]], Counts, list[Step]]:
-    # Prompts of like length together: less padding in the prefill.
+    # Prompts of similar length go together: less padding in the prefill.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     outputs: list[list[int]] = [[] for _ in prompts]
     counts, steps = Counts.zero(), []
@@ -355,11 +357,11 @@ def _decode_all(
 def time_generate(
     target: Target, prompts: Sequence[Sequence[int]], protocol: Protocol
 ) -> tuple[float, int]:
-    """Seconds that `transformers` `generate()` takes for the same prompts in one batch, sampling
-    and length, and how many tokens it emits.
+    """The seconds that `generate()` of `transformers` takes for these prompts in one batch, with
+    the same sampling and length, and the number of tokens it emits.
 
-    The protocol's settings are all it is given: the checkpoint's `generation_config`, which it
-    would follow otherwise, is put aside, as in our loop.
+    It gets only the protocol's settings. The checkpoint's `generation_config`, which it would use
+    otherwise, is ignored, as in our loop.
     """
     settings = stated_config(
         protocol.sampling,
@@ -383,7 +385,7 @@ def time_generate(
 
 
 def _length(text: Sequence[int], eos: Sequence[int]) -> int:
-    """How many tokens a text has up to its first EOS, that included."""
+    """The number of tokens of a text up to and including its first EOS."""
     return next((i + 1 for i, token in enumerate(text) if token in eos), len(text))
 
 
@@ -393,8 +395,8 @@ def identical(
     texts: Sequence[Sequence[int]],
     others: Sequence[Sequence[int]],
 ) -> tuple[float, float]:
-    """The share of prompts whose two greedy texts are equal, and the share where they are so up to
-    a choice between two logits closer than the dtype can tell apart."""
+    """The share of prompts whose two greedy texts are equal, and the share of those equal up to a
+    choice between two logits that are too close for the dtype to separate."""
     same, close = 0, 0
     for prompt, text, other in zip(prompts, texts, others, strict=True):
         if text == other:
@@ -403,12 +405,12 @@ def identical(
         pairs = zip(text, other, strict=False)
         at = next((i for i, pair in enumerate(pairs) if len(set(pair)) > 1), None)
         if at is None:
-            continue  # one goes on where the other ended
+            continue  # one text is a prefix of the other
         ids = torch.tensor([[*prompt, *text[:at]]], device=target.device)
         with torch.inference_mode():
             logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
         gap = (logits[text[at]] - logits[other[at]]).abs()
-        # Both logits are rounded, after sums that were rounded in another order.
+        # Both logits are rounded, and their sums were rounded in different orders.
         close += bool(gap <= 4 * torch.finfo(target.dtype).eps * logits.abs().max())
     return same / len(prompts), (same + close) / len(prompts)
 
@@ -426,7 +428,7 @@ def _fluent(output: Sequence[int]) -> bool:
 
 
 def repetition(tokens: Sequence[int]) -> float:
-    """Share of the tokens that lie inside an 8-gram occurring more than once.
+    """The share of the tokens that are inside an 8-gram that occurs more than once.
 
     >>> repetition([1, 2, 3, 4, 5, 6, 7, 8] * 2)
     1.0
@@ -450,11 +452,11 @@ def ratio_of_totals(
     draws: int = 2000,
     seed: int = 0,
 ) -> dict[str, float] | None:
-    """Σ numerator / Σ denominator over prompts (or batches), with its 95% bootstrap interval; None
-    for none, or where a total is 0 that is divided by.
+    """Σ numerator / Σ denominator over prompts (or batches), with its 95% bootstrap interval. None
+    for empty arrays, or if a divisor is 0 in total.
 
-    per: what each of both is taken per, as tokens: (Σ numerator / Σ per[0]) / (Σ denominator /
-    Σ per[1]).
+    per: units for both, such as tokens. The value is then (Σ numerator / Σ per[0]) / (Σ denominator
+    / Σ per[1]).
     """
     count = len(numerator)
     over, under = per or (np.ones(count), np.ones(count))
@@ -474,8 +476,9 @@ def ratio_of_totals(
 
 
 def break_even(gamma: int, c: float | None, v: float | None) -> float | None:
-    """The i.i.d. acceptance rate from which drafting γ tokens pays (2211.17192, theorem 3.8, with
-    the cost v of the verification pass); None when even α = 1 does not pay, or without costs."""
+    """The i.i.d. acceptance rate above which drafting γ tokens pays off (2211.17192, theorem 3.8,
+    with the cost v of the verification pass). None if even α = 1 does not pay off, or without
+    costs."""
     if c is None or v is None or gamma * c + v > gamma + 1:
         return None
     low, high = 0.0, 1.0
@@ -494,10 +497,10 @@ def fastest_gamma(
     protocol: Protocol,
 ) -> int:
     """The γ with the most tokens per second on these prompts, in batches of `timed_batch_size`.
-    Give it dev prompts.
+    Use dev prompts.
 
-    All are warmed up, and then take turns at every batch, in an order that changes; of the
-    `GAMMA_TURNS` times that each decodes a batch the quickest counts.
+    After a warm-up, all γ take turns at every batch, in a changing order. Each γ decodes a batch
+    `GAMMA_TURNS` times, and the fastest time counts.
     """
     size = protocol.timed_batch_size
     batches = [prompts[begin : begin + size] for begin in range(0, len(prompts), size)]

@@ -1,6 +1,6 @@
-"""Measures c and v(n) on a real target and drafter, in the one loop.
+"""Measures c and v(n) on a real target and drafter, in the normal decoding loop.
 
-Shapes: n tokens fed to the target per row in one pass; the last committed one is one of them.
+Shapes: n tokens fed to the target per row in one pass, including the last committed token.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from decode.rules import RULES, Rule
 from decode.sampling import Noise, Sampling
 from decode.stats import Step
 
-# Each width and each depth is timed so often, in turns. The quickest third decides: what slows
-# a pass down is something else on the machine.
+# The number of times that each width and each depth is timed, in turns. The mean of the fastest
+# third counts, because slow passes come from other load on the machine.
 REPEATS = 4
-# Where something is chosen by the costs that is kept, such as a tree.
+# Used if the costs decide something that is kept, such as a tree.
 CAREFUL = 12
 
 
@@ -37,13 +37,13 @@ def measure_costs(
     trees: bool = False,
     repeats: int = REPEATS,
 ) -> Costs:
-    """Costs for the rows of `prompts` (token ids) decoded together, by running the decoder's own
-    loop: v from passes of up to `widest` tokens, c from drafts of up to `most` steps. trees: the
-    passes are over trees, which cost a mask and a walk more than chains.
+    """Measures costs with the decoder's loop, for the rows of `prompts` (token ids) decoded
+    together: v from passes of up to `widest` tokens, c from drafts of up to `most` steps. trees:
+    the passes are over trees, which need a mask and a walk in addition.
 
-    Takes twice `repeats` + 1 decodes: each has one pass per width, or one draft per depth. Where
-    the target's context is too short for the widest passes beside the prompts they are left out;
-    raises UserError where not even a pass of 2 tokens fits.
+    Takes 2 · (`repeats` + 1) decodes. Each has one pass per width, or one draft per depth. The
+    widest passes are left out if the target's context is too short for them and the prompts.
+    Raises UserError if not even a pass of 2 tokens fits.
     """
     room = decoder.lm.max_positions - max(map(len, prompts)) - 1
     widths = _fitting(sorted({min(n, widest) for n in _WIDTHS}), room)
@@ -55,12 +55,12 @@ def measure_costs(
         )
     filler, exact = _Filler(trees), RULES["exact"]()
     verifying = _Turns([n - 1 for n in widths])
-    # A text's first draft is cold, and is left out.
+    # The first draft of a text is cold and is left out.
     drafting = _Turns([1, *depths])
     watch = OtherProcesses()
     passes: list[list[Step]] = []
     drafts: list[list[Step]] = []
-    # By turns, so that what else happens on the machine slows both kinds of passes down.
+    # In turns, so that other load on the machine affects both kinds of passes.
     for _ in range(1 + repeats):
         passes.append(_steps(decoder, prompts, filler, exact, verifying))
         drafts.append(_steps(decoder, prompts, decoder.drafter, decoder.rule, drafting)[1:])
@@ -81,14 +81,15 @@ def measure_costs(
 def _estimate(
     passes: Sequence[Sequence[Step]], drafts: Sequence[Sequence[Step]], widths: Sequence[int]
 ) -> tuple[float, float, np.ndarray]:
-    """Seconds of a plain step, c, and v by width, float64 [W], of several decodes' steps."""
+    """Seconds of a plain step, c, and v by width, float64 [W], from the steps of several
+    decodes."""
     seconds = np.array(
         [
             _quick([s.verify_s + s.overhead_s for run in passes for s in run if s.width == n])
             for n in widths
         ]
     )
-    # The quickest at each depth: of all together they would be those of one depth.
+    # The fastest at each depth. The fastest overall could all be of one depth.
     depths = sorted({step.depth for run in drafts for step in run if step.depth})
     taken = [_quick([s.draft_s / n for run in drafts for s in run if s.depth == n]) for n in depths]
     c = float(np.mean(taken)) / seconds[0] if taken else 0.0
@@ -103,13 +104,13 @@ def _noise(halves: Sequence[np.ndarray]) -> float:
     return float(np.sqrt(np.mean(apart**2)))
 
 
-# The last committed token, and 1, 2, 4, … drafted ones: trees of so many nodes are compared. Wider
-# passes cost by the token, and a line goes on from here.
+# The last committed token and 1, 2, 4, … draft tokens: trees of these sizes are compared. Beyond
+# the last width the cost grows with the tokens, and a line continues from here.
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65, 129)
 
 
 def _fitting(sizes: Sequence[int], room: int) -> list[int]:
-    """As many of the sizes as fit together, each with a token of the target's own."""
+    """The first sizes that fit into `room` together, each with one more token from the target."""
     total = np.cumsum(np.array(sizes) + 1)
     return [size for size, end in zip(sizes, total, strict=True) if end < room]
 
@@ -125,22 +126,22 @@ def _steps(
     rule: Rule,
     turns: "_Turns",
 ) -> list[Step]:
-    """The steps of one decode with drafts as deep as `turns` says."""
+    """The steps of one decode. The depths of its drafts come from `turns`."""
     other = copy.copy(decoder)
     other.drafter, other.rule, other.policy = drafter, rule, turns
     other.eos = np.zeros(0, dtype=np.int64)
     with contextlib.suppress(_Enough):
-        # Each pass may emit all that was drafted, and then a token more.
+        # Each pass can emit all draft tokens and one more.
         other.decode(prompts, sum(turns.turns) + len(turns.turns) + 2)
     return turns.steps
 
 
 class _Enough(Exception):
-    """All turns were taken: what is left of the text need not be decoded."""
+    """All turns are done. The rest of the text is not decoded."""
 
 
 class _Turns(Policy):
-    """Depths as in a list, one after the other; keeps the steps."""
+    """Takes the depths from a list, one per step, and keeps the steps."""
 
     def __init__(self, turns: Sequence[int]) -> None:
         super().__init__(max(1, *turns))
@@ -161,8 +162,7 @@ class _Turns(Policy):
 
 
 class _Filler(Drafter):
-    """As many tokens as it is asked for, one after the other or side by side; which does not
-    matter."""
+    """Drafts as many tokens as requested, as a chain or as siblings. Their ids do not matter."""
 
     def __init__(self, trees: bool) -> None:
         self.trees = trees

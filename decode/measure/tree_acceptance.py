@@ -1,7 +1,7 @@
-"""Measures which of a drafter's candidates the target accepts: what trees are calibrated with.
+"""Measures how often the target accepts each candidate of a drafter, to calibrate trees.
 
-The loop decodes dev prompts with a probe tree, whose nodes are the drafter's likeliest tokens, and
-exact match; so what is counted is the share of the target's own tokens (greedy or drawn).
+The loop decodes dev prompts with exact match and a probe tree of the drafter's likeliest tokens. So
+the counts are about the tokens that the target emits (greedy or drawn).
 Shapes: D depths, K ranks, N nodes of the probe.
 """
 
@@ -28,22 +28,23 @@ from decode.trees.structure import Structure
 
 @dataclass(frozen=True)
 class Acceptance:
-    """hits, reached: int [D, K]: how often the candidate of rank r at depth d + 1 was the token
-    that followed, and how often one was judged with all before it accepted."""
+    """hits, reached: int [D, K], for candidates of rank r at depth d + 1. hits: how often the
+    candidate was the next token. reached: how often one was judged after all before it were
+    accepted."""
 
     hits: np.ndarray
     reached: np.ndarray
 
     def table(self) -> list[list[float]]:
-        """[D, K]: the share that was right, 0 where none was judged. For `calibrated`."""
+        """[D, K]: the share of right candidates, 0 if none was judged. For `calibrated`."""
         return _share(self.hits, self.reached)
 
     def by_rank(self) -> list[float]:
-        """[K]: the share at all depths together. For `sequoia`."""
+        """[K]: the same share over all depths. For `sequoia`."""
         return _share(self.hits.sum(0), self.reached.sum(0))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the counts and the table."""
+        """Converts the counts and the table to JSON values."""
         return {
             "hits": self.hits.tolist(),
             "reached": self.reached.tolist(),
@@ -56,7 +57,7 @@ def _share(hits: np.ndarray, reached: np.ndarray) -> Any:
 
 
 def probe(width: int, depth: int) -> Structure:
-    """`width` candidates at each depth, those below the first hanging on the likeliest path.
+    """A tree with `width` candidates at each depth, all children of nodes on the likeliest path.
 
     >>> probe(2, 2).paths
     [(0,), (1,), (0, 0), (0, 1)]
@@ -66,7 +67,7 @@ def probe(width: int, depth: int) -> Structure:
 
 
 def require_shaped(drafter: Drafter) -> ShapedDrafter:
-    """The drafter; UserError for one that does not draft in shapes."""
+    """Returns the drafter. Raises UserError if it does not take shapes."""
     if not isinstance(drafter, ShapedDrafter):
         raise UserError(
             f"{type(drafter).__name__} drafts in no shape, so there is no tree to calibrate"
@@ -86,12 +87,13 @@ def measure_acceptance(
     batch_size: int = 16,
     seed: int = 0,
 ) -> Acceptance:
-    """What the target accepts of `tree` (see `probe`) on these prompts; give it dev prompts.
+    """Measures the acceptance of the nodes of `tree` (see `probe`) on these prompts. Use dev
+    prompts.
 
-    drafter: one that drafts in a shape; its own shape is put back afterwards. A path that the
-    probe does not hold is not measured: with `probe` deeper candidates count after the likeliest
-    ones alone. Tokens past the end of a text are not counted. Raises UserError for a drafter
-    without a shape, and as `Decoder` does.
+    drafter: a drafter that takes shapes. Its shape is restored afterwards. Paths outside `tree` are
+    not measured: with `probe`, deeper candidates are counted only after the likeliest ones. Tokens
+    past the end of a text are not counted. Raises UserError for a drafter without a shape, for no
+    prompts, and as `Decoder` does.
     """
     shaped = require_shaped(drafter)
     shape = shaped.shape
@@ -121,9 +123,9 @@ def measure_acceptance(
 
 
 class _Watching(ExactMatch):
-    """Exact match that remembers its verdicts: sizes and accepted [B], paths [B, D]."""
+    """Exact match that keeps its verdicts: sizes and accepted [B], paths [B, D]."""
 
-    exact_when_greedy = False  # it is that already, and is not to be replaced
+    exact_when_greedy = False  # it is exact match already and must not be replaced
 
     def __init__(self) -> None:
         self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -140,12 +142,12 @@ def _count(
     seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
     run: Decoded,
 ) -> None:
-    """Add one decode's verdicts to counts, int [2, D, K]: hits and reached."""
+    """Adds the verdicts of one decode to counts, int [2, D, K]: hits and reached."""
     hits, reached = counts
     for (sizes, accepted, paths), step in zip(seen, run.steps, strict=True):
         for size, kept, path, emitted in zip(sizes, accepted, paths, step.emitted, strict=True):
             nodes = [-1, *path[:kept].tolist()]
-            # The last emitted token ends the text where the block was cut: nothing follows it.
+            # If the block was cut, the last emitted token ends the text and nothing follows it.
             for depth in range(min(kept + 1, int(emitted), tree.depth)):
                 judged = np.flatnonzero(tree.parents[:size] == nodes[depth])
                 reached[depth, tree.ranks[judged]] += 1

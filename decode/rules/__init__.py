@@ -1,7 +1,7 @@
-"""Verification rules by name: which drafted tokens stay, and what follows them.
+"""Verification rules by name: a rule decides which draft tokens are accepted and draws the next.
 
 A rule is one file with one registration. It sees a draft, the target's logits and the sampling
-parameters, and knows nothing of drafters or of the loop.
+parameters. It knows nothing about drafters or the loop.
 """
 
 from abc import ABC, abstractmethod
@@ -20,12 +20,12 @@ from decode.scores import Scores
 
 @dataclass
 class Verdict:
-    """What a rule decided for B rows of N nodes; D ≤ N is the longest accepted path.
+    """The decision of a rule for B rows of N nodes. D ≤ N: the length of the longest accepted path.
 
-    path: int64 [B, D], the accepted nodes by depth; past accepted[b] it is padding.
-    accepted: int64 [B], how many drafted tokens stay.
-    reached: int64 [B], how many drafted positions were judged with all before them accepted.
-    next_token: int64 [B], the token that follows the accepted ones.
+    path: int64 [B, D], the accepted nodes by depth. Past accepted[b] it is padding.
+    accepted: int64 [B], the number of accepted draft tokens.
+    reached: int64 [B], the number of judged draft positions whose predecessors were all accepted.
+    next_token: int64 [B], the token after the accepted ones.
     """
 
     path: Tensor
@@ -34,7 +34,7 @@ class Verdict:
     next_token: Tensor
 
     def places(self) -> Tensor:
-        """int64 [B, D+1]: the rows of p along the path, that of the committed text first; past
+        """int64 [B, D+1]: the rows of p along the path, first the row of the committed text. Past
         accepted[b] they are padding."""
         return torch.nn.functional.pad(self.path + 1, (1, 0))
 
@@ -43,10 +43,10 @@ class Rule(ABC):
     """A verification rule.
 
     lossless: the emitted text has exactly the target's distribution (greedy: its exact tokens).
-    trees: branching drafts are judged too, not only chains.
-    siblings: how the children of a node may have come about in the trees that are judged. A node
-        of a chain has one child: drawn once or chosen, every rule judges it.
-    exact_when_greedy: at temperature 0 the rule comes to exact match, which is then used.
+    trees: the rule judges trees too, not only chains.
+    siblings: the kinds of siblings that the rule judges in trees. A node of a chain has one child,
+        drawn or chosen, and every rule judges that.
+    exact_when_greedy: at temperature 0 the rule is equal to exact match, which is used instead.
     """
 
     lossless: bool
@@ -56,30 +56,31 @@ class Rule(ABC):
 
     @classmethod
     def judges(cls, branches: bool, siblings: Siblings) -> bool:
-        """Whether it fits drafts that branch, or do not, with siblings that came about so."""
+        """Whether the rule fits drafts with these siblings. branches: the drafts can be trees."""
         return not branches or (cls.trees and siblings in cls.siblings)
 
     @abstractmethod
     def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
-        """Judge a draft by what the target says of it."""
+        """Judges a draft by the target's scores."""
 
 
 RULES: Registry[type[Rule]] = Registry("verification rule")
 
 
 def default_rule(branches: bool) -> str:
-    """The rule for drafts that branch, or do not, where none is asked for: speculative sampling,
-    which over trees is `multi_round`."""
+    """The rule that is used if none is named: speculative sampling, which is `multi_round` for
+    trees. branches: the drafts can be trees."""
     return "multi_round" if branches else "speculative"
 
 
 def used_rule(rule: Rule, sampling: Sampling) -> Rule:
-    """The rule itself, or exact match where at temperature 0 it comes to that."""
+    """Exact match if sampling is greedy and the rule is equal to it then; otherwise the rule."""
     return RULES["exact"]() if sampling.greedy and rule.exact_when_greedy else rule
 
 
 def require_fitting(rule: Rule, drafter: str, branches: bool, siblings: Siblings) -> None:
-    """Refuse a rule that cannot judge what a drafter or shape, called so, drafts (UserError)."""
+    """Raises UserError if the rule cannot judge these drafts. drafter: the name of the drafter or
+    shape, for the message."""
     if rule.judges(branches, siblings):
         return
     judged = " or ".join(sorted(rule.siblings)) + " siblings" if rule.trees else "chains only"

@@ -12,12 +12,13 @@ from decode.scores import Scores
 
 @RULES.register("block")
 class BlockVerification(Rule):
-    """Judges the γ drafted tokens together: never fewer tokens than speculative sampling, and the
-    most that any lossless rule can expect of a chain. Chains only.
+    """Judges the γ draft tokens together. It accepts at least as many tokens as speculative
+    sampling, and on average as many as any lossless rule can on a chain. Chains only.
 
     P₀ = 1, Pᵢ = min(1, Pᵢ₋₁·p(xᵢ)/q(xᵢ)); Sᵢ = Σₓ (Pᵢ·p(x|x≤ᵢ) − q(x|x≤ᵢ))₊; hᵢ = Sᵢ/(Sᵢ+1−Pᵢ)
-    for i < γ, h_γ = P_γ. Each i has a uniform of its own, and the last i with uᵢ < hᵢ is how many
-    tokens stay, whatever came before it; the next is drawn from norm((Pᵢ·p − q)₊), or p if i = γ.
+    for i < γ, h_γ = P_γ. Each i has its own uniform. The number of accepted tokens is the last i
+    with uᵢ < hᵢ, regardless of earlier ones. The next token is drawn from norm((Pᵢ·p − q)₊), or
+    from p if i = γ.
     """
 
     lossless, trees = True, False
@@ -31,26 +32,26 @@ class BlockVerification(Rule):
             return Verdict(draft.tokens, drafted, drafted, draw(p[:, 0], uniform))
         p_x = p[:, :-1].gather(2, draft.tokens[..., None])[..., 0].double()
         q_x = draft.q_of_tokens()
-        # Products of quotients, in float64. What the target excludes has 0, also where q does.
+        # Products of quotients, in float64. Tokens with p = 0 have ratio 0, also if q = 0.
         ratio = torch.where(p_x > 0, p_x / q_x, 0.0)
         products = [torch.ones_like(ratio[:, 0])]
         for i in range(nodes):
             products.append((products[-1] * ratio[:, i]).clamp(max=1.0))
         P = torch.stack(products, 1)  # [B, N+1]
 
-        inner = P[:, 1:-1]  # i = 1 … N−1: positions that another drafted token may follow
+        inner = P[:, 1:-1]  # i = 1 … N−1: positions that can have a draft token after them
         if draft.q is None:
-            S = inner * (1.0 - p_x[:, 1:])  # q is one-hot: all but the token that was chosen
+            S = inner * (1.0 - p_x[:, 1:])  # q is one-hot: everything except the chosen token
         else:
             row = torch.arange(rows, device=p.device)[:, None]
             q = draft.q[row, draft.rows_of_q()[:, 1:]]
-            # P·p − q as P·(p − q/P). A product of 0 stays one: nothing is left of such a p.
+            # P·p − q as P·(p − q/P). If P is 0, S stays 0.
             S = inner * residual(p[:, 1:-1], q / inner.clamp(min=TINY)[..., None].float())[1]
         spare = S + 1.0 - inner
         u = noise.uniforms(Noise.ACCEPT, 0, nodes)
         ends = torch.arange(1, nodes + 1, device=p.device) == drafted[:, None]
         stays = u < P[:, 1:]
-        # h = 0/0 is 1: all up to here was certain, and so is what follows.
+        # h = 0/0 counts as 1: acceptance up to here was certain, and it stays certain.
         stays[:, :-1] = torch.where(
             ends[:, :-1], stays[:, :-1], (u[:, :-1] * spare < S) | (spare <= 0)
         )
@@ -67,5 +68,5 @@ class BlockVerification(Rule):
 
     @staticmethod
     def last(stays: Tensor) -> Tensor:
-        """int64 [B] of bool [B, N]: the last place that stays, 1 … N, or 0 for none."""
+        """int64 [B]: the last true place of stays, bool [B, N]: 1 … N, or 0 for none."""
         return (stays * torch.arange(1, stays.shape[1] + 1, device=stays.device)).amax(1)

@@ -1,4 +1,4 @@
-"""The walk that rules share which judge a tree from its root down, siblings before their children.
+"""The walk of rules that judge a tree from the root down, siblings before their children.
 
 Shapes: B rows, N nodes, K children of a node at most, V vocabulary.
 """
@@ -16,9 +16,9 @@ from decode.scores import Scores
 
 
 class Descent(Rule):
-    """From where a row stands it steps to the child that `judge` accepts, and where none is, its
-    walk ends with a draw from what the judgement left of p. Only the distributions of nodes that
-    are visited are computed, at most one per depth and row.
+    """In each row, the walk steps from the current node to the child that `judge` accepts. If no
+    child is accepted, it ends with a draw from the weights that `judge` returns. Only the
+    distributions at visited nodes are computed, at most one per depth and row.
     """
 
     trees = True
@@ -27,12 +27,12 @@ class Descent(Rule):
     def judge(
         self, p: Tensor, children: Tensor, draft: Draft, uniforms: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(child, weights): which of its children each row steps to, int64 [B], −1 for none, and
-        the weights [B, V] that the next token has there if none.
+        """(child, weights): child is int64 [B], the accepted child of each row, −1 for none.
+        weights is [B, V], those of the next token in rows where no child is accepted.
 
-        p: float32 [B, V], the target's distribution where each row stands. children: int64 [B, K],
-        its children there, −1 past the last; a row may have none, and then p are its weights.
-        uniforms: float64 [B, N], one for each node.
+        p: float32 [B, V], the target's distribution at the current node of each row. children:
+        int64 [B, K], the node's children, −1 past the last. A row without children has the weights
+        p. uniforms: float64 [B, N], one for each node.
         """
 
     def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:

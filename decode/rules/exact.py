@@ -1,4 +1,4 @@
-"""Exact match: a drafted token stays while it is the very token the target emits there."""
+"""Exact match: a draft token is accepted if it is exactly the token the target emits there."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from decode.scores import Scores
 
 @RULES.register("exact")
 class ExactMatch(Rule):
-    """The target emits one token per row of logits (greedy: the argmax; else one draw), and the
-    draft only tells how many of those tokens are already known to be on one path. Lossless by
-    construction, on any tree; for greedy decoding it is what every lossless rule comes to.
+    """The target emits one token per row of logits (greedy: the argmax; otherwise one draw). The
+    draft only decides how many of these tokens lie on one path and can be emitted together.
+    Lossless by construction, on any tree. In greedy decoding every lossless rule is equal to it.
     """
 
     lossless, trees = True, True
@@ -35,8 +35,8 @@ class ExactMatch(Rule):
 
 
 def _depths(draft: Draft) -> Tensor:
-    """int64 [B, N+1]: how far behind the committed text the token stands that follows the context
-    of each row of p."""
+    """int64 [B, N+1]: for each row of p, the offset of its next token from the end of the committed
+    text."""
     rows, nodes = draft.tokens.shape
     if draft.is_chain:
         return torch.arange(nodes + 1, device=draft.tokens.device).expand(rows, -1)

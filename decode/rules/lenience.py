@@ -9,11 +9,11 @@ from decode.rules.speculative import SpeculativeSampling
 
 @RULES.register("lenience")
 class Lenience(SpeculativeSampling):
-    """Lossy: accept with probability min(1, p(x)/(l·q(x))), then as speculative sampling.
+    """Lossy: accepts with probability min(1, p(x)/(l·q(x))); the rest is speculative sampling.
 
-    lenience: l in (0, 1]; 1 is speculative sampling. No token gets more than 1/l times the
-    probability the target gives it. May be set anew at any time, also while decoding. Raises
-    UserError outside of its range.
+    lenience: l in (0, 1]; 1 is speculative sampling. No token gets more than 1/l times its
+    probability under the target. It can be changed at any time, also during decoding. Raises
+    UserError outside this range.
     """
 
     lossless = False

@@ -1,4 +1,4 @@
-"""The longest path of a draft whose nodes all pass, for rules that judge each node by itself.
+"""The longest path of a draft whose nodes all pass, for rules that judge each node independently.
 
 Shapes: B rows, N nodes, D depth.
 """
@@ -12,8 +12,8 @@ from decode.draft import Draft
 def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(path, accepted, reached) as in `Verdict`, and the row of p after the path, int64 [B].
 
-    passes: bool [B, N]; a node stays if it and all its ancestors pass. Of paths of one length the
-    one that was drafted first is taken.
+    passes: bool [B, N]. A node is accepted if it and all its ancestors pass. If several paths have
+    the same length, the one drafted first is taken.
     """
     passes = passes & draft.valid()
     rows, nodes = draft.tokens.shape

@@ -11,12 +11,13 @@ from decode.rules.residual import TINY, residual, settled
 
 @RULES.register("multi_round")
 class MultiRound(Descent):
-    """At each node the children in order: accept x with probability min(1, p(x)/q(x)), else go on
-    to its sibling with p ← norm((p − q)₊). If none is accepted the next token is drawn from what
-    is left of p. Trees of any kind; on a chain it is speculative sampling.
+    """Judges the children of a node in order: accepts x with probability min(1, p(x)/q(x)), or
+    continues with its sibling and p ← norm((p − q)₊). If no child is accepted, the next token is
+    drawn from the remaining p. Trees of any kind; on a chain it is speculative sampling.
 
-    Siblings drawn without replacement: x leaves q too, which is renormalised (Sequoia). Chosen ones
-    have q = 1 each: accepted with p(x), else x is taken out of p.
+    Siblings drawn without replacement: a rejected x is also removed from q, which is renormalised
+    (Sequoia). Chosen siblings have q = 1 each: x is accepted with probability p(x), or removed
+    from p.
     """
 
     lossless = True
@@ -31,7 +32,7 @@ class MultiRound(Descent):
         if draft.q is None:
             return self._chosen(p, children, tokens, u)
         child = torch.full_like(children[:, 0], -1)
-        mass = torch.ones_like(u[:, 0])  # what p sums to: it is left unnormalised
+        mass = torch.ones_like(u[:, 0])  # the sum of p, which is not normalised
         for k in range(children.shape[1]):
             open_ = (child < 0) & (children[:, k] >= 0)
             if settled(open_):
@@ -51,9 +52,9 @@ class MultiRound(Descent):
 
     @staticmethod
     def _chosen(p: Tensor, children: Tensor, tokens: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """All siblings at once: before each, p has lost its elders' tokens and no more."""
+        """Judges all siblings at once: for each, p lacks only the tokens of earlier siblings."""
         there = children >= 0
-        # A token that is chosen twice has nothing left the second time.
+        # A token that is chosen twice has probability 0 the second time.
         again = (tokens[:, :, None] == tokens[:, None, :]) & there[:, None, :]
         p_x = p.gather(1, tokens).double() * (there & ~again.tril(-1).any(2))
         stays = u * (1.0 - (p_x.cumsum(1) - p_x)) < p_x

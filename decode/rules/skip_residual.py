@@ -8,8 +8,8 @@ from decode.rules.speculative import SpeculativeSampling
 
 @RULES.register("speculative_skip_residual")
 class SkipResidual(SpeculativeSampling):
-    """Lossy: after a rejection draws from p, not from norm((p − q)₊). Acceptance is that of
-    speculative sampling, so what differs between the two comes from the residual.
+    """Lossy: draws from p after a rejection, not from norm((p − q)₊). Acceptance is the same as in
+    speculative sampling, so any difference between the two comes from the residual.
     """
 
     lossless = False

@@ -8,17 +8,17 @@ from decode.rules import RULES
 from decode.rules.descent import Descent
 from decode.rules.residual import residual
 
-# ρ to (k − 1)·2⁻¹⁶. Any ρ that the bisection ends at is lossless; a coarse one accepts less.
+# The precision of ρ is (k − 1)·2⁻¹⁶. Any resulting ρ is lossless; a coarse one accepts less.
 HALVINGS = 16
 
 
 @RULES.register("spectr")
 class SpecTr(Descent):
-    """Of a node's k children, all drawn independently from one q, the first is accepted that passes
-    with probability min(1, p(x)/(ρ·q(x))). With β = Σ min(q, p/ρ) one of them passes with
-    probability 1 − (1−β)ᵏ, ρ in [1, k] is the least with 1 − (1−β)ᵏ ≤ ρβ, and if none passes the
-    next token has weights p − min(q, p/ρ)·(1 − (1−β)ᵏ)/β. With one child it is speculative
-    sampling. Children of different q's would need another rule.
+    """The k children of a node are drawn independently from one q. Each passes with probability
+    min(1, p(x)/(ρ·q(x))), and the first that passes is accepted. With β = Σ min(q, p/ρ), at least
+    one passes with probability 1 − (1−β)ᵏ. ρ is the least value in [1, k] with 1 − (1−β)ᵏ ≤ ρβ. If
+    no child passes, the next token has the weights p − min(q, p/ρ)·(1 − (1−β)ᵏ)/β. With one child
+    it is speculative sampling. Children with different q's need another rule.
     """
 
     lossless = True
@@ -42,13 +42,13 @@ class SpecTr(Descent):
 
         each = torch.minimum(q, p / rho[:, None].float())
         beta = each.sum(1, dtype=torch.float64)
-        # How often any child is accepted for each time that one is; without children 0.
+        # P(any child is accepted) / P(one given child passes). Without children 0.
         share = torch.where(beta > 0, _any_of(beta, count) / beta, 0.0)
         return child, residual(p, each * share[:, None].float())[0]
 
     @staticmethod
     def _rho(p: Tensor, q: Tensor, count: Tensor, most: int) -> Tensor:
-        """float64 [B]: ρ of each row, given how many children it has, int64 [B]."""
+        """float64 [B]: ρ of each row. count: int64 [B], the number of children."""
         low = torch.ones(len(p), dtype=torch.float64, device=p.device)
         if most == 1:
             return low

@@ -12,9 +12,9 @@ from decode.scores import Scores
 
 @RULES.register("speculative")
 class SpeculativeSampling(Rule):
-    """Accept x ~ q with probability min(1, p(x)/q(x)); at the first rejection draw from
-    norm((p − q)₊), after full acceptance from p. The output has the target's distribution p.
-    The expected acceptance rate at a position is Σ min(p, q) = 1 − TV(p, q). Chains only.
+    """Accepts x ~ q with probability min(1, p(x)/q(x)). Draws the next token from norm((p − q)₊) at
+    the first rejection, or from p after full acceptance. The output has the target's distribution
+    p. The expected acceptance rate at a position is Σ min(p, q) = 1 − TV(p, q). Chains only.
     """
 
     lossless, trees = True, False
@@ -42,10 +42,11 @@ class SpeculativeSampling(Rule):
         )
 
     def accepts(self, uniforms: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
-        """bool [B, N] of float64 [B, N]: which drafted tokens stay, if those before them do."""
-        # u·q < p, never u < p/q: the quotient of two tiny numbers is noise.
+        """bool [B, N]: the draft tokens that are accepted if all before them are. Arguments:
+        float64 [B, N]."""
+        # Compare u·q < p, not u < p/q: the quotient of two tiny numbers is noise.
         return uniforms * q_x < p_x
 
     def after_rejection(self, p: Tensor, q: Tensor) -> Tensor:
-        """[B, V]: the weights of the token in place of a rejected one."""
+        """[B, V]: the weights of the token that replaces a rejected one."""
         return residual(p, q)[0]

@@ -1,4 +1,4 @@
-"""Probability threshold, as drafting on the edge and verifying in the cloud does it. LOSSY."""
+"""Probability threshold, as used for drafting on the edge and verifying in the cloud. LOSSY."""
 
 import torch
 
@@ -11,11 +11,13 @@ from decode.scores import Scores
 
 @RULES.register("threshold")
 class Threshold(Rule):
-    """Lossy: a token stays while the target gives it p(x) ≥ θ. The first that fails is replaced by
-    a draw from p there; after full acceptance one more comes from p. Chains only.
+    """Lossy: accepts tokens as long as the target gives them p(x) ≥ θ. The first token that fails
+    is replaced by a draw from p there. After full acceptance one more token is drawn from p.
+    Chains only.
 
-    Greedy decoding keeps the rule: p is then taken at temperature 1, and draws are the argmax.
-    threshold: θ in [0, 1], calibrated to the drafter on dev text. Raises UserError outside.
+    Greedy decoding uses the same rule, with p at temperature 1 and the argmax for draws.
+    threshold: θ in [0, 1], calibrated for the drafter on dev text. Raises UserError outside this
+    range.
     """
 
     lossless, trees, exact_when_greedy = False, False, False

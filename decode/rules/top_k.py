@@ -13,9 +13,9 @@ from decode.trees import require_whole
 
 @RULES.register("top_k")
 class TopKAcceptance(Rule):
-    """Lossy, at any temperature: a token stays where it is among the target's `k` likeliest, and
-    the first `least` tokens of a draft stay whatever they are (the paper's minimum block has one
-    more: the target's own). The longest accepted path wins; the token after it is the target's.
+    """Lossy, at any temperature: accepts a token if it is among the target's `k` likeliest. The
+    first `least` tokens of a draft are always accepted. (The paper's minimum block has one more:
+    the target's token.) The longest accepted path wins. The token after it is the target's.
 
     With k = 1 and least = 0 it is exact match of greedy text. Raises UserError for k < 1 or
     least < 0.

@@ -13,17 +13,18 @@ from decode.scores import Scores
 
 @RULES.register("traversal")
 class Traversal(Rule):
-    """Judges whole paths, from the leaves up; a rejected leaf's parent may still stay. On a chain
-    it is block verification. Trees of any kind.
+    """Judges complete paths, from the leaves up. If a leaf is rejected, its parent can still be
+    accepted. On a chain it is block verification. Trees of any kind.
 
     a(root) = 1, a(child) = min(1, a(parent)·p(x)/q(x)). The first leaf is accepted with its path
-    if u < a. Else it is cut off, and at its parent S = Σ (a·p − q)₊, p ← norm((a·p − q)₊) and
-    a ← S/(S+1−a); then the first leaf of what is left of the tree. The next token is drawn from
-    what p is by then at the accepted node. Siblings drawn without replacement leave q too.
+    if u < a. Otherwise it is removed, and at its parent S = Σ (a·p − q)₊, p ← norm((a·p − q)₊) and
+    a ← S/(S+1−a). Then the first leaf of the remaining tree is judged, and so on. The next token is
+    drawn from the current p at the accepted node. Siblings drawn without replacement are also
+    removed from q.
 
-    Leaves are visited in post-order, so only the path to the node that is visited is kept: [B,
-    D+1, V] for drafts D deep. The number of passes depends on how much is rejected; each looks at
-    the rows once, also on an accelerator.
+    Leaves are visited in post-order, so only the path to the current node is kept: [B, D+1, V] for
+    drafts D deep. The number of passes depends on how many nodes are rejected. Each pass checks the
+    rows once, also on an accelerator.
     """
 
     lossless, trees = True, True
@@ -45,11 +46,11 @@ class Traversal(Rule):
 
 
 class _Walk:
-    """Where each row is in its tree, and what it knows of the path to there.
+    """The current node of each row in its tree, and the state of the path to it.
 
-    depth: int64 [B]. done: bool [B], the node where it is was accepted. By depth on its path, each
-    [B, D+1]: at, int64, the row of p; turn, int64, which child is next; a, float64; p, float32
-    [B, D+1, V], unnormalised; mass, float64, what p sums to.
+    depth: int64 [B]. done: bool [B], the current node was accepted. By depth on the path, [B, D+1]
+    each: at, int64, the row of p; turn, int64, the index of the next child; a, float64; p, float32
+    [B, D+1, V], unnormalised; mass, float64, the sum of p.
     """
 
     def __init__(self, draft: Draft, scores: Scores, uniforms: Tensor) -> None:
@@ -69,7 +70,7 @@ class _Walk:
         self.p[:, 0] = root
 
     def next_child(self) -> Tensor:
-        """int64 [B]: the child that is visited next from where each row is, −1 for none."""
+        """int64 [B]: the next child to visit from the current node of each row, −1 for none."""
         turn = self.turn[self.row, self.depth]
         children = self.table[self.row, self.at[self.row, self.depth]]
         last = children.shape[1] - 1
@@ -77,7 +78,7 @@ class _Walk:
         return torch.where(self.done | (turn > last), -1, child)
 
     def descend(self) -> None:
-        """One step down, for rows that have a child left to visit."""
+        """Steps down once, in rows that have a child left to visit."""
         child = self.next_child()
         down = child >= 0
         if settled(down):
@@ -103,7 +104,7 @@ class _Walk:
         self._put_p(below, down, self.scores.probs_at(node + 1))
 
     def judge(self) -> None:
-        """Accept the leaves that rows are at, or cut them off and go back to their parents."""
+        """Accepts the current leaves, or removes them and goes back to their parents."""
         row, depth = self.row, self.depth
         leaf = ~self.done & (self.next_child() < 0)
         node = (self.at[row, depth] - 1).clamp(min=0)
@@ -119,16 +120,16 @@ class _Walk:
         self.depth = above = depth - back.long()
         p, mass, a = self.p[row, above], self.mass[row, above], self.a[row, above]
         if self.draft.q is None:
-            # q is one-hot: the token that was chosen is out.
+            # q is one-hot: the chosen token is removed.
             q = torch.zeros_like(p).scatter_(1, self.draft.tokens[row, node][:, None], 1.0)
         else:
             q, whole = self.draft.q_of(node, p.shape[1])
-            # a·p/mass − q/whole but for a factor, so that p stays what it is if nothing is left.
+            # a·p/mass − q/whole up to a factor, so that p does not change if nothing is left.
             q = q * (mass / (whole * a).clamp(min=TINY))[:, None].float()
         left, left_mass = residual(p, q)
         S = a * left_mass / mass
         spare = S + 1.0 - a
-        # 0/0 is 1: all up to the parent was certain, and so is what follows it.
+        # 0/0 counts as 1: acceptance up to the parent was certain, and it stays certain.
         a_left = torch.where(spare > 0, S / spare, 1.0)
         self._put_p(above, back, left)
         left_mass = torch.where(left_mass > 0, left_mass, mass)
@@ -136,7 +137,7 @@ class _Walk:
         self.a[row, above] = torch.where(back, a_left, a)
 
     def _put_p(self, depth: Tensor, rows: Tensor, new: Tensor) -> None:
-        """Set p at depth[b] to new [B, V] for the given rows, bool [B]."""
+        """Sets p at depth[b] to new [B, V] in the given rows, bool [B]."""
         if not settled(~rows):
             new = torch.where(rows[:, None], new, self.p[self.row, depth])
         self.p[self.row, depth] = new

@@ -11,11 +11,11 @@ from decode.scores import Scores
 
 @RULES.register("typical")
 class TypicalAcceptance(Rule):
-    """Lossy: a token stays where p(x) > min(ε, δ·exp(−H(p))), H the entropy of p in nats, so that
-    less likely tokens pass where the target itself is unsure. The longest accepted path wins, of
-    several the likeliest under p; the next token is drawn from p. Trees of any kind.
+    """Lossy: accepts a token if p(x) > min(ε, δ·exp(−H(p))), where H is the entropy of p in nats.
+    So less likely tokens pass if the target is uncertain. The longest accepted path wins; among
+    several, the likeliest under p. The next token is drawn from p. Trees of any kind.
 
-    epsilon: ε in (0, 1]; delta: δ > 0. Raises UserError outside.
+    epsilon: ε in (0, 1]; delta: δ > 0. Raises UserError outside these ranges.
     """
 
     lossless, trees = False, True
@@ -31,12 +31,12 @@ class TypicalAcceptance(Rule):
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
         above, valid = draft.parent_rows(), draft.valid()
-        # By row of p: how deep it stands, −1 where its path is not accepted; the path's log p.
+        # For each row of p: its depth, −1 if its path is not accepted; and the path's log p.
         depth = torch.full((rows, nodes + 1), -1, dtype=torch.int64, device=device)
         depth[:, 0] = 0
         log_p = torch.zeros(rows, nodes + 1, dtype=torch.float64, device=device)
         for level in range(draft.nodes_by_depth().shape[1]):
-            # Few nodes of a large tree stand, and only their children are looked at.
+            # Few nodes of a large tree are accepted, and only their children are checked.
             row, node = ((depth.gather(1, above) == level) & valid).nonzero(as_tuple=True)
             parent = above[row, node]
             places, which = (row * (nodes + 1) + parent).unique(return_inverse=True)

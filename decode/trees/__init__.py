@@ -1,7 +1,7 @@
-"""Shapes of drafts by name: which nodes a drafter's tree gets, and how their tokens are chosen.
+"""Shapes of drafts by name: the nodes of a drafter's tree, and how their tokens are chosen.
 
 A shape is one file with one registration. It sees a drafter only as a `Growth`, so any drafter
-that can say what follows a node drafts in any shape; it knows nothing of rules or of the loop.
+that gives logits after a node works with any shape. It knows nothing about rules or the loop.
 """
 
 from abc import ABC, abstractmethod
@@ -17,41 +17,42 @@ from decode.trees.growth import Growth
 
 
 class Shape(ABC):
-    """Options come by keyword and are JSON values, so that a shape can stand in a config.
+    """Base class of shapes. Options are keyword arguments with JSON values, so that a config can
+    name a shape.
 
-    branches: its drafts may be trees, not only chains. depth: how deep they are at most; None: as
-    deep as is asked.
+    branches: its drafts can be trees, not only chains. depth: the max depth of its drafts; None:
+    the requested depth.
     """
 
     branches: bool = True
     depth: int | None = None
 
     def describe(self, most: int | None = None) -> str:
-        """In a few words, such as `chain`. most: where no draft may be deeper."""
+        """A short description, such as `chain`. most: the max depth, if limited."""
         return type(self).__name__.lower()
 
     @abstractmethod
     def siblings(self, sampling: Sampling) -> Siblings:
-        """How the children of one node come about under this sampling."""
+        """How the children of one node are picked under this sampling."""
 
     @abstractmethod
     def most_nodes(self, gamma: int) -> int:
-        """How many nodes a draft at most `gamma` deep takes room for: those it has, or those that
-        are fed to the drafter on the way, whichever are more."""
+        """The number of nodes to make room for, for drafts at most `gamma` deep: the nodes of the
+        draft or the nodes fed to the drafter, whichever is larger."""
 
     @abstractmethod
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         """A draft for each row, at most `limits` deep.
 
-        Draws come from `noise.uniforms(Noise.DRAFT, place, …)`, a place used once in a round, so
-        that a row's draft does not depend on the rows beside it.
+        Draws come from `noise.uniforms(Noise.DRAFT, place, …)`. Each place is used once in a round,
+        so that a row's draft does not depend on the other rows.
         """
 
 
 def likeliest(logits: Tensor, count: int) -> Tensor:
     """int64 [..., count]: the drafter's likeliest tokens (rows of its vocabulary), best first.
 
-    Raises UserError when it has fewer tokens.
+    Raises UserError if its vocabulary has fewer than `count` tokens.
     """
     if count > logits.shape[-1]:
         raise UserError(
@@ -62,14 +63,14 @@ def likeliest(logits: Tensor, count: int) -> Tensor:
 
 
 def log_q(logits: Tensor, tokens: Tensor) -> Tensor:
-    """float32 [..., k] ≤ 0: log q of tokens [..., k] at temperature 1, logits being [..., V']."""
+    """float32 [..., k] ≤ 0: log q of tokens [..., k] at temperature 1. logits: [..., V']."""
     scores = logits.float()
-    # Rounding must not make a path likelier than its beginning.
+    # Rounding must not make a path likelier than its prefix.
     return (scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)).clamp(max=0.0)
 
 
 def require_whole(**options: object) -> None:
-    """UserError unless all of these options are whole numbers ≥ 1."""
+    """Raises UserError unless all these options are whole numbers ≥ 1."""
     for name, value in options.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{name} is {value!r}; expected a whole number ≥ 1")

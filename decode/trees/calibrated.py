@@ -1,6 +1,6 @@
 """Medusa's calibrated tree (2401.10774, section 2.3.3): the nodes that were accepted most often.
 
-The acceptance comes from `decode.measure.tree_acceptance`, which measures it on dev prompts.
+`decode.measure.tree_acceptance` measures the acceptance on dev prompts.
 """
 
 import heapq
@@ -15,26 +15,26 @@ from decode.trees.structure import Structure
 
 
 def grow_greedily(table: Sequence[Sequence[float]] | np.ndarray, nodes: int) -> Structure:
-    """The tree of at most `nodes` nodes that accepts the most tokens on average, if acceptance at
-    one depth does not depend on ranks before it.
+    """The tree of at most `nodes` nodes with the most accepted tokens on average, if acceptance at
+    one depth does not depend on the ranks above it.
 
-    table: [D, K], the probability that the candidate of rank r at depth d + 1 is the token that
-    follows, given that all before it were. A node adds the product along its path to what is
-    accepted; the one that adds most comes next (of equal ones the shallower, then the likelier).
-    Nodes that add nothing are left out. Raises UserError for nodes < 1, or a table that is not
-    one of probabilities, or of zeros only.
+    table: [D, K], the probability that the candidate of rank r at depth d + 1 is the right token,
+    given that all tokens before it were right. A node adds the product along its path to the
+    accepted tokens. The node that adds most comes next; among equal ones the shallower, then the
+    likelier. Nodes that add nothing are left out. Raises UserError for nodes < 1, and for a table
+    that holds other values than probabilities, or has only zeros for the first depth.
 
     >>> grow_greedily([[0.6, 0.3], [0.5, 0.2]], 4).paths
     [(0,), (1,), (0, 0), (1, 0)]
     """
     require_whole(nodes=nodes)
     table = _checked(table)
-    # By falling probability; a depth's ranks need not be in that order.
+    # By falling probability, because the ranks of a depth may not be in that order.
     ranks = np.argsort(-table, axis=1, kind="stable")
     chances = np.take_along_axis(table, ranks, axis=1)
 
     def entry(above: float, path: tuple[int, ...], place: int) -> tuple[float, int, tuple, tuple]:
-        """For a heap: the child of `path` that is `place`-th in the order of its depth."""
+        """A heap entry for a child of `path`. place: its index in the sorted ranks of its depth."""
         chance = above * float(chances[len(path), place])
         child = (*path, int(ranks[len(path), place]))
         return -chance, len(child), child, (above, path, place)
@@ -65,7 +65,7 @@ def _checked(table: Sequence[Sequence[float]] | np.ndarray) -> np.ndarray:
             f"a table of acceptance has the shape {list(found.shape)}; expected [D, K]: a row for "
             "each depth, a column for each rank, all of one length"
         )
-    # Of the candidates at one depth at most one is right.
+    # At most one candidate is right at each depth.
     if not (np.isfinite(found) & (found >= 0)).all() or (found.sum(1) > 1 + 1e-6).any():
         raise UserError(
             "a table of acceptance holds something else than probabilities; expected numbers in "
@@ -76,7 +76,7 @@ def _checked(table: Sequence[Sequence[float]] | np.ndarray) -> np.ndarray:
 
 @SHAPES.register("calibrated")
 class Calibrated(FixedTree):
-    """The tree that `grow_greedily` makes of a measured table [D, K] with `nodes` nodes."""
+    """The tree that `grow_greedily` makes from a measured table [D, K], with `nodes` nodes."""
 
     def __init__(
         self, *, table: Sequence[Sequence[float]], nodes: int, draw: Draws = "top"

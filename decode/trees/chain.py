@@ -12,8 +12,8 @@ from decode.trees.growth import Growth
 
 @SHAPES.register("chain")
 class Chain(Shape):
-    """Each token is drawn after the one before it (greedy: the argmax); the only shape whose
-    length a draft-length policy may cut while it grows."""
+    """Draws one token after the other (greedy: the argmax). The only shape that a draft-length
+    policy can stop while it grows."""
 
     branches = False
 
@@ -30,7 +30,7 @@ class Chain(Shape):
         logits = growth.first()
         for place in range(limits.deepest):
             if limits.stops is not None:
-                # One transfer a token, and only for policies that look at the logits.
+                # One device transfer per token, only for policies that read the logits.
                 ended = limits.stops(place, logits, sizes > place).cpu().numpy()
                 sizes[ended & (sizes > place)] = place
                 if not (sizes > place).any():

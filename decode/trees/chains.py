@@ -1,4 +1,4 @@
-"""k chains from one text, as one tree of at most so many nodes (SpecInfer, 2305.09781).
+"""k chains from one text as one tree with a node budget (SpecInfer, 2305.09781).
 
 Shapes: B rows, k chains, N nodes, V' vocabulary of the drafter.
 """
@@ -17,18 +17,17 @@ from decode.trees.operations import best, first_equal, merged, pack
 
 @SHAPES.register("chains")
 class Chains(Shape):
-    """chains: how many, k ≥ 1. budget: nodes at most, ≥ 1; None: as many as the chains have.
+    """chains: the number of chains, k ≥ 1. budget: the max number of nodes, ≥ 1; None: no limit.
 
-    Sampled, each chain draws from q for itself, and chains that begin alike share their nodes: a
-    rule that judges independent siblings stays exact only if each draw is judged. So a token that
-    a node's elder child has already stays as a leaf (rejecting it takes q from p once more, and
-    no longer judging it would be another rule), and only what follows it moves to the elder one.
-    For the same reason the budget ends drafting before a token is drawn: the first `budget` draws,
-    depth by depth, are the tree, whatever they are. To drop drawn tokens for what they are, or for
-    their q, would change the text.
+    With sampling, each chain draws from q independently, and chains with the same beginning share
+    their nodes. A rule for independent siblings is exact only if it judges every draw. So a token
+    equal to an earlier sibling stays as a leaf, and only its children move to the earlier one.
+    (Rejecting the leaf subtracts q from p once more; a rule that skips it would be another rule.)
+    For the same reason the budget applies before tokens are drawn: the tree is the first `budget`
+    draws, depth by depth. Dropping drawn tokens by their value or their q would change the text.
 
-    At temperature 0 nothing is drawn: the root's k likeliest tokens, each followed by a greedy
-    chain, are different from the start, and the `budget` nodes of highest path probability stay.
+    At temperature 0 nothing is drawn. The k likeliest tokens of the root, which differ from each
+    other, each start a greedy chain, and the `budget` nodes with the highest path probability stay.
 
     Raises UserError for chains < 1 or budget < 1.
     """
@@ -41,7 +40,7 @@ class Chains(Shape):
         return "chosen" if sampling.greedy else "independent"
 
     def most_nodes(self, gamma: int) -> int:
-        # Greedy chains are fed whole before the best nodes are taken from them.
+        # Greedy chains are fed at full length before the best nodes are selected.
         return self.chains * gamma
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
@@ -75,7 +74,7 @@ class Chains(Shape):
             np.minimum(nodes, chains * limits.depths),
             torch.cat(q, 1),
             parents,
-            # Row 0 is the root's q, from which all chains draw their first token.
+            # Row 0 is the root's q. All chains draw their first token from it.
             above + 1,
         )
 
@@ -104,8 +103,8 @@ class Chains(Shape):
 
 
 def _next(growth: Growth, tokens: Tensor, first: int) -> Tensor:
-    """Feed a token of each of the first chains; the token before it is fed node first + i of
-    chain i, or the root (first < 0)."""
+    """Feeds one more token of each of the first chains. The parent of chain i's token is the fed
+    node first + i, or the root if first < 0."""
     order = torch.arange(tokens.shape[1], device=growth.device)
     parents = order + first if first >= 0 else torch.full_like(order, -1)
     return growth.extend(tokens, parents.expand(growth.rows, -1).contiguous())

@@ -1,4 +1,4 @@
-"""EAGLE-2's tree (2406.16858): grown and pruned by the drafter's confidence, in each row anew.
+"""EAGLE-2's tree (2406.16858): grown and pruned by the drafter's confidence, for each row.
 
 Shapes: B rows, k nodes expanded per layer, M candidates, V' vocabulary of the drafter.
 """
@@ -16,10 +16,10 @@ from decode.trees.operations import best, pack
 
 @SHAPES.register("dynamic")
 class Dynamic(Shape):
-    """Expand: in each layer the `width` candidates with the highest score get their `width`
-    likeliest tokens as children. Rerank: of all candidates the `nodes` with the highest score are
-    the draft. A node's score is log q summed over its path, q at temperature 1: how likely the
-    drafter thinks the whole path is to be accepted.
+    """Expand: in each layer, the `width` candidates with the highest score get their `width`
+    likeliest tokens as children. Rerank: the draft is the `nodes` candidates with the highest
+    score. A node's score is log q summed over its path, with q at temperature 1: the drafter's
+    confidence that the full path is accepted.
 
     Tokens are chosen, not drawn, at any temperature. Raises UserError for width < 1 or nodes < 1.
     """
@@ -37,13 +37,13 @@ class Dynamic(Shape):
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
         rows, width, device = growth.rows, self.width, growth.device
-        # Of the candidates, [B, m] for each layer: tokens (rows of the draft vocabulary), scores,
-        # and the numbers of their parents among all candidates.
+        # For each layer of candidates, [B, m] each: tokens (rows of the draft vocabulary), scores,
+        # and the indices of their parents among all candidates.
         tokens, scores = _children(
             growth.first()[:, None], torch.zeros(rows, 1, device=device), width
         )
         layers = [(tokens, scores, torch.full_like(tokens, -1))]
-        hangs = torch.full_like(tokens, -1)  # the fed node that each of the layer hangs on
+        hangs = torch.full_like(tokens, -1)  # the fed node that is the parent of each candidate
         for depth in range(1, limits.deepest):
             scores_BK, chosen = scores.sort(dim=1, descending=True, stable=True)
             scores_BK, chosen = scores_BK[:, :width], chosen[:, :width]
@@ -64,7 +64,7 @@ class Dynamic(Shape):
 
 
 def _children(logits: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Tokens [B, e·k] and scores [B, e·k] of the likeliest children of nodes with the logits
-    [B, e, V'] and the scores [B, e]."""
+    """Tokens [B, e·k] and scores [B, e·k] of the likeliest children of e nodes. logits: [B, e, V']
+    and scores: [B, e], those of the nodes."""
     tokens = likeliest(logits, width)
     return tokens.flatten(1), (scores[..., None] + log_q(logits, tokens)).flatten(1)

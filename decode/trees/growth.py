@@ -1,4 +1,4 @@
-"""What a tree's shape needs of a drafter: the logits after the text and after any node.
+"""The interface from a shape to a drafter: the logits after the text and after any node.
 
 Shapes: B rows, n nodes fed at once, m fed so far, V target vocabulary, V' ≤ V draft vocabulary.
 """
@@ -16,12 +16,12 @@ from decode.sampling import Sampling
 class Growth(ABC):
     """A drafter in the middle of one draft.
 
-    A shape (`decode.trees`) asks for `first`, draws tokens, feeds those that shall have children
-    with `extend`, and so on. Fed nodes are numbered in the order they are fed.
+    A shape (`decode.trees`) calls `first`, draws tokens, feeds those that get children with
+    `extend`, and so on. Fed nodes are numbered in the order in which they are fed.
 
     vocab_size: V. vocabulary: int64 [V'], ascending, the token ids of the draft vocabulary's rows;
-    None: row i is token i. Then V' may still be less than V: the drafter's output layer may be
-    padded to fewer rows than the target's.
+    None: row i is token i. In that case V' can still be less than V, because the drafter's output
+    layer may be padded to fewer rows than the target's.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class Growth(ABC):
 
     @abstractmethod
     def _extend(self, count: int) -> Tensor:
-        """[B, n, V']: its logits after each of the last `count` fed nodes, which are new."""
+        """[B, n, V']: the logits after each of the last `count` fed nodes, which are new."""
 
     def first(self) -> Tensor:
-        """[B, V']: the logits of the root's children, repetition penalty applied (in float32)."""
+        """[B, V']: the logits for the root's children, after the repetition penalty (float32)."""
         logits = self._first()
         return self._penalised(logits[:, None], 0)[:, 0]
 
     def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        """[B, n, V']: the logits of the children of n more nodes.
+        """Feeds n more nodes. Returns [B, n, V']: the logits for their children.
 
         tokens: int64 [B, n], as drawn (rows of the draft vocabulary). parents: int64 [B, n],
-        numbers of fed nodes, −1 for the root; None: the n nodes go on in a chain. Either all calls
-        of a draft name parents or none does.
+        numbers of fed nodes, −1 for the root; None: the n nodes continue a chain. In one draft,
+        either all calls pass parents or none does.
         """
         count = tokens.shape[1]
         before = self.fed.shape[1]
@@ -65,11 +65,12 @@ class Growth(ABC):
         return self._penalised(self._extend(count), count)
 
     def ids(self, drawn: Tensor) -> Tensor:
-        """Token ids of rows of the draft vocabulary."""
+        """Converts rows of the draft vocabulary to token ids."""
         return drawn if self.vocabulary is None else self.vocabulary[drawn]
 
     def whole(self, probs: Tensor) -> Tensor:
-        """Probabilities over the draft vocabulary [..., V'] as q over the whole one [..., V]."""
+        """Converts probabilities over the draft vocabulary [..., V'] to q over the full one
+        [..., V]."""
         if self.vocabulary is None:
             missing = self.vocab_size - probs.shape[-1]
             return torch.nn.functional.pad(probs, (0, missing)) if missing else probs
@@ -78,7 +79,8 @@ class Growth(ABC):
         )
 
     def on_path(self, count: int) -> Tensor:
-        """bool [B, n, m]: which fed nodes lead to each of the last `count`, itself included."""
+        """bool [B, n, m]: for each of the last `count` fed nodes, the fed nodes on its path,
+        itself included."""
         if self.ancestors is not None:
             return self.ancestors[:, -count:]
         fed = self.fed.shape[1]
@@ -99,8 +101,8 @@ class Growth(ABC):
         return seen
 
     def _penalised(self, logits: Tensor, count: int) -> Tensor:
-        """logits [B, n, V'] of the last `count` fed nodes (0: of the root) after the penalty, if
-        there is one: then float32."""
+        """Applies the repetition penalty, if there is one, to logits [B, n, V'] after the last
+        `count` fed nodes (0: after the root). Penalised logits are float32."""
         penalty = self.sampling.repetition_penalty
         if penalty == 1:
             return logits
@@ -112,7 +114,7 @@ class Growth(ABC):
         size = logits.shape[-1]
         if self.vocabulary is None and size == self.vocab_size:
             return penalise(logits, ids, penalty)
-        # A token that the draft vocabulary lacks falls into a column that is cut off again.
+        # Tokens outside the draft vocabulary go to an extra column, which is then removed.
         if self.vocabulary is None:
             place = ids.clamp(max=size)
         else:

@@ -1,7 +1,7 @@
-"""Sequoia's tree (2402.12374, section 3.1): by dynamic programming, under measured costs.
+"""Sequoia's tree (2402.12374, section 3.1): by dynamic programming, with measured costs.
 
-Shapes: M nodes at most, the root (the last committed token) among them; L depth at most; K children
-of a node at most.
+Shapes: M max number of nodes, including the root (the last committed token); L max depth; K max
+number of children of a node.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from decode.trees.structure import Structure
 
 @dataclass(frozen=True)
 class Plan:
-    """The best tree. tokens_per_step: tokens it emits on average, the target's own included.
-    cost_per_token: what such a token costs, in the unit of the costs; plain decoding's is the
-    cost of a pass of width 1. Drafting pays where it is below that."""
+    """The best tree. tokens_per_step: the tokens it emits on average, including the target's token.
+    cost_per_token: the cost of such a token, in the unit of the costs. For plain decoding it is
+    the cost of a pass of width 1. Drafting pays off if cost_per_token is lower."""
 
     structure: Structure
     tokens_per_step: float
@@ -38,14 +38,14 @@ def plan_tree(
 ) -> Plan:
     """The tree of 1 … `nodes` drafted nodes, 1 … `depth` deep, with the least cost per token.
 
-    acceptance: [K], the probability v_b that the b-th child of a node is the one that is accepted,
-    once the node is. draft_cost: of one level of the draft. verify_costs: (width, cost) of target
-    passes by how many tokens they are fed, ascending; between them cost is a straight line, and
-    beyond the last it stays. All costs in one unit, such as plain steps. sizes: only trees of so
-    many nodes; None: of any number. tolerance: the smallest tree is taken whose cost per token is
-    at most this share above the least.
+    acceptance: [K], the probability v_b that the b-th child of an accepted node is accepted.
+    draft_cost: the cost of one level of the draft. verify_costs: (width, cost) of target passes,
+    ascending by width, the number of tokens fed. Between widths the cost is linear; beyond the
+    last it is constant. All costs have one unit, such as plain steps. sizes: the allowed numbers of
+    nodes; None: any. tolerance: the smallest tree is taken whose cost per token is at most this
+    share above the least.
 
-    Raises UserError for nodes < 1, depth < 1, or values that are no probabilities or costs.
+    Raises UserError for nodes < 1, depth < 1, or values that are not probabilities or costs.
     """
     require_whole(nodes=nodes, depth=depth)
     v = _probabilities(acceptance)
@@ -57,7 +57,7 @@ def plan_tree(
     tokens = programme.tokens[levels, passes]  # −∞ for more nodes than fit into the levels
     spent = levels * draft_cost + np.interp(passes, widths, costs)
     cost = np.where(tokens > 0, spent / tokens, np.inf)
-    # Of equal trees of one size the shallower one.
+    # Among trees of one size and equal cost, take the shallowest.
     shallow = cost.argmin(0)
     at = smallest_within(cost.min(0), tolerance)
     level, size = int(shallow[at]) + 1, int(passes[at])
@@ -66,17 +66,17 @@ def plan_tree(
 
 
 def smallest_within(costs: Sequence[float] | np.ndarray, tolerance: float) -> int:
-    """The first place whose cost is at most `tolerance` (a share) above the least one."""
+    """The first index with a cost at most `tolerance` (a share) above the least cost."""
     cost = np.asarray(costs)
     return int((cost <= (1 + tolerance) * cost.min()).argmax())
 
 
 class _Programme:
-    """T[l, b, m]: the most tokens that a tree of m nodes can emit whose root has b children and
-    below whose root there are at most l levels; tokens[l, m]: the most over b.
+    """T[l, b, m]: the max number of tokens that a tree of m nodes can emit, if its root has b
+    children and at most l levels below it. tokens[l, m]: the max over b.
 
     T[l, 0, 1] = 1;  T[l, b, m] = max over y of T[l, b−1, y] + v_b · tokens[l−1, m−y]: the b-th
-    child's subtree has m − y of the nodes. What cannot be is −∞.
+    child's subtree has m − y of the nodes. Impossible cases are −∞.
     """
 
     def __init__(self, v: np.ndarray, most: int, depth: int) -> None:
@@ -89,7 +89,7 @@ class _Programme:
         for level in range(1, depth + 1):
             for b in range(1, children + 1):
                 elder, below = self.T[level, b - 1], self.tokens[level - 1]
-                # What cannot be stays so below a child that is never accepted: 0·∞ is not 0.
+                # Impossible cases stay −∞ also if v_b is 0: 0·∞ would be NaN.
                 below = np.multiply(v[b - 1], below, where=below > 0, out=below.copy())
                 for m in range(b + 1, most + 1):
                     found = elder[1:m] + below[m - 1 : 0 : -1]
@@ -99,7 +99,7 @@ class _Programme:
             self.tokens[level] = self.T[level].max(0)
 
     def paths(self, level: int, size: int) -> list[tuple[int, ...]]:
-        """The nodes of the best tree, the root left out."""
+        """The nodes of the best tree, without the root."""
         found: list[tuple[int, ...]] = []
         for b in range(int(self.children[level, size]), 0, -1):
             y = int(self.split[level, b, size])
@@ -145,8 +145,8 @@ def _costs(draft_cost: float, verify_costs: Sequence[Sequence[float]]) -> np.nda
 
 @SHAPES.register("sequoia")
 class Sequoia(FixedTree):
-    """The tree of `plan_tree`, which is kept as `plan`. As in the paper its tokens are drawn
-    without replacement; at temperature 0 they are the likeliest."""
+    """The tree of `plan_tree`, kept as `plan`. As in the paper, tokens are drawn without
+    replacement by default. At temperature 0 they are the likeliest."""
 
     def __init__(
         self,

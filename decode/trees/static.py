@@ -1,7 +1,7 @@
 """A tree of fixed structure (Medusa 2401.10774; SpecInfer 2305.09781).
 
-Shapes: B rows, N nodes, n nodes of one level, e of them expanded (they have children), V'
-vocabulary of the drafter.
+Shapes: B rows, N nodes, n nodes of one level, e expanded nodes of one level (those with children),
+V' vocabulary of the drafter.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from decode.trees.growth import Growth
 from decode.trees.operations import pack
 from decode.trees.structure import Structure
 
-# How a node gets its children's tokens.
+# How the tokens of a node's children are picked.
 Draws = Literal["top", "distinct", "independent"]
 
 
@@ -29,16 +29,16 @@ Draws = Literal["top", "distinct", "independent"]
 class _Level:
     """The nodes of one depth, as index tensors.
 
-    first: the number of the first of them in `Structure`. parents: int64 [n], which of the nodes
-    expanded before each hangs on, by its column in the logits. ranks, orders: int64 [n], as in
-    `Structure`; with_order: those that have 0, 1, … elder siblings. inner: int64 [e], those that
-    are expanded; hang: int64 [e], the fed node each hangs on.
+    first: the index of the first node in `Structure`. parents: int64 [n], the column of each node's
+    parent in the logits, which cover the expanded nodes of the level above. ranks, orders: int64
+    [n], as in `Structure`. with_order: the nodes with 0, 1, … earlier siblings. inner: int64 [e],
+    the expanded nodes. hang: int64 [e], their parents, as numbers of fed nodes.
     """
 
     first: int
     parents: Tensor
     ranks: Tensor
-    widest: int  # all ranks are below
+    widest: int  # the highest rank + 1
     orders: Tensor
     with_order: list[Tensor]
     inner: Tensor
@@ -46,10 +46,10 @@ class _Level:
 
 
 class _Plan:
-    """A structure down to some depth, on a device. Made once and used in every round.
+    """A structure down to some depth, on a device. Built once and used in every round.
 
-    parents [N] and ancestors [N, N] as in `Draft`; q_rows: int64 [N], the expanded node that node
-    i hangs on, the root being 0.
+    parents [N] and ancestors [N, N]: as in `Draft`. q_rows: int64 [N], the parent of node i as a
+    number among the expanded nodes; the root is 0.
     """
 
     def __init__(self, structure: Structure, depth: int, device: torch.device) -> None:
@@ -58,8 +58,8 @@ class _Plan:
 
         nodes = structure.within(depth)
         above = structure.parents[:nodes]
-        # −1, the root, then the fed nodes in the order they are fed; a node's place in it is its
-        # number as a row of q, one less as a fed node.
+        # −1 for the root, then the fed nodes in feeding order. The index of a node here is its row
+        # of q; its number as a fed node is one less.
         expanded = np.concatenate([[-1], np.unique(above[above >= 0])]).astype(np.int64)
         rows = np.searchsorted(expanded, above)
         self.nodes = nodes
@@ -67,7 +67,7 @@ class _Plan:
         self.parents, self.q_rows = on_device(above), on_device(rows)
         self.ancestors = on_device(structure.ancestors()[:nodes, :nodes])
         self.levels = []
-        before = 0  # row of q of the first node expanded before this level
+        before = 0  # row of q of the first expanded node of the level above
         for level in range(1, min(depth, structure.depth) + 1):
             at = np.flatnonzero(structure.depths[:nodes] == level)
             inner = np.flatnonzero(np.isin(at, expanded))
@@ -90,11 +90,11 @@ class _Plan:
 class FixedTree(Shape):
     """The same structure in every round.
 
-    draw: how a node gets its children's tokens. "top": its likeliest ones, by rank; nothing is
-    drawn. "distinct": drawn from q without replacement, as many as it has children (or as q has
-    tokens). "independent": drawn from q, each anew. Where tokens are drawn a rank is nothing but
-    an order. At temperature 0 always the likeliest. Raises UserError for a structure without
-    nodes, or an unknown `draw`.
+    draw: how the tokens of a node's children are picked. "top": the likeliest ones, by rank;
+    nothing is drawn. "distinct": drawn from q without replacement, one per child (fewer if q has
+    fewer tokens). "independent": drawn from q, each draw independent. For drawn tokens, ranks only
+    define the order. At temperature 0 tokens are always the likeliest. Raises UserError for a
+    structure without nodes, or an unknown `draw`.
     """
 
     def __init__(self, structure: Structure, draw: Draws = "top") -> None:
@@ -160,8 +160,8 @@ class FixedTree(Shape):
 class _Children:
     """Chooses or draws a level's tokens.
 
-    q: float32 [B, e, V] for each level that was expanded, where tokens are drawn. lacking: bool
-    [B, n] for each level, the nodes for which q had no token left; only without replacement.
+    q: float32 [B, e, V] for each expanded level; empty if tokens are chosen. lacking: bool [B, n]
+    for each level, the nodes for which q had no token left; only without replacement.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class _Children:
         self.lacking: list[Tensor] = []
 
     def of(self, logits: Tensor, level: _Level) -> Tensor:
-        """int64 [B, n] rows of the draft vocabulary, from the logits [B, e, V'] of the parents."""
+        """int64 [B, n], rows of the draft vocabulary. logits: [B, e, V'], those of the parents."""
         if self.siblings == "chosen":
             tokens = likeliest(logits, level.widest).flatten(1)
             return tokens[:, level.parents * level.widest + level.ranks]
@@ -184,8 +184,8 @@ class _Children:
             for at in level.with_order:
                 tokens[:, at] = draw(probs[:, level.parents[at]], uniforms[:, at])
             return tokens
-        # One draw after the other, each from what the elder siblings left: that is the order of an
-        # exponential race on q (1903.06059), for a uniform a child in place of one a token.
+        # One draw after the other, each without the tokens of the earlier siblings. This gives the
+        # order of an exponential race on q (1903.06059), with one uniform per child, not per token.
         left = probs.clone()
         rows = torch.arange(len(probs), device=probs.device)[:, None]
         support = (probs > 0).sum(-1)
@@ -200,9 +200,9 @@ class _Children:
 
 
 def _without(draft: Draft, lacking: Tensor) -> Draft:
-    """The draft without the nodes that q had no token for, and what hangs on them.
+    """The draft without the nodes that q had no token for, and without their descendants.
 
-    How many children a node has is settled by q alone, before any is drawn.
+    The number of children of a node depends only on q, not on the draws.
     """
     assert draft.parents is not None
     assert draft.q_rows is not None
@@ -223,8 +223,8 @@ def _without(draft: Draft, lacking: Tensor) -> Draft:
 
 @SHAPES.register("static")
 class Static(FixedTree):
-    """A tree that is given: by paths of ranks, by widths (how many children each node of depth 0,
-    1, … has), or by a file that `Structure.save` wrote; exactly one of them.
+    """A tree given by exactly one of: paths of ranks, widths (the number of children of each node
+    at depth 0, 1, …), or a file written by `Structure.save`.
 
     >>> Static(widths=[2, 1]).structure == Static(paths=[[0], [1], [0, 0], [1, 0]]).structure
     True

@@ -1,4 +1,4 @@
-"""The tree a drafter directory is stored with: its drafter's shape where none is asked for."""
+"""The tree stored in a drafter directory: the drafter's default shape."""
 
 import shutil
 from pathlib import Path
@@ -12,17 +12,17 @@ TREE = "tree.json"
 
 
 def stored_shape(path: Path) -> Static | None:
-    """The shape stored in a drafter directory, its children being the likeliest tokens; None where
-    there is none. Raises UserError for a file that holds no tree."""
+    """The shape stored in a drafter directory, with the likeliest tokens as children. None if there
+    is no such file. Raises UserError if the file is not a tree."""
     return Static(file=str(path / TREE)) if (path / TREE).exists() else None
 
 
 def store_tree(path: Path, tree: Structure, about: dict[str, Any]) -> None:
-    """Give the drafter directory `path` this tree in the place of the one it has, if any: the
-    directory and its manifest are written anew, whole or not at all.
+    """Stores this tree in the drafter directory `path`, in place of an existing one. The directory
+    and its manifest are rewritten atomically.
 
-    about: how the tree came to be; JSON values. Raises UserError (CorruptArtifact), with nothing
-    changed, where the directory is not what its manifest says.
+    about: how the tree was made, as JSON values. Raises UserError (CorruptArtifact) if the
+    directory does not match its manifest, and then changes nothing.
     """
     meta = verify_directory(path)
 

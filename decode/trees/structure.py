@@ -1,8 +1,8 @@
 """The structure of a tree that is the same in every round: its nodes as paths of ranks.
 
-The notation is Medusa's (2401.10774): [0] is the likeliest token after the text, [1] the next, and
-[0, 2] the third likeliest after the first. N nodes, the root (the last committed token) not
-counted.
+The notation is Medusa's (2401.10774): [0] is the likeliest token after the text, [1] the second
+likeliest, and [0, 2] the third likeliest after [0]. N is the number of nodes without the root (the
+last committed token).
 """
 
 import json
@@ -20,10 +20,10 @@ FORMAT = 1
 
 
 class Structure:
-    """Nodes shallow ones first, then by their paths, so that a cut at any depth leaves a prefix.
+    """Nodes sorted by depth, then by path, so that a cut at any depth leaves a prefix.
 
-    paths: each a list of ranks ≥ 0, in any order. Raises UserError for a path that is empty, stands
-    twice, or lacks the path above it.
+    paths: lists of ranks ≥ 0, in any order. Raises UserError for a path that is empty, is repeated,
+    or has no parent path.
     """
 
     def __init__(self, paths: Iterable[Sequence[int]]) -> None:
@@ -42,8 +42,8 @@ class Structure:
 
     @classmethod
     def of_widths(cls, widths: Sequence[int]) -> "Structure":
-        """Every node of depth d = 0, 1, … has widths[d] children, each ≥ 1: SpecInfer's expansion
-        configuration (2305.09781).
+        """A tree where every node at depth d = 0, 1, … has widths[d] ≥ 1 children: SpecInfer's
+        expansion configuration (2305.09781).
 
         >>> Structure.of_widths([2, 1]).paths
         [(0,), (1,), (0, 0), (1, 0)]
@@ -59,7 +59,7 @@ class Structure:
 
     @classmethod
     def load(cls, path: Path | str) -> "Structure":
-        """What `save` wrote. Raises UserError where it cannot be read as that."""
+        """Loads a file written by `save`. Raises UserError if the file is not a tree."""
         try:
             stored = json.loads(Path(path).read_text())
             found, paths = stored["format"], stored["paths"]
@@ -72,7 +72,7 @@ class Structure:
         return cls(paths)
 
     def save(self, path: Path | str, about: dict[str, Any] | None = None) -> None:
-        """Write JSON, whole or not at all. about: where the tree comes from; JSON values."""
+        """Writes JSON atomically. about: how the tree was made, as JSON values."""
         stored = {"format": FORMAT, "paths": self.paths, "about": about or {}}
         write_file(Path(path), json.dumps(stored, indent=2))
 
@@ -98,12 +98,13 @@ class Structure:
 
     @cached_property
     def ranks(self) -> np.ndarray:
-        """int [N]: which of the drafter's likeliest tokens a node is, from 0."""
+        """int [N]: the rank of each node's token among the drafter's likeliest, from 0."""
         return np.array([path[-1] for path in self.paths], dtype=np.int64)
 
     @cached_property
     def orders(self) -> np.ndarray:
-        """int [N]: how many elder siblings a node has. Its rank, where no rank is left out."""
+        """int [N]: the number of earlier siblings of each node. Equal to the rank if no rank is
+        left out."""
         born: dict[int, int] = {}
         orders = []
         for parent in self.parents.tolist():
@@ -116,11 +117,11 @@ class Structure:
         return len(self.paths[-1]) if self.paths else 0
 
     def within(self, depth: int) -> int:
-        """How many nodes are at most so deep; they are the first ones."""
+        """The number of nodes at most `depth` deep. They are the first ones."""
         return int(np.searchsorted(self.depths, depth, side="right"))
 
     def ancestors(self) -> np.ndarray:
-        """bool [N, N]: [i, j] says that node j is node i or one of its ancestors."""
+        """bool [N, N]: [i, j] is true if node j is node i or one of its ancestors."""
         seen = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
