@@ -29,8 +29,7 @@ def most_frequent(
     frequency = token_counts(texts, vocab_size)
     rank = frequency.clone()
     rank[list(always)] = torch.iinfo(torch.int64).max
-    # The sort is stable: of tokens never seen it keeps the lower ids, which a tokenizer learnt
-    # first.
+    # A stable sort keeps the lowest ids of the unseen tokens. A tokenizer learnt these first.
     kept = rank.argsort(descending=True, stable=True)[:count].sort().values
     return kept, float(frequency[kept].sum() / frequency.sum().clamp(min=1))
 

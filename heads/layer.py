@@ -5,7 +5,7 @@ so far (`SlotAttention`). In training it covers a text and the drafter's steps f
 tokens (`UnrolledAttention`).
 
 Shapes: B rows, n tokens, T tokens of a text, H hidden size, N heads, G key heads, D head size,
-R width of what attention reads.
+R width of the attention input.
 """
 
 from collections.abc import Callable
