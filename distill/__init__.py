@@ -1,1 +1,1 @@
-"""Teaching a small language model to agree with the target: losses, teacher signals, students."""
+"""Distillation of the target into a small language model: losses, teacher signals, students."""

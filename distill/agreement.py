@@ -1,4 +1,4 @@
-"""How well a drafter agrees with the target on given text, before any decoding.
+"""Measures how well a drafter agrees with the target on a given text, without decoding.
 
 Shapes: n predicted tokens, c tokens per chunk, V vocabulary, d draft vocabulary.
 """
@@ -17,10 +17,10 @@ from distill.teacher.signal import Whole
 class Agreement:
     """Means over the predicted tokens of a text.
 
-    expected_acceptance: Σ min(p, q) = 1 − TV at temperature 1, p over the whole vocabulary, so what
-    a reduced draft vocabulary cannot draft counts as lost, and so does padding. top1: how often
-    both likeliest tokens are the same, which is acceptance for greedy decoding. lost_mass: of p,
-    outside the draft vocabulary.
+    expected_acceptance: Σ min(p, q) = 1 − TV at temperature 1. p covers the full vocabulary, so
+    probability on padding rows or outside a reduced draft vocabulary counts as lost. top1: how
+    often the most likely token is the same; this is the acceptance rate of greedy decoding.
+    lost_mass: the probability that p has outside the draft vocabulary.
     """
 
     expected_acceptance: float
@@ -29,7 +29,7 @@ class Agreement:
 
     @classmethod
     def from_sums(cls, sums: Tensor) -> "Agreement":
-        """sums: as `agreement_sums` gives them, added up over batches and ranks."""
+        """sums: the result of `agreement_sums`, added up over batches and ranks."""
         acceptance, top1, lost, count = sums.tolist()
         return cls(acceptance / count, top1 / count, lost / count)
 
@@ -44,11 +44,11 @@ def agreement_sums(
     *,
     chunk: int = 256,
 ) -> Tensor:
-    """float64 [4]: acceptance, top-1 matches, lost mass and number of n tokens, summed.
+    """Return float64 [4]: sums of acceptance, top-1 matches and lost mass, and the count n.
 
-    hidden [n, H], weight [d, H] and bias [d] of the drafter. teacher(slice) gives the target's
-    logits over its whole vocabulary. vocabulary: int64 [d], the tokens of a reduced output layer;
-    None: row i is token i.
+    hidden: [n, H], weight: [d, H] and bias: [d] of the drafter. teacher(slice) returns the target's
+    logits over its full vocabulary. vocabulary: int64 [d], the token ids of a reduced output layer;
+    None means row i is token i.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=hidden.device)
     for begin in range(0, len(hidden), chunk):

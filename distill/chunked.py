@@ -1,11 +1,11 @@
-"""Losses over a large vocabulary without ever holding all the logits.
+"""Losses over a large vocabulary that never hold all logits in memory.
 
 Shapes: n predicted tokens, H hidden size, V vocabulary, c tokens per chunk.
 
-For each chunk the logits of student and teacher are made, and their gradient takes the logits'
-place, from which follow those of the student's hidden states and output weights; then they are let
-go. So the memory is c·V in the dtype of the products, whatever n is, and each logit is computed
-once: nothing of a chunk is left for the backward pass. Probabilities are float32 (float64 for
+For each chunk the code computes the logits of student and teacher. The gradient overwrites the
+student's logits. From it follow the gradients of the student's hidden states and output weights.
+Then the chunk is freed. So the memory is c·V in the dtype of the products, for any n. Each logit is
+computed once: the backward pass needs nothing of a chunk. Probabilities are float32 (float64 for
 float64 inputs), for a few rows at a time.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from distill.losses import Terms
 from distill.teacher.signal import Signal, Teacher
 
-# Float32 numbers per block of rows on a CPU: a handful of such blocks stay in its cache.
+# Float32 numbers per block of rows on a CPU. A few such blocks fit into its cache.
 CPU_BLOCK = 1 << 18
 
 
@@ -83,7 +83,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def _gradient_in_place(
     logits: Tensor, signal: Signal | None, labels: Tensor, terms: Terms
 ) -> Tensor:
-    """Turn logits [c, V] into the gradient in them; the sums of the terms, float64 [terms]."""
+    """Overwrite logits [c, V] with their gradient. Return the terms' sums, float64 [terms]."""
     rows, vocabulary = logits.shape
     block = max(1, CPU_BLOCK // vocabulary) if logits.device.type == "cpu" else rows
     sums = torch.zeros(len(terms.names), dtype=torch.float64, device=logits.device)
@@ -97,13 +97,13 @@ def _gradient_in_place(
 
 
 def _ranks(logits: Tensor, labels: Tensor) -> Tensor:
-    """int64 [c] of logits [c, V], as `chunked_loss` says."""
+    """int64 [c]: the rank of each label in logits [c, V], as defined in `chunked_loss`."""
     own = logits.gather(1, labels.clamp(min=0)[:, None])
     return torch.where(labels < 0, logits.shape[1], (logits > own).sum(1))
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """float32 for bfloat16 and float16, in which a softmax is off by per cents."""
+    """float32 for bfloat16 and float16, because a softmax in them is wrong by some percent."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -118,13 +118,15 @@ def chunked_loss(
     chunk: int = 256,
     ranks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum over n tokens of the terms, and each term's own sum, float64 [terms].
+    """Return the weighted sum of the terms over n tokens, and each term's sum, float64 [terms].
 
-    hidden [n, H] and weight [V, H], bias [V] in one dtype: the student's last hidden states and
-    output layer. teacher(slice) gives the teacher's word on those tokens; None if no term reads
-    it. labels: int64 [n], the tokens that really follow. The sums are not differentiable.
-    ranks: int64 [n], is filled with how many tokens are likelier than the label (0: it is the
-    likeliest; V for a label of −100), which costs no logits of its own.
+    The sums of the terms are not differentiable.
+
+    hidden: [n, H], weight: [V, H] and bias: [V], in one dtype: the student's last hidden states and
+    output layer. teacher(slice) returns the teacher signal for these tokens; None if no term reads
+    it. labels: int64 [n], the actual next tokens. ranks: int64 [n], an output buffer for the number
+    of tokens with a higher logit than the label (0: the label is the most likely token; V for a
+    label of −100). It needs no extra logits.
     """
     loss, totals = _ChunkedLoss.apply(hidden, weight, bias, teacher, labels, terms, chunk, ranks)
     return loss, totals
@@ -138,6 +140,6 @@ def eager_loss(
     labels: Tensor,
     terms: Terms,
 ) -> Tensor:
-    """The same weighted sum in one obvious piece, [n, V] at once: the oracle of `chunked_loss`."""
+    """The same weighted sum, from all logits [n, V] at once: the oracle of `chunked_loss`."""
     logits = F.linear(hidden, weight, bias)
     return terms.weigh(terms.values(logits, signal, labels).sum(-1))

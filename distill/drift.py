@@ -1,4 +1,4 @@
-"""How far a model has moved from the one it was trained from, on text that it was not trained on.
+"""Measures how far training moved a model from the original, on text not used in training.
 
 Shapes: n predicted tokens, V vocabulary.
 """
@@ -16,8 +16,11 @@ from distill.teacher.output_layer import SplitModel
 
 @dataclass(frozen=True)
 class Drift:
-    """kl: KL(original‖new), nats per token, at temperature 1, on the contexts of the text.
-    perplexity_original, perplexity_new: of the text's tokens. tokens: how many."""
+    """The drift of a trained model on a text.
+
+    kl: KL(original‖new) at temperature 1, in nats per token, on the contexts of the text.
+    perplexity_original, perplexity_new: the perplexity of the text's tokens. tokens: their number.
+    """
 
     kl: float
     perplexity_original: float
@@ -25,7 +28,7 @@ class Drift:
     tokens: int
 
     def to_dict(self) -> dict[str, float]:
-        """JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
@@ -37,8 +40,11 @@ def measure_drift(
     *,
     chunk: int = 128,
 ) -> Drift:
-    """batches: input_ids, attention_mask int64 and loss_mask bool [B, T], True where the token
-    counts. Both models see each batch alike; log-probabilities are float32, sums float64."""
+    """Compare both models on the same batches.
+
+    batches: input_ids and attention_mask int64 [B, T], and loss_mask bool [B, T], True where the
+    token counts. Log-probabilities are float32, sums are float64.
+    """
     kl, before, after, tokens = 0.0, 0.0, 0.0, 0
     for ids, attention, mask in batches:
         predicted = mask[:, 1:]

@@ -1,4 +1,4 @@
-"""A model while it is trained: with adapters or without, and plain copies of it."""
+"""A model in training, with or without adapters, and plain copies of it."""
 
 import copy
 
@@ -13,8 +13,11 @@ from decode.errors import UserError
 
 
 class LoraConfig(BaseModel):
-    """Low-rank adapters (LoRA, 2106.09685), through peft. targets: names of the linear layers that
-    get one, or `all-linear` for all but the output layer."""
+    """Low-rank adapters (LoRA, 2106.09685), built with peft.
+
+    targets: the names of the linear layers that get an adapter, or `all-linear` for all linear
+    layers except the output layer.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -25,10 +28,10 @@ class LoraConfig(BaseModel):
 
 
 class Trainable:
-    """A model while it is trained, and copies of it as it is by then.
+    """A model in training. It returns copies of its current state.
 
-    model: with the adapters inside, the same object otherwise. vocabulary: what its output layer
-    was reduced to. Raises UserError when the adapters' targets match no layer.
+    model: the same object as given; adapters are inserted into it. vocabulary: the reduced draft
+    vocabulary of its output layer. Raises UserError if the adapters' targets match no layer.
     """
 
     def __init__(
@@ -51,14 +54,17 @@ class Trainable:
                 wrapped = peft.get_peft_model(model, settings)
             except ValueError as error:
                 raise UserError(f"lora.targets {lora.targets!r}: {error}") from error
-        # Engines may take the model apart. This copy stays whole, on the CPU; and the layer that
-        # was reduced stays tied to the embeddings, if it is, because both are copied together.
+        # Engines may take the model apart, so keep a complete copy on the CPU. If the reduced layer
+        # is tied to the embeddings, it stays tied, because both are copied together.
         self._whole, self._wrapped, self._vocabulary = copy.deepcopy((model, wrapped, vocabulary))
 
     @torch.no_grad()
     def plain(self, weights: dict[str, Tensor]) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
-        """A copy on the CPU with these values of what is trained (names as in `model`), adapters
-        merged into the layers they adapt, in eval mode and without gradients; its vocabulary."""
+        """Return a plain copy of the model on the CPU, and its vocabulary.
+
+        weights: the values of the trained weights, with the names of `model`. Adapters are merged
+        into their layers. The copy is in eval mode and has no gradients.
+        """
         self._whole.load_state_dict(weights, strict=False)
         whole, wrapped, vocabulary = copy.deepcopy((self._whole, self._wrapped, self._vocabulary))
         if wrapped is not None:

@@ -1,4 +1,4 @@
-"""The student and its loss as one module, so that any engine can wrap the whole computation."""
+"""The student and its loss as one module, so any engine can wrap the whole computation."""
 
 from collections.abc import Callable
 
@@ -17,12 +17,13 @@ from distill.vocabulary import positions
 class Distillation(nn.Module):
     """Computes the distillation loss of `student` on a batch.
 
-    The output layer is used inside `forward`, not outside of it: engines that shard weights
-    (FSDP, ZeRO) have them whole only there.
+    The output layer is used only inside `forward`, because engines that shard weights (FSDP, ZeRO)
+    gather them only there.
 
     vocabulary: int64 [n], the token ids of a reduced output layer (`distill.vocabulary`). tokens:
-    how many ids are tokens; the student's output rows after them are padding. They get no gradient,
-    and its probabilities are renormalised over the others, as the teacher's must be.
+    the number of ids that are tokens. The student's output rows after them are padding. Padding
+    rows get no gradient, and the student's probabilities are renormalised over the other rows. The
+    teacher's must be renormalised in the same way.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Distillation(nn.Module):
         tokens: int | None = None,
     ) -> None:
         super().__init__()
-        split_model(student)  # refuses a model whose logits are more than a linear layer away
+        split_model(student)  # raises if logits need more than a linear layer
         self.student = student
         self.known: int = student.config.get_text_config().vocab_size
         self.tokens = min(self.known, tokens or self.known)
@@ -55,14 +56,14 @@ class Distillation(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The weighted loss summed over the predicted tokens, and each term's sum, float64 [terms].
 
-        input_ids, attention_mask int64 [B, T]; loss_mask bool [B, T]: True where the token is
+        input_ids, attention_mask: int64 [B, T]. loss_mask: bool [B, T], True where the token is
         predicted, from the hidden state before it.
 
-        agreement_with: the target over its whole vocabulary. The second value is then
-        `agreement_sums`, and there is no loss (0).
+        agreement_with: returns the target's logits over its full vocabulary. If given, the loss is
+        0 and the second value is `agreement_sums`.
         """
         labels = input_ids[:, 1:]
-        # A target with more rows may say what the student has no embedding for.
+        # A target with more rows may emit ids for which the student has no embedding.
         input_ids = input_ids.clamp(max=self.known - 1)
         hidden = self.student.base_model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False

@@ -1,4 +1,4 @@
-"""The small language model that will become a drafter, before it is trained."""
+"""Creates the untrained small language model that becomes a drafter."""
 
 import copy
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from decode.target.hidden_states import layer_list_name
 
 
 def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """A float32 copy of `target` that keeps only these of its layers (indices from 0), in order.
+    """Return a float32 copy of `target` with only these layers (indices from 0), in order.
 
-    Embeddings, final norm and output layer are copied too, so even untrained it often guesses the
-    target's next token. Raises UserError for an index out of range or a repeated one, for a model
-    without one list of layers, and for quantised or offloaded weights.
+    Embeddings, final norm and output layer are copied too. So even the untrained copy often
+    predicts the target's next token. Raises UserError for an index that is out of range or
+    repeated, for a model without a single list of layers, and for quantised or offloaded weights.
     """
     config = target.config.get_text_config()
     depth = config.num_hidden_layers
@@ -59,9 +59,10 @@ def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTr
 
 
 def student_from_config(target: PreTrainedModel, changes: dict[str, Any]) -> PreTrainedModel:
-    """A randomly initialised float32 model with the target's config, changed as given.
+    """Return a randomly initialised float32 model with the target's config and these changes.
 
-    The vocabulary stays the target's. Raises UserError for a key the config does not have.
+    The vocabulary stays the target's. Raises UserError for `vocab_size` and for a key that the
+    config does not have.
     """
     config = copy.deepcopy(target.config)
     for key, value in changes.items():

@@ -1,5 +1,7 @@
-"""Which tokens a reduced draft vocabulary keeps (`decode.drafters.draft_vocabulary` holds its
-output layer)."""
+"""Chooses the tokens of a reduced draft vocabulary.
+
+`decode.drafters.draft_vocabulary` holds its output layer.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,10 +15,11 @@ from decode.errors import UserError
 def most_frequent(
     texts: Iterable[Sequence[int]], count: int, vocab_size: int, always: Sequence[int] = ()
 ) -> tuple[Tensor, float]:
-    """The `count` most frequent token ids of some texts, ascending int64 [count], and the share of
-    the texts' tokens that they cover. `always`: ids that are kept however rare (such as EOS).
+    """Return the `count` most frequent token ids of some texts, and their coverage.
 
-    Raises UserError unless 1 ≤ count < vocab_size.
+    The ids are ascending int64 [count]. The coverage is the share of the texts' tokens that are in
+    the set. always: ids that are always kept, even if they are rare (such as EOS). Raises UserError
+    unless 1 ≤ count < vocab_size.
     """
     if not 1 <= count < vocab_size:
         raise UserError(
@@ -26,7 +29,7 @@ def most_frequent(
     frequency = token_counts(texts, vocab_size)
     rank = frequency.clone()
     rank[list(always)] = torch.iinfo(torch.int64).max
-    # Stable: among tokens never seen the lower ids, which a tokenizer learnt first, are kept.
+    # A stable sort keeps the lowest ids of the unseen tokens. A tokenizer learnt these first.
     kept = rank.argsort(descending=True, stable=True)[:count].sort().values
     return kept, float(frequency[kept].sum() / frequency.sum().clamp(min=1))
 
@@ -41,10 +44,10 @@ def token_counts(texts: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a draft vocabulary of `size` tokens covers, as shares of a text's tokens.
+    """Coverage of a draft vocabulary of `size` tokens, as a share of a text's tokens.
 
-    of_text: of the text that it was chosen from. of_unseen: of one half, chosen from the other;
-    what to expect of text to come.
+    of_text: on the text from which the tokens were chosen. of_unseen: on one half of the text, with
+    tokens chosen from the other half. It estimates the coverage of new text.
     """
 
     size: int
@@ -55,8 +58,10 @@ class Coverage:
 def coverage(
     texts: Sequence[Sequence[int]], sizes: Sequence[int], vocab_size: int
 ) -> list[Coverage]:
-    """The coverage of the most frequent tokens at each size. Raises UserError for a size out of
-    range, and for fewer than two texts, which cannot be halved."""
+    """Return the coverage of the most frequent tokens at each size.
+
+    Raises UserError for a size out of range, and for fewer than two texts, which cannot be halved.
+    """
     if len(texts) < 2:
         raise UserError(f"coverage needs two texts or more, found {len(texts)}")
     found = []
@@ -72,8 +77,10 @@ def coverage(
 
 
 def positions(ids: Tensor, vocab_size: int) -> Tensor:
-    """int64 [vocab_size]: each token's row in the reduced layer; −100, which losses over labels
-    ignore, for a token without one."""
+    """int64 [vocab_size]: the row of each token in the reduced layer.
+
+    A token without a row has −100, which losses over labels ignore.
+    """
     table = torch.full((vocab_size,), -100, dtype=torch.int64, device=ids.device)
     table[ids] = torch.arange(len(ids), device=ids.device)
     return table

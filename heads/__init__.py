@@ -1,6 +1,6 @@
-"""Heads on the target: small modules that read its hidden states and guess the tokens to come.
+"""Heads on the target: small modules that read its hidden states and predict the next tokens.
 
-Importing this package registers its kinds of heads, and their drafters, under their names.
+Importing this package registers all kinds of heads and their drafters by name.
 """
 
 from heads import blockwise, eagle1, eagle3, hydra, hydra_plus, medusa

@@ -1,6 +1,6 @@
-"""Drafters with a layer of their own that attends to the whole text, as a cache makes it cheap.
+"""Drafters with an extra layer that attends to the whole text. A key-value cache makes it cheap.
 
-Shapes: B rows, n tokens, m entries that are missing, H hidden size.
+Shapes: B rows, n tokens, m missing cache entries, H hidden size.
 """
 
 from abc import abstractmethod
@@ -18,19 +18,21 @@ from heads.layer import SlotAttention
 
 
 class AttendingHeads(Heads):
-    """Heads among which there is such a layer; a kind says what it reads first."""
+    """Heads with a layer that attends to the whole text. A subclass defines its input in `fuse`."""
 
     def fuse(self, features: Tensor) -> Tensor:
-        """[..., H]: the target's features [..., F] as the states that the layer reads first."""
+        """[..., H]: the layer's first input states, computed from the features [..., F]."""
         return features
 
 
 class AttendingDrafter(HeadsDrafter):
-    """Entry i of a row's cache is the layer's for token i, made of the target's features of it. A
-    text of L tokens has L − 1 of them: the last token's features are still to come. Features are
-    kept as they are read, and entries are made when there is a draft to make: also after rounds in
-    which another drafter drafted. What a draft itself needs takes the slots after the last entry,
-    and the next round's entries are written over it.
+    """Drafter that keeps a key-value cache for the extra layer.
+
+    Entry i of a row's cache holds the layer's keys and values for token i. They are computed from
+    the target's features of this token. A text of L tokens has L − 1 entries, because the features
+    of the last token do not exist yet. `read` stores features at once. Missing entries are computed
+    only before a draft, also after rounds in which another drafter drafted. The draft itself uses
+    the slots after the last entry. The entries of the next round overwrite them.
     """
 
     heads: AttendingHeads
@@ -40,8 +42,8 @@ class AttendingDrafter(HeadsDrafter):
         some = next(self.heads.parameters())
         self.states = some.new_zeros(rows, capacity, self.heads.hidden_size)
         self.slots = Slots(1, rows, capacity, some.device)
-        self.known = np.zeros(rows, dtype=np.int64)  # [B]: tokens whose features are there
-        self.cached = np.zeros(rows, dtype=np.int64)  # [B]: entries that are in the cache
+        self.known = np.zeros(rows, dtype=np.int64)  # [B]: tokens with stored features
+        self.cached = np.zeros(rows, dtype=np.int64)  # [B]: entries in the cache
         self._read = self.known > 0
 
     def read(self, features: Features) -> None:
@@ -49,33 +51,37 @@ class AttendingDrafter(HeadsDrafter):
         count = fused.shape[1]
         rows_B1 = torch.arange(len(self.known), device=fused.device)[:, None]
         first_B1 = torch.as_tensor(self.known, device=fused.device)[:, None]
-        # What lies past a row's own count is written over before it is read.
+        # Values past a row's count are overwritten before they are read.
         self.states[rows_B1, first_B1 + torch.arange(count, device=fused.device)] = fused
         self.known = self.known + features.counts
         self._read = self.known > 0
 
     @abstractmethod
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
-        """[B, m, H]: what the layer makes of the entries `columns`, int [B, m], whose states are
-        [B, m, H]; their keys and values go into the cache."""
+        """[B, m, H]: the layer's output for the entries `columns`, int [B, m].
+
+        states: [B, m, H], the input states of these entries. Writes their keys and values to the
+        cache.
+        """
 
     def prefill(self, contexts: Contexts) -> None:
         self._make(contexts, np.maximum(contexts.lengths - 2, 0))
 
     def newest(self, contexts: Contexts) -> Tensor:
-        """[B, H]: what the layer makes of each row's last entry, after all that are missing."""
+        """[B, H]: the layer's output for each row's last entry. Computes all missing entries."""
         entries = contexts.lengths - 1
         made, first = self._make(contexts, entries)
-        # A row without entries drafts nothing, whatever is taken for it.
+        # A row without entries drafts nothing, so its value here does not matter.
         last = torch.as_tensor(np.maximum(entries - first - 1, 0), device=made.device)
         return made[torch.arange(len(made), device=made.device), last]
 
     def _make(self, contexts: Contexts, entries: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """Make the entries up to `entries`, int [B], that are missing: what the layer makes of
-        them, [B, m, H], and the number of each row's first one, int [B].
+        """Compute the missing entries of each row before entry `entries`, int [B].
 
-        Every row has as many as the row that lacks most; for the others that repeats a few, which
-        writes the same keys and values again and keeps the batch rectangular.
+        Returns the layer's output for them, [B, m, H], and the index of each row's first computed
+        entry, int [B]. m is the largest number of missing entries of any row. The other rows
+        compute some entries again. This writes the same keys and values and keeps the batch
+        rectangular.
         """
         lacking = int((entries - self.cached).max())
         first = np.maximum(entries - lacking, 0)
@@ -94,9 +100,12 @@ class AttendingDrafter(HeadsDrafter):
         root: np.ndarray | None = None,
         ancestors: Tensor | None = None,
     ) -> SlotAttention:
-        """Of `count` tokens of each row, whose keys and values go to the slots from start, int [B],
-        on. root, ancestors: for nodes of a tree, the slot where it begins, int [B], and which of
-        its nodes each may see, as `Slots.mask` says."""
+        """Attention for `count` tokens of each row.
+
+        Their keys and values go to consecutive slots from `start`, int [B]. For the nodes of a
+        tree, root is the slot of its first node, int [B], and ancestors tells which nodes each node
+        may see (see `Slots.mask`).
+        """
         self.slots.place(start, count)
         base = start if root is None else root
         base_B1 = torch.as_tensor(base, device=self.states.device)[:, None]

@@ -1,10 +1,10 @@
-"""Heads that draft token by token from states of their own: EAGLE's.
+"""Autoregressive heads, as in EAGLE: each draft token is computed from the drafter's last state.
 
-One step reads a hidden state and the embedding of the token that follows, and makes the next hidden
-state, from which the token after that one is predicted. The first state is the target's; the
-others are the drafter's own. Steps attend to all of the text: in the loop the drafter keeps keys
-and values of its own, made from the target's features for what is committed and from its own
-states for what is drafted. So nothing that it imagined outlives its draft.
+One step reads a hidden state and the embedding of the next token. It returns the next hidden state,
+which predicts the token after that. The first state comes from the target, the later ones from the
+drafter. Steps attend to the whole text. In the decode loop the drafter keeps its own key-value
+cache. Entries of committed tokens are computed from the target's features, entries of draft tokens
+from the drafter's states. The drafter's states are dropped after each draft.
 
 Shapes: B rows, n tokens, T tokens of a text, F features of a token, H hidden size.
 """
@@ -28,10 +28,12 @@ from heads.layer import Attend, Rotary, UnrolledAttention, layer_config
 
 
 class AutoregressiveHeads(TokenHeads, AttendingHeads):
-    """A kind says what a step computes. "Head" d is step d after the last token with features: what
-    its loss and its figures are of, and what is drafted at depth d.
+    """Heads that draft step by step. A subclass defines one step in `advance`.
 
-    config: of the llama whose one layer this is; engines are given it as it is.
+    "Head" d is step d after the last token with features. It drafts at depth d and has its own loss
+    and figures.
+
+    config: a one-layer llama config that describes the drafter. Engines get it unchanged.
     """
 
     def __init__(
@@ -45,24 +47,30 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
     def advance(
         self, states: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        """The next states [B, n, H], of states and the next tokens' embeddings [B, n, H]; turns:
-        cos and sin of their positions."""
+        """Return the next states [B, n, H].
+
+        states: [B, n, H]. embedded: [B, n, H], the embeddings of the next tokens. turns: cos and
+        sin of the positions.
+        """
 
     def readout(self, states: Tensor) -> Tensor:
-        """[..., H]: what the output layer reads of states [..., H]."""
+        """[..., H]: the input of the output layer, computed from states [..., H]."""
         return states
 
     def blurred(self, features: Tensor) -> Tensor:
-        """[B, T, F]: the target's features as they are trained on, perhaps with noise."""
+        """[B, T, F]: the features used in training, possibly with noise added."""
         return features
 
     def extra(self, states: Tensor, given: Given, depth: int, places: Tensor) -> Tensor | None:
-        """See `Prediction`, of step `depth`'s states [n, H] at the places."""
+        """The extra loss (see `Prediction`) for the states [n, H] of step `depth` at `places`."""
         return None
 
     def step(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The next states [B, n, H], of states [B, n, H] and the tokens that follow, int64 [B, n];
-        positions: int64 [B, n] or [1, n], those of the tokens whose states are read."""
+        """Return the next states [B, n, H].
+
+        states: [B, n, H]. tokens: int64 [B, n], the tokens that follow. positions: int64 [B, n] or
+        [1, n], the positions of `states`.
+        """
         states = states.to(self.dtype)
         turns = self._rotary(positions, states)
         return self.advance(states, self.embeddings(tokens).to(self.dtype), turns, attend)
@@ -83,10 +91,11 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
 
 
 class AutoregressiveDrafter(AttendingDrafter):
-    """Drafts in any shape, no deeper than `depth`.
+    """Drafts in any shape, at most `depth` deep.
 
-    Entry i of a row's cache is a step from the target's features of token i and token i + 1, so
-    that the last one says what may follow the text. The nodes of a draft take the slots after it.
+    Entry i of a row's cache is a step that reads the features of token i and the embedding of token
+    i + 1. So the last entry predicts the next token of the text. Draft nodes use the slots after
+    the last entry.
     """
 
     heads: AutoregressiveHeads
@@ -106,8 +115,10 @@ class AutoregressiveDrafter(AttendingDrafter):
 
 
 class _Growth(Growth):
-    """states [B, 1 + m, H]: of the text's end and of the m fed nodes, what their children's steps
-    read."""
+    """states: [B, 1 + m, H], the states of the end of the text and of the m fed nodes.
+
+    The steps of their children read these states.
+    """
 
     def __init__(
         self, drafter: AutoregressiveDrafter, contexts: Contexts, sampling: Sampling
@@ -127,7 +138,7 @@ class _Growth(Growth):
     def _extend(self, count: int) -> Tensor:
         before = self.fed.shape[1] - count
         if self.ancestors is None:
-            # In a chain each node's step reads what the step before it made.
+            # In a chain, each step reads the output of the previous step.
             for place in range(before, before + count):
                 positions = torch.as_tensor(self.entries + place, device=self.device)[:, None]
                 token = self.fed[:, place : place + 1]
@@ -135,7 +146,7 @@ class _Growth(Growth):
         else:
             seen = self.ancestors[:, before:]
             order = torch.arange(seen.shape[2], device=self.device)
-            # Of a node's ancestors its parent was fed last; 0 is the root.
+            # The parent is the ancestor that was fed last. 0 is the root.
             above = torch.where(seen & (order < order[before:, None]), order + 1, 0).amax(2)
             rows_B1 = torch.arange(self.rows, device=self.device)[:, None]
             entries_B1 = torch.as_tensor(self.entries, device=self.device)[:, None]
@@ -151,9 +162,12 @@ class _Growth(Growth):
         before: int,
         seen: Tensor | None = None,
     ) -> None:
-        """Steps of n more nodes, of their parents' states [B, n, H]; `before` were fed before.
-        Their keys and values go to the slots after the last entry. seen: of nodes of a tree, which
-        of the nodes each may see."""
+        """Run the steps of n more nodes and append their states.
+
+        states: [B, n, H], the states of their parents. before: the number of nodes fed before.
+        seen: for a tree, which nodes each node may see. Keys and values go to the slots after the
+        last entry.
+        """
         root = None if seen is None else self.entries
         attend = self.drafter.attention(self.entries + before, tokens.shape[1], root, seen)
         made = self.heads.step(states, tokens, positions, attend)

@@ -1,9 +1,11 @@
-"""What every kind of heads is: weights on top of a frozen target, trained together as one module.
+"""Base class of all kinds of heads: weights on top of a frozen target, trained as one module.
 
-A kind is one file with one registration in `HEADS`, and in `decode.drafters.DRAFTERS` under the
-same name. Positions: head d = 1, 2, … reads the hidden states of the token at t, from which the
-target itself predicts t + 1, and predicts the token at t + d + 1. So with the token at t + 1 from
-the target, head d drafts the d-th token after it.
+Each kind is one file. It registers itself in `HEADS`, and its drafter in
+`decode.drafters.DRAFTERS` under the same name.
+
+Positions: head d = 1, 2, … reads the hidden states at position t and predicts the token at
+t + d + 1. The target predicts the token at t + 1 from the same hidden states. So after the
+target's token at t + 1, head d drafts the d-th token.
 
 Shapes: B rows, T tokens, H hidden size, D heads (the depth), V vocabulary, V' ≤ V draft vocabulary.
 """
@@ -25,10 +27,11 @@ from heads.output import HeadOutput, Outputs
 
 
 class HeadOptions(BaseModel):
-    """Settings of a kind of heads, named by `type`.
+    """Settings of a kind of heads. `type` names the kind.
 
-    output: `own`, an output layer for each head; `shared`, one for all; both start as the
-    target's and are trained. `target`: the target's own, frozen and not stored.
+    output: the output layer. `own`: one per head. `shared`: one for all heads. Both start as a
+    copy of the target's output layer and are trained. `target`: the target's output layer itself,
+    frozen and not stored.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -38,7 +41,7 @@ class HeadOptions(BaseModel):
 
     @classmethod
     def of(cls, given: Any) -> "HeadOptions":
-        """From a mapping that names its `type`. Raises UserError for anything that does not fit."""
+        """Build options from a mapping with a `type` key. Raises UserError if it is not valid."""
         if isinstance(given, HeadOptions):
             return given
         if not isinstance(given, Mapping) or not isinstance(given.get("type"), str):
@@ -62,8 +65,11 @@ class HeadOptions(BaseModel):
 
 @dataclass
 class Given:
-    """A batch of text with what the target said of it. input_ids int64 and loss_mask bool [B, T],
-    True where the token is learnt; features [B, T, H] by tap."""
+    """A batch of text with the target's hidden states.
+
+    input_ids: int64 [B, T]. loss_mask: bool [B, T], True where the token is trained on. features:
+    hidden states [B, T, H] by tap.
+    """
 
     input_ids: Tensor
     loss_mask: Tensor
@@ -72,10 +78,11 @@ class Given:
 
 @dataclass
 class Prediction:
-    """What head `depth` makes of n tokens: states [n, H], from which its output layer makes logits.
+    """The output of head `depth` for n tokens.
 
-    places: bool [B, T], n of them True: the tokens t that it reads, in order. extra: what its loss
-    adds to that of its logits, a sum over the n tokens; None: nothing.
+    states: [n, H], the input of the head's output layer. places: bool [B, T] with n True values,
+    the positions t that the head reads, in order. extra: a loss added to the loss on the logits,
+    summed over the n tokens; None adds nothing.
     """
 
     depth: int
@@ -85,24 +92,26 @@ class Prediction:
 
 
 class Heads(nn.Module, ABC):
-    """taps: the hidden states that are read (`decode.target.hidden_states`). depth: how many tokens
-    ahead is drafted, D. rows: V', of the output layer. vocabulary: their token ids, int64 [V'],
-    ascending; None: all.
+    """Heads on the target.
 
-    The module is made with weights of no meaning; `start_from` makes them what training starts
-    from, or loading a state does. Everything that is trained is float32.
+    taps: the layers whose hidden states are captured (`decode.target.hidden_states`). depth: D, the
+    max depth of a draft. rows: V', the rows of the output layer. vocabulary: the token ids of these
+    rows, int64 [V'], ascending; None means all tokens.
+
+    A new module has arbitrary weights. Call `start_from` to set the init weights, or load a state
+    dict. All trained weights are float32.
     """
 
     Options: ClassVar[type[HeadOptions]]
     taps: tuple[int, ...] = (FINAL,)
-    # λ₀, the weight of the heads' loss beside the target's own where both are trained; None: this
-    # kind is for a frozen target only.
+    # λ₀: the loss weight of the heads when the target is trained too. None: this kind supports
+    # only a frozen target.
     joint_weight: float | None = None
 
     def __init__(
         self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None
     ) -> None:
-        """model: the target; here only its shapes are looked at."""
+        """model: the target. Only its shapes are used here."""
         super().__init__()
         self.options, self.depth = options, depth
         self.vocabulary = vocabulary
@@ -113,7 +122,7 @@ class Heads(nn.Module, ABC):
 
     @torch.no_grad()
     def start_from(self, model: PreTrainedModel) -> None:
-        """Set the weights that training starts from. Draws from torch's random state."""
+        """Set the init weights for training. Draws from torch's random state."""
         self.output.start_from(output_layer(model), self.vocabulary)
 
     def borrow(
@@ -122,12 +131,15 @@ class Heads(nn.Module, ABC):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Take what is the target's own and not stored, in `dtype` and on `device`, or its own."""
+        """Take the target's weights that are used but not stored.
+
+        They are converted to `dtype` and moved to `device`. None keeps those of the target.
+        """
         self.output.borrow(output_layer(model), self.vocabulary, dtype, device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the states are computed in."""
+        """The dtype in which the states are computed."""
         device = next(self.parameters()).device.type
         if torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
@@ -135,19 +147,21 @@ class Heads(nn.Module, ABC):
 
     @abstractmethod
     def sub_losses(self, uniform: float) -> dict[int, float]:
-        """By depth, the weights of the losses that a minibatch trains; heads left out are not
-        computed. uniform: in [0, 1), drawn anew for each minibatch."""
+        """Loss weights by depth for one minibatch. Heads that are missing are not computed.
+
+        uniform: a random number in [0, 1), drawn anew for each minibatch.
+        """
 
     @abstractmethod
     def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
-        """What these heads, ascending, make of a batch's tokens."""
+        """Yield the predictions of these heads for a batch. depths: in ascending order."""
 
 
 HEADS: Registry[type[Heads]] = Registry("type of heads")
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear:
-    """The target's output layer; UserError where it is not a linear one."""
+    """Return the target's output layer. Raises UserError if it is not linear."""
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
         raise UserError(f"{type(model).__name__} has no linear output layer for heads to work with")
@@ -160,7 +174,7 @@ def feed_forward_size(config: Any) -> int:
 
 
 def ahead(x: Tensor, by: int) -> Tensor:
-    """[B, T, …]: at each token what stands `by` tokens further on; 0 (False) past the end.
+    """[B, T, …]: x shifted left by `by` tokens, with 0 (False) past the end.
 
     >>> ahead(torch.tensor([[1, 2, 3]]), 1).tolist()
     [[2, 3, 0]]
@@ -172,6 +186,8 @@ def ahead(x: Tensor, by: int) -> Tensor:
 
 
 def trained_places(loss_mask: Tensor, depth: int) -> Tensor:
-    """bool [B, T]: the tokens t from which head `depth` learns, those whose token t + depth + 1
-    exists and is learnt."""
+    """bool [B, T]: the positions t on which head `depth` is trained.
+
+    For these, the token at t + depth + 1 exists and is trained on.
+    """
     return ahead(loss_mask, depth + 1)

@@ -1,4 +1,4 @@
-"""Yardsticks for what heads guess of a text: two drafters that need hardly any training."""
+"""Baselines for the accuracy of heads: two drafters that need almost no training."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,9 +8,11 @@ from decode.drafters.ngram import NgramDrafter, NgramIndex
 
 
 class Bigrams:
-    """Which token most often follows a token. Counted on some texts, given as (tokens, mask); only
-    masked tokens are learnt or judged. Of equally frequent followers the one with the lowest id
-    counts."""
+    """Predicts the most frequent follower of each token.
+
+    The counts come from texts, given as (tokens, mask). Only tokens with a true mask are counted or
+    scored. If several followers are equally frequent, the lowest id wins.
+    """
 
     def __init__(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> None:
         before, after = _pairs(texts)
@@ -20,14 +22,14 @@ class Bigrams:
         self._best = dict(zip(tokens.tolist(), pairs[1, order][first].tolist(), strict=True))
 
     def top1(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
-        """The share of other texts' tokens that it guesses from the token before."""
+        """Return the share of tokens in these texts that the previous token predicts correctly."""
         before, after = _pairs(texts)
         guesses = np.array([self._best.get(token, -1) for token in before.tolist()])
         return float((guesses == after).mean()) if len(after) else 0.0
 
 
 def lookup_top1(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
-    """The share of the masked tokens that prompt lookup guesses from the text before them."""
+    """Return the share of masked tokens that prompt lookup predicts from the text before them."""
     right = count = 0
     usual = NgramDrafter()
     for tokens, mask in texts:

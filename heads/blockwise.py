@@ -14,9 +14,13 @@ from heads.independent import ParallelHeads, ParallelHeadsDrafter
 
 
 class BlockwiseOptions(HeadOptions):
-    """k: the block size. p₁ is the target itself, so k − 1 heads are made. hidden: width of the
-    hidden layer, for each of them; None: that of the target's feed-forward layers. sub_loss: each
-    minibatch trains one head, drawn uniformly, as in the paper, or the mean over all."""
+    """Options of blockwise heads.
+
+    k: the block size. p₁ is the target itself, so there are k − 1 heads. hidden: the width of the
+    hidden layer per head; None uses the width of the target's feed-forward layers. sub_loss: the
+    loss of a minibatch. `random`: the loss of one head, drawn uniformly, as in the paper. `mean`:
+    the mean over all heads.
+    """
 
     type: Literal["blockwise"] = "blockwise"
     output: Literal["shared", "target"] = "target"
@@ -27,9 +31,11 @@ class BlockwiseOptions(HeadOptions):
 
 @HEADS.register("blockwise")
 class BlockwiseHeads(ParallelHeads):
-    """p₂ … p_k: a feed-forward layer from the target's state to (k − 1)·H, to each part of which
-    the state itself is added, under the vocabulary projection that all share. Its second half
-    starts as 0, so that all heads start as p₁, the target."""
+    """p₂ … p_k: one feed-forward network maps the target's state to (k − 1)·H numbers.
+
+    The state itself is added to each part of size H. All heads share the vocabulary projection. The
+    second linear layer starts as 0, so all heads start as p₁, the target.
+    """
 
     Options = BlockwiseOptions
 
@@ -37,8 +43,8 @@ class BlockwiseHeads(ParallelHeads):
         self, options: BlockwiseOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.k - 1, model, vocabulary)
-        # The mean over p₁ … p_k weighs the target's loss as each of the k − 1 others'; their own
-        # weights, or their chances to be drawn, add up to 1.
+        # The mean over p₁ … p_k gives the target's loss the same weight as each of the k − 1 heads.
+        # The heads' loss weights, or their probabilities to be drawn, sum to 1.
         self.joint_weight = float(self.depth)
         width = options.hidden or feed_forward_size(model.config.get_text_config())
         self.up = nn.Linear(self.hidden_size, self.depth * width)
@@ -63,4 +69,4 @@ class BlockwiseHeads(ParallelHeads):
 
 @DRAFTERS.register("blockwise")
 class BlockwiseDrafter(ParallelHeadsDrafter):
-    """Blockwise's heads; a chain is the paper's block."""
+    """Drafts with blockwise heads. A chain is the block of the paper."""

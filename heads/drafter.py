@@ -1,4 +1,4 @@
-"""Heads as a drafter: what they read in the loop, and how they are loaded.
+"""The drafter for heads: it reads hidden states in the decode loop and loads stored heads.
 
 Shapes: B rows, n tokens, F features of a token.
 """
@@ -27,12 +27,14 @@ from heads.store import load_heads
 
 
 class HeadsDrafter(ShapedDrafter):
-    """Drafts in any shape, at most as deep as there are heads, from the hidden states of the last
-    token that the target has read. Those come from the verification pass, so that one target call
-    both judges a draft and yields what the next one is made of (1811.03115, section 4).
+    """Drafts in any shape, at most as deep as there are heads.
 
-    vocab_size: of the target. shape: default a chain. Raises UserError for a shape that is deeper
-    than the heads.
+    It drafts from the hidden states of the last token that the target has read. The verification
+    pass provides them. So one target call verifies a draft and gives the input of the next draft
+    (1811.03115, section 4).
+
+    vocab_size: the target's vocabulary size. shape: a chain by default. Raises UserError for a
+    shape deeper than the heads.
     """
 
     trained = True
@@ -47,17 +49,20 @@ class HeadsDrafter(ShapedDrafter):
                 "shallower, or train more heads"
             )
         self.last = torch.zeros(0)  # [B, F]: the newest features of each row
-        self._read = np.zeros(0, dtype=bool)  # [B]: whether there are any
+        self._read = np.zeros(0, dtype=bool)  # [B]: whether the row has features
 
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> Self:
-        """A directory as `heads.store.save_heads` writes it."""
+        """Load a directory written by `heads.store.save_heads`."""
         heads, shape = load_heads(path, target, DTYPES[dtype])
         return cls(heads, target.vocab_size, shape)
 
     @abstractmethod
     def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
-        """What follows the text and each node, in a draft at most `deepest` deep."""
+        """Return the object that predicts the next tokens after the text and after each node.
+
+        deepest: the max depth of the draft.
+        """
 
     def with_shape(self, shape: Shape) -> Self:
         return type(self)(self.heads, self.vocab_size, shape)
@@ -70,7 +75,7 @@ class HeadsDrafter(ShapedDrafter):
         self._read = features.counts > 0
 
     def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
-        # A prompt of one token has no features when its own first pass is still to come.
+        # A prompt of one token has no features before its first pass.
         depths = np.where(self._read, np.minimum(limits.depths, self.heads.depth), 0)
         if not depths.any():
             return Draft.none(len(contexts.lengths), "cpu")
@@ -79,9 +84,12 @@ class HeadsDrafter(ShapedDrafter):
         return self.shape.grow(growth, within, sampling, noise)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on with other values of some of the heads' weights, also in the middle of texts: what
-        the heads read is the target's. Never while they draft: q is that of one set of weights.
-        Raises UserError, with nothing changed, for weights that they do not have."""
+        """Replace some weights of the heads.
+
+        This is safe in the middle of a text, because the heads read only the target's hidden
+        states. Never call it during a draft: q must come from one set of weights. Raises UserError
+        for weights that the heads do not have, and then changes nothing.
+        """
         take_weights(self.heads, weights)
 
     def keep_rows(self, rows: Tensor) -> None:

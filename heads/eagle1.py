@@ -1,4 +1,4 @@
-"""EAGLE's drafter (2401.15077): it predicts the target's next feature, and a token from that."""
+"""EAGLE's drafter (2401.15077): it predicts the target's next feature, and a token from it."""
 
 from typing import Literal
 
@@ -16,10 +16,13 @@ from heads.layer import Attend, DraftLayer
 
 
 class Eagle1Options(HeadOptions):
-    """depth: how deep is drafted at most, and judged on dev text; what is trained is one step.
-    regression: weight of the feature loss, w_reg; the token's is among the stage's `losses` (the
-    paper's w_cls: `forward_kl: 0.1`). noise: a, the features that are trained on get noise from
-    U(−a, a)."""
+    """Options of EAGLE-1 heads.
+
+    depth: the max depth of a draft, also used to evaluate on dev text. Training uses one step.
+    regression: w_reg, the loss weight of the feature loss. The token loss is one of the stage's
+    `losses` (the paper's w_cls: `forward_kl: 0.1`). noise: a; training adds noise from U(−a, a) to
+    the features.
+    """
 
     type: Literal["eagle1"] = "eagle1"
     output: Literal["target"] = "target"
@@ -30,16 +33,17 @@ class Eagle1Options(HeadOptions):
 
 @HEADS.register("eagle1")
 class Eagle1Heads(AutoregressiveHeads):
-    """One decoder layer without a norm before attention, over fc(embedding of the next token ;
-    feature) (section 4.1). Its output is the next feature, which the target's own
-    output layer reads. Features are the target's after its final norm.
+    """One decoder layer over fc(embedding of the next token ; feature) (section 4.1).
 
-    The loss of section 4.2: regression · smooth L1, the mean over the H numbers of a feature,
-    against the target's next feature, and what the stage's losses say of the token.
+    The layer has no norm before attention. Its output is the next feature. The target's output
+    layer reads it. Features are the target's hidden states after its final norm.
 
-    The paper does not say how weights start. Here fc takes the feature as it is and the layer
-    changes nothing, so that each step starts as the target's own distribution one token before.
-    Tensors are named as engines name them.
+    The loss of section 4.2 has two parts: regression · smooth L1 against the target's next feature
+    (the mean over the H numbers of a feature), and the stage's losses on the token.
+
+    The paper does not give the init weights. Here fc first copies the feature and the layer changes
+    nothing. So each step starts as the target's distribution one token earlier. Tensors have the
+    names that engines use.
     """
 
     Options = Eagle1Options
@@ -86,5 +90,4 @@ class Eagle1Heads(AutoregressiveHeads):
 
 @DRAFTERS.register("eagle1")
 class Eagle1Drafter(AutoregressiveDrafter):
-    """EAGLE, in any shape: EAGLE-1 with `static` trees, EAGLE-2 (2406.16858) with `dynamic`
-    ones."""
+    """EAGLE, in any shape: EAGLE-1 with `static` trees, EAGLE-2 (2406.16858) with `dynamic`."""

@@ -1,4 +1,4 @@
-"""EAGLE-3's drafter (2503.01840): several layers' features, and trained on what it will draft from.
+"""EAGLE-3's drafter (2503.01840): reads features of several layers, trains on its own states.
 
 Shapes: B rows, n tokens, H hidden size.
 """
@@ -19,10 +19,13 @@ from heads.layer import Attend, DraftLayer
 
 
 class Eagle3Options(HeadOptions):
-    """steps: of the training-time test, each over the states of the one before; and how deep is
-    drafted at most. decay: by whose (k − 1)-th power the loss of step k counts. The loss itself is
-    the stage's `losses`: the paper's is the target's distribution, `forward_kl: 1`. output:
-    `shared`, one output layer of its own, which starts as the target's."""
+    """Options of EAGLE-3 heads.
+
+    steps: the number of steps of the training-time test, and the max depth of a draft. Each step
+    reads the states of the previous step. decay: the loss weight of step k is decay^(k − 1). The
+    losses are the stage's `losses`; the paper trains on the target's distribution, `forward_kl: 1`.
+    output: `shared` is one separate output layer that starts as a copy of the target's.
+    """
 
     type: Literal["eagle3"] = "eagle3"
     output: Literal["shared", "target"] = "shared"
@@ -31,11 +34,13 @@ class Eagle3Options(HeadOptions):
 
 
 def tapped_layers(layers: int) -> tuple[int, int, int]:
-    """The taps of a target with so many layers: what its layers 2, n // 2 and n − 3, from 0, read,
-    which the layers before them put out. vLLM, SGLang and llama.cpp take the same where a drafter's
+    """Return the taps of a target with n layers: the inputs of layers 2, n // 2 and n − 3.
+
+    Layers are counted from 0. The input of a layer is the output of the layer before it, so the
+    returned numbers are one lower. vLLM, SGLang and llama.cpp use the same default if a drafter's
     config names no layers.
 
-    Raises UserError for a target that has no three such layers, one after the other.
+    Raises UserError if these three layers are not distinct and in ascending order.
 
     >>> tapped_layers(30)
     (1, 14, 26)
@@ -51,7 +56,7 @@ def tapped_layers(layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3Layer(DraftLayer):
-    """Attention reads the normed embedding beside the normed state."""
+    """Attention reads the normed embedding and the normed state, concatenated."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, 2 * config.hidden_size)
@@ -67,14 +72,16 @@ class Eagle3Layer(DraftLayer):
 
 @HEADS.register("eagle3")
 class Eagle3Heads(AutoregressiveHeads):
-    """fc makes one state of three layers' features; the layer makes the next state of it and of the
-    next token's embedding (section 3.1). Further steps read those states as they are,
-    and the output layer reads them through a norm. No feature is aimed at: only tokens are.
+    """fc fuses the features of three layers into one state (section 3.1).
 
-    The paper does not say how weights start. Here fc takes the highest of the three features, the
-    layer changes nothing, and norm and output layer are the target's: what the target itself would
-    say without its last layers. Tensors are named as engines name them, but for the output layer,
-    `output.layers.0` here and `lm_head` there.
+    The decoder layer computes the next state from this state and the embedding of the next token.
+    Later steps read these states unchanged. The output layer reads them through a norm. There is no
+    loss on features, only on tokens.
+
+    The paper does not give the init weights. Here fc copies the feature of the highest of the three
+    layers, the decoder layer changes nothing, and norm and output layer are the target's. So the
+    heads start as the target without its last layers. Tensors have the names that engines use,
+    except the output layer: `output.layers.0` here, `lm_head` in engines.
     """
 
     Options = Eagle3Options
@@ -98,7 +105,7 @@ class Eagle3Heads(AutoregressiveHeads):
         self.norm.weight.fill_(1.0)
         own: Any = getattr(model.base_model, "norm", None)
         if type(own).__name__.endswith("RMSNorm"):
-            # What it makes of ones is what it scales by, also where weights count from 1.
+            # Its output for ones is its scale, also for norms that add 1 to the stored weight.
             ones = torch.ones(1, self.hidden_size, dtype=model.dtype, device=model.device)
             self.norm.weight.copy_(own(ones)[0])
 
@@ -124,4 +131,4 @@ class Eagle3Heads(AutoregressiveHeads):
 
 @DRAFTERS.register("eagle3")
 class Eagle3Drafter(AutoregressiveDrafter):
-    """EAGLE-3, in any shape; the paper's is EAGLE-2's, `dynamic`."""
+    """EAGLE-3, in any shape. The paper uses EAGLE-2's trees, `dynamic`."""

@@ -1,4 +1,4 @@
-"""Heads that read drafted tokens too, by the target's embeddings: borrowed, not stored."""
+"""Heads that also read draft tokens. They borrow the target's embeddings and do not store them."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from heads.base import Heads
 
 
 class TokenHeads(Heads):
-    """Raises UserError for a target whose embeddings are no hidden states' size."""
+    """Heads with token embeddings. Raises UserError if the target's embedding size is not H."""
 
     def __init__(
         self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None
@@ -32,7 +32,7 @@ class TokenHeads(Heads):
 
 
 def _require_embeddings(model: PreTrainedModel, hidden_size: int) -> None:
-    """UserError where the target's embeddings [V, E] are no hidden states' size, E ≠ H."""
+    """Raises UserError if the target's embeddings [V, E] have E ≠ H."""
     own = model.get_input_embeddings().weight.shape[1]
     if own != hidden_size:
         raise UserError(
@@ -43,8 +43,10 @@ def _require_embeddings(model: PreTrainedModel, hidden_size: int) -> None:
 
 
 class _BorrowedEmbeddings:
-    """The table as it is stored, also where the target scales what it looks up. No module, so that
-    neither `parameters` nor an engine sees it."""
+    """The stored embedding table, without the scale that some targets apply after the lookup.
+
+    It is not a module, so neither `parameters` nor an engine sees it.
+    """
 
     def __init__(self) -> None:
         self._table: Tensor | None = None
@@ -52,11 +54,11 @@ class _BorrowedEmbeddings:
     def borrow(
         self, model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None
     ) -> None:
-        """In `dtype` and on `device`, or as the target has it."""
+        """Take the target's table in `dtype` and on `device`. None keeps those of the target."""
         table = model.get_input_embeddings().weight.detach()
         self._table = table.to(device or table.device, dtype or table.dtype)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """[..., H] of token ids, int64 [...]."""
+        """[..., H]: the embeddings of token ids, int64 [...]."""
         assert self._table is not None, "the target's embeddings are borrowed first"
         return embedding(ids, self._table)

@@ -1,4 +1,4 @@
-"""Hydra's heads (2402.05109): Medusa's, each of which also reads the tokens drafted before its own.
+"""Hydra's heads (2402.05109): like Medusa's, but each head also reads the earlier draft tokens.
 
 Shapes: B rows, n tokens, m nodes fed, F features of a token, H hidden size, D heads.
 """
@@ -22,8 +22,11 @@ from heads.embeddings import TokenHeads
 
 
 class HydraOptions(HeadOptions):
-    """heads: how many. layers: of each head's MLP. decay: by whose (k − 1)-th power the loss of
-    head k counts; the paper's heads all count alike."""
+    """Options of Hydra heads.
+
+    heads: the number of heads. layers: the number of layers of each head's MLP. decay: the loss
+    weight of head k is decay^(k − 1); in the paper all heads have the same weight.
+    """
 
     type: Literal["hydra"] = "hydra"
     heads: int = Field(4, ge=1)
@@ -32,8 +35,10 @@ class HydraOptions(HeadOptions):
 
 
 class _Block(nn.Module):
-    """A layer of the MLP, from `reads` numbers to `size`, around which `skip` leads; where nothing
-    becomes narrower that is the identity."""
+    """A layer of the MLP from `reads` to `size` numbers, with the skip connection `skip`.
+
+    If both sizes are equal, `skip` is the identity.
+    """
 
     def __init__(self, reads: int, size: int) -> None:
         super().__init__()
@@ -54,12 +59,14 @@ class _Block(nn.Module):
 
 @HEADS.register("hydra")
 class HydraHeads(TokenHeads):
-    """Head k reads the target's state at t and the embeddings of the tokens t + 1 … t + k, side by
-    side (section 3): the first of them is the target's own, the others are drafted. In training
-    they are the text's.
+    """Head k reads the target's state at t and the embeddings of the tokens t + 1 … t + k.
 
-    At first a head passes on the state and adds nothing, so that each starts as the target's own
-    distribution, like Medusa's. (The paper's projection of the first layer starts at random.)
+    They are concatenated (section 3). Token t + 1 comes from the target, the others are draft
+    tokens. In training all of them come from the text.
+
+    With its init weights a head passes the state through and adds nothing. So each head starts as
+    the target's next-token distribution, like Medusa's. (In the paper, the projection of the first
+    layer starts at random.)
     """
 
     Options: ClassVar[type[HeadOptions]] = HydraOptions
@@ -88,11 +95,14 @@ class HydraHeads(TokenHeads):
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
 
     def in_context(self, features: Tensor) -> Tensor:
-        """[B, T, H]: what the heads read of the target's features of a text, [B, T, H]."""
+        """[B, T, H]: the states that the heads read, from the target's features [B, T, H]."""
         return features
 
     def states(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """[n, H] of head d: features [n, F] of a token, and the d tokens after it, int64 [n, d]."""
+        """[n, H]: the states of head d.
+
+        features: [n, F], of one position each. tokens: int64 [n, d], the d tokens after it.
+        """
         embedded = self.embeddings(tokens).flatten(1)
         read = torch.cat([features.to(self.dtype), embedded.to(self.dtype)], -1)
         made: Tensor = self.blocks[tokens.shape[1] - 1](read)
@@ -109,7 +119,7 @@ class HydraHeads(TokenHeads):
 
 @DRAFTERS.register("hydra")
 class HydraDrafter(HeadsDrafter):
-    """Hydra's heads, in any shape; the paper's is a static tree calibrated on a dev set."""
+    """Drafts with Hydra heads, in any shape. The paper calibrates a static tree on a dev set."""
 
     heads: HydraHeads
 
@@ -118,7 +128,7 @@ class HydraDrafter(HeadsDrafter):
 
 
 class HydraGrowth(Growth):
-    """From what the heads of a drafter last read of each row, [B, H]."""
+    """Grows a draft from the newest states that the heads read in each row, [B, H]."""
 
     def __init__(self, drafter: HeadsDrafter, contexts: Contexts, sampling: Sampling) -> None:
         heads, self.features = drafter.heads, drafter.last
@@ -138,7 +148,7 @@ class HydraGrowth(Growth):
         on_path = self.on_path(count)
         fed = on_path.shape[2]
         depths = on_path.sum(2)  # [B, n]
-        # Ancestors are fed before their children, so in order of number is from the root down.
+        # Ancestors are fed before their children, so ascending numbers go from the root down.
         order = torch.where(on_path, torch.arange(fed, device=self.device), fed).sort(2).values
         paths = pad(self.fed, (0, 1))[:, None].expand(-1, count, -1).gather(2, order)
         paths = torch.cat([self.last[:, None, None].expand(-1, count, -1), paths], 2)

@@ -1,4 +1,4 @@
-"""Hydra++'s heads (2402.05109, section 4): Hydra's, over one more layer that reads the whole text.
+"""Hydra++'s heads (2402.05109, section 4): Hydra's heads on an extra layer over the whole text.
 
 Shapes: B rows, T tokens, n tokens, H hidden size.
 """
@@ -23,15 +23,18 @@ from heads.layer import Attend, DraftLayer, Rotary, UnrolledAttention, layer_con
 
 
 class HydraPlusOptions(HydraOptions):
-    """heads, layers, decay: as Hydra's; the paper's heads have four layers here. It trains them on
-    the target's distribution, which is the stage's `losses`: `forward_kl: 1`."""
+    """Options of Hydra++ heads.
+
+    heads, layers, decay: as for Hydra. The paper's Hydra++ heads have four layers. The paper trains
+    them on the target's distribution: set the stage's `losses` to `forward_kl: 1`.
+    """
 
     type: Literal["hydra_plus"] = "hydra_plus"  # type: ignore[assignment]
     layers: int = Field(4, ge=1)
 
 
 class PrefixLayer(nn.Module):
-    """A decoder layer after the target's last one, on the target's features."""
+    """A decoder layer after the target's last layer. It reads the target's features."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -42,12 +45,12 @@ class PrefixLayer(nn.Module):
 
     @torch.no_grad()
     def start_from(self) -> None:
-        """Change nothing, at first."""
+        """Set init weights with which the layer changes nothing."""
         self.input_layernorm.weight.fill_(1.0)
         self.layer.start_from(self._spread)
 
     def forward(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """[B, n, H] of features [B, n, H]; positions: int64 [B, n] or [1, n]."""
+        """Return [B, n, H] for features [B, n, H]. positions: int64 [B, n] or [1, n]."""
         turns = self._rotary(positions, features)
         made: Tensor = self.layer(features, self.input_layernorm(features), turns, attend)
         return made
@@ -55,8 +58,11 @@ class PrefixLayer(nn.Module):
 
 @HEADS.register("hydra_plus")
 class HydraPlusHeads(HydraHeads, AttendingHeads):
-    """What head k reads of the target is not its state at t but what the prefix layer makes of all
-    of its states up to t. The layer changes nothing at first, and is trained with the heads."""
+    """Heads that read the output of the prefix layer at t instead of the target's state at t.
+
+    The prefix layer attends to all of the target's states up to t. It starts with no effect and is
+    trained with the heads.
+    """
 
     Options = HydraPlusOptions
 
@@ -79,7 +85,7 @@ class HydraPlusHeads(HydraHeads, AttendingHeads):
 
 @DRAFTERS.register("hydra_plus")
 class HydraPlusDrafter(AttendingDrafter):
-    """Hydra++'s heads, in any shape; the paper's is a static tree calibrated on a dev set."""
+    """Drafts with Hydra++ heads, in any shape. The paper calibrates a static tree on a dev set."""
 
     heads: HydraPlusHeads
 

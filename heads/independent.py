@@ -1,4 +1,4 @@
-"""Heads that do not see what the heads before them drafted: Medusa's and Blockwise's.
+"""Heads that do not see the tokens of earlier heads: Medusa's and Blockwise's.
 
 Shapes: B rows, F features of a token, D heads, d ≤ D of them, H hidden size, V' draft vocabulary.
 """
@@ -18,15 +18,15 @@ from heads.drafter import HeadsDrafter
 
 
 class ParallelHeads(Heads):
-    """A kind says only what states its heads make of a token's features."""
+    """Heads that read only the features of one token. A subclass defines only `states`."""
 
     @abstractmethod
     def states(self, features: Tensor, depths: Sequence[int]) -> Tensor:
-        """[n, d, H] of features [n, F], for heads 1 … D by their depths."""
+        """[n, d, H]: the states for features [n, F]. depths: which of the heads 1 … D."""
 
     def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
         places = {depth: trained_places(given.loss_mask, depth) for depth in depths}
-        # Most tokens are read by all heads: what the heads share is computed once for each.
+        # All heads read most tokens, so shared parts are computed once per token.
         read = reduce(torch.logical_or, places.values())
         features = torch.cat([given.features[tap][read] for tap in self.taps], -1)
         states = self.states(features.to(self.dtype), depths)
@@ -35,9 +35,12 @@ class ParallelHeads(Heads):
 
 
 class ParallelHeadsDrafter(HeadsDrafter):
-    """Drafts by all heads at once, from the hidden states of the last token that has any; each
-    node's children come from the head of their depth, whatever the node's own token is. The q of
-    a node is the same on every path to its depth, and honest all the same."""
+    """Drafts with all heads at once, from the hidden states of the last token that has any.
+
+    The head of a depth predicts the children at this depth. It does not depend on the token of the
+    parent node. So all nodes at one depth have the same q. This q is still the true draft
+    distribution.
+    """
 
     heads: ParallelHeads
 

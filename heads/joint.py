@@ -1,4 +1,4 @@
-"""Heads and the target below them trained together: Medusa-2, and Blockwise's fine-tuned variant.
+"""Trains heads and target together: Medusa-2, and Blockwise's fine-tuned variant.
 
 Shapes: B rows, T tokens, n predicted tokens.
 """
@@ -20,10 +20,12 @@ from heads.training import HeadTraining
 class JointTraining(nn.Module):
     """L = L_backbone + λ₀ · L_heads (2401.10774, section 2.2.2).
 
-    The heads read what the backbone shows now, and their loss reaches it through that. terms: what
-    the backbone itself is trained by, between its next-token distribution and the text, or the
-    untouched target's distribution. Raises UserError for a backbone without a linear output layer,
-    which is also one that has an adapter.
+    The heads read the current hidden states of the backbone, so their loss also trains the
+    backbone.
+
+    terms: the backbone's losses. They compare its next-token distribution with the text or with
+    the distribution of the original target. Raises UserError for a backbone without a linear output
+    layer. An output layer with an adapter counts as not linear.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class JointTraining(nn.Module):
 
     @property
     def sums(self) -> list[str]:
-        """What the sums of `forward` are of, in their order: the heads', then the backbone's."""
+        """Names of the sums of `forward`, in order: first the heads', then the backbone's."""
         own = [f"backbone/{name}" for name in ("tokens", *self.terms.names)]
         return [*self.heads.sums, *own]
 
@@ -51,9 +53,9 @@ class JointTraining(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The combined loss summed over tokens, and `sums`, float64.
 
-        input_ids, attention_mask int64 and loss_mask bool [B, T]; losses as for `HeadTraining`;
-        weight: λ₀. teacher(slice): the untouched target's word on the n predicted tokens, if a
-        term reads it.
+        input_ids, attention_mask: int64 [B, T]. loss_mask: bool [B, T]. losses: as for
+        `HeadTraining`. weight: λ₀. teacher(slice): the teacher signal of the original target for
+        the n predicted tokens; needed only if a term reads it.
         """
         with self._recorder.recording() as features:
             hidden = self.backbone.base_model(
@@ -71,13 +73,13 @@ class JointTraining(nn.Module):
             self.terms,
             chunk=self.chunk,
         )
-        # Here, not outside: engines that shard weights have them whole only within a forward.
+        # Use the layer here, not outside: engines that shard weights gather them only in a forward.
         with self.heads.following(layer):
             of_heads, sums = self.heads(input_ids, loss_mask, features, losses)
         return own + weight * of_heads, torch.cat([sums, terms.new_tensor([len(labels)]), terms])
 
     def figures(self, sums: Mapping[str, float], tokens: int = 0) -> dict[str, float]:
-        """As `HeadTraining.figures`, with the mean of each of the backbone's terms."""
+        """Like `HeadTraining.figures`, plus the mean of each of the backbone's terms."""
         count = sums["backbone/tokens"]
         names = [f"backbone/{name}" for name in self.terms.names] if count else []
         return self.heads.figures(sums, tokens) | {name: sums[name] / count for name in names}

@@ -1,11 +1,11 @@
-"""A decoder layer of our own: llama's, as engines serve it, whatever the target's layers are.
+"""A llama decoder layer, as engines serve it, whatever layers the target has.
 
-Its sizes are the target's. What it attends to is left to its caller: the text so far in the loop
-(`SlotAttention`), or in training a text and the drafter's own steps from each of its tokens
-(`UnrolledAttention`).
+It has the target's sizes. The caller chooses the attention. In the decode loop it covers the text
+so far (`SlotAttention`). In training it covers a text and the drafter's steps from each of its
+tokens (`UnrolledAttention`).
 
 Shapes: B rows, n tokens, T tokens of a text, H hidden size, N heads, G key heads, D head size,
-R width of what attention reads.
+R width of the attention input.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from transformers.models.llama.modeling_llama import (
 from decode.target.slots import SlotLayer
 from heads.base import feed_forward_size
 
-# From queries [B, N, n, D] and the same tokens' keys and values [B, G, n, D] to [B, N, n, D].
+# Maps queries [B, N, n, D] and the same tokens' keys and values [B, G, n, D] to [B, N, n, D].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def layer_config(model: PreTrainedModel) -> LlamaConfig:
-    """Of a one-layer llama of the target's sizes; what the target has no word for is llama's."""
+    """Config of a one-layer llama with the target's sizes. Missing settings get llama's values."""
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_theta" not in rope:  # none at all, or several kinds of them
+    if "rope_theta" not in rope:  # no rotary settings, or several kinds
         rope = {"rope_type": "default", "rope_theta": 10000.0}
     return LlamaConfig(
         vocab_size=config.vocab_size,
@@ -54,15 +54,18 @@ def layer_config(model: PreTrainedModel) -> LlamaConfig:
 
 
 class Rotary:
-    """cos and sin of positions. No module: it has nothing that is trained, stored or moved, and is
-    made where it is first asked, also for heads that begin on `meta`."""
+    """Computes cos and sin of positions.
+
+    It is not a module, because it has nothing to train, store or move. The first call on a device
+    creates the llama module there, also for heads that start on `meta`.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         self._config = config
         self._made: dict[torch.device, LlamaRotaryEmbedding] = {}
 
     def __call__(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, n, D] twice, in the dtype of `like`, of positions int64 [B, n]."""
+        """Return cos and sin, each [B, n, D] in the dtype of `like`, for positions int64 [B, n]."""
         device = positions.device
         if device not in self._made:
             with torch.inference_mode(False):
@@ -72,7 +75,7 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """Reads [B, n, R] and gives [B, n, H]."""
+    """Maps [B, n, R] to [B, n, H]."""
 
     def __init__(self, config: LlamaConfig, reads: int) -> None:
         super().__init__()
@@ -98,8 +101,10 @@ class Attention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Attention and a feed-forward network, each added to the residual stream. What attention
-    reads is normed by its owner, if at all."""
+    """Attention and a feed-forward network, each added to the residual stream.
+
+    The layer does not norm the input of attention. The caller does, if needed.
+    """
 
     def __init__(self, config: LlamaConfig, reads: int) -> None:
         super().__init__()
@@ -109,8 +114,11 @@ class DraftLayer(nn.Module):
 
     @torch.no_grad()
     def start_from(self, spread: float) -> None:
-        """Random weights of this standard deviation but in the two layers that write into the
-        residual stream, which are 0: at first the layer changes nothing."""
+        """Set random init weights with standard deviation `spread`.
+
+        The two linear layers that write to the residual stream start as 0, so at first the layer
+        changes nothing.
+        """
         for layer in self.modules():
             if isinstance(layer, nn.Linear):
                 layer.weight.normal_(std=spread)
@@ -121,15 +129,15 @@ class DraftLayer(nn.Module):
     def forward(
         self, residual: Tensor, read: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        """[B, n, H] of the residual stream [B, n, H] and what attention reads [B, n, R]."""
+        """Return the residual stream [B, n, H]. read: [B, n, R], the input of attention."""
         residual = residual + self.self_attn(read, turns, attend)
         made: Tensor = self.mlp(self.post_attention_layernorm(residual))
         return residual + made
 
 
 class SlotAttention:
-    """Attention in the loop, to what `mask` (of `decode.target.slots.Slots`) lets each token
-    see."""
+    """Attention in the decode loop. `mask` (from `decode.target.slots.Slots`) limits what each
+    token sees."""
 
     def __init__(self, layer: SlotLayer, mask: Tensor | None) -> None:
         self._layer, self._mask = layer, mask
@@ -145,10 +153,10 @@ class SlotAttention:
 class UnrolledAttention:
     """Attention of the training-time test (EAGLE-3, 2503.01840, section 3.2).
 
-    Called once for each step with all T tokens of a text. The first step reads the target's
-    features, and is plain causal attention. At step k token t stands for the k-th token drafted
-    after the first t + 1: it sees the first step's tokens 0 … t, then its own steps 2 … k, which is
-    what there is in the loop. Scores are T × T for each head and step.
+    Call it once per step with all T tokens of a text. The first step reads the target's features
+    and is plain causal attention. At step k, token t stands for the k-th draft token after the
+    first t + 1 tokens. It sees tokens 0 … t of the first step and its own steps 2 … k, as in the
+    decode loop. Scores are T × T for each head and step.
     """
 
     def __init__(self) -> None:
@@ -163,7 +171,7 @@ class UnrolledAttention:
                 queries, keys, values, is_causal=True, enable_gqa=True
             )
         length, size = queries.shape[2:]
-        # Each key head serves as many heads: [B, G, N/G, T, D].
+        # Each key head serves N/G query heads: [B, G, N/G, T, D].
         grouped = queries.unflatten(1, (keys.shape[1], -1))
         text = grouped @ self._keys[0][:, :, None].transpose(-1, -2)  # [B, G, N/G, T, T]
         later = torch.ones(length, length, dtype=torch.bool, device=queries.device).triu(1)

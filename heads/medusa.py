@@ -1,4 +1,4 @@
-"""Medusa's heads (2401.10774): a few residual blocks and an output layer for each."""
+"""Medusa's heads (2401.10774): each head is a few residual blocks and an output layer."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -15,8 +15,11 @@ from heads.independent import ParallelHeads, ParallelHeadsDrafter
 
 
 class MedusaOptions(HeadOptions):
-    """heads: how many, K. layers: residual blocks of each. decay: λ, by whose k-th power the loss
-    of head k counts."""
+    """Options of Medusa heads.
+
+    heads: K, the number of heads. layers: the number of residual blocks per head. decay: λ; the
+    loss weight of head k is λᵏ.
+    """
 
     type: Literal["medusa"] = "medusa"
     heads: int = Field(5, ge=1)
@@ -35,8 +38,11 @@ class _Block(nn.Module):
 
 @HEADS.register("medusa")
 class MedusaHeads(ParallelHeads):
-    """Head k, equation 1: softmax(W₂ · (SiLU(W₁·h) + h)). W₁ starts as 0 and W₂ as the target's
-    output layer, so that every head starts as the target's own next-token distribution."""
+    """Head k is softmax(W₂ · (SiLU(W₁·h) + h)), equation 1.
+
+    W₁ starts as 0 and W₂ as the target's output layer. So every head starts as the target's
+    next-token distribution.
+    """
 
     Options = MedusaOptions
     joint_weight = 0.2
@@ -65,4 +71,4 @@ class MedusaHeads(ParallelHeads):
 
 @DRAFTERS.register("medusa")
 class MedusaDrafter(ParallelHeadsDrafter):
-    """Medusa's heads, in any shape; the paper's is a static tree calibrated on a dev set."""
+    """Drafts with Medusa heads, in any shape. The paper calibrates a static tree on a dev set."""

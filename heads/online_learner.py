@@ -1,8 +1,8 @@
-"""Heads on the target that learn while they draft (2310.07177, for heads).
+"""Heads on the target that learn while they draft (the method of 2310.07177, applied to heads).
 
-What is learnt from is what was drafted: head d, which guessed the token at a place from the hidden
-states at place − d − 1, against the target's distribution for that place. Both were computed when
-the draft was made and judged; nothing is run again but the heads.
+The training data are the drafts. Head d predicted the token at a position from the hidden states at
+position − d − 1. Its loss compares it with the target's distribution at this position. The hidden
+states and the distribution were computed during decoding, so only the heads run again.
 
 Shapes: B texts, T tokens of the longest, n recorded tokens.
 """
@@ -31,13 +31,13 @@ from heads.store import write_heads
 
 
 class HeadStudent(OnlineStudent):
-    """Heads, float32 on `device`, as `heads.store.read_heads` gives them; they are trained.
+    """The heads that are trained, in float32 on `device`.
 
-    Each recorded token counts once, for the head that drafted it: how often a head's drafts are
-    reached is its weight.
+    heads: as returned by `heads.store.read_heads`. Each recorded token counts once, for the head
+    that drafted it. So the weight of a head is how often its draft tokens are reached.
 
-    tree: what is stored with them. max_length: of a text, in tokens. Raises UserError where that is
-    too little for the deepest head, and for heads that `require_learns` refuses.
+    tree: stored with the heads. max_length: the max length of a text, in tokens. Raises UserError
+    if it is too short for the deepest head, and for heads that `require_learns` refuses.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HeadStudent(OnlineStudent):
         self.heads, self.taps = heads.depth, tuple(heads.taps)
         self.features = len(self.taps) * heads.hidden_size
         self.window = min(target.max_positions, max_length or target.max_positions)
-        # Half of it stands before each token, see `Record.windows`.
+        # Each token has at least half of the window before it, see `Record.windows`.
         if self.window < 2 * (heads.depth + 1):
             raise UserError(
                 f"{heads.depth} heads learn from texts of at least {2 * (heads.depth + 1)} tokens, "
@@ -85,10 +85,10 @@ class HeadStudent(OnlineStudent):
         total = torch.zeros((), device=self.device)
         sums = torch.zeros(len(terms.names), dtype=torch.float64, device=self.device)
         for depth in sorted(set(drafted_by.tolist())):
-            # This head's own places only: not all that the others drafted are its business.
+            # Only the positions that this head drafted.
             given = Given(input_ids, depths == depth, features)
             (made,) = self._heads.predictions(given, [depth])
-            # Its states come text by text and place by place, as the records do.
+            # The states are ordered by text and then by position, like the records.
             labels = input_ids[depths == depth]
             labels = labels if self._label_rows is None else self._label_rows[labels]
             own = (drafted_by == depth).to(self.device)
@@ -108,8 +108,11 @@ class HeadStudent(OnlineStudent):
         return total, sums
 
     def _batch(self, records: Sequence[Record]) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """Token ids and the head that drafted there (0: none), int64 [B, T]; features by tap, in
-        the target's dtype, 0 where they were not kept."""
+        """Return token ids, depths and features of the records as one batch.
+
+        Token ids: int64 [B, T]. Depths: int64 [B, T], the head that drafted each token (0: none).
+        Features: by tap, in the target's dtype, 0 where they were not recorded.
+        """
         shape = len(records), max(len(record.tokens) for record in records)
         input_ids, depths = torch.zeros(2, *shape, dtype=torch.int64)
         drafted = _drafted(records)
@@ -142,7 +145,7 @@ class HeadStudent(OnlineStudent):
 
 
 def require_learns(kind: str) -> None:
-    """Raise UserError for a type of heads that a record does not keep enough for."""
+    """Raise UserError for a type of heads that needs more than a record stores."""
     if not issubclass(HEADS[kind], ParallelHeads):
         fitting = [name for name in HEADS if issubclass(HEADS[name], ParallelHeads)]
         raise UserError(
@@ -153,5 +156,5 @@ def require_learns(kind: str) -> None:
 
 
 def _drafted(records: Sequence[Record]) -> list[Drafted]:
-    """By which heads; the collector of a student with heads records it of every text."""
+    """The `drafted` of each record. The collector of a heads student sets it for every text."""
     return [record.drafted for record in records if record.drafted is not None]

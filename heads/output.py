@@ -1,4 +1,4 @@
-"""Output layers of heads: from states to logits over the vocabulary, or a reduced one.
+"""Output layers of heads: they map states to logits over the full or a reduced vocabulary.
 
 Shapes: H hidden size, V' rows (draft vocabulary), D heads.
 """
@@ -16,14 +16,17 @@ Outputs = Literal["own", "shared", "target"]
 
 
 class HeadOutput(nn.Module):
-    """own: one layer for each head; shared: one for all of them; target: the target's own layer,
-    which is no parameter of this module."""
+    """The output layers of all heads.
+
+    kind: `own`, one layer per head; `shared`, one for all heads; `target`, the target's layer,
+    which is not a parameter of this module.
+    """
 
     def __init__(self, kind: Outputs, depth: int, layer: nn.Linear, rows: int) -> None:
         super().__init__()
         count = {"own": depth, "shared": 1, "target": 0}[kind]
         self.layers = nn.ModuleList(_empty(layer, rows) for _ in range(count))
-        # In a list, which hides it from `parameters` and from engines.
+        # A list hides the layer from `parameters` and from engines.
         self._borrowed: list[nn.Module] = []
         self._lent: tuple[Tensor, Tensor | None] | None = None
 
@@ -41,7 +44,7 @@ class HeadOutput(nn.Module):
         dtype: torch.dtype | None,
         device: torch.device | None,
     ) -> None:
-        """Take the target's rows, where these heads have no layers of their own."""
+        """Take the target's rows if these heads have no output layers of their own."""
         if len(self.layers):
             return
         weight, *bias = _rows(layer, vocabulary)
@@ -54,7 +57,7 @@ class HeadOutput(nn.Module):
 
     @contextmanager
     def lent(self, weight: Tensor, bias: Tensor | None) -> Iterator[None]:
-        """Within it these rows, which may be trained, stand for what is borrowed."""
+        """Use these rows instead of the borrowed layer inside the context. They may be trained."""
         self._lent = None if len(self.layers) else (weight, bias)
         try:
             yield
@@ -62,8 +65,10 @@ class HeadOutput(nn.Module):
             self._lent = None
 
     def pack(self) -> None:
-        """Pack what is borrowed (`decode.target.packed`); its own layers are seen to as all
-        others."""
+        """Pack the borrowed layer (`decode.target.packed`).
+
+        The module's own layers are packed elsewhere, like all other layers.
+        """
         if self._borrowed and isinstance(self._borrowed[0], nn.Linear):
             self._borrowed = [PackedLinear(self._borrowed[0])]
 
@@ -76,14 +81,14 @@ class HeadOutput(nn.Module):
         return layer.weight, layer.bias
 
     def logits(self, states: Tensor) -> Tensor:
-        """[B, d, V'] of states [B, d, H], one for each of the first d heads."""
+        """Return logits [B, d, V'] for states [B, d, H] of the first d heads."""
         if len(self.layers) <= 1:
             return self.at(1, states)
         depths = range(1, states.shape[1] + 1)
         return torch.stack([self.at(d, states[:, d - 1]) for d in depths], 1)
 
     def at(self, depth: int, states: Tensor) -> Tensor:
-        """[..., V'] of states [..., H] of the head at depth 1, 2, …"""
+        """Return logits [..., V'] for states [..., H] of the head at depth 1, 2, …"""
         found: Tensor = self._layer(depth)(states)
         return found
 
@@ -99,6 +104,6 @@ def _empty(layer: nn.Linear, rows: int) -> nn.Linear:
 
 
 def _rows(layer: nn.Linear, vocabulary: Tensor | None) -> list[Tensor]:
-    """The weight, and the bias if there is one."""
+    """The weight rows of `vocabulary`, and the bias rows if there is a bias."""
     whole = [p.detach() for p in (layer.weight, layer.bias) if p is not None]
     return whole if vocabulary is None else [x[vocabulary.to(x.device)] for x in whole]

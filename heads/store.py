@@ -1,8 +1,8 @@
-"""Heads as drafter directories: config.json, heads.safetensors, and the tree they draft in.
+"""Stores heads as drafter directories: config.json, heads.safetensors and an optional tree.json.
 
-config.json says what they are and which shapes they were made for; the safetensors file holds the
-weights, the token ids of a reduced draft vocabulary, and a sample of the target's weights, by which
-another target is refused. tree.json, where it is there, is the calibrated tree.
+config.json holds the options of the heads and the shapes they were made for. The safetensors file
+holds the weights, the token ids of a reduced draft vocabulary, and a sample of the target's
+weights. Loading compares the sample to refuse another target. tree.json is the calibrated tree.
 """
 
 import json
@@ -25,17 +25,17 @@ from decode.trees.structure import Structure
 from heads.base import HEADS, HeadOptions, Heads, output_layer
 
 CONFIG, WEIGHTS = "config.json", "heads.safetensors"
-# Beside the weights in their file.
+# Stored in the weights file, next to the weights.
 IDS, SAMPLE = "draft_vocabulary", "target_sample"
 
 
 def build_heads(
     options: HeadOptions, target: Target, vocabulary: Tensor | None, device: str = "cpu"
 ) -> Heads:
-    """Heads of the right shapes with weights of no meaning; on `meta` they take no memory.
+    """Create heads of the right shapes with arbitrary weights. On `meta` they take no memory.
 
-    vocabulary: int64 [V'], ascending, of a reduced draft vocabulary. Raises UserError for more
-    heads than the target's context has room for.
+    vocabulary: int64 [V'], ascending, the token ids of a reduced draft vocabulary. Raises UserError
+    if there are more heads than fit into the target's context.
     """
     kind: Any = HEADS[options.type]
     with torch.device(device):
@@ -49,16 +49,21 @@ def build_heads(
 
 
 def new_heads(options: HeadOptions, target: Target, vocabulary: Tensor | None) -> Heads:
-    """Heads on the CPU as training starts from them, with what they borrow of the target missing.
-    Raises UserError as `build_heads` does."""
+    """Create heads on the CPU with init weights, without the weights borrowed from the target.
+
+    Raises UserError as `build_heads` does.
+    """
     heads = build_heads(options, target, vocabulary)
     heads.start_from(target.model)
     return heads
 
 
 def make_ready(heads: Heads, target: Target, dtype: torch.dtype) -> None:
-    """Make heads fit to draft with, in place: on the target's device, with what they borrow,
-    packed where that is possible."""
+    """Prepare heads for drafting, in place.
+
+    Moves them to the target's device, borrows the target's weights, and packs the layers if
+    possible.
+    """
     heads.to(target.device, dtype)
     if heads.vocabulary is not None:
         heads.vocabulary = heads.vocabulary.to(target.device)
@@ -76,7 +81,7 @@ def save_heads(
     provenance: dict[str, Any],
     tree: Structure | None = None,
 ) -> None:
-    """Write a drafter directory, whole or not at all."""
+    """Write a drafter directory atomically: completely or not at all."""
 
     def write(directory: Path) -> None:
         write_heads(directory, heads, target, tree)
@@ -85,7 +90,7 @@ def save_heads(
 
 
 def write_heads(directory: Path, heads: Heads, target: Target, tree: Structure | None) -> None:
-    """Write what `load_heads` reads."""
+    """Write the files that `load_heads` reads."""
     config = {
         "model_type": heads.options.type,
         "options": heads.options.model_dump(mode="json"),
@@ -105,7 +110,7 @@ def write_heads(directory: Path, heads: Heads, target: Target, tree: Structure |
 
 
 def stored_options(path: Path) -> HeadOptions:
-    """The options of the heads in a directory. Raises UserError where there are none."""
+    """Return the options of the heads in a directory. Raises UserError if there are none."""
     return HeadOptions.of(_read_config(path)["options"])
 
 
@@ -122,19 +127,21 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, Static | None]:
-    """The heads in a directory, on the target's device, and the shape stored with them, if any.
-    Raises UserError as `read_heads` does."""
+    """Load heads onto the target's device, and the stored shape, if there is one.
+
+    Raises UserError as `read_heads` does.
+    """
     heads = read_heads(path, target)
     make_ready(heads, target, dtype)
     return heads, stored_shape(path)
 
 
 def read_heads(path: Path, target: Target) -> Heads:
-    """The heads in a directory as they are stored, on the CPU, with what they borrow missing.
+    """Read the stored heads onto the CPU, without the weights borrowed from the target.
 
-    Raises UserError where they were made for another hidden size or for other weights than this
-    target's, and for files that do not fit together. (`decode.drafters.directory.open_drafter` has
-    compared the vocabularies by then.)
+    Raises UserError if the heads were made for another hidden size or other target weights, or if
+    the files do not fit together. (`decode.drafters.directory.open_drafter` compares the
+    vocabularies before this.)
     """
     config = _read_config(path)
     hidden, made_in = config["hidden_size"], config["target_dtype"]

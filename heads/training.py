@@ -1,6 +1,6 @@
-"""Heads and their losses as one module, so that any engine can wrap the whole computation.
+"""Heads and their losses as one module, so any engine can wrap the whole computation.
 
-Shapes: B rows, T tokens, n learnt tokens, H hidden size, V' draft vocabulary.
+Shapes: B rows, T tokens, n trained tokens, H hidden size, V' draft vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,10 @@ TOP = 5
 
 
 class HeadTraining(nn.Module):
-    """Computes the losses of `heads` on a batch, whose target stays as it is.
+    """Computes the losses of `heads` on a batch. The target is not trained here.
 
-    A head's loss is `terms` between its distribution and what it is to predict: the token at
-    t + d + 1, and the target's distribution for it, made of the target's state at t + d.
+    `terms` are the losses of each head. They compare its distribution with the token at t + d + 1
+    and with the target's distribution for this token, computed from the target's state at t + d.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class HeadTraining(nn.Module):
         size = layer.out_features
         rows = None if ids is None else positions(ids, size)
         self.register_buffer("label_rows", rows, persistent=False)
-        # A tuple, as no parameter of the frozen target is to be one of this module.
+        # A tuple, so that no parameter of the frozen target is registered in this module.
         weight = layer.weight.detach()
         self._teacher = (
             weight if ids is None else weight[ids],
@@ -47,8 +47,10 @@ class HeadTraining(nn.Module):
 
     @contextmanager
     def following(self, layer: nn.Linear) -> Iterator[None]:
-        """Within it the target's output layer is this one as it is now, of a target that is trained
-        too: heads that borrow it train it with themselves."""
+        """Use the current weights of `layer` as the target's output layer inside the context.
+
+        For a target that is trained too. If the heads borrow this layer, their loss trains it.
+        """
         ids, kept = self.heads.vocabulary, self._teacher
         weight, bias = (
             x if ids is None or x is None else x[ids] for x in (layer.weight, layer.bias)
@@ -63,13 +65,13 @@ class HeadTraining(nn.Module):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's hidden states that it needs, those of the heads among them."""
+        """The layers whose hidden states this module needs, including those of the heads."""
         reads_teacher = self.terms.needs_teacher and FINAL not in self.heads.taps
         return (*self.heads.taps, FINAL) if reads_teacher else self.heads.taps
 
     @property
     def sums(self) -> list[str]:
-        """What the sums of `forward` are of, in their order; `figures` makes sense of them."""
+        """Names of the sums of `forward`, in order. `figures` turns the sums into metrics."""
         of_each = ["tokens", "top1", f"top{TOP}", *self.terms.names]
         named = [f"head{d}/{name}" for d in range(1, self.heads.depth + 1) for name in of_each]
         return [*named, "places", "accepted"]
@@ -83,9 +85,9 @@ class HeadTraining(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The weighted loss summed over tokens and heads, and `sums`, float64.
 
-        input_ids int64 and loss_mask bool [B, T], True where the token is learnt; features
-        [B, T, H] by tap. losses: the heads to compute, with the weights of their losses. All of
-        them: the sums also tell how many tokens in a row they get right.
+        input_ids: int64 [B, T]. loss_mask: bool [B, T], True where the token is trained on.
+        features: [B, T, H] by tap. losses: the heads to compute, with their loss weights. If it
+        contains all heads, the sums also count how many tokens in a row the heads get right.
         """
         given = Given(input_ids, loss_mask, features)
         depths = sorted(losses)
@@ -142,10 +144,13 @@ class HeadTraining(nn.Module):
         return teacher
 
     def figures(self, sums: Mapping[str, float], tokens: int = 0) -> dict[str, float]:
-        """Of `sums`, added up over batches and ranks: for each head that was computed how often the
-        token was its likeliest one, and among its likeliest 5, and each term's mean; and
-        `tokens_per_step`, what greedy chains would emit at these places if the text is what the
-        target says: 1 and the mean number of heads in a row, from the first, that are right."""
+        """Compute metrics from `sums`, which are added up over batches and ranks.
+
+        For each computed head: the top-1 and top-5 accuracy, and the mean of each term.
+        `tokens_per_step`: the tokens that greedy chains emit per step at these positions, if the
+        text is the target's output. It is 1 plus the mean number of consecutive heads, from the
+        first, that are right.
+        """
         found = {}
         for depth in range(1, self.heads.depth + 1):
             count = sums[f"head{depth}/tokens"]

@@ -1,12 +1,12 @@
-"""Losses between drafter and target by name, each stated for one token at a time.
+"""Losses between drafter and target, registered by name. Each is defined per token.
 
-A loss is one file with one registration. Its `value` is the definition, and in float64 the oracle;
-its `fused` gives value and gradient at once in closed form, without autograd's copies of [n, V].
-`distill.chunked` calls that on a few tokens after another.
+Each loss is one file that registers itself. Its `value` is the definition, and in float64 the
+oracle. Its `fused` computes value and gradient together in closed form, without autograd's copies
+of [n, V]. `distill.chunked` calls `fused` on a few tokens at a time.
 
-p is the target's distribution for a token, q the drafter's. The acceptance rate of speculative
-sampling is α = Σ min(p, q) = 1 − TV(p, q) (Leviathan et al., 2211.17192, eq. 3), so every loss
-here is a way to lower TV.
+p is the target's distribution for a token, q is the drafter's. The acceptance rate of speculative
+sampling is α = Σ min(p, q) = 1 − TV(p, q) (Leviathan et al., 2211.17192, eq. 3). So every loss here
+is a way to lower TV.
 
 Shapes: n tokens, V outcomes (the vocabulary; or, against a cache, its top k and one tail).
 """
@@ -26,7 +26,7 @@ from distill.teacher.signal import Signal
 
 
 class Rows:
-    """n tokens' log-probabilities over the outcomes, [n, V], and what is computed from them."""
+    """Log-probabilities of n tokens over the outcomes, [n, V], and values derived from them."""
 
     def __init__(self, log_q: Tensor, log_p: Tensor | None, labels: Tensor) -> None:
         self.log_q, self._log_p, self.labels = log_q, log_p, labels
@@ -46,20 +46,20 @@ class Rows:
 
 
 class Loss(ABC):
-    """One loss with its options, a frozen dataclass of them.
+    """One loss. It is a frozen dataclass of its options.
 
-    needs_teacher: whether p is read. A loss without it costs no teacher forward, and sees the
-    drafter at temperature 1 over its whole vocabulary: it is about the text.
+    needs_teacher: whether the loss reads p. If not, the loss needs no teacher forward. It then
+    depends only on the text and sees the drafter at temperature 1 over its full vocabulary.
     """
 
     needs_teacher: ClassVar[bool] = True
 
     @abstractmethod
     def value(self, rows: Rows) -> Tensor:
-        """The loss of each token, [n], differentiable; the definition."""
+        """The loss of each token, [n], differentiable. This is the definition of the loss."""
 
     def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """(value [n], its gradient with respect to the drafter's logits [n, V])."""
+        """Return the value [n] and its gradient with respect to the drafter's logits [n, V]."""
         log_q = rows.log_q.detach().requires_grad_()
         with torch.enable_grad():
             values = self.value(Rows(log_q, rows._log_p, rows.labels))
@@ -79,8 +79,8 @@ class Term:
 class Terms:
     """A weighted sum of losses: {name: weight} or {name: {"weight": w, option: value}}.
 
-    teacher_temperature and drafter_temperature divide the logits before p and q are made of them.
-    Raises UserError for an unknown name or option, and for a number out of its range.
+    teacher_temperature and drafter_temperature divide the logits from which p and q are computed.
+    Raises UserError for an unknown name or option, and for a number out of range.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class Terms:
         return torch.tensordot(values.new_tensor(weights), values, 1)
 
     def values(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> Tensor:
-        """Each term of each token, unweighted and differentiable, [terms, n]: the oracle.
+        """Each term for each token, [terms, n], unweighted and differentiable: the oracle.
 
-        logits [n, V] of the drafter; labels int64 [n], −100 for a token that no text term counts.
+        logits: [n, V], the drafter's. labels: int64 [n], −100 for a token that text terms ignore.
         """
         text, compared = self._rows(logits, signal, labels)
         values = [
@@ -125,7 +125,10 @@ class Terms:
         return torch.stack(values)
 
     def fused(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(each term of each token [terms, n], the weighted sum's gradient in the logits [n, V])"""
+        """Return each term for each token, [terms, n], and the gradient of the weighted sum.
+
+        The gradient is with respect to the logits, [n, V].
+        """
         text, compared = self._rows(logits, signal, labels)
         values = []
         gradients: dict[bool, Tensor] = {}
@@ -147,7 +150,7 @@ class Terms:
         return torch.stack(values), found
 
     def _rows(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> tuple[Rows, Rows]:
-        """What the terms about the text read, and those that compare with the teacher."""
+        """Return the rows for the terms on the text and the rows for the terms on the teacher."""
         log_q = (logits / self.drafter_temperature).log_softmax(-1)
         plain = log_q if self.drafter_temperature == 1 else logits.log_softmax(-1)
         text = Rows(plain, None, labels)

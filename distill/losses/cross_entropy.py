@@ -1,4 +1,4 @@
-"""Cross-entropy on the text itself; on the target's own text, sequence-level distillation."""
+"""Cross-entropy on the text. On text by the target it is sequence-level distillation."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,17 +8,17 @@ from torch import Tensor
 
 from distill.losses import LOSSES, Loss, Rows
 
-# What torch's losses over labels ignore.
+# The label that torch's losses ignore.
 IGNORED = -100
 
 
 @LOSSES.register("cross_entropy")
 @dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """−log q(label): SeqKD (Kim and Rush, 1606.07947) when the labels are the target's words.
+    """−log q(label): SeqKD (Kim and Rush, 1606.07947) if the target generated the labels.
 
-    Needs no teacher forward. Against text the target wrote greedily it raises the chance that the
-    drafter's argmax is the target's. A label of −100 counts nothing.
+    Needs no teacher forward. On text that the target generated greedily, it raises the chance that
+    the drafter's argmax equals the target's. A label of −100 is ignored.
     """
 
     needs_teacher: ClassVar[bool] = False

@@ -11,10 +11,10 @@ from distill.losses import LOSSES, Loss, Rows
 @LOSSES.register("forward_kl")
 @dataclass(frozen=True)
 class ForwardKL(Loss):
-    """KL(p‖q) = Σ p (log p − log q): the drafter must cover whatever the target may say.
+    """KL(p‖q) = Σ p (log p − log q): the drafter must cover every token the target may choose.
 
-    By Pinsker TV ≤ √(KL/2), so the acceptance rate 1 − TV is at least 1 − √(KL/2) (DistillSpec,
-    2310.08461). The gradient in the logits is q − p.
+    Pinsker's inequality gives TV ≤ √(KL/2), so the acceptance rate 1 − TV is at least 1 − √(KL/2)
+    (DistillSpec, 2310.08461). The gradient in the logits is q − p.
     """
 
     def value(self, rows: Rows) -> Tensor:
@@ -22,6 +22,6 @@ class ForwardKL(Loss):
 
     def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
         gradient = rows.q - rows.p
-        # Σ (q − p) is 0, but for the rounding of the two normalisations: in float32 that would
-        # swamp a small KL, and with it every summand is as good as it was exact.
+        # Σ (q − p) is 0 except for the rounding errors of the two normalisations. In float32 these
+        # errors would be larger than a small KL. Adding q − p to each summand cancels them.
         return (rows.p * (rows.log_p - rows.log_q) + gradient).sum(-1), gradient

@@ -14,9 +14,9 @@ from distill.losses import LOSSES, Loss, Rows
 class JSD(Loss):
     """β·KL(p‖m) + (1 − β)·KL(q‖m), m = β·p + (1 − β)·q (GKD, 2306.13649, eq. 1).
 
-    Bounded, so single tokens cannot dominate. Towards β = 0 its gradient is that of the forward
-    KL times β, towards β = 1 that of the reverse KL times 1 − β. The gradient in q is
-    (1 − β)·log(q/m). Raises UserError unless 0 < β < 1.
+    It is bounded, so single tokens cannot dominate. Near β = 0 its gradient is β times the gradient
+    of the forward KL. Near β = 1 it is 1 − β times the gradient of the reverse KL. The gradient in
+    q is (1 − β)·log(q/m). Raises UserError unless 0 < β < 1.
     """
 
     beta: float = 0.5
@@ -36,7 +36,7 @@ class JSD(Loss):
         ).sum(-1)
 
     def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        # Where p and q both round to 0 the smallest number keeps the logarithm finite.
+        # If p and q both round to 0, the smallest number keeps the logarithm finite.
         m = rows.q.lerp(rows.p, self.beta)
         log_m = m.clamp_(min=torch.finfo(m.dtype).tiny).log_()
         slope = (rows.log_q - log_m).mul_(1 - self.beta).mul_(rows.q)

@@ -10,10 +10,10 @@ from distill.losses import LOSSES, Loss, Rows
 @LOSSES.register("reverse_kl")
 @dataclass(frozen=True)
 class ReverseKL(Loss):
-    """KL(q‖p) = Σ q (log q − log p): the drafter must say nothing that the target would not.
+    """KL(q‖p) = Σ q (log q − log p): the drafter must avoid tokens the target would not choose.
 
-    It settles on the target's likeliest words, for drafters too small to cover all of them
-    (MiniLLM, 2306.08543). The gradient in the logits is q (log q − log p − KL).
+    It concentrates on the target's most likely tokens. This suits drafters too small to cover all
+    of them (MiniLLM, 2306.08543). The gradient in the logits is q (log q − log p − KL).
     """
 
     def value(self, rows: Rows) -> Tensor:

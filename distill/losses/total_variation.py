@@ -1,4 +1,4 @@
-"""Total variation, which is what decides acceptance."""
+"""Total variation, which determines the acceptance rate."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from distill.losses import LOSSES, Loss, Rows
 @LOSSES.register("total_variation")
 @dataclass(frozen=True)
 class TotalVariation(Loss):
-    """TV(p, q) = ½ Σ |p − q| = 1 − α, α the acceptance rate of speculative sampling at T = 1.
+    """TV(p, q) = ½ Σ |p − q| = 1 − α; α is the acceptance rate of speculative sampling at T = 1.
 
-    The objective itself (DistillSpec's TVD, 2310.08461), but a flat one where p and q hardly
-    overlap: its gradient in the logits is q (s − Σ q s) with s = ½ sign(q − p), small wherever q
-    is. Start from a drafter that agrees somewhat.
+    This is the objective itself (DistillSpec's TVD, 2310.08461), but it is flat where p and q
+    hardly overlap. Its gradient in the logits is q (s − Σ q s) with s = ½ sign(q − p), which is
+    small where q is small. Start from a drafter that already agrees with the target to some degree.
     """
 
     def value(self, rows: Rows) -> Tensor:

@@ -1,1 +1,1 @@
-"""Online distillation: records of rejected tokens, and learning from them."""
+"""Online distillation: record rejected tokens and learn from them."""

@@ -1,12 +1,13 @@
-"""What a target said of texts that it verified, kept within bounds for a drafter to learn from.
+"""A replay buffer of limited size: target distributions recorded during verification.
 
-A request's text is stored once for all of its recorded tokens, since each rejection's context is a
-prefix of it. A recorded token takes `bytes_per_position(k, V)` bytes, a token of text 4. Of heads
-on the target it takes one more, for which head it was, and each draft with recorded tokens takes
-`bytes_per_draft`, for the hidden states that it was made from.
+A drafter learns from them. The text of a request is stored once for all of its recorded tokens,
+because the context of each rejection is a prefix of it. A recorded token takes
+`bytes_per_position(k, V)` bytes, a token of text takes 4. With heads on the target, a recorded
+token takes one more byte for the number of the head, and each draft with recorded tokens takes
+`bytes_per_draft` for the hidden states that it was computed from.
 
-Shapes: T tokens of a text, n of them recorded, k likeliest tokens of a distribution, V (draft)
-vocabulary; m drafts, F numbers of hidden state that heads read.
+Shapes: T tokens of a text, n of them recorded, k most likely tokens of a distribution, V (draft)
+vocabulary, m drafts, F numbers of hidden state that heads read.
 """
 
 import json
@@ -30,45 +31,50 @@ from distill.teacher.top_k_cache import bytes_per_token, require_same_teacher
 
 SHARD = "shard"
 FILE = "records.safetensors"
-# Below it a probability is 0 in float16 too; an infinite log-probability would make 0·∞ = NaN.
+# Lower bound of stored log-probabilities. Below it a probability is 0 in float16 anyway. An
+# infinite log-probability would give 0·∞ = NaN.
 LEAST = -6e4
-EACH = ("places", "rejected", "ids", "log_p", "log_tail")  # one row of each recorded token
+EACH = ("places", "rejected", "ids", "log_p", "log_tail")  # one row per recorded token
 DRAFTED = ("depths", "read", "features")
 
 
 def bytes_per_position(k: int, vocab_size: int) -> int:
-    """What a recorded token takes, in memory and on disk: the target's k likeliest tokens with
-    their log-probabilities and the tail, its place in the text and whether it was rejected there.
+    """Bytes of a recorded token, in memory and on disk.
+
+    It stores the target's k most likely tokens with their log-probabilities, the tail, the position
+    in the text, and whether the draft token was rejected there.
     """
     return bytes_per_token(k, vocab_size) + 4 + 1
 
 
 def bytes_per_draft(features: int, dtype: torch.dtype) -> int:
-    """What the hidden states that a draft was made from take, F numbers in the target's dtype, with
-    the place they are from; stored once for all recorded tokens of the draft."""
+    """Bytes of the hidden states that a draft was computed from, and of their position.
+
+    These are F numbers in the target's dtype, stored once for all recorded tokens of the draft.
+    """
     return features * dtype.itemsize + 4
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """A copy on the host, to the bit; of bfloat16, which NumPy does not know, its bits as int16."""
+    """Return an exact copy on the host. NumPy has no bfloat16, so it becomes the bits as int16."""
     x = x.detach().to("cpu", copy=True)
     found: np.ndarray = (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
     return found
 
 
 def from_numpy(x: np.ndarray) -> Tensor:
-    """What `to_numpy` was given."""
+    """Inverse of `to_numpy`."""
     found = torch.as_tensor(x)
     return found.view(torch.bfloat16) if x.dtype == np.int16 else found
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """By which heads, from what, a record's tokens were drafted.
+    """Which heads drafted the tokens of a record, and from which hidden states.
 
-    depths: uint8 [n], the head of each recorded token, from 1, which read the hidden states of
-    tokens[place − depth − 1]. read: int32 [m], ascending, all such tokens. features: [m, F], their
-    hidden states as `to_numpy` gives them, in the target's dtype.
+    depths: uint8 [n], the head of each recorded token, from 1. It read the hidden states of
+    tokens[place − depth − 1]. read: int32 [m], the positions of all such tokens, ascending.
+    features: [m, F], their hidden states, returned by `to_numpy`, in the target's dtype.
     """
 
     depths: np.ndarray
@@ -76,7 +82,7 @@ class Drafted:
     features: np.ndarray
 
     def part(self, places: np.ndarray, here: np.ndarray, begin: int) -> "Drafted":
-        """Of the recorded tokens `here` (bool [n]) only, in the text from token `begin` on."""
+        """Keep only the recorded tokens `here` (bool [n]) for the text that starts at `begin`."""
         depths = self.depths[here]
         kept = np.isin(self.read, places[here] - depths - 1)
         return Drafted(depths, self.read[kept] - begin, self.features[kept])
@@ -84,15 +90,15 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Record:
-    """Some tokens of one request's text, with the target's distribution for each.
+    """Recorded tokens of one request's text, with the target's distribution for each.
 
-    request: which one. tokens: int32 [T], prompt included, up to the last recorded token. places:
-    int32 [n], ascending, each ≥ 1: the distribution is that of tokens[place] after those before
-    it. rejected: bool [n], the drafter's token was rejected there. ids [n, k] unsigned or int32,
-    log_p float16 [n, k], log_tail float32 [n]: as `distill.teacher.signal.TopK`, at temperature 1
-    and before any processor.
+    request: its number. tokens: int32 [T], the text with its prompt, up to the last recorded token.
+    places: int32 [n], the positions of the recorded tokens, ascending, each ≥ 1. The distribution
+    of a position is that of tokens[place] given the tokens before it. rejected: bool [n], True
+    where the draft token was rejected. ids [n, k] unsigned or int32, log_p float16 [n, k], log_tail
+    float32 [n]: as in `distill.teacher.signal.TopK`, at temperature 1 and before any processor.
 
-    drafted: of heads on the target; None for a small language model.
+    drafted: for heads on the target; None for a small language model.
     """
 
     request: int
@@ -110,9 +116,10 @@ class Record:
         return sum(x.nbytes for x in whole if isinstance(x, np.ndarray))
 
     def windows(self, most: int) -> list["Record"]:
-        """The same recorded tokens in texts of at most `most` ≥ 2 tokens, for models that see no
-        more. A token keeps the last tokens before it: all there are, or at least half of `most`,
-        among which must be the one that its head read.
+        """Split into records of at most `most` ≥ 2 tokens, for models with a limited context.
+
+        The recorded tokens stay the same. Each keeps the tokens just before it: all of them, or at
+        least half of `most`. The token that its head read must be among them.
         """
         if len(self.tokens) <= most:
             return [self]
@@ -134,27 +141,27 @@ class Record:
 
 
 def signal_of(records: Sequence[Record], device: torch.device) -> TopK:
-    """The target's word on all recorded tokens, one text after the other."""
+    """Return the teacher signal for all recorded tokens, one text after the other."""
 
     def joined(name: str, dtype: torch.dtype) -> Tensor:
         whole = np.concatenate([getattr(record, name) for record in records])
-        # NumPy's unsigned integers are not all known to torch.
+        # torch does not support all unsigned integers of NumPy.
         whole = whole.astype(np.int64) if dtype == torch.int64 else whole
         return torch.as_tensor(whole).to(device, dtype)
 
     log_p, log_tail = joined("log_p", torch.float32), joined("log_tail", torch.float32)
-    # float16 leaves a sum of 1 but for a thousandth, and losses in closed form count on 1.
+    # In float16 the sum is off from 1 by about a thousandth, but losses in closed form need 1.
     total = torch.logaddexp(log_p.logsumexp(-1), log_tail)
     return TopK(joined("ids", torch.int64), log_p - total[:, None], log_tail - total)
 
 
 class ReplayBuffer:
-    """The newest records that fit into `max_bytes`; those before them are forgotten.
+    """Keeps the newest records that fit into `max_bytes` and drops older ones.
 
-    A record alone larger than that is not taken in. With a `directory` every `commit` writes what
-    came since the last one into a shard there, whole or not at all, and deletes shards whose
-    records are all forgotten; `restore` reads them after a restart. made_with: as
-    `distill.teacher.top_k_cache.describe_teacher` gives it, what the numbers depend on.
+    A single record larger than `max_bytes` is not added. With a `directory`, every `commit`
+    atomically writes the new records as a shard and deletes shards whose records are all dropped.
+    `restore` reads the shards after a restart. made_with: the result of
+    `distill.teacher.top_k_cache.describe_teacher`, the settings that the numbers depend on.
     """
 
     def __init__(
@@ -162,9 +169,9 @@ class ReplayBuffer:
     ) -> None:
         self.max_bytes, self.made_with, self.directory = max_bytes, made_with, directory
         self._records: deque[Record] = deque()
-        self.first = 0  # the number of the oldest record that is kept, counted from the beginning
+        self.first = 0  # the number of the oldest kept record, counted from the start
         self.nbytes = 0
-        self._written = 0  # records below this number are on disk, or were forgotten before
+        self._written = 0  # records below this number are on disk, or were dropped before
 
     def __len__(self) -> int:
         return len(self._records)
@@ -174,12 +181,12 @@ class ReplayBuffer:
 
     @property
     def next(self) -> int:
-        """The number that the next record will get."""
+        """The number of the next record."""
         return self.first + len(self._records)
 
     @property
     def positions(self) -> int:
-        """How many tokens are recorded."""
+        """The number of recorded tokens."""
         return sum(len(record.places) for record in self._records)
 
     def add(self, records: Iterable[Record]) -> None:
@@ -192,7 +199,7 @@ class ReplayBuffer:
                 self._forget()
 
     def keep_newest(self, count: int) -> None:
-        """Forget all but the newest `count` records."""
+        """Drop all but the newest `count` records."""
         while len(self._records) > count:
             self._forget()
 
@@ -201,8 +208,11 @@ class ReplayBuffer:
         self.first += 1
 
     def commit(self) -> None:
-        """Bring the directory up to date. UserError where it cannot be written (a full disk, say);
-        all that was there before is whole then."""
+        """Bring the directory up to date.
+
+        Raises UserError if it cannot be written, for example on a full disk. The existing shards
+        then stay intact.
+        """
         if self.directory is None:
             return
         begin = max(self._written, self.first)
@@ -219,11 +229,11 @@ class ReplayBuffer:
                 remove_directory(path)
 
     def restore(self, target: Target, *, first: int = 0, end: int | None = None) -> None:
-        """Read the directory's records numbered first … end−1; None: to the last.
+        """Read the records first … end−1 from the directory. With end=None, read to the last.
 
-        Raises UserError when they were made from another target, revision, dtype, vocabulary or k,
-        and CorruptArtifact, naming the file, for a shard that is damaged. A shard that was deleted
-        is only missed.
+        Raises UserError if they were made with another target, revision, dtype, vocabulary or k.
+        Raises CorruptArtifact, naming the file, for a damaged shard. A deleted shard is no error;
+        its records are just missing.
         """
         assert self.directory is not None, "a buffer in memory has nothing to restore"
         recover(self.directory)
@@ -231,7 +241,7 @@ class ReplayBuffer:
         self.nbytes, self.first = 0, first
         for number, path in _shards(self.directory):
             if end is not None and number >= end:
-                remove_directory(path)  # written after the state that is gone back to
+                remove_directory(path)  # written after the state to restore
                 continue
             meta = verify_directory(path)
             self._require_same(meta["made_with"], target, path)

@@ -1,7 +1,7 @@
-"""A drafter that learns while it serves: what is trained, and how the serving one follows.
+"""Online learning of a drafter: the trained copy, and the handover of its weights.
 
-What is trained is a copy of the drafter's weights in float32, on a device of its own if wanted.
-A kind of drafter says here how its loss is computed on records and how it takes new weights;
+A float32 copy of the drafter's weights is trained, optionally on a separate device. Each kind of
+drafter implements here the loss on records and the handover of new weights.
 `train.online.learning` does the rest.
 
 Shapes: B texts, T tokens of the longest, n recorded tokens.
@@ -28,13 +28,14 @@ from distill.replay.buffer import Record, signal_of
 
 
 class OnlineStudent(ABC):
-    """The copy of a drafter that learns.
+    """The copy of a drafter that is trained.
 
-    kind: of the drafter, in `decode.drafters.DRAFTERS`. module: holds the weights; those that
-    require a gradient are trained. window: how many tokens of a text it is shown at most. ids:
-    int64 [V'], ascending, a reduced draft vocabulary; None: all tokens. heads: how many heads on
-    the target it is, and taps: the hidden states that they read, `features` numbers in all; none
-    for a model of its own.
+    kind: the name of the drafter in `decode.drafters.DRAFTERS`. module: holds the weights; those
+    that require a gradient are trained. window: the max number of tokens of a text. ids: int64
+    [V'], ascending, a reduced draft vocabulary; None means all tokens.
+
+    For heads on the target only: heads is the number of heads, taps are the layers whose hidden
+    states are captured for them, and features is the total size of these hidden states.
     """
 
     kind: str
@@ -52,13 +53,15 @@ class OnlineStudent(ABC):
 
     @property
     def parameter_count(self) -> int:
-        """How many, trained or not."""
+        """The number of parameters, trained or not."""
         return sum(p.numel() for p in self.module.parameters())
 
     @abstractmethod
     def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
-        """The weighted loss summed over the recorded tokens, which is differentiable, and each
-        term's sum, float64 [terms]. Texts are at most `window` long."""
+        """Return the weighted loss summed over the recorded tokens, and each term's sum.
+
+        The loss is differentiable. The sums are float64 [terms]. Texts are at most `window` long.
+        """
 
     @abstractmethod
     def lost(self, records: Sequence[Record]) -> Tensor:
@@ -70,19 +73,21 @@ class OnlineStudent(ABC):
 
     @abstractmethod
     def hand_over(self, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
-        """Give a drafter these values of the trained weights (names as in `module`). Only between
-        two drafts."""
+        """Give a drafter these values of the trained weights (names as in `module`).
+
+        Call it only between two drafts.
+        """
 
     @abstractmethod
     def write(self, directory: Path) -> None:
-        """Write what the drafter's `load` reads."""
+        """Write the files that the drafter's `load` reads."""
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
 
 def require_same_ids(own: Tensor | None, theirs: Tensor | None) -> None:
-    """Raise UserError unless the draft vocabularies of a learning copy and its drafter are one."""
+    """Raise UserError unless the learning copy and its drafter have the same draft vocabulary."""
     same = own is theirs or (
         own is not None and theirs is not None and torch.equal(own.cpu(), theirs.cpu())
     )
@@ -94,13 +99,15 @@ def require_same_ids(own: Tensor | None, theirs: Tensor | None) -> None:
 
 
 class SmallLMStudent(OnlineStudent):
-    """A small language model, float32; `model` itself is trained, in eval mode: without dropout, so
-    that what it learns can be repeated.
+    """A small language model in float32. `model` itself is trained.
 
-    vocabulary: what its output layer was reduced to. max_length: of a text, in tokens; None: as far
-    as the model sees. tokenizer: is stored with it, and names the padding; None: `pad_id` does.
-    tokens: of `Distillation`, as many as the records' distributions are over.
-    Raises UserError for a model that `distill.teacher.output_layer` refuses.
+    It is in eval mode, so there is no dropout and training is reproducible.
+
+    vocabulary: the reduced draft vocabulary of its output layer. max_length: the max length of a
+    text in tokens; None uses the model's limit. tokenizer: stored with the model; it also gives the
+    padding id. Without it, `pad_id` is used. tokens: as for `Distillation`; it must equal the
+    number of tokens in the records' distributions. Raises UserError for a model that
+    `distill.teacher.output_layer` refuses.
     """
 
     kind = "small_lm"

@@ -1,7 +1,7 @@
-"""From verification passes to records of what the target said: no second forward of the teacher.
+"""Records the target's distributions from verification passes, without another teacher forward.
 
-Shapes: B rows, N drafted nodes, D depth of the longest accepted path, V vocabulary, n recorded
-tokens, k likeliest tokens.
+Shapes: B rows, N draft nodes, D depth of the longest accepted path, V vocabulary, n recorded
+tokens, k most likely tokens.
 """
 
 import threading
@@ -16,13 +16,13 @@ from decode.observe import Verified
 from distill.replay.buffer import LEAST, Drafted, Record, to_numpy
 from distill.teacher.top_k_cache import top_k
 
-# Distributions whose logarithm is taken together, float32 each.
+# The number of float32 distributions whose log-softmax is computed at once.
 CHUNK = 64
 
 
 @dataclass
 class _Open:
-    """A request whose text is still growing."""
+    """A request that is still being generated."""
 
     request: int
     held_out: bool
@@ -39,23 +39,29 @@ class _Open:
 class Collector:
     """An observer of the decode loop (`decode.observe`) that records the target's distributions.
 
-    Recorded are all places where a drafted token was rejected, and of the other tokens that a pass
-    emitted (an accepted one; the target's own, where nothing was drafted or all was accepted) a
-    share of `accepted`. Every `holdout_every`-th request is held out: not to be learnt from, but
-    recorded whole, as what the drafter is judged on must not be its failures alone; 0: none.
-    Distributions are the target's at temperature 1 before all processors, its k likeliest tokens
-    and the tail; over the draft `vocabulary`, int64 [V'] ascending, renormalised, where one is
-    given, else over the first `vocab_size` rows, as others are padding. k ≥ V keeps all of them.
+    It records every position where a draft token was rejected. Of the other emitted tokens it
+    records a random share `accepted`. These are accepted tokens, and the target's own token if
+    nothing was drafted or the whole draft was accepted.
 
-    taps: of heads on the target, the hidden states that they read: then recorded are only places
-    that a head drafted for, with its number and what it read there. The head d of a draft after L
-    tokens drafts for place L + d − 1, from the hidden states of the token at L − 2.
+    Every `holdout_every`-th request is held out (0: none). It is not used for training, and all of
+    its tokens are recorded, because an evaluation must not see only the drafter's failures.
 
-    A row of a decode is a request, which begins where a row's text does not go on. `begin` gives
-    the rows of the next decode their requests' numbers; else they are counted. What a text draws
-    hangs on its request's number alone, so it is the same in any batch. Until `take` a row holds
-    what was recorded of it, at most `distill.replay.buffer.bytes_per_position` for each token it
-    emitted. Calls from several threads wait for each other.
+    Distributions are the target's at temperature 1, before all processors: the k most likely tokens
+    and the tail. With a draft `vocabulary`, int64 [V'] ascending, they are renormalised over it.
+    Otherwise they cover the first `vocab_size` rows, because later rows are padding. k ≥ V keeps
+    the full distribution.
+
+    taps: for heads on the target, the layers whose hidden states are captured. Then only positions
+    for which a head drafted are recorded, with the number of the head and the hidden states that it
+    read. After a text of L tokens, head d drafts for position L + d − 1 from the hidden states of
+    the token at L − 2.
+
+    Each row of a decode is a request. A new request begins if the text of a row does not continue
+    the text before. `begin` sets the request numbers for the rows of the next decode. Without it,
+    requests are counted. The random draws of a text depend only on its request number, so they are
+    the same in any batch. A row keeps its records until `take`: at most
+    `distill.replay.buffer.bytes_per_position` per emitted token. Calls from several threads wait
+    for each other.
     """
 
     def __init__(
@@ -80,18 +86,20 @@ class Collector:
         self._closed: list[tuple[bool, Record]] = []
         self._numbers: Sequence[int] | None = None
         self._lock = threading.Lock()
-        self.requests = 0  # that have begun
-        self.rejections = 0  # recorded to learn from
+        self.requests = 0  # requests started so far
+        self.rejections = 0  # rejections recorded for training
 
     def begin(self, requests: Sequence[int]) -> None:
-        """The rows of the next decode answer these requests; all others are over."""
+        """Set the request numbers for the rows of the next decode. All other requests end."""
         with self._lock:
             self._close()
             self._numbers = list(requests)
 
     def take(self) -> tuple[list[Record], list[Record]]:
-        """What was recorded since the last call, to learn from and held out. Texts that are still
-        growing go on: what is recorded of them later comes with their whole context again."""
+        """Return the records since the last call: those for training and those held out.
+
+        Unfinished texts continue. Their later records contain the full context again.
+        """
         with self._lock:
             for row in self._open.values():
                 self._record(row)
@@ -99,7 +107,7 @@ class Collector:
         return [r for held, r in taken if not held], [r for held, r in taken if held]
 
     def end(self) -> None:
-        """All texts are complete."""
+        """Close all texts as complete."""
         with self._lock:
             self._close()
             self._numbers = None
@@ -116,11 +124,11 @@ class Collector:
         ]
         depth = seen.block.shape[1]
         columns = np.arange(depth)
-        # A text is over at its first EOS, whatever was accepted behind it.
+        # A text ends at its first EOS, even if tokens after it were accepted.
         over = np.isin(seen.block, self._eos).cumsum(1) - np.isin(seen.block, self._eos) > 0
         emitted = (columns <= accepted[:, None]) & ~over
         reached = seen.verdict.reached.cpu().numpy()
-        # The place after the accepted tokens is a rejection's where one more was judged.
+        # The position after the accepted tokens is a rejection if one more token was verified.
         rejected = emitted & (columns == accepted[:, None]) & (reached > accepted)[:, None]
         drawn = np.stack([row.random.random(depth) for row in rows])
         shares = np.array([1.0 if row.held_out else self.accepted for row in rows])
@@ -162,7 +170,10 @@ class Collector:
     def _distributions(
         self, seen: Verified, rows: np.ndarray, columns: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """ids [n, k], log_p float16 [n, k], log_tail float32 [n] at these columns of the path."""
+        """Return ids [n, k], log_p float16 [n, k] and log_tail float32 [n].
+
+        rows, columns: rows of the batch and positions on the accepted path.
+        """
         raw = seen.scores.raw
         which = torch.as_tensor(rows, device=raw.device)
         places = seen.verdict.places()[which, torch.as_tensor(columns, device=raw.device)]
@@ -187,7 +198,7 @@ class Collector:
         return ids, log_p, tail
 
     def _record(self, row: _Open) -> None:
-        """Close what was recorded of a row so far."""
+        """Turn the recorded tokens of a row into a record."""
         if not row.places:
             return
         ids, log_p, tail = (np.stack(parts) for parts in zip(*row.signals, strict=True))

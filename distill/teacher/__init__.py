@@ -1,1 +1,1 @@
-"""Teachers: what the target says of a text, live or from a cache."""
+"""Teachers: the target's distributions or hidden states for a text, live or from a cache."""

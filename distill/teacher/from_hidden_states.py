@@ -1,4 +1,4 @@
-"""The whole distribution of the target from its cached hidden states, to distil a drafter on."""
+"""Computes the target's full distribution from cached hidden states, for distillation."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,9 +12,9 @@ from distill.teacher.output_layer import SplitModel
 
 
 class CachedStatesTeacher(LiveTeacher):
-    """A `LiveTeacher` whose target is run no further than its output layer.
+    """A `LiveTeacher` that runs only the target's output layer, on cached hidden states.
 
-    states: holds the tap `FINAL`. vocabulary, tokens, timed: as of `LiveTeacher`.
+    states: must contain the tap `FINAL`. vocabulary, tokens, timed: as for `LiveTeacher`.
     """
 
     def __init__(

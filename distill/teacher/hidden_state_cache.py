@@ -1,4 +1,4 @@
-"""An offline cache of the target's hidden states: one forward a text for any number of trainings.
+"""An offline cache of the target's hidden states: one forward per text for any number of runs.
 
 Shapes: T tokens of a text, H hidden size.
 """
@@ -17,7 +17,7 @@ WHAT = "feature cache"
 
 
 def bytes_per_token(target: Target, taps: Sequence[int]) -> int:
-    """What a token takes on disk."""
+    """Bytes of a token on disk."""
     hidden: int = target.model.config.get_text_config().hidden_size
     return len(taps) * hidden * target.dtype.itemsize
 
@@ -29,8 +29,11 @@ def write_features(
     features: Mapping[int, Sequence[Tensor]],
     target: Target,
 ) -> None:
-    """Write part `number`: by tap, [T, H] of each sample, in the target's dtype. samples: (id,
-    `distill.teacher.parts.text_sha256`) of each."""
+    """Write part `number` of the cache.
+
+    samples: (id, `distill.teacher.parts.text_sha256`) of each sample. features: by tap, [T, H] of
+    each sample, in the target's dtype.
+    """
     tensors = {_name(tap): x for tap, x in features.items()}
     meta = {"teacher": describe_target(target), "taps": list(features)}
     write_part(directory, number, samples, tensors, meta)
@@ -41,16 +44,15 @@ def _name(tap: int) -> str:
 
 
 def holds_features(directory: Path) -> bool:
-    """Whether a cache is of hidden states. Raises UserError for a directory that holds no cache."""
+    """Whether a cache holds hidden states. Raises UserError for a directory without a cache."""
     return all("taps" in meta for meta in Parts(directory, "cache").metas.values())
 
 
 class CachedFeatures:
-    """Hidden states from a cache, in the place of
-    `distill.teacher.live_hidden_states.LiveFeatures`.
+    """Hidden states from a cache. Replaces `distill.teacher.live_hidden_states.LiveFeatures`.
 
-    Raises UserError when it was made from another target, revision or dtype, lacks one of the taps,
-    or is damaged. `require` raises it for texts that it was not made of.
+    Raises UserError if the cache was made from another target, revision or dtype, lacks one of the
+    taps, or is damaged. `require` raises UserError for texts that are not in the cache.
     """
 
     def __init__(self, directory: Path, target: Target, taps: Sequence[int]) -> None:
@@ -67,19 +69,22 @@ class CachedFeatures:
                 )
 
     def require(self, samples: Sequence[tuple[str, str]]) -> None:
-        """Raise UserError unless it holds every (id, text_sha256)."""
+        """Raise UserError unless the cache holds every (id, text_sha256)."""
         self.parts.require(samples)
 
     def features(
         self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
     ) -> Mapping[int, Tensor]:
-        """See `distill.teacher.live_hidden_states.FeatureSource`; a batch without samples has
-        nothing to learn."""
+        """See `distill.teacher.live_hidden_states.FeatureSource`.
+
+        Without ids it returns features that only have the right shape. Such a batch has no tokens
+        to train on.
+        """
         device = input_ids.device
         names = [_name(tap) for tap in self._taps]
         rows = [self.parts.read(sample, names) for sample in ids]
         if not rows:
-            # The sizes and the dtype are those of any other sample.
+            # Take the sizes and the dtype from any sample.
             some = self.parts.read(next(iter(self.parts.samples)), names)
             rows = [[x[:1].expand(input_ids.shape[1], -1) for x in some]]
         return {
@@ -89,7 +94,7 @@ class CachedFeatures:
 
 
 def split_rows(features: Mapping[int, Tensor], lengths: Sequence[int]) -> list[dict[int, Tensor]]:
-    """Each row's own [T, H] by tap, of a padded batch, on the CPU."""
+    """Split a padded batch into rows without padding: [T, H] by tap for each row, on the CPU."""
     return [
         {tap: x[row, :length].to("cpu", copy=True) for tap, x in features.items()}
         for row, length in enumerate(lengths)

@@ -1,4 +1,4 @@
-"""What the target says about a text: the signal that drafters learn from."""
+"""Computes the teacher signal for a text by running the target."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,13 +13,15 @@ from distill.teacher.signal import Teacher, Whole
 
 
 class TeacherSource(Protocol):
-    """Where the teacher's word on a batch comes from."""
+    """A source of the teacher signal for a batch."""
 
     def signal(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Teacher:
-        """For a batch [B, T] of samples `ids`: the target's word on a slice of its n predicted
-        tokens."""
+        """Return the teacher for a batch [B, T] of samples `ids`.
+
+        The teacher returns the signal for a slice of the n predicted tokens.
+        """
         ...
 
 
@@ -27,14 +29,15 @@ class LiveTeacher:
     """Runs the frozen target over each batch, once and without gradients.
 
     With `remember`, the last hidden states of every predicted token are kept on the CPU after
-    their first use (H numbers a token in the target's dtype, not V), so that later epochs over the
-    same samples cost no forward and still see the target's whole distribution.
+    their first use (H numbers per token in the target's dtype, not V). Later epochs over the same
+    samples then need no forward and still see the target's full distribution.
 
-    vocabulary: int64 [n], the draft vocabulary. The logits are then those of its tokens only, and
-    their softmax is the target's distribution p renormalised over it. tokens: where there is none,
-    how many ids are tokens; the logits are those of the first so many rows, without the padding.
+    vocabulary: int64 [n], the draft vocabulary. The logits then cover only its tokens, and their
+    softmax is the target's distribution p renormalised over it. tokens: used without a vocabulary,
+    the number of ids that are tokens. The logits then cover only the first `tokens` rows, without
+    the padding.
 
-    timed(): a context that its work is done in, so that somebody can time it.
+    timed(): a context in which the teacher does its work, so that callers can time it.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class LiveTeacher:
     def signal(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Callable[[slice], Whole]:
-        """See `TeacherSource`; the logits of a slice are made when it is asked for."""
+        """See `TeacherSource`. The logits of a slice are computed on request."""
         with self._timed():
             hidden = self.hidden(input_ids, attention_mask, loss_mask, ids)
 
@@ -77,7 +80,7 @@ class LiveTeacher:
     def hidden(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Tensor:
-        """[n, H] of the predicted tokens, from memory or by a forward."""
+        """[n, H]: the hidden states for the predicted tokens, from memory or from a forward."""
         hidden = self._recall(ids, input_ids.device)
         if hidden is None:
             predicted = loss_mask[:, 1:]

@@ -1,4 +1,4 @@
-"""The target's hidden states of texts, for training: one forward a batch, for all heads."""
+"""The target's hidden states for training: one forward per batch for all heads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,20 +13,21 @@ from decode.target.hidden_states import Recorder
 
 
 class FeatureSource(Protocol):
-    """Where the hidden states of a batch come from."""
+    """A source of the target's hidden states for a batch."""
 
     def features(
         self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
     ) -> Mapping[int, Tensor]:
-        """By tap [B, T, H], in the target's dtype, of a batch [B, T] of samples `ids`."""
+        """Return [B, T, H] by tap, in the target's dtype, for a batch [B, T] of samples `ids`."""
         ...
 
 
 class LiveFeatures:
-    """Runs the frozen target over each batch, once and without gradients; no logits are made.
+    """Runs the frozen target over each batch, once, without gradients and without logits.
 
-    remember: what was seen of a sample is kept in the CPU's memory, H numbers a token and tap, so
-    that later epochs cost no forward. timed(): a context that its work is done in.
+    taps: the layers whose hidden states are captured. remember: keep the hidden states of each
+    sample in CPU memory, H numbers per token and tap, so that later epochs need no forward.
+    timed(): a context in which the work is done.
     """
 
     def __init__(

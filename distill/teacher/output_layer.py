@@ -1,4 +1,4 @@
-"""A model in two halves: the stack that yields hidden states, and the output layer."""
+"""Splits a model into the stack that computes hidden states and the output layer."""
 
 from dataclasses import dataclass
 
@@ -12,24 +12,27 @@ from decode.target.placement import input_device, require_present
 
 @dataclass
 class SplitModel:
-    """`stack` maps token ids to hidden states after the final norm; `output` those to logits."""
+    """A model in two parts.
+
+    `stack` maps token ids to hidden states after the final norm. `output` maps these to logits.
+    """
 
     stack: nn.Module
     output: nn.Linear
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, T, H] from int64 ids and mask [B, T]."""
+        """Return [B, T, H] for int64 ids and mask [B, T]."""
         return self.stack(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
 
 
 def split_model(model: PreTrainedModel) -> SplitModel:
-    """Take a causal LM apart, so that logits can be made for a few tokens at a time.
+    """Split a causal LM, so that logits can be computed for a few tokens at a time.
 
-    Raises UserError when the model does more between the two halves than a linear layer (soft
-    capping, scaling): a loss over other logits than the model's own would teach something else. And
-    when its weights are offloaded.
+    Raises UserError if the model does more than a linear layer between hidden states and logits
+    (soft capping, scaling). Without these steps the logits would not be the model's, and a loss on
+    them would teach something else. Also raises UserError if the weights are offloaded.
     """
     require_present(model, "training on the target's distribution")
     output = model.get_output_embeddings()

@@ -1,9 +1,9 @@
-"""Caches of what a target says of texts, on disk: numbered parts, each of some samples' tensors.
+"""On-disk caches of the target's outputs. A cache has numbered parts with tensors of some samples.
 
-Each part is written whole or not at all, and knows the target it was made from and a hash of every
-text, so that it is used for nothing else; a killed writer goes on with the next part. What the
-tensors are is the affair of `distill.teacher.top_k_cache` (log-probabilities) and
-`distill.teacher.hidden_state_cache` (hidden states).
+Each part is written completely or not at all. It stores a description of its target and a hash of
+every text, so it cannot be used for another target or text. After a kill, the writer continues with
+the next part. `distill.teacher.top_k_cache` (log-probabilities) and
+`distill.teacher.hidden_state_cache` (hidden states) define the tensors.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ ROWS = "samples.json"
 
 
 def describe_target(target: Target) -> dict[str, Any]:
-    """What tells one target from another; JSON values."""
+    """Return the values that identify a target, as JSON values."""
     return {
         "target": target.name,
         "revision": target.revision,
@@ -40,7 +40,10 @@ def describe_target(target: Target) -> dict[str, Any]:
 
 
 def weights_sha256(target: Target) -> str:
-    """Tells targets of one name and vocabulary apart: a hash over some of every weight."""
+    """Return a hash over some numbers of every weight.
+
+    It distinguishes targets with the same name and vocabulary.
+    """
     found = hashlib.sha256()
     require_present(target.model, "training on the target's word, or a cache of it,")
     tensors = target.model.state_dict().items()
@@ -51,7 +54,7 @@ def weights_sha256(target: Target) -> str:
 
 
 def text_sha256(tokens: Sequence[int], mask: Sequence[bool]) -> str:
-    """Of one sample: which tokens, and which of them are predicted."""
+    """Return a hash of one sample: its tokens, and which of them are predicted."""
     body = json.dumps([list(tokens), [int(bit) for bit in mask]])
     return hashlib.sha256(body.encode()).hexdigest()[:32]
 
@@ -63,8 +66,11 @@ def write_part(
     tensors: Mapping[str, Sequence[Tensor]],
     meta: dict[str, Any],
 ) -> None:
-    """Write one part. samples: (id, text_sha256) of each; tensors: by name, one of each sample,
-    whose first sizes are alike, in the dtype they are stored in."""
+    """Write one part.
+
+    samples: (id, text_sha256) of each sample. tensors: by name, one tensor per sample, in the dtype
+    to store. All tensors of one sample have the same first dimension.
+    """
 
     def fill(path: Path) -> None:
         whole = {name: torch.cat(list(x)).cpu().contiguous() for name, x in tensors.items()}
@@ -80,11 +86,12 @@ def write_part(
 
 
 class Parts:
-    """Reads parts; only what is asked for is loaded. metas: of each part by its directory. samples:
-    the ids of those that are there.
+    """Reads the parts of a cache. It loads only the requested tensors.
 
-    what: what the directory should hold, for messages. Raises UserError when it holds no part, and
-    when a part is damaged.
+    metas: the metadata of each part, by its directory. samples: the ids of all stored samples.
+
+    what: a name for the content of the directory, for messages. Raises UserError if the directory
+    has no part or a part is damaged.
     """
 
     def __init__(self, directory: Path, what: str) -> None:
@@ -108,7 +115,7 @@ class Parts:
         return self._places
 
     def require(self, samples: Sequence[tuple[str, str]]) -> None:
-        """Raise UserError unless they hold every (id, text_sha256)."""
+        """Raise UserError unless the parts hold every (id, text_sha256)."""
         for name, text in samples:
             if name not in self._places:
                 raise UserError(
@@ -122,21 +129,23 @@ class Parts:
                 )
 
     def read(self, sample: str, names: Sequence[str]) -> list[Tensor]:
-        """These of a sample's tensors."""
+        """Return the tensors with these names for a sample."""
         file, begin, end, _ = self._places[sample]
         with safe_open(file, "pt") as stored:
             return [stored.get_slice(name)[begin:end] for name in names]
 
 
 def require_same_target(found: dict[str, Any], target: Target, what: str, whose: str) -> None:
-    """Raises UserError unless `found`, as `describe_target` gives it, is this target.
+    """Raise UserError unless `found`, a result of `describe_target`, describes this target.
 
-    what: names what holds it; whose: names whose vocabulary is compared."""
+    what: for messages, the name of the object that holds `found`. whose: for messages, the name of
+    the owner of the compared vocabulary.
+    """
     expected = describe_target(target)
     made_for = Fingerprint.from_dict(found["fingerprint"])
     require_same_vocabulary(made_for, target.fingerprint, whose)
     for key, said in (
-        # Either of the first two changes the third, and says more.
+        # A difference in revision or dtype also changes the weights, but its message says more.
         ("revision", "another revision of the target"),
         ("dtype", "the target in another dtype"),
         ("weights", "a target with other weights"),
@@ -147,8 +156,10 @@ def require_same_target(found: dict[str, Any], target: Target, what: str, whose:
 def require_same(
     found: dict[str, Any], expected: dict[str, Any], key: str, said: str, what: str
 ) -> None:
-    """Raises UserError unless the two, which describe targets, agree in `key`. said: what else it
-    was made from when they do not."""
+    """Raise UserError unless two descriptions of targets agree in `key`.
+
+    said: for the message, what the object was made from instead.
+    """
     if found[key] != expected[key]:
         raise UserError(
             f"{what} was made from {said}: found "

@@ -1,4 +1,4 @@
-"""A frozen model shared out over the ranks, each holding a part of every layer."""
+"""Shards a frozen model over the ranks: each rank holds a part of every layer."""
 
 import torch.distributed as dist
 from torch import nn
@@ -11,9 +11,9 @@ from decode.errors import UserError
 def shard_layers(stack: nn.Module, device_type: str) -> None:
     """Shard the decoder layers of a frozen stack over all ranks, in place (FSDP2).
 
-    Embeddings and final norm stay whole. A layer is whole only while it runs, so every rank must
-    run it the same number of times. Raises UserError when there is one process only, or no single
-    list of layers.
+    Embeddings and final norm are not sharded. A layer is gathered only while it runs, so every rank
+    must run it the same number of times. Raises UserError if there is only one process
+    (torch.distributed is not initialised), or if the stack has no single list of layers.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise UserError(

@@ -1,8 +1,10 @@
-"""What a teacher says about a few tokens, in the two forms there are.
+"""The teacher signal for a few tokens, in two forms: full logits or top-k with a tail.
 
-A signal turns the drafter's log-probabilities over its vocabulary into those over the outcomes
-that teacher and drafter are compared on, and a gradient over the outcomes back into one over the
-vocabulary. Shapes: n tokens, V vocabulary, k cached tokens.
+The losses compare teacher and drafter over a set of outcomes. A signal converts the drafter's
+log-probabilities over its vocabulary to log-probabilities over these outcomes. It also converts a
+gradient over the outcomes back to a gradient over the vocabulary.
+
+Shapes: n tokens, V vocabulary, k cached tokens.
 """
 
 from collections.abc import Callable
@@ -14,32 +16,36 @@ from torch import Tensor
 
 
 class Signal(Protocol):
-    """The teacher's word on n tokens."""
+    """The teacher signal for n tokens."""
 
     def outcomes(self, log_q: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(log q, log p) over the outcomes, from the drafter's log q [n, V], differentiable in it.
+        """Return (log q, log p) over the outcomes.
 
-        temperature: the teacher's.
+        log_q: [n, V], the drafter's. The result is differentiable in it. temperature: the
+        teacher's.
         """
         ...
 
     def pull_back(self, gradient: Tensor, logits: Tensor, temperature: float) -> Tensor:
-        """The gradient in logits / temperature [n, V] of a loss whose gradient in the outcomes'
-        logits is `gradient`. logits and temperature: the drafter's."""
+        """Return the gradient of a loss in logits / temperature, [n, V].
+
+        gradient: the gradient of the loss in the outcomes' logits. logits, temperature: the
+        drafter's.
+        """
         ...
 
     def __getitem__(self, rows: slice) -> "Signal":
-        """The word on some of the tokens."""
+        """The signal for some of the tokens."""
         ...
 
 
-# From a slice of a batch's predicted tokens to the teacher's word on them, made when it is called.
+# Maps a slice of a batch's predicted tokens to its teacher signal, computed on each call.
 Teacher = Callable[[slice], Signal]
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The teacher's logits over the whole (draft) vocabulary, [n, V]."""
+    """The teacher's logits over the full (draft) vocabulary, [n, V]."""
 
     logits: Tensor
 
@@ -56,11 +62,11 @@ class Whole:
 
 @dataclass(frozen=True)
 class TopK:
-    """The teacher's k likeliest tokens, with all others taken together as one outcome, the tail.
+    """The teacher's k most likely tokens, and all other tokens merged into one outcome, the tail.
 
     ids int64 [n, k], log_p [n, k] and log_tail [n], float. A divergence over these k + 1 outcomes
-    is at most the one over the vocabulary (taking outcomes together never separates two
-    distributions more), and equal to it when q and p agree within the tail up to a factor.
+    is at most the divergence over the vocabulary, because merging outcomes never increases it. Both
+    are equal if q and p are proportional within the tail.
     """
 
     ids: Tensor
@@ -69,14 +75,14 @@ class TopK:
 
     def outcomes(self, log_q: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         assert temperature == 1, "a cache has the temperature that it was made at"
-        # The sum over all others rather than 1 − Σ: where the tail is small that would be rounding.
+        # Sum over all other tokens. For a small tail, 1 − Σ would be only rounding error.
         tail = log_q.exp().scatter(1, self.ids, 0.0).sum(-1)
         log_tail = tail.clamp(min=torch.finfo(tail.dtype).tiny).log()
         log_p = torch.cat([self.log_p, self.log_tail[:, None]], 1).to(log_q.dtype)
         return torch.cat([log_q.gather(1, self.ids), log_tail[:, None]], 1), log_p
 
     def pull_back(self, gradient: Tensor, logits: Tensor, temperature: float) -> Tensor:
-        # Within the tail each token's share of the gradient is its share of q.
+        # Each token of the tail gets a share of the gradient equal to its share of q.
         others = (logits / temperature).scatter(1, self.ids, float("-inf")).softmax(-1)
         return others.mul_(gradient[:, -1:]).scatter_(1, self.ids, gradient[:, :-1])
 

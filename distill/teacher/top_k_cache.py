@@ -1,7 +1,7 @@
-"""An offline cache of what the teacher says: top-k log-probabilities and the mass of the tail.
+"""An offline cache of the teacher signal: top-k log-probabilities and the mass of the tail.
 
-Written once, in parts, it serves any number of trainings without the target's forward; k ids and
-log-probabilities a token take 4k + 4 bytes, where logits would take 2V.
+It is written once, in parts. Any number of training runs then need no forward of the target. With k
+ids and log-probabilities, a token takes 4k + 4 bytes. Its logits would take 2V.
 
 Shapes: n tokens, V (draft) vocabulary, k.
 """
@@ -27,23 +27,26 @@ VOCABULARY = "vocabulary.safetensors"
 
 
 def top_k(logits: Tensor, k: int, temperature: float = 1.0) -> TopK:
-    """The k likeliest of each row's tokens, and the others' mass; float32 from logits [n, V]."""
+    """Return the k most likely tokens of each row and the mass of the others.
+
+    logits: [n, V]. The result is float32.
+    """
     log_p = (logits.float() / temperature).log_softmax(-1)
     kept, ids = log_p.topk(k)
-    # Σ over the others rather than 1 − Σ: where the tail is small that would be rounding.
+    # Sum over the other tokens. For a small tail, 1 − Σ would be only rounding error.
     tail = log_p.exp().scatter_(1, ids, 0.0).sum(-1)
     return TopK(ids, kept, tail.clamp(min=torch.finfo(tail.dtype).tiny).log())
 
 
 def bytes_per_token(k: int, vocab_size: int) -> int:
-    """What a cached token takes on disk: k ids and float16 log-probabilities, a float32 tail."""
+    """Bytes of a cached token on disk: k ids, k float16 log-probabilities, a float32 tail."""
     return k * (_id_dtype(vocab_size).itemsize + 2) + 4
 
 
 def describe_teacher(
     target: Target, *, k: int, temperature: float, vocabulary: Tensor | None
 ) -> dict[str, Any]:
-    """What a cache's numbers depend on beside the text; JSON values."""
+    """Return the settings that a cache depends on, besides the text, as JSON values."""
     return {
         **parts.describe_target(target),
         "k": k,
@@ -59,14 +62,17 @@ def ids_sha256(ids: Tensor) -> str:
 def require_same_teacher(
     found: dict[str, Any], expected: dict[str, Any], target: Target, what: str
 ) -> None:
-    """Raise UserError unless numbers described by `found` are those of the teacher `expected`, both
-    as of `describe_teacher` (k and temperature aside). what: names what holds them."""
+    """Raise UserError unless `found` and `expected` describe the same teacher.
+
+    Both are results of `describe_teacher`; k and temperature are not compared. what: for messages,
+    the name of the object described by `found`.
+    """
     require_same_target(found, target, what, f"the teacher of {what}")
     require_same(found, expected, "vocabulary", "another draft vocabulary", what)
 
 
 def write_vocabulary(directory: Path, ids: Tensor) -> None:
-    """Keep the draft vocabulary that the cache is over beside its parts."""
+    """Store the draft vocabulary of the cache next to its parts."""
     write_directory(
         directory / "vocabulary", lambda path: save_file({"ids": ids.cpu()}, path / VOCABULARY)
     )
@@ -80,10 +86,10 @@ def write_part(
     vocab_size: int,
     teacher: dict[str, Any],
 ) -> None:
-    """Write one part, whole or not at all.
+    """Write one part, completely or not at all.
 
-    samples: (id, text_sha256) of each, with its signal in the same place. teacher: as
-    `describe_teacher` gives it.
+    samples: (id, text_sha256) of each sample. signals: one per sample, in the same order. teacher:
+    the result of `describe_teacher`.
     """
     tensors = {
         "ids": [s.ids.cpu().to(_id_dtype(vocab_size)) for s in signals],
@@ -98,10 +104,10 @@ def _id_dtype(vocab_size: int) -> torch.dtype:
 
 
 class CachedTeacher:
-    """Reads a cache; only what a batch needs is loaded.
+    """Reads a cache. It loads only the samples of a batch.
 
-    Raises UserError when the cache was made from another target, revision or dtype, or a part of
-    it is damaged. `require` and `signal` raise it for text that it was not made of.
+    Raises UserError if the cache was made from another target, revision or dtype, or if a part is
+    damaged. `require` and `signal` raise UserError for text that is not in the cache.
     """
 
     def __init__(self, directory: Path, target: Target) -> None:
@@ -131,13 +137,13 @@ class CachedTeacher:
             self.k, self.temperature = made_with
 
     def require(self, samples: Sequence[tuple[str, str]]) -> None:
-        """Raise UserError unless it holds every (id, text_sha256)."""
+        """Raise UserError unless the cache holds every (id, text_sha256)."""
         self._parts.require(samples)
 
     def signal(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Teacher:
-        """As `LiveTeacher.signal`; a batch without samples has nothing to predict."""
+        """Like `LiveTeacher.signal`. For a batch without samples the signal is empty."""
         device = input_ids.device
         found = [self._read(name) for name in ids]
         if not found:
