@@ -22,7 +22,7 @@ from train.stage import StageContext
 
 
 class DevConfig(Strict):
-    """text: a generate stage that answered the dev split, or `data` for its own responses.
+    """text: a generate stage that answered the dev split, or `data` for the split's own responses.
 
     samples: the number of samples, spread evenly over the text. every: optimizer steps between two
     measurements. decode_prompts: the number of dev prompts to decode at each measurement, for the

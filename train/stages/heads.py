@@ -51,7 +51,7 @@ class HeadsConfig(TaughtConfig):
     too and write the new target to `target/`; None: the target does not change.
 
     losses: {name: weight}, between each head and the token it predicts. A loss that reads the
-    teacher distils the target's distribution at the position that the head predicts.
+    teacher distils the target's distribution of that same token.
     draft_vocabulary: draft only this many of the text's most frequent tokens. features: live, or
     the name or directory of a feature_cache stage. remember_features: keep live hidden states in
     memory after their first use. dev: figures on a dev slice; its `gamma` is at most the number of
