@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from train.run import Run
 
 SAMPLES = 3
-# Number of prompts for choosing a baseline's γ. A timed batch may be larger; then that many.
+# Number of prompts for choosing a baseline's γ, unless a timed batch has more.
 GAMMA_PROMPTS = 4
 
 

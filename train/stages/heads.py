@@ -386,7 +386,7 @@ class HeadsStage(TrainedStage):
     def _bigrams(
         self, context: StageContext, samples: Sequence[Sample], dev: DevSlice | None
     ) -> dict[str, float]:
-        """The share of the dev slice's tokens that a bigram table of the training text and prompt
+        """The shares of the dev slice's tokens that a bigram table of the training text and prompt
         lookup predict. The first head must be better than both."""
         if dev is None:
             return {}
