@@ -1,4 +1,4 @@
-"""The target of a `heads` stage while it is trained itself, and the new target it becomes."""
+"""Trains the target together with its heads in a `heads` stage, and writes the new target."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ PREFIX = "backbone."
 
 
 class AdapterConfig(LoraConfig):
-    """With the defaults of Medusa's experiments, whose adapters were on the output layer too."""
+    """The defaults are those of Medusa's experiments, which also adapted the output layer."""
 
     r: int = Field(32, ge=1)
     alpha: float = Field(16.0, gt=0)
@@ -44,18 +44,18 @@ class AdapterConfig(LoraConfig):
 
 
 class BackboneConfig(Strict):
-    """The target is trained together with its heads: Medusa-2 (2401.10774, section 2.2.2), and
+    """Trains the target together with its heads: Medusa-2 (2401.10774, section 2.2.2), and
     Blockwise's fine-tuned variant (1811.03115, section 6).
 
-    lora: adapters on the target, merged in the end; None: all of its weights. losses: of the target
-    itself, {name: weight}: cross_entropy with the text, or one that reads the teacher, as
-    forward_kl: self-distillation from the target as it was. heads_weight: λ₀; None: what the heads'
-    paper has. lr_ratio: the target's learning rate, as a share of `optimizer.lr`, which is that of
-    the heads. ramp: over this share of the steps λ₀ rises from 0, as a quarter of a sine.
-    remember_teacher: keep the untouched target's hidden states in memory after their first use.
-    held_out, held_out_samples: the text on which the drift is measured: `data`, for the test
-    split's own responses, or a generate stage that answered the dev split; and how many of its
-    samples.
+    lora: adapters on the target, merged at the end. None: all of its weights are trained.
+    losses: the target's own losses, {name: weight}. cross_entropy compares it with the text. A loss
+    that reads the teacher, such as forward_kl, is self-distillation from the original target.
+    heads_weight: λ₀, the weight of the heads' loss. None: the value in the heads' paper.
+    lr_ratio: the target's learning rate divided by `optimizer.lr`, the heads' learning rate.
+    ramp: λ₀ rises from 0 over this share of the steps, as a quarter of a sine wave.
+    remember_teacher: keep the original target's hidden states in memory after their first use.
+    held_out: the text for measuring drift: `data` for the test split's own responses, or a generate
+    stage that answered the dev split. held_out_samples: how many of its samples are used.
     """
 
     lora: AdapterConfig | None = AdapterConfig()
@@ -89,12 +89,12 @@ class BackboneConfig(Strict):
             )
 
     def optimizer(self, config: OptimizerConfig) -> OptimizerConfig:
-        """With the target's own learning rate; groups that the config names come first."""
+        """The config with a group for the target's learning rate. Its other groups come first."""
         own = GroupConfig(lr=config.lr * self.lr_ratio)
         return config.model_copy(update={"groups": config.groups | {f"{PREFIX}*": own}})
 
     def trained_parameters(self, target: Target) -> int:
-        """How many of the target's weights are trained, adapters counted as such."""
+        """The number of the target's weights that are trained, adapter weights included."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(target.model.config)
             model = Trainable(model, lora=self.lora).model
@@ -102,16 +102,16 @@ class BackboneConfig(Strict):
 
 
 class Backbone:
-    """A float32 copy of the run's target that is trained; the target itself stays as it is.
+    """A trainable float32 copy of the run's target. The target itself does not change.
 
-    Raises UserError for adapters that match no layer or the output layer, and where no held-out
+    Raises UserError if the adapters match no layer or match the output layer, or if no held-out
     text has response tokens.
     """
 
     def __init__(
         self, config: BackboneConfig, context: StageContext, stage: str, clock: Clock
     ) -> None:
-        """stage: its name, for messages. Draws from torch's random state."""
+        """stage: the stage's name, for messages. Draws from torch's random state."""
         self.config, self.context = config, context
         self.held_out = self._held_out(stage)
         original = context.target.model
@@ -128,16 +128,16 @@ class Backbone:
             self.teacher = LiveTeacher(
                 split, remember=config.remember_teacher, timed=lambda: clock("teacher")
             )
-            # One of its own: samples of two splits may have the same id.
+            # A separate teacher: samples of two splits may have the same id.
             self.dev_teacher = LiveTeacher(split, remember=True)
 
     def join(self, training: HeadTraining, chunk: int) -> JointTraining:
-        """The module that is trained, on the accelerator's device."""
+        """The module to train, on the accelerator's device."""
         model = self.trainable.model.to(self.context.accelerator.device)
         return JointTraining(model, training, self.config.terms, chunk=chunk)
 
     def weight(self, heads: Heads, done: float) -> float:
-        """λ₀ where a share `done` of the steps was taken."""
+        """λ₀ after a share `done` of the steps, in [0, 1]."""
         weight = self.config.heads_weight or heads.joint_weight
         assert weight is not None, "the stage refuses such heads"
         if done >= self.config.ramp:
@@ -154,15 +154,15 @@ class Backbone:
         *,
         dev: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """A batch, of the text or of the dev slice, through the prepared `JointTraining`."""
+        """Run the prepared `JointTraining` on a batch of the text, or of the dev slice (dev)."""
         teacher = self.dev_teacher if dev else self.teacher
         signal = None if teacher is None else teacher.signal(**given, ids=names)
         found: tuple[Tensor, Tensor] = module(**given, losses=losses, weight=weight, teacher=signal)
         return found
 
     def new_target(self, weights: Mapping[str, Tensor]) -> Target:
-        """What the target is with these weights (named as in `JointTraining`), adapters merged: in
-        the dtype and on the device of the original."""
+        """The target with these weights (named as in `JointTraining`) and its adapters merged, in
+        the original's dtype and on its device."""
         original = self.context.target
         own = {k.removeprefix(PREFIX): x for k, x in weights.items() if k.startswith(PREFIX)}
         model, _ = self.trainable.plain(own)
@@ -170,8 +170,10 @@ class Backbone:
         return replace(original, model=model, revision=None)
 
     def save(self, weights: Mapping[str, Tensor], path: Path) -> tuple[Target, Drift]:
-        """Write the new target as a model directory, whole or not at all; it as it is loaded from
-        there, and how far it drifted from the original."""
+        """Write the new target as a model directory, completely or not at all.
+
+        Returns the target as loaded from that directory, and its drift from the original.
+        """
         original = self.context.target
         made = self.new_target(weights)
 
@@ -213,6 +215,6 @@ class Backbone:
 
 
 def load_like(original: Target, path: Path) -> Target:
-    """The target in a directory, in the dtype and on the device of another."""
+    """Load the target in a directory, in the dtype and on the device of `original`."""
     dtype = str(original.dtype).removeprefix("torch.")
     return load_target(str(path), dtype=dtype, device=str(original.device))

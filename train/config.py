@@ -1,4 +1,4 @@
-"""Run configs: one YAML file, validated as a whole before anything expensive happens."""
+"""Run configs: one YAML file, completely validated before anything expensive happens."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ SPLITS = ("train", "dev", "test", "stream")
 
 
 class TargetConfig(Strict):
-    """The model to be sped up; see `decode.target.loading.load_target`."""
+    """The model to speed up; see `decode.target.loading.load_target`."""
 
     model: str
     dtype: str = "auto"
@@ -31,12 +31,13 @@ class TargetConfig(Strict):
 
 
 class DataConfig(Strict):
-    """Where the splits come from: files (relative to the config), or what `datasets` loads, as
-    `org/name@split`.
+    """Where the splits come from: files (relative to the config), or data sets that `datasets`
+    loads, written `org/name@split`.
 
-    stream: prompts in the order in which an `online` stage serves them; several files one after the
-    other. system: a system message put before every conversation that has none of its own.
-    on_bad: stop at the first row that cannot be read, or skip up to max_bad_rate of them.
+    stream: the prompts that an `online` stage serves, in their order. Several files are read one
+    after the other. system: a system message for every conversation that has none.
+    on_bad: stop at the first row that cannot be read, or skip bad rows, up to a share of
+    max_bad_rate.
     """
 
     train: str | list[str]
@@ -50,20 +51,20 @@ class DataConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """How every drafter of the run is judged; see `decode.measure.evaluation.Protocol`.
+    """How every drafter of the run is evaluated; see `decode.measure.evaluation.Protocol`.
 
-    stages: whose drafters are judged; None: those of all stages that make one.
-    prompts: how many prompts of the split, spread evenly over it; None: all.
-    baselines: untrained drafters that get a row of their own, each at the best of baseline_gammas
-    where the policy is `fixed`.
-    in_turn: untrained drafters that are asked before the run's last trained one, which drafts where
-    they find nothing. Each makes one more row, `ngram+STAGE`, on the same prompts.
-    gamma: how deep drafts are that have no depth of their own; a tree is drafted whole.
+    stages: the stages whose drafters are evaluated. None: all stages that make a drafter.
+    prompts: the number of prompts, spread evenly over the split. None: all.
+    baselines: untrained drafters, each with its own row. If the policy is `fixed`, each uses the
+    best of baseline_gammas.
+    in_turn: untrained drafters that draft before the run's last trained drafter, which drafts where
+    they propose nothing. Each adds one row, `ngram+STAGE`, on the same prompts.
+    gamma: the depth of a draft. Ignored for trees, which have a fixed depth.
     rule, policy, shape: parts by name, as `NAME`, `NAME:option=value,…` or a mapping of name and
-    options; rule None: `speculative`, for trees `multi_round`. The shape is that of trained
-    drafters; None: their own, a chain or the tree they are stored with. draft_temperature: None:
-    the target's. timed_batch_size: how many of the timed prompts are decoded together; it divides
-    timed_prompts.
+    options. rule None: `speculative`, or `multi_round` for trees. shape applies to trained drafters
+    only; None: each drafter's default, a chain or the tree stored with it.
+    draft_temperature: None: the target's temperature.
+    timed_batch_size: how many of the timed prompts are decoded together. It divides timed_prompts.
     """
 
     split: Literal["dev", "test"] = "test"
@@ -98,9 +99,10 @@ class EvaluationConfig(Strict):
         return self
 
     def protocol(self, gamma: int | None = None, *, trained: bool = True) -> Protocol:
-        """The measuring protocol, at the run's γ or another, of a trained drafter or a baseline.
+        """The measuring protocol for a trained drafter or a baseline.
 
-        Raises UserError for parts that are unknown or do not go together.
+        gamma: None: the run's γ. Raises UserError for unknown parts and parts that do not fit
+        together.
         """
         sampling = Sampling(
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
@@ -123,11 +125,11 @@ class EvaluationConfig(Strict):
 
 
 class RunConfig(Strict):
-    """A whole run. `stages` run in order; each may read what an earlier one made, by its name.
+    """A complete run. `stages` run in order. Each may name an earlier stage and read its results.
 
-    precision: of the training's matrix products (weights stay float32); None: what
-    `accelerate launch` was told. trackers: by accelerate's names. threads: of each process on a
-    CPU; None: the cores shared evenly (`accelerate launch` by itself would leave each just one).
+    precision: of the training's matrix products (weights stay float32). None: the precision given
+    to `accelerate launch`. trackers: named as in accelerate. threads: threads per process on a CPU.
+    None: the cores are shared evenly (`accelerate launch` alone would give each process just one).
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -149,8 +151,8 @@ class RunConfig(Strict):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read and validate a config with `key.sub=value` overrides applied.
 
-    A stage is reached by its name or number: `stages.distill.epochs=3`. Raises UserError, naming
-    the key and the nearest known one, before any model is loaded.
+    Overrides name a stage by its name or number: `stages.distill.epochs=3`. Raises UserError with
+    the key and the nearest known key, before any model is loaded.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -168,7 +170,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
-    """Validate plain values. Data paths are taken relative to `base_dir` where such a file exists.
+    """Validate plain values. Data paths are relative to `base_dir` if such a file exists there.
 
     Raises UserError as `load_config` does.
     """
@@ -200,7 +202,7 @@ def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
 
 
 def _check_evaluation(config: RunConfig, stages: Sequence[StageConfig]) -> None:
-    """UserError where a drafter could be trained and then not be judged."""
+    """Raise UserError if a drafter could be trained but not evaluated."""
     settings = config.evaluation
     if getattr(config.data, settings.split) is None:
         raise UserError(
@@ -208,7 +210,7 @@ def _check_evaluation(config: RunConfig, stages: Sequence[StageConfig]) -> None:
             "or judge on split test"
         )
     if settings.shape is not None:
-        return  # the protocol has compared it with rule and policy
+        return  # the protocol has already checked it against rule and policy
     protocol = settings.protocol()
     for stage in stages:
         judged = settings.stages is None or stage.name in settings.stages
@@ -225,7 +227,7 @@ def _check_evaluation(config: RunConfig, stages: Sequence[StageConfig]) -> None:
 
 
 def _drafts_trees(stage: StageConfig, stages: Sequence[StageConfig]) -> bool:
-    """Whether a stage's drafter is stored with a tree, as far as its config can say."""
+    """Whether a stage's drafter is stored with a tree, as far as its config tells."""
     settings: Any = stage
     if stage.kind == "online" and settings.drafter.stage is not None:
         stage = heads_stage(settings.drafter.stage, stages[: list(stages).index(stage)]) or stage
@@ -240,8 +242,8 @@ def dump_config(config: RunConfig) -> dict[str, Any]:
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """'key: old → new' for every value in which two dumped configs differ. Entries of a list that
-    have names, as stages do, are told apart by them, whatever came before them."""
+    """'key: old → new' for every value that differs between two dumped configs. List entries with
+    names, such as stages, are matched by name, not by position."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line
@@ -274,7 +276,7 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
 
 
 def _by_name(entries: Any) -> dict[str, Any] | None:
-    """The entries of a list by their names; None where not every one has a name of its own."""
+    """The entries of a list by name; None unless every entry has a unique name."""
     if not isinstance(entries, list) or not entries:
         return None
     if not all(isinstance(entry, dict) and "name" in entry for entry in entries):
@@ -284,7 +286,7 @@ def _by_name(entries: Any) -> dict[str, Any] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys, and reads 1e-3 as the number people mean."""
+    """A SafeLoader that refuses duplicate keys and reads 1e-3 as a number."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -303,7 +305,7 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-# YAML 1.1 takes 1e-3 for a text, as it lacks the point.
+# YAML 1.1 reads 1e-3 as a string, because it has no decimal point.
 _Loader.add_constructor("!exponent", _number)
 _Loader.add_implicit_resolver(
     "!exponent", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
@@ -364,7 +366,7 @@ def _explain(model: type[BaseModel], item: Any, where: str) -> str:
 
 
 def _known_keys(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
-    """The keys that are allowed at a place inside a model."""
+    """The keys allowed at the location `loc` in a model."""
     found: Any = model
     for part in loc:
         field = getattr(found, "model_fields", {}).get(part)

@@ -1,4 +1,4 @@
-"""What people see while it runs: lines and progress bars, from the main process only."""
+"""Output on the console during a run: lines and progress bars, from the main process only."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,21 +20,21 @@ LOG_WIDTH = 140
 
 
 class Reporter:
-    """Prints from the main process; other ranks get one that stays silent.
+    """Prints from the main process. Other ranks get a silent reporter.
 
-    On a terminal progress is a bar; in a log file it is a line now and then, so that progress is
-    always visible and no log fills up with redrawn bars.
+    On a terminal, progress is a bar. In a log file it is a line every LOG_EVERY_SECONDS: progress
+    stays visible, and the log does not fill up with redrawn bars.
     """
 
     def __init__(self, *, silent: bool = False) -> None:
         self.console = Console(quiet=silent, highlight=False)
 
     def say(self, text: str) -> None:
-        """One line, not broken at the console's width: paths stay whole."""
+        """Print one line without wrapping it at the console's width, so paths stay in one piece."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def table(self, table: Table) -> None:
-        """A table as wide as it needs to be where there is no terminal to fit it into."""
+        """Print a table, up to LOG_WIDTH columns wide if there is no terminal to fit it into."""
         self.console.print(table, width=None if self.console.is_terminal else LOG_WIDTH)
 
     @contextmanager
@@ -66,7 +66,7 @@ class Bar:
         self._said = -LOG_EVERY_SECONDS
 
     def update(self, done: int, note: str = "", what: str | None = None) -> None:
-        """`done` of the total units; `what` renames the bar, `note` is shown behind it."""
+        """Show `done` of the total units. `what` renames the bar; `note` appears after it."""
         self._what = what or self._what
         self._progress.update(self._task, completed=done, note=note, description=self._what)
         now = self._progress.get_time()
@@ -75,6 +75,6 @@ class Bar:
             self._reporter.say(f"  {self._what}: {done}/{self._total} {note}".rstrip())
 
     def resize(self, total: int) -> None:
-        """The number of units turned out to be another."""
+        """Change the total number of units."""
         self._total = total
         self._progress.update(self._task, total=total)

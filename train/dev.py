@@ -1,4 +1,4 @@
-"""Figures about a drafter while it is trained, on a slice of the dev split."""
+"""Measures a drafter during its training, on a slice of the dev split."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ from train.stage import StageContext
 
 
 class DevConfig(Strict):
-    """text: a generate stage that answered the dev split, or `data` for its own responses.
+    """text: a generate stage that answered the dev split, or `data` for the split's own responses.
 
-    samples: of it, spread evenly. every: optimizer steps between two looks. decode_prompts: so
-    many dev prompts are decoded as well each time, for the acceptance that the loop really has
-    (greedy, at this γ); 0: none.
+    samples: the number of samples, spread evenly over the text. every: optimizer steps between two
+    measurements. decode_prompts: the number of dev prompts to decode at each measurement, for the
+    acceptance rate of real decoding (greedy, at depth `gamma`). 0: none.
     """
 
     text: str = "data"
@@ -39,11 +39,12 @@ class DevConfig(Strict):
 
 @dataclass
 class Judging:
-    """How one kind of drafter is looked at while it is trained.
+    """How one kind of drafter is measured during its training.
 
-    sums: float64 sums about a batch of samples, which add up over batches and ranks; figures: what
-    they come to. prefix, decoded: which of the module's weights make a drafter on the target's
-    device, and how; with it comes the target that it drafts for, which may be trained as well.
+    sums: returns float64 sums for a batch of samples. Batches and ranks add up. figures: computes
+    the figures from the total sums. prefix: the prefix of the drafter's weights in the module.
+    decoded: builds the drafter from these weights on the target's device. It returns the drafter
+    and its target, which may be trained too.
     """
 
     sums: Callable[[nn.Module, Inputs, Sequence[str]], Tensor]
@@ -53,16 +54,17 @@ class Judging:
 
 
 class DevSlice:
-    """Figures of a `Judging` on a slice of the dev split, and acceptance on request.
+    """Computes the figures of a `Judging` on a slice of the dev split, and optionally the
+    acceptance rate.
 
-    Raises UserError when there is no dev split, none of its text has response tokens, or a prompt
-    that is decoded does not fit into the target's context.
+    Raises UserError if there is no dev split, if its text has no response tokens, or if a prompt to
+    decode does not fit into the target's context.
     """
 
     def __init__(
         self, settings: DevConfig, context: StageContext, stage: str, judging: Judging
     ) -> None:
-        """stage: its name, for messages."""
+        """stage: the stage's name, for messages."""
         if settings.text == "data" and "dev" not in context.examples:
             raise UserError(f"stage {stage} has dev figures, but data has no dev split")
         samples = [s for s in read_samples(context, settings.text, "dev") if any(s.mask)]
@@ -84,8 +86,8 @@ class DevSlice:
 
     @torch.no_grad()
     def measure(self, module: nn.Module, weights: Weights) -> dict[str, float]:
-        """The figures, and `acceptance_rate` when prompts are decoded. All ranks must call it; the
-        module is in eval mode."""
+        """The figures, and `acceptance_rate` if prompts are decoded. Every rank must call this.
+        The module must be in eval mode."""
         accelerator = self.context.accelerator
         mine = self.batches.for_rank(accelerator.process_index, accelerator.num_processes)
         pad_id = self.context.target.tokenizer.pad_token_id or 0
@@ -100,7 +102,7 @@ class DevSlice:
         return found
 
     def _decode(self, weights: Weights) -> float:
-        """The loop's acceptance rate, measured by the main process."""
+        """The acceptance rate of real decoding, measured by the main process."""
         gathered = weights(self.judging.prefix)
         rate = [0.0]
         if self.context.accelerator.is_main_process:

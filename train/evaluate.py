@@ -1,5 +1,5 @@
-"""Judges drafters within a run: before the first stage, after every stage that made one, and the
-last one once more in turn with an untrained drafter."""
+"""Evaluates a run's drafters: the baselines before the first stage, each trained drafter after its
+stage, and the last trained drafter once more, in turn with an untrained drafter."""
 
 import json
 from pathlib import Path
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from train.run import Run
 
 SAMPLES = 3
-# Prompts on which a baseline's γ is chosen, or as many as one timed batch has.
+# Number of prompts for choosing a baseline's γ, unless a timed batch has more.
 GAMMA_PROMPTS = 4
 
 
 def evaluate_baselines(run: "Run", examples: dict[str, list[Example]]) -> None:
-    """A row for each untrained drafter, at its own best γ, chosen on the dev split.
+    """Add a row for each untrained drafter, at its best γ, chosen on the dev split.
 
-    Without a dev split the run's γ is used: a γ chosen on the prompts it is reported on would
-    flatter the baseline. A policy that is not `fixed` chooses γ itself.
+    Without a dev split the run's γ is used: choosing γ on the evaluation prompts would flatter the
+    baseline. A policy other than `fixed` chooses γ itself.
     """
     settings = run.config.evaluation
 
@@ -58,8 +58,8 @@ def evaluate_baselines(run: "Run", examples: dict[str, list[Example]]) -> None:
 def evaluate_drafter(
     run: "Run", index: int, stage: str, outcome: Outcome, examples: dict[str, list[Example]]
 ) -> None:
-    """A row for the drafter a stage made, after one for what it started from, if it kept that. One
-    that is for a new target is judged on that, beside its plain decoding."""
+    """Add a row for a stage's drafter. If the stage saved the drafter's start, add a row for that
+    first. A drafter for a new target is compared with plain decoding of that new target."""
     directory = outcome.drafter
     assert directory is not None
     gamma = run.config.evaluation.gamma
@@ -82,10 +82,11 @@ def evaluate_drafter(
 def evaluate_in_turn(
     run: "Run", stage: str, outcome: Outcome, examples: dict[str, list[Example]]
 ) -> None:
-    """A row for the drafter of a run's last judged stage behind each untrained one of `in_turn`.
+    """Add a row for each untrained drafter of `in_turn`, followed by the drafter of the run's last
+    evaluated stage.
 
-    These rows are an extra: settings that a pair of drafters cannot have (a policy that watches a
-    chain, with a tree) leave the row out and say so.
+    These rows are extra. If the settings do not fit a pair of drafters (such as a policy that
+    watches a chain, with a tree), the row is left out with a message.
     """
     directory = outcome.drafter
     assert directory is not None
@@ -120,7 +121,7 @@ def _directory(run: "Run", order: int, label: str) -> Path:
 
 
 def _must_do(run: "Run", order: int, label: str) -> bool:
-    """Whether this is the rank that evaluates, and the row is not there yet."""
+    """Whether this rank evaluates (the main process) and the row does not exist yet."""
     directory = _directory(run, order, label)
     if not run.accelerator.is_main_process:
         return False
@@ -141,8 +142,8 @@ def _evaluate(
     examples: dict[str, list[Example]],
     moved: Path | None = None,
 ) -> None:
-    """kind: the kind of drafter; one that is its own spec is a baseline. moved: the directory of
-    its own target; None: the run's."""
+    """kind: the kind of drafter; a drafter with kind == spec is a baseline. moved: the directory of
+    the drafter's new target; None: the run's target."""
     settings = run.config.evaluation
     target = run.target
     if moved is not None:
@@ -174,8 +175,10 @@ def _evaluate(
 
 
 def drift_of(spec: str) -> dict[str, float] | None:
-    """How far the target of a drafter (by what a user names it) has moved from the one it was
-    trained from, as its stage measured it; None where it did not."""
+    """The drift of a drafter's target from the original target, as its stage measured it.
+
+    spec: as a user names the drafter. None if its stage did not measure it.
+    """
     path = Path(spec).expanduser()
     _, plus, others = spec.partition("+")
     if plus and not path.exists():

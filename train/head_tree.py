@@ -1,4 +1,4 @@
-"""The tree that a stage's heads are stored with, calibrated on the dev split."""
+"""Calibrates the tree that a stage stores with its heads, on the dev split."""
 
 from pydantic import Field
 
@@ -21,10 +21,13 @@ from train.stage import StageContext
 
 
 class TreeConfig(Strict):
-    """The tree that the drafter is stored with, calibrated on the dev split (Medusa, section
-    2.3.3): of `nodes` nodes (None: as many as pay at this machine's measured costs), from the
-    acceptance of the `width` likeliest tokens of each head, over so many prompts (spread evenly
-    over the split) and tokens of text."""
+    """The tree stored with the drafter, calibrated on the dev split (Medusa, section 2.3.3).
+
+    nodes: the size of the tree. None: as many as pay off at this machine's measured costs.
+    width: the calibration measures the acceptance of each head's `width` likeliest tokens.
+    prompts: the number of prompts to measure on, spread evenly over the split. max_new_tokens: how
+    many tokens to decode for each.
+    """
 
     nodes: int | None = Field(None, ge=1)
     width: int = Field(10, ge=1)
@@ -33,10 +36,10 @@ class TreeConfig(Strict):
 
 
 def require_tree(settings: TreeConfig, context: StageContext, stage: str, heads: Heads) -> None:
-    """Refuse, before the training, a tree that could not be planned after it: no dev split, prompts
-    that do not fit, a target that cannot verify trees (UserError).
+    """Raise UserError before the training if the tree could not be planned after it: no dev split,
+    prompts that do not fit, or a target that cannot verify trees.
 
-    stage: its name, for messages. heads: of the right shapes; their weights do not matter.
+    stage: the stage's name, for messages. heads: only the shapes matter, not the weights.
     """
     if "dev" not in context.examples:
         raise UserError(
@@ -58,7 +61,7 @@ def _prompts(settings: TreeConfig, context: StageContext) -> list[list[int]]:
 def calibrated_tree(
     settings: TreeConfig, context: StageContext, target: Target, drafter: Drafter, heads: Heads
 ) -> TreeCalibration | None:
-    """The tree for a drafter made of `heads`; None where its first head was never right."""
+    """The tree for a drafter made of `heads`; None if the first head was never right."""
     try:
         found = calibrate_tree(
             target,

@@ -1,8 +1,8 @@
-"""A run: its directory, what is already done in it, and the order of work.
+"""A run: its directory, the work already done in it, and the order of work.
 
 runs/NAME/config.json          the resolved config
           provenance.json      versions, git commit, machine, command line of every start
-          stages/NN-STAGE/     what the stage made; done.json when it is complete
+          stages/NN-STAGE/     the stage's results; done.json once it is complete
           evaluations/ROW/     the figures of one drafter
           logs/                tensorboard
           report.json, report.html
@@ -42,18 +42,18 @@ from train.training.memory import peak_memory
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 
 DIRECTORIES = ("stages", "evaluations", "logs")
-# What a start that was killed before it wrote config.json may have left.
+# Names that may be left by a start that was killed before it wrote config.json.
 BEGUN = {*DIRECTORIES, "data.json"}
 
 
 @dataclass
 class Run:
-    """One run directory and the process (or rank) that works in it."""
+    """One run directory, and this process (or rank) working in it."""
 
     config: RunConfig
     accelerator: Accelerator
     reporter: Reporter
-    # Go on from what other settings or another number of ranks began; data must be the same.
+    # Continue a run begun with other settings or another number of ranks; same data required.
     allow_changes: bool = False
     _target: Target | None = field(default=None, init=False)
 
@@ -62,19 +62,19 @@ class Run:
         return self.config.run_dir
 
     def stage_directory(self, name: str) -> Path:
-        """Of the stage of this name; it is there once the stage has begun."""
+        """The directory of the stage with this name. It exists once the stage has begun."""
         index = next(i for i, stage in enumerate(self.config.stages) if stage.name == name)
         return self.directory / "stages" / f"{index:02d}-{name}"
 
     @property
     def target(self) -> Target:
-        """Loaded when it is first needed: a run that is done needs none."""
+        """The target, loaded on first use: a finished run does not need it."""
         if self._target is None:
             settings = self.config.target
             self.reporter.say(f"loading target {settings.model}")
             own, device = self.accelerator.device, settings.device
             if device == "auto":
-                # Under a launcher each rank has a device of its own.
+                # Under a launcher each rank has its own device.
                 device = str(own) if own.type == "cuda" else own.type
             self._target = load_target(
                 settings.model,
@@ -86,9 +86,10 @@ class Run:
         return self._target
 
     def execute(self) -> dict[str, Any]:
-        """Do what is not done yet; the report (see `train.report`). Raises UserError."""
+        """Do the work that is not done yet. Returns the report (see `train.report`), or {} on ranks
+        other than the main process. Raises UserError."""
         set_seed(self.config.seed)
-        # Before anything is written: a run that could not begin leaves no directory behind.
+        # Before anything is written: a run that cannot begin leaves no directory behind.
         examples = self.read_data()
         if self.accelerator.is_main_process:
             self._require_same_run(examples)
@@ -117,7 +118,7 @@ class Run:
         return report
 
     def plan(self) -> list[tuple[str, str, Plan]]:
-        """(stage, kind, plan) for every stage; loads the target, writes nothing."""
+        """(stage, kind, plan) for every stage. Loads the target and writes nothing."""
         return self._plan(self.read_data())
 
     def _plan(self, examples: dict[str, list[Example]]) -> list[tuple[str, str, Plan]]:
@@ -129,8 +130,8 @@ class Run:
         return [(stage.name, stage.kind, plans[stage.name]) for stage in self.config.stages]
 
     def _require_ready(self, examples: dict[str, list[Example]]) -> None:
-        """Whatever can end a stage or the judging of its drafter is looked at before the first
-        stage: a run shall not end after hours of work for what was plain at its beginning."""
+        """Check everything that could stop a stage or the evaluation of its drafter, before the
+        first stage: a run must not fail after hours for a reason that was known at the start."""
         directories = (self.stage_directory(stage.name) for stage in self.config.stages)
         if all((directory / "done.json").exists() for directory in directories):
             return
@@ -143,7 +144,7 @@ class Run:
         self._plan(examples)
 
     def _require_same_run(self, examples: dict[str, list[Example]]) -> None:
-        """Check that the run directory that exists, if one does, is of this config and data."""
+        """If the run directory exists, check that it belongs to this config and data."""
         stored = self.directory / "config.json"
         resolved = dump_config(self.config)
         if stored.exists():
@@ -165,7 +166,7 @@ class Run:
             )
 
     def prepare(self, examples: dict[str, list[Example]]) -> None:
-        """Make the run directory, or clear up the one that exists."""
+        """Create the run directory, or clean up an existing one."""
         for parent in DIRECTORIES:
             make_directory(self.directory / parent)
         for parent in ("stages", "evaluations"):
@@ -178,7 +179,7 @@ class Run:
         write_file(provenance, json.dumps([*starts, describe_process()], indent=2))
 
     def read_data(self) -> dict[str, list[Example]]:
-        """All splits. Raises UserError for missing, broken or empty data (file:line)."""
+        """Read all splits. Raises UserError for missing, broken or empty data (file:line)."""
         data = self.config.data
         examples = {}
         for split in SPLITS:
@@ -198,7 +199,7 @@ class Run:
         return examples
 
     def prompts(self, examples: list[Example]) -> list[list[int]]:
-        """Token ids for each example's prompt, as the target's chat template writes it."""
+        """Token ids of each example's prompt, written with the target's chat template."""
         return [
             prompt_tokens(example, self.target.tokenizer, self.config.data.system)
             for example in examples
@@ -249,8 +250,8 @@ class Run:
             make_directory(directory)
             recover(directory)
         self.accelerator.wait_for_everyone()
-        # Not only at the start of the process: what earlier stages drew is not drawn when they are
-        # done already.
+        # Seed again for each stage, not only at the start of the process: an earlier stage that is
+        # already done draws no random numbers.
         set_seed(self.config.seed)
         outcome = STAGES[settings.kind](settings).run(self._context(directory, outcomes, examples))
         outcome.summary["seconds"] = time.perf_counter() - begin
@@ -267,8 +268,8 @@ class Run:
 
 
 def _as_read_today(found: dict[str, Any]) -> dict[str, Any]:
-    """A stored config with the settings that did not exist when it was written at their defaults,
-    which are what was done then; as it is where today's version cannot read it."""
+    """A stored config in today's format. Settings that did not exist when it was written get their
+    defaults, which match the behaviour then. Unchanged if this version cannot read it."""
     try:
         return dump_config(validate_config(found, base_dir=Path()))
     except UserError:
@@ -280,7 +281,7 @@ def _fingerprints(examples: dict[str, list[Example]]) -> dict[str, str]:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory with its parents; UserError naming it when that cannot be done."""
+    """Create a directory with its parents. Raises UserError with its name if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -288,7 +289,7 @@ def make_directory(path: Path) -> None:
 
 
 def describe_process() -> dict[str, Any]:
-    """What a figure depends on beside the config: versions, commit, machine, command."""
+    """Everything besides the config that figures depend on: versions, commit, machine, command."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""What every part of a config is built on."""
+"""The base classes of every part of a config."""
 
 import difflib
 from collections.abc import Sequence
@@ -9,20 +9,21 @@ from decode.errors import UserError
 
 
 class Strict(BaseModel):
-    """A part of the config: unknown keys and wrong types are errors, and nothing changes later."""
+    """A part of the config. Unknown keys and wrong types are errors. Instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class StageConfig(Strict):
-    """What every stage has: a name of its own and a kind from the registry of stages."""
+    """The settings of every stage: a unique name, and a kind from the registry of stages."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     kind: str
 
 
 def closest_stage(name: str, stages: Sequence[StageConfig], *kinds: str) -> StageConfig:
-    """The earlier stage of one of these kinds with this name; UserError naming what there is."""
+    """The earlier stage with this name and one of these kinds. Otherwise raises UserError with
+    the names of the stages of these kinds."""
     fitting = {stage.name: stage for stage in stages if stage.kind in kinds}
     if name not in fitting:
         close = difflib.get_close_matches(name, list(fitting), n=1)

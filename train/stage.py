@@ -1,6 +1,6 @@
-"""What a stage is: its config, what it checks and plans, and what it does.
+"""The base class of stages: a stage's config, checks, plan and run.
 
-Each is one file in `train/stages` with one registration here.
+Each stage is one file in `train/stages` and registers itself in STAGES.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from train.schema import StageConfig
 
 @dataclass
 class Plan:
-    """What a stage is going to do; sizes are estimates."""
+    """What a stage will do; sizes are estimates."""
 
     what: str
     trained_parameters: int = 0
@@ -30,12 +30,12 @@ class Plan:
 
 @dataclass
 class StageContext:
-    """What a stage is given to work with.
+    """The inputs of a stage.
 
-    directory: its own. outcomes: earlier stages' directories by name. examples: by split.
-    system: the system message put before every conversation. run_name: for provenance.
-    plans: while planning, those of earlier stages by name. allow_changes: go on from what other
-    settings or another number of ranks began.
+    directory: this stage's directory. outcomes: earlier stages' directories by name. examples: by
+    split. system: a system message for every conversation that has none. run_name: for provenance.
+    plans: the plans of earlier stages by name, while planning. allow_changes: continue a run that
+    began with other settings or another number of ranks.
     """
 
     target: Target
@@ -52,8 +52,8 @@ class StageContext:
 
 @dataclass
 class Outcome:
-    """What a stage made. drafter: the directory of the drafter it trained, which is then judged.
-    target: the directory of the new target that it is for, where the run's own was trained too."""
+    """The results of a stage. drafter: the directory of the trained drafter, which is then
+    evaluated. target: the directory of the drafter's new target, if the target was trained too."""
 
     drafter: Path | None = None
     summary: dict[str, Any] = field(default_factory=dict)
@@ -62,8 +62,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class StagePlot:
-    """A plot on the report's page. name: one that no other plot there has. svg: "" where there is
-    nothing to show."""
+    """A plot on the report's page. name: unique on that page. svg: "" if there is nothing to
+    plot."""
 
     name: str
     caption: str
@@ -74,9 +74,8 @@ class StagePlot:
 class Shown:
     """A stage's part of the report.
 
-    figures: by name, texts and JSON values; of the latter the end of the name says how they are
-    written: `_share` in per cents, `seconds` as a time, `_bytes` as a size. plots: from top to
-    bottom.
+    figures: strings and JSON values by name. The end of the name sets the format of a JSON value:
+    `_share` as a percentage, `seconds` as a time, `_bytes` as a size. plots: from top to bottom.
     """
 
     figures: dict[str, Any]
@@ -86,8 +85,8 @@ class Shown:
 class Stage(ABC):
     """One kind of stage with its settings.
 
-    `run` writes into `context.directory` only, each thing whole or not at all, and goes on where a
-    killed run of it stopped.
+    `run` writes only into `context.directory`. It writes each item completely or not at all, and
+    continues where a killed run stopped.
     """
 
     Config: ClassVar[type[StageConfig]]
@@ -96,7 +95,7 @@ class Stage(ABC):
         self.config = config
 
     def check(self, earlier: Sequence[StageConfig]) -> None:
-        """Raise UserError for settings that do not fit together, before any model is loaded."""
+        """Raise UserError for settings that do not fit together. No model is loaded yet."""
         return None
 
     @abstractmethod
@@ -104,17 +103,17 @@ class Stage(ABC):
         """What `run` will do. The target is loaded; nothing is written.
 
         Every stage of a run is planned before the first one begins. Raise UserError here for
-        whatever would end `run`, as far as it can be known.
+        everything that would make `run` fail, as far as it can be known.
         """
 
     @abstractmethod
     def run(self, context: StageContext) -> Outcome:
-        """Do it."""
+        """Do the stage's work."""
 
     @classmethod
     def show(cls, summary: dict[str, Any], number: int) -> Shown:
-        """What the report shows of a stage of this kind, from the summary that `run` returned;
-        number: the stage's in its run, for the names of plots."""
+        """The report's part for a stage of this kind. summary: returned by `run`. number: the
+        stage's number in its run, for the names of plots."""
         return Shown(summary)
 
 

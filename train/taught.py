@@ -1,4 +1,4 @@
-"""What stages that learn from the target's distribution are told of their losses."""
+"""The loss settings of stages that learn from the target's distribution."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,8 @@ from train.data.samples import TextConfig
 
 
 class TaughtConfig(TextConfig):
-    """losses: {name: weight}, or {name: {weight: …, option: …}}; see `distill.losses`. The
-    temperatures are those of the two distributions that a loss compares."""
+    """losses: {name: weight}, or {name: {weight: …, option: …}}; see `distill.losses`.
+    teacher_temperature, drafter_temperature: of the two distributions that a loss compares."""
 
     losses: dict[str, Any]
     teacher_temperature: float = 1.0

@@ -1,4 +1,4 @@
-"""What a stage learns of the target: live, or from what an earlier stage kept of it."""
+"""The teacher of a stage: the live target, or a cache that an earlier stage wrote."""
 
 import copy
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Cache = CachedTeacher | CachedFeatures
 
 def open_cache(name: str, context: StageContext, samples: Sequence[Sample]) -> Cache:
     """The cache of a `teacher_cache` or `feature_cache` stage, or in a directory. Raises UserError
-    where it is of another target, or lacks one of the samples."""
+    if it was made from another target, or lacks one of the samples."""
     directory = _directory(name, context)
     if holds_features(directory):
         return open_features(name, context, samples, [FINAL])
@@ -36,8 +36,8 @@ def open_cache(name: str, context: StageContext, samples: Sequence[Sample]) -> C
 def open_features(
     name: str, context: StageContext, samples: Sequence[Sample], taps: Sequence[int]
 ) -> CachedFeatures:
-    """The hidden states at `taps` that a `feature_cache` stage kept, or a directory holds. Raises
-    UserError as `open_cache` does."""
+    """The hidden states at `taps` (the captured layers), from a `feature_cache` stage or from a
+    directory. Raises UserError as `open_cache` does."""
     cache = CachedFeatures(_directory(name, context), context.target, taps)
     cache.require(_texts(samples))
     return cache
@@ -52,8 +52,8 @@ def _texts(samples: Sequence[Sample]) -> list[tuple[str, str]]:
 
 
 class TargetModel:
-    """The target's model as a teacher; with `shard` a copy of it shared out over the ranks, while
-    the whole one waits in the CPU's memory."""
+    """The target's model as a teacher. With `shard`, this is a copy sharded over the ranks; the
+    complete model stays in CPU memory meanwhile."""
 
     def __init__(self, context: StageContext, *, shard: bool) -> None:
         self.whole, self.shard = context.target.model, shard
@@ -80,9 +80,12 @@ def teacher_of(
     remember: bool,
     clock: Clock,
 ) -> TeacherSource:
-    """vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first so many
-    rows. remember: keep what the live target said after its first use. clock: is told of its work,
-    as `teacher`."""
+    """The teacher: `cache` if given, otherwise the live target.
+
+    vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first `tokens` rows
+    of the output layer. remember: keep the live target's results after their first use. clock:
+    records the teacher's time as `teacher`.
+    """
     if isinstance(cache, CachedTeacher):
         return cache
     model = split_model(target)

@@ -1,4 +1,4 @@
-"""What a training leaves in its stage's summary, and how the report shows that."""
+"""The summary of a training stage, and its part in the report."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ DEV = "Agreement with the target on text it wrote for dev prompts."
 
 
 def describe(progress: Progress) -> dict[str, Any]:
-    """A training as JSON values, for `training` of its stage's summary."""
+    """A training's progress as JSON values, for the key `training` of its stage's summary."""
     return {
         "steps": progress.step,
         "tokens": progress.tokens,
@@ -25,12 +25,12 @@ def describe(progress: Progress) -> dict[str, Any]:
 
 
 class TrainedStage(Stage):
-    """A stage whose summary has a `training`, and `losses` by name."""
+    """A stage whose summary has `training`, and `losses` by name."""
 
     @classmethod
     def show(cls, summary: dict[str, Any], number: int) -> Shown:
-        """The training's figures before the others, and its curves."""
-        # Summaries of earlier versions lack some of it.
+        """The training's figures, then the other figures, and the training's curves."""
+        # Summaries of earlier versions lack some of these keys.
         others = dict(summary)
         training = dict(others.pop("training", None) or {})
         history, dev = (training.pop(key, None) or [] for key in ("history", "dev"))
@@ -48,7 +48,7 @@ class TrainedStage(Stage):
 def _in_short(
     history: list[dict[str, Any]], dev: list[dict[str, Any]], clock: dict[str, float]
 ) -> dict[str, str]:
-    """The first and last loss, the last figures on the dev slice, and where the time went."""
+    """The first and last loss, the last figures on the dev slice, and the time by activity."""
     figures = {}
     losses = [entry["loss"] for entry in history if entry.get("loss") is not None]
     if losses:

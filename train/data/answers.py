@@ -1,4 +1,4 @@
-"""The answers that a generate stage wrote, part by part."""
+"""Reads the answers that a generate stage wrote in parts."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ PART = "part-"
 def read_answers(directory: Path) -> list[dict[str, Any]]:
     """All answers of a generate stage: {"id", "sample", "tokens"}, in order.
 
-    Raises UserError (CorruptArtifact) naming a part that is damaged.
+    Raises UserError (CorruptArtifact) with the name of a damaged part.
     """
     parts = sorted(directory.glob(f"{PART}*"), key=lambda path: int(path.name.removeprefix(PART)))
     answers = []

@@ -1,4 +1,4 @@
-"""Samples of like length into batches, in an order that is a pure function of (seed, epoch).
+"""Batches of samples of similar length, in an order that is a pure function of (seed, epoch).
 
 Shapes: B rows of a batch, T the length of its longest row.
 """
@@ -17,13 +17,13 @@ from train.data.chat import Sample
 def fit(
     samples: Sequence[Sample], max_length: int, on_long: Literal["truncate", "drop"] = "truncate"
 ) -> tuple[list[Sample], dict[str, int]]:
-    """The samples that can be trained on, and what became of the others.
+    """The samples that can be trained on, and the counts of kept and dropped samples.
 
-    A sample longer than `max_length` tokens is cut from the right or dropped. One without a
-    response token (left) is dropped: it would cost a forward pass and teach nothing.
+    A sample longer than `max_length` tokens is cut from the right or dropped. A sample without a
+    response token (after the cut) is dropped: it would cost a forward pass and teach nothing.
 
-    The counts satisfy read = kept + "too long" + "no response tokens"; `truncated` are among the
-    kept. Raises UserError when nothing is kept.
+    The counts satisfy read = kept + "too long" + "no response tokens"; `truncated` samples are
+    among the kept. Raises UserError if nothing is kept.
     """
     reasons = ("too long", "no response tokens")
     counts = dict.fromkeys(("read", "kept", "truncated", *reasons), 0)
@@ -57,11 +57,11 @@ def fit(
 def bucket_batches(
     lengths: Sequence[int], *, tokens_per_batch: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Indices into `lengths`, every one exactly once, grouped by like length.
+    """Indices into `lengths`, each exactly once, grouped by similar length.
 
-    The longest row times the number of rows is at most `tokens_per_batch`; a sample that is
-    longer than that alone is a batch of its own. Which samples meet in a batch, and the order of
-    the batches, are shuffled by (seed, epoch).
+    The longest row times the number of rows is at most `tokens_per_batch`. A sample longer than
+    that is a batch by itself. The contents of the batches and their order are shuffled by
+    (seed, epoch).
 
     >>> bucket_batches([2, 9, 2, 9], tokens_per_batch=20, seed=0, epoch=0)
     [[3, 1], [2, 0]]
@@ -81,7 +81,7 @@ def bucket_batches(
             batches.append([])
             longest = lengths[i]
         batches[-1].append(i)
-    # A batch is known by its first row, so that its place does not hang on how many there are.
+    # The first row identifies a batch, so its shuffle key does not depend on the batch count.
     return sorted(batches, key=lambda batch: shuffled("batch", batch[0]))
 
 
@@ -91,7 +91,7 @@ def permutation(count: int, key: str) -> list[int]:
 
 
 def _hash(key: str) -> bytes:
-    # A hash and not a random generator: the order must outlive versions of the libraries.
+    # A hash, not a random generator: the order must be the same in all versions of the libraries.
     return hashlib.blake2b(key.encode(), digest_size=8).digest()
 
 
@@ -102,17 +102,17 @@ def _bucket(length: int) -> int:
 
 
 def padding_share(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
-    """The share of padding among the tokens of the padded batches, in [0, 1)."""
+    """The share of padding among all tokens of the padded batches, in [0, 1)."""
     rows = [[lengths[i] for i in batch] for batch in batches if batch]
     padded = sum(max(row) * len(row) for row in rows)
     return 1 - sum(map(sum, rows)) / padded if padded else 0.0
 
 
 class Batches:
-    """The batches of one epoch; `batch(i)` is the same whenever and wherever it is asked for.
+    """The batches of one epoch. `batch(i)` is the same at every call and on every machine.
 
     A run that stopped after batch k resumes with batch k + 1 of the same (seed, epoch). The
-    global batches do not depend on the number of ranks: `for_rank` only deals out their rows.
+    global batches do not depend on the number of ranks: `for_rank` only distributes their rows.
     """
 
     def __init__(
@@ -130,17 +130,17 @@ class Batches:
         return list(self._batches[i])
 
     def for_rank(self, rank: int, world: int) -> "RankBatches":
-        """The view of one of `world` ranks."""
+        """The part of one of `world` ranks."""
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}; expected 0 <= rank < world")
         return RankBatches(self, rank, world)
 
 
 class RankBatches:
-    """One rank's rows of the same global batches: as many batches on every rank.
+    """One rank's rows of the same global batches. Every rank has the same number of batches.
 
-    A global batch of fewer rows than ranks leaves some ranks without a row; `collate` turns that
-    into a row that takes part in the step and adds nothing to it.
+    If a global batch has fewer rows than there are ranks, some ranks get no row. `collate` then
+    makes a row that takes part in the step but adds nothing to it.
     """
 
     def __init__(self, batches: Batches, rank: int, world: int) -> None:
@@ -157,7 +157,7 @@ class RankBatches:
 
 
 class Batch(TypedDict):
-    """What one step reads; rows are padded on the right."""
+    """The input of one step; rows are padded on the right."""
 
     input_ids: torch.Tensor  # [B, T] int64
     attention_mask: torch.Tensor  # [B, T] int64: 1 on tokens, 0 on padding
@@ -168,9 +168,9 @@ class Batch(TypedDict):
 def collate(samples: Sequence[Sample], pad_id: int) -> Batch:
     """Pad on the right to the longest of B samples.
 
-    No samples give one row of two padding tokens that are attended to but in no loss (B = 1, no
-    ids): a rank without rows must still take its part in the collectives of the step, and a row
-    that attends to nothing would be NaN.
+    Without samples, returns one row of two padding tokens that are attended to but are in no loss
+    (B = 1, no ids): a rank without rows must still take part in the collectives of the step, and a
+    row that attends to nothing would give NaN.
     """
     if not samples:
         return {

@@ -1,7 +1,7 @@
-"""From an example to token ids, and to the mask that says which of them are the response.
+"""Converts an example to token ids and a loss mask, which marks the tokens of the responses.
 
-The tokenizer's own chat template decides what a conversation looks like. Nothing here knows the
-markers of any template: the turns are found by asking the tokenizer, never by arithmetic.
+The tokenizer's chat template formats the conversation. This module does not know the markers of any
+template: it finds the turns by asking the tokenizer.
 """
 
 import re
@@ -24,9 +24,9 @@ Messages = Sequence[dict[str, str]]
 class Sample:
     """Token ids and the loss mask, both of length T.
 
-    mask[t] is True where tokens[t] belongs to a response, the end-of-turn token that closes it
-    included: such a token is predicted in the loss, from the tokens before it. mask[0] is always
-    False, since nothing comes before it.
+    mask[t] is True if tokens[t] belongs to a response, including its end-of-turn token. The loss
+    predicts these tokens from the tokens before them. mask[0] is always False, because nothing
+    comes before tokens[0].
     """
 
     id: str
@@ -37,14 +37,14 @@ class Sample:
 def prompt_tokens(
     example: Example, tokenizer: PreTrainedTokenizerBase, system: str | None = None
 ) -> list[int]:
-    """The ids that the model answers: the conversation up to its last unanswered user message.
+    """The prompt's token ids: the conversation up to its last unanswered user message.
 
-    A final assistant message is left off: it is the reference, not the prompt. `system` is put in
-    front unless the conversation brings its own. Without a chat template the prompt's plain text
-    is used, with the special tokens (bos) that the tokenizer itself adds.
+    A final assistant message is removed: it is the reference answer. `system` is added in front
+    unless the conversation has a system message. Without a chat template, the prompt is the plain
+    text with the special tokens (bos) that the tokenizer adds.
 
-    Raises UserError: nothing to answer, a template that refuses the conversation, a conversation
-    or a system message without a chat template to write it in.
+    Raises UserError if there is nothing to answer, if the template refuses the conversation, or if
+    a conversation or a system message needs a chat template and there is none.
     """
     if example.messages is None:
         raise UserError(
@@ -72,14 +72,16 @@ def to_sample(
 ) -> Sample:
     """The sample to train on.
 
-    With `response_tokens`, the exact ids that the target generated: prompt_tokens + those ids,
-    the mask True on those ids alone. They are never turned into text and back, since that can
-    give other ids than the target wrote. `system` must be the one that the prompt was made with.
+    With `response_tokens` (the exact ids that the target generated), the tokens are prompt_tokens +
+    those ids, and the mask is True only on those ids. They are never decoded to text and encoded
+    again, because that can change the ids. `system` must be the same as for the prompt.
 
-    Without: the conversation as it stands, every assistant turn masked True; without a chat
-    template the prompt, the answer and eos. A `text` example is masked True throughout.
+    Without `response_tokens`, the tokens are the complete conversation, and the mask is True on
+    every assistant turn. Without a chat template, the tokens are the prompt, the answer and eos.
+    For a `text` example the mask is True on all tokens but the first.
 
-    Raises UserError: as prompt_tokens, or a template from which the turns cannot be told.
+    Raises UserError as prompt_tokens does, and if the turns cannot be found in the template's
+    output.
     """
     if response_tokens is not None:
         prompt = prompt_tokens(example, tokenizer, system)
@@ -96,7 +98,7 @@ def to_sample(
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         return _sample(example, prompt, [*ids, *end])
     messages = _with_system(example.messages, system)
-    # Templates mark the turns for fast tokenizers only: the marks are character positions.
+    # Templates mark the turns only for fast tokenizers: the marks are character positions.
     if tokenizer.is_fast and GENERATION_BLOCK.search(tokenizer.get_chat_template()):
         tokens, mask = _mask_by_blocks(messages, tokenizer, example)
     else:
@@ -106,7 +108,7 @@ def to_sample(
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer brings a chat template; a base model's usually does not."""
+    """Whether the tokenizer has a chat template. A base model's tokenizer usually has none."""
     return bool(tokenizer.chat_template)
 
 
@@ -167,10 +169,10 @@ def _render(
 def _mask_by_blocks(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example
 ) -> tuple[list[int], list[bool]]:
-    """The mask of a template that marks the assistant's words with {% generation %} itself.
+    """The tokens and the mask for a template that marks the responses with {% generation %} blocks.
 
-    Authors disagree on whether the end-of-turn token and the newline after it lie inside the
-    block. Here the first always does and the second never.
+    Templates disagree on whether the end-of-turn token and the newline after it are inside the
+    block. Here the end-of-turn token always is, and the newline never is.
     """
     encoded = _apply(
         messages,
@@ -185,7 +187,8 @@ def _mask_by_blocks(
     starts = [t for t in range(len(mask)) if mask[t] and not (t and mask[t - 1])]
     for start in starts:
         end = next((t for t in range(start, len(mask)) if not mask[t]), len(mask))
-        # transformers ends a block at the first token of its last character; an emoji has more.
+        # transformers ends a block at the first token of its last character, but an emoji can have
+        # several tokens.
         while end < len(mask) and chars[end][0] < chars[end - 1][1]:
             mask[end] = True
             end += 1
@@ -202,12 +205,13 @@ def _mask_by_blocks(
 def _mask_by_prefixes(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example
 ) -> tuple[list[int], list[bool]]:
-    """Each assistant turn is what the template adds to the prompt that the turn answers.
+    """The tokens and the mask for other templates. An assistant turn is everything that the
+    template adds to the prompt of that turn.
 
     With asked = template(messages[:i], add_generation_prompt=True) and
     told = template(messages[:i + 1]), the turn is told[len(asked):], cut after its end-of-turn
-    token. The same ids must open the whole conversation: a template that rewrites earlier turns
-    later on would put the mask on the wrong tokens, and is refused.
+    token. The complete conversation must begin with the same ids. A template that rewrites earlier
+    turns would put the mask on the wrong tokens, so it is refused.
     """
     tokens = _render(messages, tokenizer, example)
     mask = [False] * len(tokens)
@@ -238,11 +242,11 @@ def _not_a_prefix(example: Example, i: int, found: str) -> UserError:
 def _response_start(
     asked: list[int], told: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> int | None:
-    """Where the response starts in `told`, or None when `told` does not continue `asked`.
+    """The index in `told` where the response starts, or None if `told` does not continue `asked`.
 
-    A response that opens with, say, a newline can merge with the newline that ends the prompt
-    into one token. That token is not the response's alone, and the model never writes it: the
-    response then starts after it.
+    The prompt's last newline can merge with a newline at the start of the response into one token.
+    That token also belongs to the prompt, and the model never writes it. The response then starts
+    after it.
     """
     start = 0
     while start < min(len(asked), len(told)) and asked[start] == told[start]:
@@ -258,25 +262,25 @@ def _response_start(
 def _response_end(
     tokens: list[int], start: int, content: str, tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """The end (exclusive) of the response that starts at `start` and is the last of `tokens`.
+    """The end (exclusive) of the last response in `tokens`, which starts at `start`.
 
-    It is closed by the first special token of the tail of special and blank tokens; what the
-    template writes after that (a newline, the end of the whole text) is not the response. A tail
-    without a special token is kept whole: it is then the only sign that the turn is over.
+    `tokens` ends in a tail of special and blank tokens. The first special token of the tail closes
+    the response. The rest of the tail (a newline, the end of the text) is not part of the response.
+    A tail without a special token is kept, because nothing else then marks the end of the turn.
     """
     special = [t for t in _tail(tokens, start, tokenizer) if _is_special(tokens[t], tokenizer)]
     if not special:
         return len(tokens)
     own = 0
     if len(special) > 1:
-        # A reply may itself end in special tokens, which then do not close it.
+        # The reply's text may itself end in special tokens. These do not close it.
         ids = list(tokenizer(content, add_special_tokens=False)["input_ids"])
         own = sum(_is_special(ids[t], tokenizer) for t in _tail(ids, 0, tokenizer))
     return special[min(own, len(special) - 1)] + 1
 
 
 def _tail(tokens: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> range:
-    """The positions, from `start` on, of the special and blank tokens that `tokens` ends in."""
+    """The positions, from `start` on, of the special and blank tokens at the end of `tokens`."""
     first = len(tokens)
     while first > start and (
         _is_special(tokens[first - 1], tokenizer) or not tokenizer.decode(tokens[first - 1]).strip()
@@ -286,5 +290,5 @@ def _tail(tokens: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _is_special(token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
-    # Asked of the decoder, since `all_special_ids` lacks the end-of-turn tokens of some models.
+    # Ask the decoder, because `all_special_ids` lacks the end-of-turn tokens of some models.
     return tokenizer.decode(token, skip_special_tokens=True) == "" != tokenizer.decode(token)

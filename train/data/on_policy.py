@@ -1,7 +1,7 @@
-"""Text that the drafter writes itself while it is trained (GKD, 2306.13649; DistillSpec).
+"""Text that the drafter generates during its training (GKD, 2306.13649; DistillSpec).
 
-What a drafter must agree on is the text that it will be asked about, and that depends on what it
-drafts; so it learns on its own words, with the target's distribution as the teacher.
+The drafter must agree with the target on the contexts that it meets in use, and these depend on its
+drafts. So it trains on its own text, with the target's distribution as the teacher.
 """
 
 import json
@@ -33,11 +33,11 @@ Item = TypeVar("Item")
 
 
 class OnPolicyConfig(Strict):
-    """fraction: λ, the share of samples that the drafter writes; the others come from the text.
+    """fraction: λ, the share of samples that the drafter generates; the others come from the text.
 
-    samples: of a round. After each the drafter, as it is by then, writes anew. drafter: what makes
-    its own writing faster: none, ngram (speculatively), or auto, whichever is faster on the first
-    batch. The text is the same with either.
+    samples: the number of samples of a round. Each round generates new text with the current
+    drafter. drafter: speeds up the generation itself: none, ngram (speculative decoding), or auto,
+    whichever is faster on the first batch. It does not change the text.
     """
 
     fraction: float = Field(0.5, gt=0, le=1)
@@ -51,11 +51,11 @@ class OnPolicyConfig(Strict):
 
 
 class OnPolicyText:
-    """Rounds of a fixed text and of what the student writes, mixed.
+    """Rounds that mix samples of a fixed text with samples that the student generates.
 
-    A round is written to `directory` before it is trained on, so that a training that was killed
-    goes on with the same one. Under engines that shard the student, every rank writes its share
-    with a whole copy of its own: ranks whose texts have other lengths need not wait for each other.
+    A round is written to `directory` before training uses it, so a killed training continues with
+    the same round. Every rank generates its share with a complete copy of the student, even under
+    engines that shard the student. So no rank waits for longer texts of another rank.
     """
 
     fixed = False
@@ -76,7 +76,7 @@ class OnPolicyText:
         self.drafter: str | None = None if settings.drafter == "auto" else settings.drafter
 
     def round(self, number: int, weights: Weights) -> Sequence[Sample]:
-        """See `train.data.rounds.Text`; generates unless the round is already there."""
+        """See `train.data.rounds.Text`. Generates the round unless it already exists."""
         path = self.directory / f"round-{number}"
         if not path.exists():
             written = self._write(number, weights)
@@ -106,7 +106,7 @@ class OnPolicyText:
             )
             for index in range(rank, count, world)
         ]
-        # Prompts of like length together: less padding in the prefill.
+        # Batch prompts of similar length: less padding in the prefill.
         mine.sort(key=lambda item: len(item[1]))
         batches = [
             mine[i : i + settings.batch_size] for i in range(0, len(mine), settings.batch_size)
@@ -130,7 +130,7 @@ class OnPolicyText:
             model,
             DRAFTERS[drafter](),
             eos_token_ids=self.context.target.eos_token_ids,
-            # Under this rule the text does not depend on what was drafted.
+            # With this rule the text does not depend on the draft tokens.
             rule="exact",
             sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
         )
@@ -143,7 +143,7 @@ class OnPolicyText:
     def _faster(
         self, model: PreTrainedModel, batch: list[tuple[int, list[int]]], number: int
     ) -> str:
-        """What the first batch was written faster with, on the main process, for all."""
+        """The drafter that is faster on the first batch, measured by the main process for all."""
         seconds = {}
         if self.context.accelerator.is_main_process:
             for drafter in ("none", "ngram"):
@@ -156,7 +156,8 @@ class OnPolicyText:
 
 
 def _dealt(items: Sequence[Item], count: int, number: int, key: str) -> list[Item]:
-    """`count` items for round `number`: all of them in a shuffled order, then again in another."""
+    """`count` items for round `number`. Rounds go through all items in a shuffled order, then again
+    in another order."""
     dealt: list[Item] = []
     place = number * count
     while len(dealt) < count:
@@ -167,7 +168,7 @@ def _dealt(items: Sequence[Item], count: int, number: int, key: str) -> list[Ite
 
 
 def _restore_vocabulary(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """Give a model with a reduced output layer one over all tokens that never says the others."""
+    """Replace a reduced output layer by one over all tokens, with logits of −∞ for the others."""
     reduced = model.get_output_embeddings()
     size = model.config.get_text_config().vocab_size
     whole = nn.Linear(reduced.in_features, size, dtype=reduced.weight.dtype)
@@ -180,7 +181,8 @@ def _restore_vocabulary(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 
 def _mask_padding(model: PreTrainedModel, tokens: int) -> None:
-    """Output rows from `tokens` on are no tokens: the target may have no embedding for them."""
+    """Mask the output rows from `tokens` on with logits of −∞. They are not tokens, and the target
+    may have no embedding for them."""
     output = model.get_output_embeddings()
     if len(output.weight) <= tokens:
         return

@@ -1,14 +1,14 @@
-"""Reads prompts, conversations and texts, and accounts for every row.
+"""Reads prompts, conversations and texts, and counts every row.
 
 A row is one JSON object (one line of a .jsonl file, or one row of a data set). The first of these
-fields that is present and not null says what the row is:
+fields that is present and not null sets the type of the row:
 
     messages   [{"role": "user", "content": "..."}, ...]     a conversation, one or more turns
     prompt     "..."        a user message; `response` or `reference` adds the assistant's answer
     text       "..."        plain text to train on
 
 Optional: `id` (text or a whole number, unique), `kind` or `task` (a label to report by). Other
-fields are ignored, so that hub data sets can be used as they are.
+fields are ignored, so hub data sets can be used unchanged.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from decode.errors import UserError, nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIELDS = ("messages", "prompt", "text")
-# Which builder of `datasets` reads a single file; .jsonl is read here, line by line.
+# The builder of `datasets` for each type of file. This module reads .jsonl itself, line by line.
 BUILDERS = {".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 LINES = (".jsonl", ".ndjson")
 PROBLEMS_SHOWN = 20
@@ -34,8 +34,8 @@ class Example:
     """One row that was read.
 
     `messages` is set for `messages` and `prompt` rows, `text` for `text` rows. `prompt` is the
-    user's words alone, for a tokenizer without a chat template; it is set when the conversation
-    is one user message, answered or not. `source` is "file:line" (or "data set[split]:row").
+    user's text alone, for a tokenizer without a chat template; it is set if the conversation is one
+    user message, answered or not. `source` is "file:line" (or "data set[split]:row").
     """
 
     id: str
@@ -48,7 +48,7 @@ class Example:
 
 @dataclass
 class ReadReport:
-    """What became of the rows: always read = kept + the sum of `dropped`."""
+    """The counts of the rows. Always, read = kept + the sum of `dropped`."""
 
     read: int = 0
     kept: int = 0
@@ -64,7 +64,7 @@ class ReadReport:
 
 
 class _BadRow(Exception):
-    """A row that cannot be used: the reason it is counted under, and what was found."""
+    """A row that cannot be used. reason: the key for counting it. found: describes the problem."""
 
     def __init__(self, reason: str, found: str) -> None:
         super().__init__(found)
@@ -74,10 +74,10 @@ class _BadRow(Exception):
 
 @dataclass(frozen=True)
 class _Row:
-    """A row before it is understood: the raw line of a file, or the mapping of a data set."""
+    """A row before parsing: the raw line of a file, or the mapping of a data set."""
 
     raw: bytes | dict[str, Any]
-    label: str  # the id the row gets when it carries none
+    label: str  # the id of the row if it has none
     source: str
 
 
@@ -90,17 +90,17 @@ def read_examples(
     max_bad_rate: float = 0.01,
     base_dir: Path | None = None,
 ) -> tuple[list[Example], ReadReport]:
-    """Read every source in order; at most `limit` examples are kept.
+    """Read all sources in order, and keep at most `limit` examples.
 
     A source is a .jsonl file, a file or directory that `datasets` reads (json, parquet, csv,
     arrow, `save_to_disk`), or the name of a data set on the hub. Relative paths start at
     `base_dir`. `split` picks the split of a data set; .jsonl files have none.
 
-    A bad row stops with on_bad="stop". With "skip" it is counted, and the whole read is refused
-    when more than `max_bad_rate` of the rows are bad. Blank lines are not rows.
+    With on_bad="stop", a bad row raises an error. With "skip" it is counted; an error is raised at
+    the end if a share of more than `max_bad_rate` of the rows is bad. Blank lines are not rows.
 
-    Raises UserError: a bad row ("FILE:LINE: found; expected"), too many bad rows, a missing or
-    unreadable source, a repeated id, nothing kept.
+    Raises UserError for a bad row ("FILE:LINE: found; expected"), too many bad rows, a missing or
+    unreadable source, a repeated id, or if nothing is kept.
     """
     sources = [source] if isinstance(source, str) else list(source)
     report = ReadReport(files=sources)
@@ -147,7 +147,7 @@ def read_examples(
 
 
 def data_fingerprint(examples: list[Example]) -> str:
-    """SHA-256 over the ids, the content and the order of the examples (not where they lie)."""
+    """SHA-256 of the examples' ids, content and order, but not of their location."""
     digest = hashlib.sha256()
     for e in examples:
         row = [e.id, e.messages, e.prompt, e.text, e.kind]
@@ -156,9 +156,9 @@ def data_fingerprint(examples: list[Example]) -> str:
 
 
 def spread(items: Sequence[Any], count: int | None) -> list[Any]:
-    """`count` of the items, evenly over the whole sequence; all of them for None.
+    """`count` items, spread evenly over the sequence. None: all items.
 
-    Files are often ordered by kind, so their beginning would be one kind only.
+    Files are often ordered by kind, so the first items could all be of one kind.
     """
     if count is None or count >= len(items):
         return list(items)
@@ -168,8 +168,8 @@ def spread(items: Sequence[Any], count: int | None) -> list[Any]:
 def _rows(sources: list[str], split: str | None, base_dir: Path) -> Iterator[_Row]:
     names = Counter(Path(source).name for source in sources)
     for source in sources:
-        # The bare file name keeps ids the same when the data moves; two files of one name need
-        # their paths to be told apart.
+        # With the bare file name, ids stay the same when the data moves. Files with equal names
+        # need their paths as well.
         path = base_dir / Path(source).expanduser()
         label = path.name if path.exists() and names[path.name] == 1 else source
         if path.suffix in LINES and not path.is_dir():
@@ -201,7 +201,7 @@ def _lines(path: Path, source: str, label: str) -> Iterator[_Row]:
 
 
 def _data_set_rows(path: Path, source: str, label: str, split: str | None) -> Iterator[_Row]:
-    # Here and not above: importing it takes a second that .jsonl files do not need.
+    # Imported here because the import takes a second, which .jsonl files do not need.
     import datasets
 
     try:
@@ -233,8 +233,8 @@ def _data_set_rows(path: Path, source: str, label: str, split: str | None) -> It
             data = datasets.load_dataset(source, split=split)
     except UserError:
         raise
-    # `datasets` has no common base for its errors, and what it raises differs by version: every
-    # failure to open a source is the user's to mend, and the cause stays attached.
+    # `datasets` has no common base class for its errors, and they differ by version. The user must
+    # fix any failure to open a source, so all become UserError, with the cause attached.
     except Exception as error:
         what = (
             "cannot be read"
@@ -258,9 +258,9 @@ def _data_set_rows(path: Path, source: str, label: str, split: str | None) -> It
 
 
 def _understand(row: _Row) -> Example:
-    """The example in a row, or _BadRow. Only shapes and types are judged, never the content."""
+    """The example in a row. Raises _BadRow. Checks only structure and types, not the content."""
     fields = _parse(row.raw) if isinstance(row.raw, bytes) else row.raw
-    # A data set writes null where a row lacks a column that other rows have.
+    # A data set has null if a row lacks a column that other rows have.
     fields = {key: value for key, value in fields.items() if value is not None}
     present = next((name for name in FIELDS if name in fields), None)
     if present is None:
@@ -337,7 +337,7 @@ def _conversation(value: Any) -> tuple[dict[str, str], ...]:
                 "wrong type",
                 f"{name} has the role {_short(present['role'])}; expected {', '.join(ROLES)}",
             )
-        # Only the words of the two speakers must be there: an empty system message is harmless.
+        # Only user and assistant need non-empty content: an empty system message is harmless.
         speaks = present["role"] in ("user", "assistant")
         messages.append(
             {
@@ -365,7 +365,8 @@ def _string(fields: dict[str, Any], key: str, name: str | None = None, empty: bo
 
 
 def _clean(value: str, name: str) -> str:
-    """JSON can spell half of a surrogate pair, which no tokenizer can encode."""
+    """Refuse a lone surrogate: JSON can contain half a surrogate pair, but no tokenizer can encode
+    it."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -377,6 +378,6 @@ def _clean(value: str, name: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value in a message: its JSON, cut to a readable length."""
+    """A value's JSON, cut to a readable length for a message."""
     shown = json.dumps(value, default=repr)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

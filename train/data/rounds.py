@@ -1,4 +1,4 @@
-"""The texts that a drafter is trained on, round after round."""
+"""The texts that a drafter is trained on, in rounds."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -7,21 +7,22 @@ from torch import Tensor
 
 from train.data.chat import Sample
 
-# The trained parameters whose names begin with a prefix, whole, without it; on every rank.
+# Returns the complete trained parameters whose names begin with a prefix, on every rank. The prefix
+# is removed from the names.
 Weights = Callable[[str], dict[str, Tensor]]
 
 
 class Text(Protocol):
-    """Samples by round; a round is the same whenever it is asked for, so that training resumes.
+    """Samples in rounds. A round is the same at every call, so training can resume.
 
-    fixed: every round has the same samples, so that a round is an epoch.
+    fixed: every round has the same samples, so a round is an epoch.
     """
 
     fixed: bool
 
     def round(self, number: int, weights: Weights) -> Sequence[Sample]:
-        """The samples of round `number`, from 0. weights: what is being trained, as it is
-        now; all ranks call `round` together."""
+        """The samples of round `number`, from 0. weights: returns the current weights of the
+        training. All ranks must call `round` together."""
         ...
 
 

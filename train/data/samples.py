@@ -1,4 +1,4 @@
-"""The texts that stages train on, from the data or from what earlier stages wrote."""
+"""The texts that stages train on, from the data or from the answers of generate stages."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -16,7 +16,8 @@ from train.stage import StageContext
 class TextConfig(StageConfig):
     """text: a generate stage's name, or several, or `data` for the responses in the training data.
 
-    max_length: in tokens, prompt included; what is longer is cut from the right, or dropped.
+    max_length: of a sample in tokens, prompt included. on_long: longer samples are cut from the
+    right, or dropped.
     """
 
     text: str | list[str] = "data"
@@ -25,13 +26,13 @@ class TextConfig(StageConfig):
 
     @property
     def text_stages(self) -> list[str]:
-        """The generate stages whose answers are the text; none for the data's own responses."""
+        """The generate stages whose answers are the text. Empty for the data's own responses."""
         return stages_of(self.text)
 
 
 def check_text(settings: TextConfig, earlier: Sequence[StageConfig]) -> None:
-    """UserError where a stage that the text comes from is none that wrote any, or answered test
-    prompts, which nothing may be trained on."""
+    """Raise UserError if a stage of the text is not an earlier generate stage, or if it answered
+    test prompts. No stage may train on these."""
     for name in settings.text_stages:
         answers: Any = closest_stage(name, earlier, "generate")
         if answers.split == "test":
@@ -48,7 +49,7 @@ def stages_of(text: str | list[str]) -> list[str]:
 def read_samples(
     context: StageContext, text: str | list[str], split: str = "train"
 ) -> list[Sample]:
-    """Every sample of a text. Raises UserError for a part of a stage's answers that is damaged."""
+    """All samples of a text. Raises UserError if a part of a stage's answers is damaged."""
     tokenizer, system = context.target.tokenizer, context.system
     if text == "data":
         return [to_sample(e, tokenizer, system=system) for e in context.examples[split]]
@@ -65,7 +66,7 @@ def read_samples(
 def fitting_samples(
     context: StageContext, settings: TextConfig
 ) -> tuple[list[Sample], dict[str, int]]:
-    """The samples that can be trained on, and the counts of `fit`, which are said."""
+    """The samples that can be trained on, and the counts of `fit`. Also prints the counts."""
     samples, counts = fit(
         read_samples(context, settings.text), settings.max_length, settings.on_long
     )
@@ -74,7 +75,8 @@ def fitting_samples(
 
 
 def planned_tokens(context: StageContext, settings: TextConfig) -> int:
-    """Response tokens of the text before it exists: of a stage's answers the most they can be."""
+    """The number of response tokens of the text, before it exists. For a stage's answers this is
+    the maximum."""
     if settings.text == "data":
         return sum(sum(sample.mask) for sample in read_samples(context, "data"))
     return sum(context.plans[name].tokens for name in settings.text_stages)

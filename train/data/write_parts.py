@@ -1,4 +1,4 @@
-"""What the target says of texts, written to disk in parts: the way through the samples."""
+"""Runs through samples in parts, to write the target's results for them to disk."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,15 +10,15 @@ from train.data.batches import Batch, Inputs, bucket_batches, collate, inputs
 from train.data.chat import Sample
 from train.stage import StageContext
 
-# (number, its samples, (id, text_sha256) of each) → how many tokens of them were scored
+# (number of the part, its samples, (id, text_sha256) of each) → the number of scored tokens
 Write = Callable[[int, Sequence[Sample], list[tuple[str, str]]], int]
 
 
 def write_parts(
     context: StageContext, samples: Sequence[Sample], part_samples: int, write: Write
 ) -> float | None:
-    """Have every part written that is not there yet, by all ranks together; the tokens this rank
-    scored a second, None where it had none to score. Raises UserError for a damaged part."""
+    """Write every missing part, with all ranks together. Returns the tokens per second that this
+    rank scored, or None if it scored none. Raises UserError for a damaged part."""
     rank, world = context.accelerator.process_index, context.accelerator.num_processes
     begin, scored = time.perf_counter(), 0
     with context.reporter.bar("scoring", len(samples)) as bar:
@@ -28,7 +28,7 @@ def write_parts(
             if directory.exists():
                 verify_directory(directory)
             elif number % world == rank:
-                # Whole parts of its own for each rank; no exchange, so none waits.
+                # Each rank writes complete parts without communication, so no rank waits.
                 names = [(s.id, text_sha256(s.tokens, s.mask)) for s in part]
                 scored += write(number, part, names)
             bar.update(first + len(part))
@@ -39,8 +39,8 @@ def write_parts(
 def batches_of(
     context: StageContext, part: Sequence[Sample], tokens_per_batch: int
 ) -> Iterator[tuple[list[int], Batch, Inputs]]:
-    """A part in batches of like length: places in it, the batch, and its tensors on the target's
-    device."""
+    """A part in batches of similar length: the samples' indices in the part, the batch, and its
+    tensors on the target's device."""
     pad_id = context.target.tokenizer.pad_token_id or 0
     lengths = [len(sample.tokens) for sample in part]
     for rows in bucket_batches(lengths, tokens_per_batch=tokens_per_batch, seed=0, epoch=0):
@@ -49,5 +49,5 @@ def batches_of(
 
 
 def size(count: float) -> str:
-    """A number of bytes for people."""
+    """A number of bytes in readable units."""
     return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"

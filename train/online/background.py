@@ -1,4 +1,4 @@
-"""Learning in a thread of its own, on a device of its own, while requests are served."""
+"""Learns in a separate thread, optionally on a separate device, while requests are served."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -6,7 +6,7 @@ from train.online.learning import Online, Round
 
 
 class Background:
-    """Rounds of `Online.learn`, one at a time, beside the thread that decodes.
+    """Runs rounds of `Online.learn`, one at a time, beside the decoding thread.
 
         with Background(online) as background:
             decoder = Decoder(target.model, drafter, observers=[online.observe, background.swap])
@@ -16,8 +16,8 @@ class Background:
                 if online.due():
                     background.begin()
 
-    `swap` as an observer gives the drafter new weights between two passes, as soon as there are
-    any. Leaving the context waits for the round that is under way.
+    As an observer, `swap` gives the drafter new weights between two passes, as soon as they exist.
+    Leaving the context waits for the current round.
     """
 
     def __init__(self, online: Online) -> None:
@@ -33,17 +33,20 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a round was begun that `ended` has not told of."""
+        """Whether a round has begun that `ended` has not returned yet."""
         return self._round is not None
 
     def begin(self) -> None:
-        """Begin a round, if none is under way."""
+        """Begin a round, unless one is running."""
         if self._round is None:
             self._round = self._pool.submit(self.online.learn)
 
     def ended(self, *, wait: bool = False) -> Round | None:
-        """What came of the round that was begun, once it has ended; wait: however long that takes.
-        None where none has, or it had nothing to learn from. Raises what it raised."""
+        """The result of a round that has ended. wait: wait for the current round.
+
+        None if no round has ended, or if it had nothing to learn from. Raises the round's exception
+        if it failed.
+        """
         if self._round is None or not (wait or self._round.done()):
             return None
         ended, self._round = self._round, None

@@ -10,16 +10,16 @@ from train.training.load_student import StudentConfig
 
 
 class OnlineStageConfig(StageConfig):
-    """split: whose prompts are served, in their order; prompts: so many of them. They are decoded
+    """split, prompts: serve this many prompts of this split, in order (None: all). They are decoded
     batch_size at a time with gamma, rule, temperature, top_k and top_p.
 
-    drafter: as of a `distill` stage; with `stage` also one of heads. learning: when and what is
-    learnt; null: nothing, the drafter stays as it is. losses: as of a `distill` stage.
-    train_embeddings: off, token embeddings and output layer of a small language model stay as they
-    are; heads are trained whole. background: learn in a thread, while requests are served, on
-    `device`, such as cuda:1; null: where the stage runs. Which version drafts when then hangs on
-    the clock, so that a run is not repeated to the bit. keep_versions: so many of the newest stay
-    on disk. window: requests in a row of the summary.
+    drafter: as in a `distill` stage; its `stage` may also be a heads stage. learning: the schedule
+    and the data of learning; null: the drafter does not learn. losses: as in a `distill` stage.
+    train_embeddings: if off, a small language model's token embeddings and output layer are frozen.
+    Heads are always trained completely. background: learn in a thread while requests are served.
+    Timing then decides which version drafts a request, so a second run may differ.
+    device: where to learn, such as cuda:1; null: the stage's device. keep_versions: how many of the
+    newest versions stay on disk. window: the number of requests per window of the summary.
     """
 
     kind: Literal["online"] = "online"

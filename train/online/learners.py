@@ -1,5 +1,5 @@
-"""The two halves of a drafter that learns while it serves: the one that decodes, on the target's
-device and in its dtype, and the copy that learns, in float32 on a device of its own choice."""
+"""The two parts of a drafter that learns while it serves: the decoding drafter, on the target's
+device and in its dtype, and the learning copy, in float32 on any device."""
 
 import copy
 from collections.abc import Sequence
@@ -24,13 +24,14 @@ from heads.store import read_heads
 from train.schema import StageConfig, closest_stage
 from train.training.load_student import DRAFTER_STAGES, choose_trained
 
-# Kinds of stages whose drafters can go on learning.
+# Kinds of stages whose drafters can continue to learn.
 STARTS = ("heads", *DRAFTER_STAGES)
 
 
 def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None:
-    """The `heads` stage that this stage's drafter comes from, through others or directly; None
-    where that is a small language model. UserError where there is no such stage."""
+    """The `heads` stage that the drafter of stage `name` comes from, directly or through other
+    stages. None if the drafter is a small language model. Raises UserError if there is no such
+    stage."""
     closest_stage(name, earlier, *STARTS)
     by_name = {stage.name: stage for stage in earlier}
     while name in by_name:
@@ -43,8 +44,8 @@ def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None
 
 @dataclass
 class Learning:
-    """How the copy learns. max_length: of a text, in tokens; None: as far as it sees. embeddings:
-    whether a small language model's token embeddings and output layer are trained too."""
+    """How the copy learns. max_length: of a text, in tokens; None: the copy's maximum. embeddings:
+    whether to train a small language model's token embeddings and output layer too."""
 
     device: torch.device
     terms: Terms
@@ -53,8 +54,8 @@ class Learning:
     embeddings: bool
 
     def of_directory(self, path: Path, target: Target) -> tuple[OnlineStudent, Drafter]:
-        """Copy and drafter of a drafter directory, of any kind that can learn. Raises UserError for
-        one that is damaged or does not fit the target."""
+        """The copy and the drafter from a drafter directory, of any kind that can learn. Raises
+        UserError if the directory is damaged or does not fit the target."""
         if describe_drafter(path)["kind"] not in HEADS:
             model = load_model_and_tokenizer(str(path), dtype="float32", device="cpu").model
             return self.of_model(model, load_vocabulary(path, model), target)
@@ -74,7 +75,8 @@ class Learning:
     def of_model(
         self, model: PreTrainedModel, vocabulary: ReducedVocabulary | None, target: Target
     ) -> tuple[OnlineStudent, Drafter]:
-        """The same of a small language model, float32, which is trained itself."""
+        """The copy and the drafter from a float32 small language model. `model` itself is trained
+        as the copy."""
         served = copy.deepcopy(model).requires_grad_(False).eval()
         served.to(target.device, target.dtype)
         ids = None if vocabulary is None else vocabulary.ids.to(target.device)

@@ -1,8 +1,8 @@
 """Online distillation: a drafter that learns from what the target rejects (2310.07177).
 
-`observe` records what the target says while it verifies, `learn` takes a few optimizer steps on
-that and judges them, `swap` gives the decoding drafter the weights that passed. A server calls them
-request by request:
+`observe` records the target's distributions while it verifies. `learn` takes a few optimizer steps
+on these records and judges the result. `swap` gives the accepted weights to the decoding drafter. A
+server calls them request by request:
 
     online = Online(drafter, student, OnlineConfig(), made_with)
     decoder = Decoder(target.model, drafter, observers=[online.observe])
@@ -11,8 +11,8 @@ request by request:
         if online.due() and online.learn():
             online.swap()
 
-`observe` and `swap` belong into the thread that decodes, between two passes or two decodes; `learn`
-touches neither the drafter nor the loop, and may run in a thread and on a device of its own.
+Call `observe` and `swap` in the decoding thread, between two passes or two decodes. `learn` touches
+neither the drafter nor the loop, so it may run in another thread and on another device.
 """
 
 import copy
@@ -37,21 +37,21 @@ from train.data.batches import permutation
 from train.schema import Strict
 from train.training.optimizer import OptimizerConfig, learning_rate_factor, make_optimizer
 
-# Adds up a tensor over the processes that learn together; every one of them must call it.
+# Sums a tensor over the processes that learn together; every process must call it.
 Reduce = Callable[[Tensor], Tensor]
 
 
 class OnlineConfig(Strict):
-    """When is learnt, on what and how much.
+    """The schedule and the data of online learning.
 
-    every_requests, every_rejected: after so many requests, or rejected tokens to learn from,
-    whichever comes first; at least one is set. steps: optimizer steps of a round, each on
-    tokens_per_batch tokens of text (padding included, of each process). accepted: the share of the
-    tokens that were not rejected which is learnt from too. k: how many of the target's likeliest
-    tokens are kept of each distribution. buffer_mib: what the replay buffer takes at most.
-    holdout_every: every so-manieth request is not learnt from but judged on; the newest
-    holdout_requests of them count. max_length: of a text that is learnt from; of a longer one the
-    last tokens before each place.
+    every_requests, every_rejected: start a round after this many requests or this many rejected
+    tokens, whichever comes first. Set at least one. steps: optimizer steps of a round.
+    tokens_per_batch: tokens of text for each step and process, padding included. accepted: the
+    share of the tokens that were not rejected to learn from too. k: how many of the target's
+    likeliest tokens to keep for each distribution. buffer_mib: the maximum size of the replay
+    buffer. holdout_every: one request in holdout_every is held out. Held-out requests are used to
+    judge versions, not to learn; the newest holdout_requests of them count. max_length: the maximum
+    length of a text in tokens. A longer text keeps the last tokens before each position.
     """
 
     every_requests: int | None = Field(16, ge=1)
@@ -84,11 +84,12 @@ class OnlineConfig(Strict):
 class Round:
     """One call of `Online.learn`.
 
-    number: from 1. version: of the weights after it. kept: whether they are new. before, after:
-    expected acceptance Σ min(p, q) at temperature 1 on the held-out tokens with the version before
-    it and with the candidate (None: it was not finite). steps: optimizer steps in all, those of
-    rejected candidates not counted. positions: recorded tokens that the candidate learnt from.
-    requests: whose. loss: mean by token of its first and last step. problem: why it was not kept.
+    number: from 1. version: of the weights after the round. kept: whether these weights are new.
+    before, after: the expected acceptance Σ min(p, q) at temperature 1 on the held-out tokens, with
+    the previous version and with the candidate (None: it was not finite). steps: optimizer steps in
+    total, without those of rejected candidates. positions: the number of recorded tokens that the
+    candidate learnt from. requests: the requests of these tokens. loss: the mean loss per token at
+    the first and the last step. problem: why the candidate was not kept.
     """
 
     number: int
@@ -110,16 +111,16 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 class Online:
-    """A drafter that decodes, the copy of it that learns, and what it learns from.
+    """A decoding drafter, its learning copy (student), and the replay buffers.
 
-    made_with: as of `distill.teacher.top_k_cache.describe_teacher`, with this config's k.
-    directory: where the buffers are kept on disk; None: in memory only. reduce: sums over
-    processes; all of them then call `due`, `learn` and `swap` alike, each with requests of its own,
-    and have the same weights. autocast: makes the context that the copy's forward passes run in,
-    for products in another precision than its weights, which stay as they are.
+    made_with: from `distill.teacher.top_k_cache.describe_teacher`, with this config's k.
+    directory: where the buffers are stored on disk; None: in memory only. reduce: sums over
+    processes. All processes then call `due`, `learn` and `swap` in the same order, each with its
+    own requests, and have the same weights. autocast: makes the context for the copy's forward
+    passes, for matrix products in another precision; the weights keep theirs.
 
-    Raises UserError where the drafter cannot take the student's weights, and for parameter groups
-    that match nothing.
+    Raises UserError if the drafter cannot take the student's weights, or if parameter groups match
+    nothing.
     """
 
     def __init__(
@@ -160,11 +161,11 @@ class Online:
         self.optimizer = make_optimizer(student.module, settings.optimizer)
         self.version = self.round = self.steps = 0
         self._swapped = 0  # the version that the drafter has
-        self._learnt = 0  # records below this number were there in an earlier round
+        self._learnt = 0  # records below this number already existed in an earlier round
         self._requests = self._rejections = 0  # the collector's counts at the last round
         self._kept = self._snapshot()
 
-    # What a server calls.
+    # Called by a server.
 
     def observe(self, seen: Verified) -> None:
         """Record a verification pass; an observer of `decode.loop.Decoder`."""
@@ -185,20 +186,20 @@ class Online:
         return any(most is not None and n >= most for n, most in zip(found, wanted, strict=True))
 
     def learn(self) -> Round | None:
-        """A few optimizer steps, judged on held-out traffic, and undone if that is worse off; None
-        where there is nothing yet to learn from or to judge by.
+        """Take a few optimizer steps and judge them on held-out requests. Undo them if the expected
+        acceptance falls. Returns None if there are no records yet to learn from or to judge on.
 
-        A loss or gradient that is not finite ends the round, and it is undone.
+        A loss or gradient that is not finite ends the round, and its steps are undone.
         """
-        # Called from an observer it would be within the loop's inference mode.
+        # An observer would call this in the loop's inference mode.
         with torch.inference_mode(False), torch.enable_grad():
             self.gather()
             self._requests, self._rejections = self.collector.requests, self.collector.rejections
             return self._learn()
 
     def swap(self) -> bool:
-        """Give the decoding drafter the newest version that was kept, whole, whatever `learn` is
-        doing; False where it has that already."""
+        """Give the decoding drafter all weights of the newest kept version, even while `learn`
+        runs. Returns False if the drafter already has that version."""
         version, weights = self.version, self._kept[0]
         if version == self._swapped:
             return False
@@ -207,13 +208,13 @@ class Online:
         return True
 
     def gather(self) -> None:
-        """Take what was recorded into the buffers; `learn` does that too."""
+        """Move the recorded tokens into the buffers; `learn` does that too."""
         records, held_out = self.collector.take()
         self.buffer.add(records)
         self.held_out.add(held_out)
         self.held_out.keep_newest(self.settings.holdout_requests)
 
-    # How it is done.
+    # Internals.
 
     def _learn(self) -> Round | None:
         begin = time.perf_counter()
@@ -232,7 +233,7 @@ class Online:
         for number in range(self.settings.steps):
             loss, norm = self._step(batches[number] if number < len(batches) else [], at)
             if loss is None:
-                continue  # no process had a text left
+                continue  # no process has a text left
             if not math.isfinite(loss) or not math.isfinite(norm):
                 problem = f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite"
                 break
@@ -246,7 +247,8 @@ class Online:
             elif after < before:
                 problem = f"expected acceptance on held-out requests fell to {after:.4f}"
         if problem is None:
-            # The weights first: a swap in another thread must never find a new number's old ones.
+            # The weights first: a swap in another thread must never pair the new version number
+            # with the old weights.
             self._kept = self._snapshot()
             self.version, self.steps = self.version + 1, at
         else:
@@ -268,8 +270,8 @@ class Online:
         )
 
     def _batches(self) -> list[list[Record]]:
-        """At most `steps` batches: records that came since the last round, then older ones, over
-        again where there are few; texts of like length together."""
+        """At most `steps` batches: records since the last round, then older ones. If there are few,
+        they are repeated. Texts of similar length are batched together."""
         settings = self.settings
         records = list(self.buffer)
         new = max(self._learnt - self.buffer.first, 0)
@@ -298,8 +300,8 @@ class Online:
         return [piece for record in buffer for piece in record.windows(self.student.window)]
 
     def _step(self, records: list[Record], at: int) -> tuple[float | None, float]:
-        """One optimizer step on all processes' records: the mean loss and the gradient's norm;
-        taken only where both are finite."""
+        """Take one optimizer step on all processes' records, only if loss and gradient are finite.
+        Returns the mean loss and the gradient's norm."""
         parameters = list(self.student.trained().values())
         total = 0.0
         if records:
@@ -353,7 +355,7 @@ class Online:
         self.optimizer.load_state_dict(copy.deepcopy(state))
         self.optimizer.zero_grad()
 
-    # What a restart needs beside the weights, which are the student's.
+    # A restart needs these besides the weights. The student saves the weights.
 
     def moments(self) -> dict[str, Tensor]:
         """The optimizer's state, by parameter and name."""
@@ -364,7 +366,7 @@ class Online:
         }
 
     def state(self) -> dict[str, int]:
-        """Counts, which are JSON values. The buffers' are `ReplayBuffer.first` and `next`."""
+        """The counts, as JSON values. The buffers' counts are `ReplayBuffer.first` and `next`."""
         return {
             "version": self.version,
             "round": self.round,
@@ -377,7 +379,8 @@ class Online:
         }
 
     def resume(self, state: dict[str, int], moments: dict[str, Tensor]) -> None:
-        """Go on from there: the student, and the drafter, have that version's weights already."""
+        """Continue from `state`. The student and the drafter already have that version's
+        weights."""
         self.version, self.round = state["version"], state["round"]
         self.steps, self._learnt = state["steps"], state["learnt"]
         self._swapped = self.version
@@ -394,10 +397,10 @@ class Online:
 
 
 def _by_length(records: Sequence[Record], tokens_per_batch: int) -> list[list[Record]]:
-    """Batches of at most so many tokens, padding included, or of one text."""
+    """Batches of at most `tokens_per_batch` tokens, padding included, or of one longer text."""
     batches: list[list[Record]] = []
     for record in sorted(records, key=lambda r: len(r.tokens)):
-        # The longest so far, so its length is the batch's.
+        # Records are sorted, so this one is the longest and sets the batch's length.
         if not batches or (len(batches[-1]) + 1) * len(record.tokens) > tokens_per_batch:
             batches.append([])
         batches[-1].append(record)

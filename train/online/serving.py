@@ -1,4 +1,4 @@
-"""Serves the stream of an `online` stage: answers, rounds of learning, and what is saved."""
+"""Serves the stream of an `online` stage: answers requests, learns in rounds, saves progress."""
 
 import time
 from contextlib import ExitStack
@@ -25,11 +25,10 @@ from train.training.stopping import Stopped, StopRequest
 
 @dataclass
 class Serving:
-    """A stream on its way through the decoder, with what learns from it.
+    """Serves a stream with a drafter that learns from it.
 
-    student: the copy that learns, drafter: the one that decodes; online: what brings them
-    together, None where nothing is learnt. at: where the stream stands; saves: how often that was
-    saved.
+    student: the learning copy. drafter: the decoding drafter. online: connects the two; None: no
+    learning. at: the progress in the stream. saves: how often the progress was saved.
     """
 
     settings: OnlineStageConfig
@@ -43,8 +42,8 @@ class Serving:
     saves: int
 
     def serve(self) -> None:
-        """Answer all that is left of the stream. Raises Stopped, with everything saved, where some
-        rank was asked to stop."""
+        """Answer the rest of the stream. If any rank was asked to stop, saves everything and raises
+        Stopped."""
         with ExitStack() as stack:
             background = None
             if self.online is not None and self.settings.background:
@@ -75,7 +74,7 @@ class Serving:
                 if online is not None and found is not None:
                     self._note(online, found, at.spend("learning", begin))
                 due = found is not None or stopping or last
-                # A round that is under way would be saved by half; its end is the next chance.
+                # A save during a round would be incomplete; save when the round has ended.
                 whole = background is None or not background.busy
                 if whole and (due or at.served - saved >= settings.window):
                     self._save()
@@ -87,7 +86,7 @@ class Serving:
                     raise Stopped(f"stopped after {at.served} of {len(self.stream)} requests")
 
     def _serve(self, decoder: Decoder, request: StopRequest) -> bool:
-        """Answer the next batch; whether some rank was asked to stop."""
+        """Answer the next batch. Returns whether any rank was asked to stop."""
         settings, context, at = self.settings, self.context, self.at
         accelerator, target = context.accelerator, context.target
         rank, world = accelerator.process_index, accelerator.num_processes
@@ -115,7 +114,8 @@ class Serving:
         return bool(stop[0])
 
     def _learn(self, background: Background | None, *, wait: bool) -> Round | None:
-        """A round that was learnt now, or that ended in the background."""
+        """Learn a round now if one is due, or collect one that ended in the background. Swap the
+        weights, and return the round, if any."""
         found = None
         if background is not None:
             found = background.ended(wait=wait)
@@ -126,7 +126,7 @@ class Serving:
         return found
 
     def _note(self, online: Online, found: Round, waited: float) -> None:
-        """waited: seconds that requests waited for the round."""
+        """Record a round. waited: how many seconds requests waited for it."""
         at = self.at
         requests = sorted(set(gather_object(found.requests)))
         at.rounds.append(
@@ -144,7 +144,7 @@ class Serving:
             at.spend("saving", begin)
 
     def save_version(self) -> None:
-        """The weights that learn, as the version that `at` names."""
+        """Save the learning copy's weights as version `at.version`."""
         if not self.context.accelerator.is_main_process:
             return
         at = self.at
@@ -156,7 +156,7 @@ class Serving:
         self.versions.save_version(at.version, self.student, moments, provenance)
 
     def provenance(self) -> dict[str, Any]:
-        """Of a drafter that is saved now."""
+        """The provenance of a drafter that is saved now."""
         return {
             "stage": self.settings.name,
             "run": self.context.run_name,

@@ -1,4 +1,4 @@
-"""What is counted while a stream of requests is served, and the figures made of it."""
+"""The counts of a served stream of requests, and the figures computed from them."""
 
 import time
 from collections.abc import Sequence
@@ -7,19 +7,19 @@ from typing import Any
 
 from decode.stats import finite
 
-# Of a request: verification passes, tokens they emitted, positions reached, tokens accepted.
+# For each request: verification passes, emitted tokens, positions reached, accepted tokens.
 COUNTS = ("steps", "emitted", "reached", "accepted")
 
 
 @dataclass
 class Progress:
-    """Where the stream stands; stored with every save.
+    """The progress of a stream; stored with every save.
 
-    served: requests that were answered. version: of the weights that decode. counts: of every
-    request, see COUNTS. batches: [requests served after it, seconds of decoding]. rounds: as
-    `train.online.learning.Round`, each with the requests `served` before it. seconds: by activity,
-    of the time that requests had to wait for it. online: as of `Online.state`, and buffers: [first,
-    next] of both, for each rank.
+    served: the number of answered requests. version: of the decoding weights. counts: for every
+    request, see COUNTS. batches: [requests served so far, seconds of decoding] for each batch.
+    rounds: as `train.online.learning.Round`, each with the number of requests `served` before it.
+    seconds: by activity, the time that requests waited for it. online: `Online.state` of each rank.
+    buffers: [first, next] of both buffers, for each rank.
     """
 
     ranks: int
@@ -33,13 +33,13 @@ class Progress:
     buffers: list[list[int]] = field(default_factory=list)
 
     def spend(self, activity: str, begin: float) -> float:
-        """Add the seconds since `begin`."""
+        """Add the seconds since `begin` to an activity, and return them."""
         passed = time.perf_counter() - begin
         self.seconds[activity] = self.seconds.get(activity, 0.0) + passed
         return passed
 
     def summary(self, window: int) -> dict[str, Any]:
-        """Figures of the whole stream, and of its windows of so many requests."""
+        """Figures of the stream so far, and of its windows of `window` requests."""
         kept = sum(entry["kept"] for entry in self.rounds)
         seconds = sum(self.seconds.values())
         emitted = sum(row[1] for row in self.counts)
@@ -59,8 +59,9 @@ class Progress:
         }
 
     def windows(self, size: int) -> list[dict[str, Any]]:
-        """The stream in windows of whole batches, each of at least `size` requests but the last:
-        requests from `first` on, their figures, and the seconds with learning included."""
+        """Figures of the stream's windows. A window has complete batches, with at least `size`
+        requests in total (the last may have fewer), beginning with request `first`. Speeds include
+        the time spent learning."""
         found, first, seconds = [], 0, 0.0
         waited = [(entry["served"], entry["waited"]) for entry in self.rounds]
         for served, spent in self.batches:
@@ -83,6 +84,6 @@ class Progress:
 
 
 def rate(counts: Sequence[Sequence[int]]) -> float:
-    """Accepted / reached over some requests."""
+    """The acceptance rate, accepted / reached, over some requests."""
     reached, accepted = (sum(row[i] for row in counts) for i in (2, 3))
     return accepted / reached if reached else float("nan")

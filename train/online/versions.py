@@ -1,12 +1,12 @@
-"""What an online stage leaves on disk while it runs, so that a kill costs no more than time.
+"""The files that an online stage writes while it runs, so that a kill costs only time.
 
 versions/version-N/    a drafter directory with the optimizer's moments beside it
-progress/progress-R/   where the stream stood after the R-th save, and with which version
+progress/progress-R/   the stream's progress at the R-th save, and the version
 buffer/…, held-out/…   the replay buffers' shards (`distill.replay.buffer`)
 
-A version is written before the progress that names it, and what an older progress needs is deleted
-only after the newer one is in place. All is a function of the stream, so that what a kill undid is
-done again alike.
+A version is written before the progress that names it. Files that an older progress needs are
+deleted only after a newer progress is in place. Everything is a function of the stream, so work
+lost to a kill is repeated identically.
 """
 
 import json
@@ -25,19 +25,19 @@ from train.console import Reporter
 
 VERSION, PROGRESS = "version", "progress"
 MOMENTS, STATE = "moments.safetensors", "progress.json"
-# Two, so that one is left when the newest turns out to be damaged.
+# Two: if the newest is damaged, one is left.
 KEEP = 2
 
 
 class Versions:
-    """The versions and progress in a stage's directory. Written by one process only."""
+    """The versions and the progress in a stage's directory. Only one process writes them."""
 
     def __init__(self, directory: Path, target: Target, reporter: Reporter, *, keep: int) -> None:
         self.versions, self.saves = directory / "versions", directory / "progress"
         self.target, self.reporter, self.keep = target, reporter, keep
 
     def recover(self) -> None:
-        """Clear up after a process that was killed while it wrote."""
+        """Clean up after a process that was killed while writing."""
         recover(self.versions)
         recover(self.saves)
 
@@ -64,8 +64,8 @@ class Versions:
         )
 
     def save_progress(self, number: int, progress: dict[str, Any]) -> None:
-        """Write where the stream stands, and delete what no progress that is kept needs; its
-        "version" is the one that decodes."""
+        """Write the stream's progress, whose "version" is the decoding one. Then delete versions
+        that no kept progress needs."""
 
         def fill(directory: Path) -> None:
             (directory / STATE).write_text(json.dumps(progress))
@@ -83,10 +83,10 @@ class Versions:
                 remove_directory(self.path(old))
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """(number, progress) of the newest save that is complete, whose version is; None where
-        nothing was saved yet. What is passed over is said.
+        """(number, progress) of the newest complete save with a complete version, or None if
+        nothing was saved yet. Damaged saves are skipped and reported.
 
-        Raises UserError where everything that was saved is damaged.
+        Raises UserError if all saves are damaged.
         """
         found, damaged = newest_complete(self.saves, PROGRESS)
         while found is not None:

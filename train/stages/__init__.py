@@ -1,4 +1,4 @@
-"""Stages by kind, each in a file that registers itself."""
+"""The stages, one file for each kind. Each file registers its stage."""
 
 from train.stage import STAGES
 from train.stages import distill, feature_cache, generate, heads, online, teacher_cache

@@ -49,15 +49,16 @@ from train.training.trainer import LoopConfig, Task, Trainer
 
 
 class DistillConfig(TaughtConfig):
-    """teacher: live, or the name of a teacher_cache stage (the target's likeliest tokens) or of a
-    feature_cache stage (all it says), or the directory of one. remember_teacher: keep
-    the live target's hidden states of the text in memory after their first use. shard_teacher:
-    share the live target out over the ranks while this stage runs.
-    on_policy: the drafter writes a part of the text itself. dev: figures on a dev slice.
-    train_embeddings: off, the token embeddings and the output layer stay as they are at the start.
-    lora: train adapters instead of the weights. draft_vocabulary: draft only the so many most
-    frequent tokens of the text; None: all, or those of the stage it goes on from, or of the cache.
-    chunk_tokens: how many tokens' logits exist at a time.
+    """teacher: live, or the name or directory of a teacher_cache stage (the target's likeliest
+    tokens) or of a feature_cache stage (its complete distribution).
+    remember_teacher: keep the live target's hidden states of the text in memory after first use.
+    shard_teacher: shard the live target over the ranks while this stage runs.
+    on_policy: the drafter generates a part of the text itself. dev: figures on a dev slice.
+    train_embeddings: if off, the token embeddings and the output layer keep their init weights.
+    lora: train adapters instead of the weights.
+    draft_vocabulary: draft only this many of the text's most frequent tokens. None: all tokens, or
+    the vocabulary of the stage that this stage continues, or of the cache.
+    chunk_tokens: the number of tokens whose logits are in memory at a time.
     """
 
     kind: Literal["distill"] = "distill"
@@ -79,7 +80,7 @@ class DistillConfig(TaughtConfig):
 
 @STAGES.register("distill")
 class DistillStage(TrainedStage):
-    """Trains a small LM on text with the target beside it, and writes it to `drafter/`."""
+    """Trains a small LM on text, with the target as the teacher, and writes it to `drafter/`."""
 
     Config = DistillConfig
 
@@ -140,7 +141,7 @@ class DistillStage(TrainedStage):
                 )
 
     def _refuse(self, **reasons: str) -> None:
-        """UserError for each of these settings that is set."""
+        """Raise UserError if any of these settings is set. reasons: {setting: reason}."""
         for key, reason in reasons.items():
             if getattr(self.config, key):
                 raise UserError(
@@ -172,8 +173,8 @@ class DistillStage(TrainedStage):
         choose_trained(model, embeddings=settings.train_embeddings)
         student = Trainable(model, lora=settings.lora).model
         trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-        # float32 weights, gradients and AdamW's two moments; the target; a chunk's logits of
-        # student and teacher.
+        # float32 weights, gradients and AdamW's two moments; the target; the logits of student and
+        # teacher for one chunk.
         weights = 4 * sum(p.numel() for p in student.parameters()) + 12 * trained
         teacher = sum(p.numel() * p.element_size() for p in target.parameters())
         chunk = 2 * 4 * settings.chunk_tokens * context.target.vocab_size
@@ -189,7 +190,7 @@ class DistillStage(TrainedStage):
         settings: DistillConfig = self.config
         samples, counts = fitting_samples(context, settings)
         cache = open_cache(settings.teacher, context, samples) if self._cached else None
-        # Random weights and adapters are the stage's own, whatever ran before it.
+        # Random weights and adapters must not depend on what ran before this stage.
         torch.manual_seed(settings.loop.seed)
         model, vocabulary, coverage = self._student(context, samples, cache)
         choose_trained(model, embeddings=settings.train_embeddings)
@@ -283,8 +284,8 @@ class DistillStage(TrainedStage):
         samples: Sequence[Sample],
         cache: Cache | None,
     ) -> tuple[PreTrainedModel, ReducedVocabulary | None, dict[str, float]]:
-        """The model to train on the CPU, its draft vocabulary, and what that covers of the text, if
-        it was chosen here."""
+        """The model to train, on the CPU; its draft vocabulary; and the vocabulary's coverage of
+        the text, if it was chosen here."""
         settings: DistillConfig = self.config
         model, vocabulary = make_student(settings.drafter, context)
         if settings.draft_vocabulary is not None:
@@ -330,7 +331,7 @@ class DistillStage(TrainedStage):
         settings = self.config.dev
         if settings is None:
             return None
-        # A sharded target must be run by all ranks alike, so none may remember on its own.
+        # All ranks must run a sharded target together, so no rank may remember results by itself.
         teacher = LiveTeacher(split_model(target), remember=not self.config.shard_teacher)
 
         def sums(module: nn.Module, given: Inputs, names: Sequence[str]) -> Tensor:

@@ -22,8 +22,9 @@ from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 
 
 class FeatureCacheConfig(TextConfig):
-    """taps: which hidden states, −1 for what the output layer reads, or numbers of layers.
-    part_samples: are written at a time; a killed stage loses at most one part."""
+    """taps: the layers whose hidden states are captured, by number; −1 for the hidden states that
+    the output layer reads. part_samples: the number of samples per written part; a killed stage
+    loses at most one part."""
 
     kind: Literal["feature_cache"] = "feature_cache"
     taps: list[int] = Field([FINAL], min_length=1)
@@ -47,7 +48,7 @@ class FeatureCacheStage(Stage):
 
     def plan(self, context: StageContext) -> Plan:
         settings: FeatureCacheConfig = self.config
-        Recorder(context.target.model, settings.taps)  # refuses layers that are not there
+        Recorder(context.target.model, settings.taps)  # refuses layers that do not exist
         each = bytes_per_token(context.target, settings.taps)
         tokens = planned_tokens(context, settings)
         what = f"{len(settings.taps)} hidden states: {each} bytes a token, prompts too"
@@ -84,7 +85,7 @@ class FeatureCacheStage(Stage):
             return sum(len(sample.tokens) for sample in part)
 
         speed = write_parts(context, samples, settings.part_samples, write)
-        # Whole, and readable as what it was made from.
+        # Checks that the cache is complete and belongs to this target.
         CachedFeatures(context.directory, target, settings.taps)
         return Outcome(
             summary={

@@ -1,4 +1,4 @@
-"""`generate`: the target answers the training prompts, since drafters learn best from its words."""
+"""`generate`: the target answers prompts, because drafters learn best from the target's text."""
 
 import json
 import time
@@ -25,11 +25,11 @@ from train.stage import STAGES, Outcome, Plan, Stage, StageContext
 
 
 class GenerateConfig(StageConfig):
-    """split: whose prompts are answered; no stage trains on answers to the test split. prompts: so
-    many of the split, spread evenly over it. samples: answers per prompt (they
-    differ when temperature > 0). num_beams > 1: beam search, by `transformers` `generate()`, as
-    Blockwise distillation wants it. part_prompts: answers are saved after this many; a killed
-    stage loses at most one part."""
+    """split: the split whose prompts are answered. No stage trains on answers to the test split.
+    prompts: the number of prompts, spread evenly over the split; None: all. samples: answers per
+    prompt (they differ if temperature > 0). num_beams > 1: beam search by `transformers`
+    `generate()`, for Blockwise distillation. part_prompts: the number of answers per saved part; a
+    killed stage loses at most one part."""
 
     kind: Literal["generate"] = "generate"
     split: Literal["train", "dev", "test"] = "train"
@@ -55,7 +55,7 @@ class GenerateConfig(StageConfig):
 
 @STAGES.register("generate")
 class GenerateStage(Stage):
-    """Writes part-0, part-1, … each a directory with one answer per line."""
+    """Writes part-0, part-1, …, each a directory with a file of one answer per line."""
 
     Config = GenerateConfig
 
@@ -82,7 +82,7 @@ class GenerateStage(Stage):
         with context.reporter.bar("generating", len(jobs)) as bar:
             for number, part in enumerate(parts):
                 directory = context.directory / f"{PART}{number}"
-                # Each rank makes whole parts of its own; no exchange, so none waits for another.
+                # Each rank writes complete parts without communication, so no rank waits.
                 if number % world == rank and not _is_whole(directory):
                     made += self._make_part(context, part, directory, bar, number)
                 bar.update(min((number + 1) * settings.part_prompts, len(jobs)))
@@ -105,7 +105,7 @@ class GenerateStage(Stage):
         return Outcome(summary=summary)
 
     def _jobs(self, context: StageContext) -> list[tuple[Example, int]]:
-        """(example, sample number) in the order in which they are answered."""
+        """(example, sample number) in the order of answering."""
         settings: GenerateConfig = self.config
         if settings.split not in context.examples:
             raise UserError(
@@ -131,7 +131,7 @@ class GenerateStage(Stage):
         settings: GenerateConfig = self.config
         prompts = [prompt_tokens(e, context.target.tokenizer, context.system) for e, _ in part]
         answers: list[list[int]] = [[] for _ in part]
-        # Prompts of like length together: less padding in the prefill.
+        # Batch prompts of similar length: less padding in the prefill.
         order = sorted(range(len(part)), key=lambda i: len(prompts[i]))
         for first in range(0, len(order), settings.batch_size):
             batch = order[first : first + settings.batch_size]
@@ -171,7 +171,7 @@ class GenerateStage(Stage):
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether a part is there; raises UserError (CorruptArtifact) if it is there but damaged."""
+    """Whether a part exists. Raises UserError (CorruptArtifact) if it exists but is damaged."""
     if not directory.exists():
         return False
     verify_directory(directory)
@@ -182,7 +182,7 @@ def _is_whole(directory: Path) -> bool:
 def _beam_search(
     target: Target, prompts: list[list[int]], settings: GenerateConfig
 ) -> list[list[int]]:
-    """The best beam for each prompt, by `transformers` on left-padded prompts."""
+    """The best beam for each prompt, computed by `transformers` on left-padded prompts."""
     eos = list(target.eos_token_ids)
     pad = target.tokenizer.pad_token_id
     pad = pad if pad is not None else (eos or [0])[0]

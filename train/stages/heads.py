@@ -1,7 +1,7 @@
-"""`heads`: small modules on the frozen target learn to guess the tokens after its next one.
+"""`heads`: small modules on the frozen target learn to predict the tokens after its next token.
 
-One stage for all kinds (Medusa 2401.10774, Blockwise 1811.03115, …): they differ in what they
-compute, which is theirs (`heads.base`), and in nothing that a training does around it.
+One stage trains all kinds of heads (Medusa 2401.10774, Blockwise 1811.03115, …). The kinds differ
+only in their computation (`heads.base`), not in the training around it.
 """
 
 import copy
@@ -46,18 +46,18 @@ from train.training.trainer import LoopConfig, Task, Trainer
 
 
 class HeadsConfig(TaughtConfig):
-    """heads: their type and options, as {type: medusa, heads: 5}; see `heads`. start: an earlier
-    heads stage on the same target, with whose heads this one goes on. backbone: train the target
-    too, which then is a new target, written to `target/`; None: it stays as it is.
+    """heads: type and options, as {type: medusa, heads: 5}; see `heads`. start: an earlier heads
+    stage on the same target; this stage continues to train its heads. backbone: train the target
+    too and write the new target to `target/`; None: the target does not change.
 
-    losses: {name: weight}, between each head and the token it predicts; one that reads the teacher
-    distils the target's distribution at the head's own position. draft_vocabulary: the so many most
-    frequent tokens of the text only. features: live, or a feature_cache stage's name, or the
-    directory of one. remember_features: keep live ones in memory after their first use. dev:
-    figures on a dev slice; `gamma` there is at most the number of heads. tree: calibrate a tree and
-    store it with the drafter, which is written before that; a target that cannot verify trees is
-    refused before the training. None: it drafts chains. chunk_tokens: how many tokens' logits exist
-    at a time.
+    losses: {name: weight}, between each head and the token it predicts. A loss that reads the
+    teacher distils the target's distribution of that same token.
+    draft_vocabulary: draft only this many of the text's most frequent tokens. features: live, or
+    the name or directory of a feature_cache stage. remember_features: keep live hidden states in
+    memory after their first use. dev: figures on a dev slice; its `gamma` is at most the number of
+    heads. tree: calibrate a tree after the drafter is written, and store it with the drafter. A
+    target that cannot verify trees is refused before the training. None: the drafter drafts chains.
+    chunk_tokens: the number of tokens whose logits are in memory at a time.
     """
 
     kind: Literal["heads"] = "heads"
@@ -82,7 +82,7 @@ class HeadsConfig(TaughtConfig):
 
 @STAGES.register("heads")
 class HeadsStage(TrainedStage):
-    """Trains heads on text with the target beside it, and writes them to `drafter/`."""
+    """Trains heads on text and the target's hidden states, and writes them to `drafter/`."""
 
     Config = HeadsConfig
 
@@ -148,8 +148,8 @@ class HeadsStage(TrainedStage):
         begun = None if settings.start is None else context.plans[settings.start]
         trained = sum(p.numel() for p in heads.parameters())
         trained = trained if begun is None else begun.trained_parameters
-        # float32 weights, gradients and AdamW's two moments; the target; a chunk's logits of heads
-        # and target.
+        # float32 weights, gradients and AdamW's two moments; the target; the logits of heads and
+        # target for one chunk.
         teacher = sum(p.numel() * p.element_size() for p in target.model.parameters())
         memory = 16 * trained + teacher + 2 * 4 * settings.chunk_tokens * heads.rows
         options = settings.heads.model_dump(exclude={"type"})
@@ -157,7 +157,7 @@ class HeadsStage(TrainedStage):
         if settings.backbone is not None:
             own = settings.backbone.trained_parameters(target)
             trained += own
-            # Its float32 copy that is trained, and one that stays whole.
+            # The trained float32 copy of the target, and a second copy that is never sharded.
             memory += 12 * own + 2 * 4 * target.model.num_parameters()
             what += f"the target too ({'LoRA' if settings.backbone.lora else 'all weights'}); "
         return Plan(
@@ -171,13 +171,13 @@ class HeadsStage(TrainedStage):
         settings: HeadsConfig = self.config
         accelerator, target = context.accelerator, context.target
         device = accelerator.device
-        split_model(target.model)  # refuses a target whose logits are more than a layer away
+        split_model(target.model)  # refuses a target whose logits need more than an output layer
         samples, counts = fitting_samples(context, settings)
         vocabulary: Tensor | None = None
         coverage: dict[str, float] = {}
         if settings.draft_vocabulary is not None:
             vocabulary, coverage = frequent_tokens(context, samples, settings.draft_vocabulary)
-        # Random weights, and the draws of sub-losses, are the stage's own, whatever ran before it.
+        # Random weights and drawn sub-losses must not depend on what ran before this stage.
         torch.manual_seed(settings.loop.seed)
         start: Any = None
         if settings.start is None:
@@ -188,12 +188,12 @@ class HeadsStage(TrainedStage):
             heads = read_heads(begun, target)
             vocabulary = heads.vocabulary
         self._require_ready(context, heads)
-        # Engines may take the module apart; this copy stays whole, on the CPU.
+        # Engines may shard the module. This copy stays complete, on the CPU.
         whole = copy.deepcopy(heads)
         heads.to(device)
         if vocabulary is not None:
             heads.vocabulary = vocabulary.to(device)
-        # Without autocast the products are float32, and so must be what is borrowed.
+        # Without autocast, matrix products are float32, so the borrowed weights must be too.
         heads.borrow(target.model, torch.float32 if accelerator.mixed_precision == "no" else None)
         clock = Clock(device)
         training = HeadTraining(heads, settings.terms, target.model, chunk=settings.chunk_tokens)
@@ -208,13 +208,13 @@ class HeadsStage(TrainedStage):
             source = self._source(context, training.taps, samples, clock)
 
         def step(module: nn.Module, given: Inputs, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-            # Of torch's random state, which is part of a checkpoint, and the same on all ranks (but
-            # for those of an adapter's dropout).
+            # Draws from torch's random state, which checkpoints store. It is the same on all ranks
+            # (except after draws for an adapter's dropout).
             losses = heads.sub_losses(float(torch.rand(())))
             if backbone is None:
                 return self._forward(module, source, given, names, losses)
-            # Never 0: what is left where self-distillation begins would be rounding, and Adam makes
-            # steps of any gradient.
+            # Never 0: self-distillation begins with a loss of 0, so the gradient would be only
+            # rounding errors, and Adam takes full steps even for tiny gradients.
             weight = backbone.weight(heads, (trainer.at.step + 1) / trainer.total_steps)
             return backbone.forward(module, given, names, losses, weight)
 
@@ -260,7 +260,7 @@ class HeadsStage(TrainedStage):
             }
             path = context.directory / "drafter"
             save_heads(path, whole, target=target, provenance=provenance)
-            # Only now: what was trained must not be lost to a tree that cannot be planned.
+            # After saving: trained heads must not be lost if the tree cannot be planned.
             tree = self._tree(context, target, whole, path)
         summary = {
             "training": describe(trained),
@@ -315,7 +315,7 @@ class HeadsStage(TrainedStage):
         return torch.arange(size)
 
     def _require_ready(self, context: StageContext, heads: Heads) -> None:
-        """Whatever can end the stage, before its first step."""
+        """Raise UserError before the first step for reasons that would stop the stage later."""
         settings: HeadsConfig = self.config
         if settings.tree is not None:
             require_tree(settings.tree, context, settings.name, heads)
@@ -328,7 +328,7 @@ class HeadsStage(TrainedStage):
     def _tree(
         self, context: StageContext, target: Target, whole: Heads, path: Path
     ) -> TreeCalibration | None:
-        """The tree that is stored with the drafter in `path`; None where it drafts chains."""
+        """Calibrate the tree and store it with the drafter in `path`. None if it drafts chains."""
         settings: HeadsConfig = self.config
         if settings.tree is None:
             return None
@@ -346,7 +346,7 @@ class HeadsStage(TrainedStage):
         return tree
 
     def _drafter(self, target: Target, whole: Heads) -> Drafter:
-        """Of heads on the CPU, as it would be loaded."""
+        """The drafter made of `whole` (heads on the CPU), as if loaded from a directory."""
         heads = copy.deepcopy(whole)
         make_ready(heads, target, target.dtype)
         kind: Any = DRAFTERS[self.config.heads.type]
@@ -386,8 +386,8 @@ class HeadsStage(TrainedStage):
     def _bigrams(
         self, context: StageContext, samples: Sequence[Sample], dev: DevSlice | None
     ) -> dict[str, float]:
-        """How often a bigram table of the training text, and prompt lookup, guess the dev slice's
-        tokens: what the first head must beat."""
+        """The shares of the dev slice's tokens that a bigram table of the training text and prompt
+        lookup predict. The first head must be better than both."""
         if dev is None:
             return {}
         table = Bigrams((s.tokens, s.mask) for s in samples)
@@ -401,6 +401,6 @@ class HeadsStage(TrainedStage):
 
 
 def _heads_in(weights: Mapping[str, Tensor], backbone: Backbone | None) -> dict[str, Tensor]:
-    """The heads' own among the weights of the module that is trained."""
+    """The heads' weights from the weights of the trained module."""
     prefix = "heads." if backbone is None else "heads.heads."
     return {k.removeprefix(prefix): x for k, x in weights.items() if k.startswith(prefix)}

@@ -36,13 +36,13 @@ STREAM = "Acceptance over the stream, by windows of requests in their order."
 
 @STAGES.register("online")
 class OnlineStage(Stage):
-    """Serves the stream, learns in between or in the background, and writes the last version to
-    `drafter/`.
+    """Serves the stream, learns between requests or in the background, and writes the last version
+    to `drafter/`.
 
-    Under `accelerate launch` every rank decodes its share of each batch and keeps records of that,
-    and the gradients are added up: no rank idles while another decodes, all have the same weights,
-    and what is learnt is what one rank with such batches would learn. Each rank holds drafter and
-    learning copy whole, whatever the engine; drafters are small.
+    Under `accelerate launch` every rank decodes its share of each batch and records it. The
+    gradients are summed over the ranks. So no rank idles while another decodes, all ranks have the
+    same weights, and they learn the same as one rank with these batches would. With every engine,
+    each rank has the complete drafter and the complete learning copy; drafters are small.
     """
 
     Config = OnlineStageConfig
@@ -96,7 +96,8 @@ class OnlineStage(Stage):
         model, _ = make_student(settings.drafter, context)
         choose_trained(model, embeddings=settings.train_embeddings)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        # Drafter and copy; gradients, AdamW's two moments and the last version's three.
+        # Drafter and learning copy; gradients and AdamW's two moments; the last version's weights
+        # and two moments.
         memory = 8 * model.num_parameters() + 24 * trained + target
         return Plan(what, trained, tokens, memory)
 
@@ -151,7 +152,7 @@ class OnlineStage(Stage):
 
     @classmethod
     def show(cls, summary: dict[str, Any], number: int) -> Shown:
-        """The stream, window by window, as a plot."""
+        """The figures, and a plot of the stream by windows."""
         figures = {k: v for k, v in summary.items() if k not in ("windows", "rounds")}
         name = f"stream-{number}"
         drawn = lines.stream(name, summary.get("windows") or [], summary.get("rounds") or [])
@@ -173,7 +174,7 @@ class OnlineStage(Stage):
         return prompts[: settings.prompts]
 
     def _device(self, context: StageContext) -> torch.device:
-        """Where is learnt."""
+        """The device for learning. Raises UserError if it is not available."""
         settings: OnlineStageConfig = self.config
         ranks = context.accelerator.num_processes
         if ranks > 1 and (settings.background or settings.device):
@@ -185,7 +186,7 @@ class OnlineStage(Stage):
             return context.accelerator.device
         try:
             return torch.zeros(1, device=settings.device).device
-        # AssertionError: a torch without that kind of device says so.
+        # AssertionError: raised by a torch without support for that kind of device.
         except (RuntimeError, AssertionError) as error:
             raise UserError(
                 f"stage {settings.name} cannot learn on device {settings.device!r}: {error}"
@@ -204,7 +205,7 @@ class OnlineStage(Stage):
         at.ranks = now
 
     def _learner(self, context: StageContext, version: Any | None) -> tuple[OnlineStudent, Drafter]:
-        """The copy that learns and the drafter that decodes: a version's, or those of the start."""
+        """The learning copy and the decoding drafter, of a saved version or of the start."""
         settings: OnlineStageConfig = self.config
         how = Learning(
             self._device(context),
@@ -218,7 +219,7 @@ class OnlineStage(Stage):
         if settings.drafter.stage is not None:
             path = context.outcomes[settings.drafter.stage] / "drafter"
             return how.of_directory(path, context.target)
-        # Random weights are the stage's own, whatever ran before it.
+        # Random weights must not depend on what ran before this stage.
         torch.manual_seed(settings.seed)
         return how.of_model(*make_student(settings.drafter, context), context.target)
 
@@ -229,7 +230,7 @@ class OnlineStage(Stage):
         if settings.learning is None:
             return None
         target, accelerator = context.target, context.accelerator
-        # Not float16, whose small gradients would need a scaler.
+        # Not float16: its small gradients would need a loss scaler.
         lower = accelerator.mixed_precision == "bf16"
         ids = None if student.ids is None else student.ids.to(target.device)
         return Online(

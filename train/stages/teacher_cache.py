@@ -28,9 +28,10 @@ from train.training.load_student import frequent_tokens
 
 
 class TeacherCacheConfig(TextConfig):
-    """k: tokens kept of each distribution. temperature: of the target. draft_vocabulary: keep the
-    distribution over the so many most frequent tokens of the text, renormalised. part_samples: are
-    written at a time; a killed stage loses at most one part."""
+    """k: the number of tokens kept of each distribution. temperature: of the target.
+    draft_vocabulary: keep the distribution over this many of the text's most frequent tokens,
+    renormalised. part_samples: the number of samples per written part; a killed stage loses at most
+    one part."""
 
     kind: Literal["teacher_cache"] = "teacher_cache"
     k: int = Field(64, ge=1)
@@ -99,7 +100,7 @@ class TeacherCacheStage(Stage):
             return sum(len(signal.ids) for signal in signals)
 
         speed = write_parts(context, samples, settings.part_samples, write)
-        CachedTeacher(context.directory, target)  # whole, and readable as what it was made from
+        CachedTeacher(context.directory, target)  # checks: complete, and made from this target
         return Outcome(
             summary={
                 "samples": counts,
@@ -115,7 +116,7 @@ class TeacherCacheStage(Stage):
     def _score(
         self, context: StageContext, teacher: LiveTeacher, part: Sequence[Sample]
     ) -> list[TopK]:
-        """The signal of each sample of a part, in its order."""
+        """The top-k signal of each sample of a part, in order."""
         settings: TeacherCacheConfig = self.config
         found: list[TopK | None] = [None] * len(part)
         for rows, batch, given in batches_of(context, part, settings.tokens_per_batch):

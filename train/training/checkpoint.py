@@ -1,8 +1,9 @@
-"""Training checkpoints: accelerate's own state, in directories that are whole or absent.
+"""Training checkpoints: accelerate's state, in directories that are either complete or absent.
 
-accelerate writes in place, deletes the old before the new is there, takes the last folder whether
-it is whole or not, and goes on without a word when the random state cannot be read. Here a
-checkpoint is filled under another name and renamed, carries hashes, and says what it was made with.
+accelerate writes in place, deletes the old checkpoint before the new one exists, loads the last
+folder even if it is incomplete, and continues silently if it cannot read the random state. Here a
+checkpoint is written under another name and then renamed. It stores hashes, the number of ranks and
+the engine.
 """
 
 import json
@@ -18,7 +19,7 @@ from decode.errors import UserError
 from train.console import Reporter
 
 PREFIX = "step"
-# Two, so that one is left when the newest turns out to be damaged.
+# Two: if the newest is damaged, one is left.
 KEEP = 2
 STATE = "trainer.json"
 
@@ -28,8 +29,8 @@ Extra = Callable[[Path], None]
 class Checkpoints:
     """The checkpoints of one training in `parent`.
 
-    allow_changes: go on from one that was made by another number of ranks, where its weights are
-    whole on each of them.
+    allow_changes: continue from a checkpoint made by another number of ranks, if the engine keeps
+    the complete weights on every rank.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class Checkpoints:
         self.allow_changes = allow_changes
 
     def save(self, step: int, progress: dict[str, Any], extra: Extra) -> None:
-        """Save model, optimizer and random state of all ranks, with `progress` beside them.
+        """Save the model, the optimizer and the random state of all ranks, and `progress`.
 
-        Every rank must call it; extra(directory) writes what else a rank has, into files of its
-        own. Older checkpoints go only after the new one is in place.
+        Every rank must call this. extra(directory) writes a rank's other data to files of that
+        rank. Older checkpoints are deleted only after the new one is in place.
         """
 
         def fill(directory: Path) -> None:
@@ -65,10 +66,10 @@ class Checkpoints:
 
     def load(self, extra: Extra) -> dict[str, Any] | None:
         """Load the newest complete checkpoint, extra(directory) included, and return its
-        `progress`; None when there is none yet.
+        `progress`, or None if there is no checkpoint yet.
 
-        Damaged ones are named and passed over. Raises UserError when all that exist are damaged,
-        and for one made by another engine or number of ranks.
+        Damaged checkpoints are reported and skipped. Raises UserError if all are damaged, or if the
+        checkpoint was made by another engine or number of ranks.
         """
         if self.accelerator.is_main_process:
             recover(self.parent)
@@ -89,8 +90,7 @@ class Checkpoints:
         if self.accelerator.is_main_process:
             for error in damaged:
                 remove_directory(error.directory)
-        # load_state sets the counter from the file of the random state, and hides that it could
-        # not read that.
+        # load_state sets the counter from the random state's file, and hides a failure to read it.
         self.accelerator.step = -1
         self.accelerator.load_state(str(found))
         if self.accelerator.step < 0 and state["made_with"] == self._made_with():
@@ -104,7 +104,7 @@ class Checkpoints:
         return progress
 
     def count(self) -> int:
-        """How many there are."""
+        """The number of checkpoints."""
         return len(self._steps())
 
     def _made_with(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Checkpoints:
         )
 
     def _save_into(self, directory: Path | None, extra: Extra) -> None:
-        # Sharded engines write from every rank, so all must learn where the main process writes.
+        # Sharded engines write from every rank, so every rank needs the main process's directory.
         where = [str(directory)]
         broadcast_object_list(where)
         self.accelerator.save_state(where[0])

@@ -8,12 +8,12 @@ import torch
 
 
 class Clock:
-    """Seconds by activity; an activity inside another is not counted twice.
+    """Seconds by activity. An activity inside another is not counted twice.
 
-    On a GPU work runs behind the program's back, so that only a clock which waits for it measures
-    anything. To slow down a few steps only, every n-th is measured, and counts n times.
+    A GPU works asynchronously, so a clock must wait for it to measure anything. Waiting slows down
+    training, so only every n-th step is measured, and it counts n times.
 
-    weight: how often what is being done counts; 0: it is not measured, nor waited for.
+    weight: how many times the current work counts. 0: no measuring and no waiting.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, activity: str) -> Iterator[None]:
-        """Time spent inside counts as `activity`."""
+        """The time inside this context counts as `activity`."""
         self._turn()
         self._running.append(activity)
         try:
@@ -45,6 +45,6 @@ class Clock:
         self._since = now
 
     def shares(self) -> dict[str, float]:
-        """Each activity's share of the time measured; they add up to 1."""
+        """Each activity's share of the measured time. The shares add up to 1."""
         total = sum(self.seconds.values())
         return {name: seconds / total for name, seconds in self.seconds.items()} if total else {}

@@ -1,4 +1,4 @@
-"""The drafter that a distill stage trains: where it starts, and which words it may say."""
+"""The drafter that a distill stage trains: its init weights and its draft vocabulary."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,19 +24,19 @@ from train.data.read import spread
 from train.schema import Strict
 from train.stage import StageContext
 
-# Kinds of stages whose drafters are small language models that others can go on with.
+# Kinds of stages that make small language models, which later stages can continue to train.
 DRAFTER_STAGES = ("distill", "online")
-# On which the mass is measured that a draft vocabulary loses.
+# Number of samples for measuring the probability mass that a draft vocabulary loses.
 LOST_MASS_SAMPLES = 16
 
 
 class StudentConfig(Strict):
-    """Where the drafter starts; exactly one of these.
+    """Where the drafter starts: exactly one of these settings.
 
-    layers: a subset of the target's layers. model: an existing smaller model of the same tokenizer
-    (hub id, directory, GGUF file); its output layer may be padded to another size. config: changes
-    to the target's config, for random weights. stage: the drafter of an earlier distill or online
-    stage.
+    layers: a subset of the target's layers. model: an existing smaller model with the same
+    tokenizer (hub id, directory, GGUF file); its output layer may be padded to another size.
+    config: changes to the target's config, for a model with random weights. stage: the drafter of
+    an earlier distill or online stage.
     """
 
     layers: list[int] | None = None
@@ -55,7 +55,7 @@ class StudentConfig(Strict):
         return self
 
     def provenance(self, context: StageContext) -> Any:
-        """What the drafter's description says of its start."""
+        """The drafter's start, for the provenance in its description."""
         if self.stage is not None:
             return describe_drafter(context.outcomes[self.stage] / "drafter")["provenance"]
         return self.model_dump(exclude_none=True)
@@ -64,10 +64,10 @@ class StudentConfig(Strict):
 def make_student(
     start: StudentConfig, context: StageContext
 ) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
-    """The model to train, float32 on the CPU, and the reduced draft vocabulary it comes with.
+    """The model to train, float32 on the CPU, and its reduced draft vocabulary, if it has one.
 
-    Raises UserError for layers the target lacks, a model of another vocabulary or with too few
-    output rows for it, and a damaged drafter.
+    Raises UserError for layers that the target does not have, a model with another vocabulary or
+    with too few output rows for it, and a damaged drafter.
     """
     target = context.target
     if start.layers is not None:
@@ -91,7 +91,7 @@ def make_student(
 
 
 def choose_trained(model: PreTrainedModel, *, embeddings: bool) -> None:
-    """Which weights are trained: all, or all but the token embeddings and the output layer."""
+    """Make all weights trainable, or all except the token embeddings and the output layer."""
     model.requires_grad_(True)
     if not embeddings:
         model.get_input_embeddings().requires_grad_(False)
@@ -99,19 +99,19 @@ def choose_trained(model: PreTrainedModel, *, embeddings: bool) -> None:
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Compute the layers' activations again in the backward pass instead of keeping them."""
-    # transformers 5.23 has another name for it.
+    """Recompute the layers' activations in the backward pass instead of keeping them."""
+    # transformers 5.23 uses another name.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
-    # The embeddings may be frozen; a checkpointed layer wants an input with a gradient.
+    # The embeddings may be frozen, but a checkpointed layer needs an input with a gradient.
     model.enable_input_require_grads()
 
 
 def frequent_tokens(
     context: StageContext, samples: Sequence[Sample], count: int
 ) -> tuple[Tensor, dict[str, float]]:
-    """The `count` most frequent tokens of the samples' text, int64 ascending, always with those
-    that end a text; for the stage's summary, what they cover, which is said."""
+    """The `count` most frequent tokens of the samples' text, int64 ascending, always including the
+    end-of-text tokens; and their coverage for the stage's summary. Also prints the coverage."""
     ids, coverage = most_frequent(
         (sample.tokens for sample in samples),
         count,
@@ -128,8 +128,8 @@ def frequent_tokens(
 
 @torch.no_grad()
 def lost_mass(context: StageContext, samples: Sequence[Sample], ids: Tensor) -> float:
-    """The target's mean probability of a token that is not among `ids`, over the predicted tokens
-    of the samples. No drafter of that vocabulary has a higher expected acceptance than 1 − this."""
+    """The target's mean probability of tokens outside `ids`, over the predicted tokens of the
+    samples. A drafter with this vocabulary has an expected acceptance of at most 1 − this value."""
     target = context.target
     teacher = LiveTeacher(split_model(target.model))
     kept = ids.to(target.device)

@@ -1,4 +1,4 @@
-"""How much memory this process has used."""
+"""The peak memory of this process."""
 
 import sys
 
@@ -7,7 +7,7 @@ import torch
 
 
 def peak_memory() -> int:
-    """Most bytes this process has had in memory so far (on CUDA: on the device)."""
+    """The most bytes that this process has used so far (on CUDA: on the device)."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     try:

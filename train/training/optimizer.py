@@ -1,4 +1,4 @@
-"""The optimizer of every trained stage: parameter groups, the learning rate's course, averaging."""
+"""The optimizer of every training stage: parameter groups, learning rate schedule, EMA."""
 
 import math
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from train.schema import Strict
 
 
 class GroupConfig(Strict):
-    """Settings of the parameters whose dotted name matches; None: those of all others."""
+    """Settings of the parameters whose dotted names match. None: as in OptimizerConfig."""
 
     lr: float | None = Field(None, gt=0)
     weight_decay: float | None = Field(None, ge=0)
 
 
 class OptimizerConfig(Strict):
-    """AdamW, with the learning rate warmed up linearly and then lowered by a schedule.
+    """AdamW. The learning rate is warmed up linearly, then lowered by a schedule.
 
-    groups: {pattern: settings}, patterns as `*embed_tokens*`; the first that matches counts.
-    ema: the decay of an exponential moving average of the weights (such as 0.999), which is then
-    what is judged and saved; None: the last weights are. Under DeepSpeed, whose forward has only
-    the last weights, figures on a dev slice are of those.
+    groups: {pattern: settings}, with patterns such as `*embed_tokens*`. The first match counts.
+    ema: the decay, such as 0.999, of an exponential moving average (EMA) of the weights, which are
+    then evaluated and saved. None: the last weights are. DeepSpeed's forward pass has only the last
+    weights, so figures on a dev slice use them there.
     """
 
     lr: float = Field(3e-4, gt=0)
@@ -44,9 +44,9 @@ class OptimizerConfig(Strict):
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the parameters that are trained; each group keeps its own lr as `base_lr`.
+    """AdamW over the trained parameters. Each group stores its learning rate as `base_lr`.
 
-    Raises UserError when nothing is trained, or a group's pattern matches nothing that is.
+    Raises UserError if nothing is trained, or if a group's pattern matches no trained parameter.
     """
     members: dict[str | None, list[nn.Parameter]] = {name: [] for name in [*config.groups, None]}
     for name, parameter in module.named_parameters():
@@ -69,12 +69,12 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         lr = config.lr if own.lr is None else own.lr
         decay = config.weight_decay if own.weight_decay is None else own.weight_decay
         groups.append({"params": parameters, "lr": lr, "base_lr": lr, "weight_decay": decay})
-    # Fused: one pass over the weights for all that AdamW does, which on a CPU is most of its cost.
+    # Fused: AdamW makes one pass over the weights. On a CPU these passes are most of its cost.
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
 def learning_rate_factor(step: int, total: int, config: OptimizerConfig) -> float:
-    """What the learning rate is multiplied by at a step: linear warm-up, then the schedule."""
+    """The factor of the learning rate at a step: linear warm-up, then the schedule."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     done = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
@@ -87,7 +87,7 @@ def learning_rate_factor(step: int, total: int, config: OptimizerConfig) -> floa
 
 
 class Average:
-    """An exponential moving average of weights, given as this rank's shares of them in float32."""
+    """The EMA of the weights. shares: this rank's shares of the weights, in float32."""
 
     def __init__(self, shares: Sequence[Tensor], decay: float) -> None:
         self.decay = decay
@@ -95,8 +95,8 @@ class Average:
 
     @torch.no_grad()
     def update(self, shares: Sequence[Tensor], step: int) -> None:
-        """After optimizer step `step` (from 1). Early on it averages over less, so that the
-        untrained start does not linger."""
+        """Update after optimizer step `step` (from 1). Early steps use a smaller decay, so the
+        untrained init weights fade out quickly."""
         decay = min(self.decay, step / (step + 10))
         torch._foreach_lerp_(self.shares, list(shares), 1 - decay)
 

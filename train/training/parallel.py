@@ -1,7 +1,7 @@
-"""What DDP, FSDP2 and DeepSpeed do differently, so that the training loop need not know.
+"""Hides the differences between DDP, FSDP2 and DeepSpeed from the training loop.
 
-`accelerate launch` chooses the engine. In each of them the gradients are averaged over the ranks,
-clipped by one norm over all of them, and the trained weights and AdamW's moments are float32.
+`accelerate launch` chooses the engine. Every engine averages the gradients over the ranks and clips
+them by one global norm. The trained weights and AdamW's moments are float32.
 """
 
 import functools
@@ -29,22 +29,23 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from decode.errors import UserError
 
-# What `accelerate launch` sets in every rank's environment, and the engine that it stands for.
+# The variables that `accelerate launch` sets in every rank's environment, and their engines.
 ENGINES = {
     "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED,
     "ACCELERATE_USE_FSDP": DistributedType.FSDP,
     "ACCELERATE_USE_MEGATRON_LM": DistributedType.MEGATRON_LM,
 }
 
-# How long ranks wait for the main process, which alone evaluates drafters and writes reports.
+# How long ranks wait for the main process while it evaluates drafters and writes reports.
 PATIENCE = timedelta(hours=6)
 
 
 def start(*, cpu: bool, **settings: Any) -> Accelerator:
-    """An accelerator on the engine that was launched; `settings` are Accelerator's own.
+    """An accelerator on the launched engine. `settings` are passed to Accelerator.
 
-    cpu: stay off the GPUs. Call it before any model is loaded: launching changes how transformers
-    loads them, which is undone here. Raises UserError for an engine that cannot be had.
+    cpu: do not use GPUs. Call this before any model is loaded: launching changes how transformers
+    loads models, and this function undoes the change. Raises UserError for an engine that is not
+    available.
     """
     asked = [kind for name, kind in ENGINES.items() if os.environ.get(name, "").lower() == "true"]
     present = torch.accelerator.is_available()
@@ -60,8 +61,8 @@ def start(*, cpu: bool, **settings: Any) -> Accelerator:
             "FSDP with fsdp_version 2, or DEEPSPEED, as in configs/accelerate"
         )
     if asked and not present and "LOCAL_RANK" in os.environ:
-        # On a CPU accelerate would quietly take DDP instead (told that it is one), or let every
-        # rank believe that it is alone (not told).
+        # On a CPU accelerate would silently use DDP instead (if told to use the CPU), or run every
+        # rank as if it were alone (if not told).
         os.environ.pop("ACCELERATE_USE_CPU", None)
         state = PartialState(backend="gloo", timeout=PATIENCE)
         if asked[0] == DistributedType.FSDP:
@@ -80,15 +81,15 @@ def start(*, cpu: bool, **settings: Any) -> Accelerator:
             f"{accelerator.distributed_type.value}"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # ZeRO-3 would shard every model that transformers loads, the target too: accelerate
-        # registers its config there whatever zero3_init_flag says.
+        # ZeRO-3 would shard every model that transformers loads, even the target: accelerate
+        # registers its config in transformers regardless of zero3_init_flag.
         unset_hf_deepspeed_config()
         if "optimizer" in accelerator.deepspeed_plugin.deepspeed_config:
             raise UserError(
                 "the DeepSpeed config names an optimizer; leave it out, stages bring their own"
             )
     elif accelerator.is_fsdp2:
-        # It would leave models empty on all ranks but one.
+        # This option would leave models empty on all ranks but one.
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         disable_fsdp_ram_efficient_loading()
     return accelerator
@@ -97,11 +98,11 @@ def start(*, cpu: bool, **settings: Any) -> Accelerator:
 def prepare(
     accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, *, clip: float
 ) -> tuple[Any, Any]:
-    """Hand module and optimizer to the engine; both must be used through what this returns.
+    """Pass module and optimizer to the engine. Use only the returned objects afterwards.
 
-    `module` itself may be taken apart: what is to stay whole must be copied before.
+    The engine may shard `module` itself. Copy it before if you need the complete module later.
     """
-    # The loop divides by the tokens of a whole step; accelerate must not divide once more.
+    # The loop divides by all tokens of a step; accelerate must not divide again.
     accelerator.gradient_accumulation_steps = 1
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.deepspeed_plugin.deepspeed_config
@@ -111,7 +112,7 @@ def prepare(
             "gradient_clipping": clip,
         }
         if config.get("bf16", {}).get("enabled") is True:
-            # Off, ZeRO-2 takes steps whose gradient is not finite.
+            # Without this, ZeRO-2 takes steps whose gradient is not finite.
             config["bf16"]["check_grad_overflow"] = True
     elif accelerator.is_fsdp2:
         plugin = accelerator.state.fsdp_plugin
@@ -131,7 +132,7 @@ def prepare(
 
 @contextmanager
 def part(accelerator: Accelerator, module: Any, *, last: bool) -> Iterator[None]:
-    """Around forward and `backward` of one batch of a step. last: no other batch follows in it."""
+    """The context for forward and `backward` of one batch. last: it is the step's last batch."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         module.set_gradient_accumulation_boundary(last)
         yield
@@ -141,18 +142,18 @@ def part(accelerator: Accelerator, module: Any, *, last: bool) -> Iterator[None]
 
 
 def backward(accelerator: Accelerator, module: Any, loss: Tensor) -> None:
-    """Add the gradients of `loss`, whose mean over the ranks is what they are taken of."""
+    """Add the gradients of the mean of `loss` over the ranks."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # Not accelerator.backward: that would take the optimizer step at once.
+        # Not accelerator.backward: it would take the optimizer step at once.
         module.backward(loss)
     else:
         accelerator.backward(loss)
 
 
 def optimizer_step(accelerator: Accelerator, module: Any, optimizer: Any, *, clip: float) -> float:
-    """Clip, step, forget the gradients; the norm they had before clipping.
+    """Clip the gradients, take a step and clear them. Returns the norm before clipping.
 
-    A step whose norm is not finite is not taken. Every rank must call it.
+    A step whose norm is not finite is not taken. Every rank must call this.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         module.step()
@@ -166,11 +167,11 @@ def optimizer_step(accelerator: Accelerator, module: Any, optimizer: Any, *, cli
 
 
 def gathered_weights(accelerator: Accelerator, module: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Whole float32 copies of the trained parameters, on the CPU of every rank.
+    """Complete float32 copies of the trained parameters, on the CPU of every rank.
 
-    Named as in `module` before it was prepared, a tied one by its first name, without `prefix`;
-    others are left out. Loaded (strict=False) into a copy made before `prepare`, they make it the
-    model as it is now. Every rank must call it.
+    Only names that begin with `prefix` are included; the prefix is removed. Names are those of
+    `module` before `prepare`; a tied parameter has its first name. To get the current model, load
+    them (strict=False) into a copy made before `prepare`. Every rank must call this.
     """
     return {
         name.removeprefix(prefix): _whole(accelerator, parameter).detach().to("cpu", copy=True)
@@ -180,10 +181,11 @@ def gathered_weights(accelerator: Accelerator, module: Any, prefix: str = "") ->
 
 
 def local_weights(accelerator: Accelerator, module: Any) -> list[Tensor]:
-    """This rank's share of the trained float32 weights, as views: what is written is kept.
+    """This rank's share of the trained float32 weights, as views: writing to them changes the
+    weights.
 
-    Shapes and order are the engine's own, the same at every call of one launch. Under DDP a share
-    is everything.
+    The engine sets the shapes and the order. They are the same at every call of one launch. Under
+    DDP a share is all the weights.
     """
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return [
@@ -199,9 +201,10 @@ def local_weights(accelerator: Accelerator, module: Any) -> list[Tensor]:
 
 @contextmanager
 def exchanged(accelerator: Accelerator, module: Any, shares: Sequence[Tensor]) -> Iterator[None]:
-    """Within it `gathered_weights` gives `shares`, as of `local_weights`, in the weights' place.
+    """Inside this context `gathered_weights` returns `shares` instead of the weights. `shares` has
+    the format of `local_weights`.
 
-    Under DeepSpeed the module's own forward goes on with the trained weights.
+    Under DeepSpeed the module's forward pass still uses the trained weights.
     """
 
     def swap() -> None:
@@ -220,7 +223,8 @@ def exchanged(accelerator: Accelerator, module: Any, shares: Sequence[Tensor]) -
 def _trained(accelerator: Accelerator, module: Any) -> list[tuple[str, nn.Parameter]]:
     plain = accelerator.unwrap_model(module)
     for part in plain.modules():
-        # After a forward without backward some are still gathered, in the precision of products.
+        # After a forward pass without backward, some parameters are still gathered, in the
+        # precision of the matrix products.
         if isinstance(part, FSDPModule):
             part.reshard()
     return [(name, p) for name, p in plain.named_parameters() if p.requires_grad]
@@ -235,7 +239,7 @@ def _whole(accelerator: Accelerator, parameter: Tensor) -> Tensor:
 
 
 def _layer_names(module: nn.Module) -> list[str]:
-    """The classes that its models' authors say are not to be split: their decoder layers."""
+    """The classes that the models' authors mark as not to be split: their decoder layers."""
     wanted = {
         name
         for model in module.modules()

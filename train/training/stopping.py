@@ -1,4 +1,4 @@
-"""Stopping between two steps when asked to, with nothing lost."""
+"""Stops between two steps on request, without losing work."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# As a shell reports a process that SIGTERM ended.
+# The exit status that a shell reports for a process ended by SIGTERM.
 EXIT_STATUS = 128 + signal.SIGTERM
 
 
@@ -16,15 +16,16 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Whether this process was sent SIGTERM or SIGINT. A second SIGINT interrupts at once."""
+    """Records whether this process received SIGTERM or SIGINT. A second SIGINT interrupts at
+    once."""
 
     def __init__(self) -> None:
         self.asked = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within it the two signals only set `asked`. Elsewhere than in the main thread signals
-        cannot be taken, and nothing changes."""
+        """Inside this context the two signals only set `asked`. Outside the main thread signals
+        cannot be handled, so nothing changes there."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

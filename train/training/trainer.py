@@ -1,4 +1,4 @@
-"""The training loop that every trained stage shares, on top of accelerate."""
+"""The training loop of every training stage, built on accelerate."""
 
 import math
 import time
@@ -31,10 +31,11 @@ Step = Callable[[nn.Module, Inputs, Sequence[str]], tuple[Tensor, Tensor]]
 
 
 class LoopConfig(Strict):
-    """How long is trained, and on how much at a time.
+    """The length of the training and the size of its batches.
 
-    tokens_per_batch: rows times the longest row's length, of all ranks together.
-    accumulation: batches per optimizer step. max_steps ends before `epochs` do.
+    tokens_per_batch: rows times the longest row's length, for all ranks together.
+    accumulation: batches per optimizer step. max_steps: training stops after this many steps, even
+    if `epochs` are not complete.
     """
 
     epochs: int = Field(3, ge=1)
@@ -48,12 +49,12 @@ class LoopConfig(Strict):
 
 @dataclass
 class Task:
-    """What a stage gives to the trainer.
+    """The inputs of the trainer from a stage.
 
-    label: the stage's name, before every logged figure. terms: what the parts of a step's loss
-    are called. measure: figures about the module on a dev slice, taken every `measure_every` steps
-    and at the end, by all ranks together. figures: what is logged of a step, from its terms' sums
-    and the number of tokens that it predicts; None: each term's mean over those.
+    label: the stage's name, a prefix of every logged figure. terms: the names of the loss terms.
+    measure: computes figures of the module on a dev slice. All ranks call it together, every
+    `measure_every` steps and at the end. figures: computes a step's logged figures from the sums of
+    its terms and the number of predicted tokens. None: each term's mean over these tokens.
     """
 
     label: str
@@ -69,14 +70,14 @@ class Task:
 
 @dataclass
 class Progress:
-    """Where training stands; stored in every checkpoint.
+    """The progress of a training; stored in every checkpoint.
 
-    history: figures of logged steps. dev: those of `Task.measure`. seconds: wall time in all;
-    clock: where it went, as far as that was measured.
+    history: figures of logged steps. dev: figures of `Task.measure`. seconds: total wall time.
+    clock: seconds by activity, as far as they were measured.
     """
 
     step: int = 0
-    round: int = 0  # of the text: an epoch, or what was generated together
+    round: int = 0  # of the text: an epoch, or one round of generated samples
     batch: int = 0  # the next batch of the round
     seconds: float = 0.0
     tokens: int = 0
@@ -101,10 +102,10 @@ class _Round:
 
 
 class Trainer:
-    """Trains a module on samples; a killed run of it goes on from its newest checkpoint.
+    """Trains a module on samples. After a kill, it continues from the newest checkpoint.
 
-    Raises UserError for more accumulation than there are batches, parameter groups that match
-    nothing, and what `train.training.parallel` refuses.
+    Raises UserError if accumulation is larger than the number of batches, if parameter groups match
+    nothing, and for everything that `train.training.parallel` refuses.
     """
 
     def __init__(
@@ -137,13 +138,13 @@ class Trainer:
             accelerator, directory / "checkpoints", reporter, allow_changes=allow_changes
         )
         self.total_steps = 0
-        self.at = Progress()  # where training stands
+        self.at = Progress()  # the current progress
 
     def fit(self) -> Progress:
         """Train to the end.
 
-        Raises UserError before a step whose loss or gradient is not finite, and Stopped after a
-        checkpoint when the process was asked to end.
+        Raises UserError instead of taking a step whose loss or gradient is not finite. Raises
+        Stopped, after saving a checkpoint, if the process was asked to stop.
         """
         stored = self.checkpoints.load(self._load_average)
         self.at = at = Progress(**stored) if stored else Progress()
@@ -184,16 +185,16 @@ class Trainer:
                 if at.step % self.loop.save_every == 0 or last or stopping:
                     at.clock = dict(self.clock.seconds)
                     self.checkpoints.save(at.step, vars(at), self._save_average)
-                if stopping:  # also after the last step: the run is to stop, not this stage alone
+                if stopping:  # also after the last step: the run must stop, not only this stage
                     raise Stopped(f"stopped after step {at.step} of {self.total_steps}")
-        self._text(at.round)  # what `padding_share` is about, also where no step was left
+        self._text(at.round)  # for `padding_share`, even if no step was left
         return at
 
     def _require_space(self) -> None:
-        """Refuse to train what could not be saved: the checkpoints that are kept, one that is being
+        """Raise UserError if the disk lacks space for the kept checkpoints, one more while it is
         written, and the drafter."""
         weights = sum(p.nbytes for p in self.module.parameters())
-        # AdamW's two moments, and the average.
+        # AdamW's two moments, and the EMA.
         kept = 3 if self.average else 2
         trained = sum(p.nbytes for group in self.optimizer.param_groups for p in group["params"])
         missing = max(KEEP + 1 - self.checkpoints.count(), 1)
@@ -202,8 +203,8 @@ class Trainer:
 
     @contextmanager
     def final_weights(self) -> Iterator[None]:
-        """Within it the module has the weights that are judged and saved: the averaged ones, if
-        there is an average."""
+        """Inside this context the module has the weights that are evaluated and saved: the EMA
+        weights, if there is an EMA."""
         if self.average is None:
             yield
             return
@@ -211,20 +212,20 @@ class Trainer:
             yield
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        """The trained weights whose names begin with `prefix`, whole, on the CPU of every rank,
-        without it; all ranks must ask."""
+        """The complete trained weights whose names begin with `prefix`, on the CPU of every rank.
+        The prefix is removed from the names. Every rank must call this."""
         return parallel.gathered_weights(self.accelerator, self.module, prefix)
 
     def _optimizer_step(
         self, at: Progress, current: _Round, request: StopRequest
     ) -> tuple[dict[str, float], bool]:
-        """One step over `accumulation` global batches; the mean loss per token and its terms, and
-        whether some rank was asked to stop."""
+        """Take one step over `accumulation` global batches. Returns the step's figures, such as the
+        mean loss per token and its terms, and whether any rank was asked to stop."""
         accelerator, batches = self.accelerator, current.batches
         rank, world = accelerator.process_index, accelerator.num_processes
         last = min(at.batch + self.loop.accumulation, len(batches))
         numbers = range(at.batch, last)
-        # Every rank knows the whole global batch, so the mean over its tokens needs no exchange.
+        # Every rank knows the complete global batch, so its token count needs no communication.
         tokens = sum(current.predicted[i] for n in numbers for i in batches.batch(n))
         sums = torch.zeros(len(self.task.terms), dtype=torch.float64, device=accelerator.device)
         total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
@@ -236,7 +237,7 @@ class Trainer:
             final = number + 1 == last
             with parallel.part(accelerator, self.module, last=final), self.clock("drafter"):
                 loss, parts = self.task.step(self.module, given, batch["ids"])
-                # Engines average gradients over ranks; the mean wanted here is over tokens.
+                # Engines average gradients over ranks; this turns it into a mean over tokens.
                 parallel.backward(accelerator, self.module, loss * world / tokens)
             sums += parts
             total += loss.detach()
@@ -247,7 +248,7 @@ class Trainer:
         entry = {"loss": values[0] / tokens, **figures(sums_by_term, tokens)}
         ids = [current.samples[i].id for n in numbers for i in batches.batch(n)]
         _require_finite(entry, at.step + 1, ids)
-        # A pure function of the step, so there is no scheduler whose state could be lost.
+        # A pure function of the step, so there is no scheduler state to lose.
         factor = learning_rate_factor(at.step, self.total_steps, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
@@ -280,8 +281,8 @@ class Trainer:
         if not self.task.text.fixed:
             assert self.loop.max_steps is not None, "a text that is still to come has no length"
             return self.loop.max_steps
-        # Of the first round, wherever training goes on: how many batches an epoch makes may differ
-        # by one, and the learning rate must not.
+        # Always counted on the first round, even after a resume: epochs may differ by one batch,
+        # but the learning rate must not.
         first = _Round(0, self.task.text.round(0, self.weights), self.loop)
         return steps_in(self.loop, len(first.batches))
 
@@ -303,7 +304,8 @@ class Trainer:
     def _load_average(self, directory: Path) -> None:
         if self.average:
             own = directory / self._average_file()
-            # A rank that the checkpoint does not know: shares are whole then (`Checkpoints.load`).
+            # A rank that the checkpoint does not have: each share is then all the weights
+            # (`Checkpoints.load`).
             self.average.load(own if own.exists() else directory / self._average_file(0))
 
     def _average_file(self, rank: int | None = None) -> str:
@@ -311,7 +313,7 @@ class Trainer:
         return f"average-{rank}.safetensors"
 
     def padding_share(self) -> float:
-        """Share of the newest round's batch positions that are padding."""
+        """The share of padding among the batch positions of the newest round."""
         assert self._round is not None, "nothing was trained on yet"
         batches = self._round.batches
         return padding_share([batches.batch(i) for i in range(len(batches))], self._round.lengths)
@@ -331,6 +333,6 @@ def _require_finite(entry: dict[str, float], step: int, ids: Sequence[str]) -> N
 
 
 def steps_in(loop: LoopConfig, batches_per_epoch: int) -> int:
-    """Optimizer steps of a whole training on a fixed text."""
+    """The number of optimizer steps of a complete training on a fixed text."""
     steps = loop.epochs * math.ceil(batches_per_epoch / loop.accumulation)
     return min(steps, loop.max_steps or steps)
