@@ -195,7 +195,7 @@ def agreement(
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
         ids = torch.tensor([[*prompt, *text[:at]]], device=target.device)
         logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
-        # If one text goes on and the other ended, the other chose an end of text (not in the list).
+        # If one text ended here, its choice was an end-of-text token, which the list omits.
         ended = logits[list(target.eos_token_ids)].max() if target.eos_token_ids else -torch.inf
         a, b = (logits[t[at]] if at < len(t) else ended for t in (text, other))
         gap = torch.as_tensor(a - b).abs()

@@ -170,7 +170,7 @@ def _lines(
 def _end_labels(
     axes: Axes, ends: list[tuple[float, float, str, str]], x: float, *, value: bool = False
 ) -> None:
-    """Write a label right of the plot for each (x, y, text, colour). Colliding labels move apart."""
+    """Write a label right of the plot for each (x, y, text, colour). Move colliding ones apart."""
     bottom, top = axes.get_ylim()
     figure = axes.get_figure(root=True)
     assert figure is not None

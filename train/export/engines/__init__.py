@@ -1,7 +1,7 @@
 """The inference engines that verify an export, by name. Each is one file that registers itself.
 
-No engine is a dependency. An engine that is not among our own libraries lives in a separate
-environment, `.engines/NAME` (or `$DRAFTSMITH_ENGINES/NAME`), made by `make engine-NAME`.
+No engine is added as a dependency. draftsmith uses transformers anyway; every other engine has a
+separate environment, `.engines/NAME` (or `$DRAFTSMITH_ENGINES/NAME`), made by `make engine-NAME`.
 """
 
 import os
