@@ -59,7 +59,8 @@ def export_drafter(
 
     form: a format, or the name of an engine.
     target: default the one it was trained for. dtype: of the weights, default as stored.
-    gamma: the default γ for readers; default that of the drafter's evaluation in its run, else 4.
+    gamma: the default γ for readers; default that of the drafter's evaluation in its run, else 4,
+    but at most the drafter's max depth.
     repository: the future location, for the README.
     backbone: where to write the target of a drafter that was trained together with it. Such a
     drafter is not exported alone.
