@@ -1,1 +1,1 @@
-"""What the project is measured by: each module is a command, `python -m benchmarks.NAME`."""
+"""The benchmarks of this project. Run one with `python -m benchmarks.NAME`."""

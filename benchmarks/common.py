@@ -1,4 +1,4 @@
-"""What all benchmarks share: fresh processes, peak memory, the machine, JSON files."""
+"""Code that all benchmarks share: fresh processes, peak memory, the machine, JSON files."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MIB = 2**20
-# The `evaluation` of a run whose drafters a benchmark measures itself: as short as can be.
+# The `evaluation` of a run whose drafters the benchmark measures itself: as short as possible.
 UNJUDGED = {
     "prompts": 1,
     "max_new_tokens": 2,
@@ -31,11 +31,11 @@ UNJUDGED = {
     "baselines": [],
     "in_turn": [],
 }
-_SHOWN = 4000  # of a failed process's output, characters
+_SHOWN = 4000  # characters shown of a failed process's output
 
 
 def require(package: str, requirement: str, what: str) -> None:
-    """Raises UserError with the pip command unless `package` is installed. what: who needs it."""
+    """Raise UserError with the pip command unless `package` is installed. what: who needs it."""
     try:
         version(package)
     except PackageNotFoundError:
@@ -47,14 +47,14 @@ def require(package: str, requirement: str, what: str) -> None:
 
 
 def describe_machine(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """`train.run.describe_process`, with the versions of these packages too."""
+    """Like `train.run.describe_process`, with the versions of these packages too."""
     process = describe_process()
     process["versions"] |= {package: version(package) for package in packages}
     return process
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a benchmark's figures; UserError when that cannot be done."""
+    """Write a benchmark's figures. Raises UserError if that fails."""
     make_directory(path.parent)
     try:
         path.write_text(json.dumps(value, indent=2) + "\n")
@@ -63,17 +63,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a plot; UserError when its directory cannot be made."""
+    """Write a plot. Raises UserError if its directory cannot be created."""
     make_directory(path.parent)
     figure.savefig(path, dpi=150)
 
 
 def in_fresh_process(function: str, **arguments: Any) -> Any:
-    """What `function` ("module:name") returns, called in a process of its own.
+    """Call `function` ("module:name") in a new process and return its result.
 
-    Peak memory is a process's, and what one contestant imports or leaves in the allocator must not
-    be the next one's. Arguments and result are JSON. Raises RuntimeError with the end of the
-    output when the process fails; a UserError of the function stays one.
+    Peak memory is measured per process, and the imports and allocator state of one contestant must
+    not affect the next. Arguments and result are JSON. Raises RuntimeError with the end of the
+    output if the process fails. A UserError of the function is raised as UserError.
     """
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
@@ -92,12 +92,12 @@ def in_fresh_process(function: str, **arguments: Any) -> Any:
 
 
 def resident_memory() -> int:
-    """Bytes of this process that are in memory now."""
+    """Return the bytes of this process that are in memory now."""
     return psutil.Process().memory_info().rss
 
 
 def forget_peak() -> None:
-    """Let the peak begin anew where the system can do that (Linux), else it stays the process's."""
+    """Reset the peak if the system supports it (Linux). Else the process's peak stays."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -105,10 +105,10 @@ def forget_peak() -> None:
 
 
 def peak_resident_memory() -> int:
-    """Most bytes in memory since `forget_peak`.
+    """Return the most bytes in memory since `forget_peak`.
 
-    On Linux from VmHWM: getrusage's figure starts at the memory of the process that started this
-    one, and cannot be set back.
+    Linux: read from VmHWM. getrusage's figure starts at the memory of the process that started this
+    one, and cannot be reset.
     """
     try:
         status = Path("/proc/self/status").read_text()
@@ -119,8 +119,8 @@ def peak_resident_memory() -> int:
 
 
 def _called() -> None:
-    """The other end of `in_fresh_process`."""
-    # transformers asks the hub about names it meets; nothing here is to wait for a network.
+    """Run in the new process of `in_fresh_process`."""
+    # transformers asks the hub about model names. No benchmark may wait for a network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     function, arguments, result = sys.argv[1:]
     module, _, name = function.partition(":")

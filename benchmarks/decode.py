@@ -1,20 +1,21 @@
-"""Our decode loop beside the others': plain, with a small drafter, with prompt lookup.
+"""Compares our decode loop with others: plain, with a small drafter, with prompt lookup.
 
     python -m benchmarks.decode [--quick] [--json FILE] [--plots DIR] [--target T] [--drafter DIR]
                                 [--dtype D] [--device D] [--gamma N] [--prompts FILE] [--runs DIR]
                                 [--profile]
 
-One process, the same two modules, the same prompts through the chat template, as many threads and
-the same attention (sdpa) for all; contestants take turns prompt by prompt, in an order that
-rotates, after a warm-up that is left out. Nobody stops at an end of text, so all emit as many
-tokens; the prompts are those whose greedy answers are at least that long. Sampled is temperature 1
-without filters. Prompt lookup tries n-grams of 3, 2 and 1 tokens everywhere.
+All contestants run in one process with the same two modules, the same prompts through the chat
+template, the same number of threads and the same attention (sdpa). They take turns prompt by
+prompt, in a rotating order, after a warm-up that does not count. No contestant stops at an end of
+text, so all emit the same number of tokens. The prompts are those whose greedy answers are at least
+that long. Sampled means temperature 1 without filters. Every prompt lookup tries n-grams of 3, 2
+and 1 tokens.
 
-A contestant that refuses a setting, fails in it or is not installed is named with its reason, and
-has no ratio there. Ratios are of time, theirs over ours: above 1 we are faster. A name without an
-ending is of batch 1, greedy, in the dtype that was asked for. Intervals are 95% bootstrap intervals
-over prompts (over batches at batch 8). The drafter, if none is given, is the target's first layers,
-trained here in a run that is kept (see `benchmarks.decode_drafter`).
+If a contestant refuses a setting, fails in it or is not installed, the output gives the reason, and
+it has no ratio there. Ratios are of time, theirs over ours: above 1 we are faster. A name without
+an ending means batch 1, greedy, in the requested dtype. Intervals are 95% bootstrap intervals over
+prompts (over batches at batch 8). The default drafter is the target's first layers, trained here in
+a run that is kept (see `benchmarks.decode_drafter`).
 """
 
 import time
@@ -48,7 +49,7 @@ from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import read_examples
 
-# Name: what is divided by what.
+# Ratio name: (contestant whose time is the numerator, contestant whose time is the denominator).
 RATIOS = {
     "plain_vs_generate": ("generate", "plain"),
     "plain_vs_generate_packed": ("generate_packed", "plain"),
@@ -78,7 +79,7 @@ FULL = (
     Setting(3, 128, batch=8),
     Setting(3, 128, batch=8, sampled=True),
 )
-# Where rounding plays no part all greedy texts must be the same.
+# In float32 rounding does not matter, so all greedy texts must be the same.
 EXACT = {True: Setting(2, 24, dtype="float32"), False: Setting(8, 64, dtype="float32")}
 
 
@@ -114,7 +115,7 @@ def main(
     contests: list[Contest] = []
 
     def show(contest: Contest) -> None:
-        # At once: a run that is cut off has shown what it measured.
+        # Print immediately, so an interrupted run has shown its results so far.
         contests.append(contest)
         reporter.table(contest_table(contest, gamma))
         for name, reason in contest.unable.items():
@@ -171,8 +172,8 @@ def _version(package: str) -> str:
 
 
 def ratios(contests: Sequence[Contest]) -> dict[str, dict[str, float]]:
-    """All of RATIOS with value, low and high, and how much longer than its forwards alone each of
-    our loops takes (1 + overhead / forwards)."""
+    """Return all RATIOS with value, low and high, and for each of our loops its total time over the
+    time of its forwards (1 + overhead / forwards)."""
     found = {}
     for contest in contests:
         for name, (theirs, ours) in RATIOS.items():
@@ -194,7 +195,7 @@ def cold_starts(
     gamma: int,
     reporter: Reporter,
 ) -> dict[str, dict[str, float]]:
-    """Seconds to the first token, each contestant in a process of its own (see `first_token`)."""
+    """Return the seconds to the first token, each contestant in a new process (`first_token`)."""
     found = {}
     for name in names:
         reporter.say(f"cold start: {NAMES[name]}")
@@ -214,8 +215,8 @@ def cold_starts(
 def first_token(
     name: str, prompt: list[int], gamma: int, target: str, drafter: str, dtype: str, device: str
 ) -> dict[str, float]:
-    """Seconds from loaded models to a loop that is ready (of ours: with packed weights), of the
-    first call for one token, and of a second one."""
+    """Return three times in seconds: from loaded models to a ready loop (ours: with packed
+    weights), the first call for one token, and a second such call."""
     torch.set_num_threads(cores())
     models = Models.load(load_target(target, dtype=dtype, device=device), drafter)
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One setting of `benchmarks.decode`: who takes part, in which order, and what came of it."""
+"""One setting of `benchmarks.decode`: its contestants, their order, and the results."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,8 @@ PACKAGES = ("flashspec", "economize")
 
 @dataclass(frozen=True)
 class Setting:
-    """jobs: how many batches of `batch` prompts, each answered with `tokens` tokens. dtype: where
-    it is another one than was asked for."""
+    """jobs: the number of batches of `batch` prompts, each answered with `tokens` tokens. dtype:
+    overrides the requested dtype; "" keeps it."""
 
     jobs: int
     tokens: int
@@ -38,15 +38,15 @@ class Setting:
 
     @property
     def ending(self) -> str:
-        """Of the names of its ratios."""
+        """The ending of the names of this setting's ratios."""
         batch = f"_batch{self.batch}" if self.batch > 1 else ""
         return "_sampled" * self.sampled + batch + (self.dtype and f"_{self.dtype}")
 
 
 @dataclass
 class Contest:
-    """What one setting showed. By contestant: seconds and outputs by job, and passes; `unable` has
-    the reason of each that does not take part."""
+    """The results of one setting. By contestant: seconds and outputs by job, and passes. `unable`
+    has the reason why a contestant does not take part."""
 
     setting: Setting
     dtype: str
@@ -63,7 +63,8 @@ class Contest:
 
     @contextmanager
     def excusing(self, name: str) -> Iterator[None]:
-        """Whoever raises in here takes no part, unless nobody may be missing."""
+        """Exclude a contestant that raises inside this block. Errors of our own loops and of plain
+        `generate()` are raised: they must take part."""
         try:
             yield
         except Exception as error:
@@ -74,15 +75,15 @@ class Contest:
                 known.pop(name, None)
 
     def ratio(self, theirs: str, ours: str) -> dict[str, float] | None:
-        """Time of `theirs` over time of `ours`, with an interval where there is more than one job;
-        None if one of them has none."""
+        """Return the time of `theirs` over the time of `ours`, with an interval if there is more
+        than one job. None if one of them has no times."""
         if theirs not in self.seconds or ours not in self.seconds:
             return None
         found = ratio_of_totals(*(np.array(self.seconds[name]) for name in (theirs, ours)))
         return {"value": found["value"]} if found and self.setting.jobs == 1 else found
 
     def figures(self, name: str) -> dict[str, Any]:
-        """What is known of a contestant, for JSON and the table; None where something is not."""
+        """Return a contestant's figures for JSON and the table. Unknown ones are None."""
         passes, seconds = self.passes[name], sum(self.seconds[name])
         tokens = sum(len(row) for job in self.outputs[name] for row in job)
         milliseconds = {
@@ -113,11 +114,11 @@ def _share(part: int, whole: int) -> float | None:
 def long_answers(
     target: Target, prompts: Sequence[list[int]], *, count: int, tokens: int
 ) -> list[list[int]]:
-    """At most `count` of the prompts, spread over all, whose greedy answers have `tokens` tokens
-    and more. Raises UserError when there is none."""
+    """Return at most `count` prompts, spread over all, whose greedy answers have at least `tokens`
+    tokens. Raises UserError if there is none."""
     decoder = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
     long: list[list[int]] = []
-    # About half of the answers are too short; the other prompts are asked if more are.
+    # About half of the answers are too short. If more are, try the other prompts too.
     first = spread(range(len(prompts)), 2 * count)
     order = first + sorted(set(range(len(prompts))) - set(first))
     for begin in range(0, len(order), 16):
@@ -148,8 +149,8 @@ def hold(
 ) -> Contest:
     """Let all contestants answer the setting's prompts, in turns.
 
-    What other packages refuse is theirs to say and noted; our own loop and plain `generate()` take
-    every setting, and what they raise is raised.
+    Errors of other packages are recorded as reasons. Our own loop and plain `generate()` must
+    support every setting, so their errors are raised.
     """
     wanted = spread(texts, setting.jobs * setting.batch)
     whole = max(setting.batch, len(wanted) - len(wanted) % setting.batch)
@@ -191,7 +192,7 @@ def hold(
 
 
 def finish(target: Target) -> None:
-    """Wait until a GPU has done what it was given."""
+    """Wait until a GPU has finished its work."""
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
 

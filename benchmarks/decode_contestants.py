@@ -1,8 +1,8 @@
-"""Whose loops `benchmarks.decode` compares, each behind one call: prompts in, new tokens out.
+"""The decoding loops that `benchmarks.decode` compares, each as a call: prompts in, new tokens out.
 
 All of them decode the same two modules, a target and a drafter, without an end-of-text token, so
-that each emits as many tokens as any other. A contestant that cannot do what is asked raises
-whatever its package raises; the benchmark reports it.
+all emit the same number of tokens. A contestant that does not support a setting raises its
+package's error, and the benchmark reports it.
 """
 
 import logging
@@ -45,8 +45,8 @@ NAMES = {
 
 @dataclass
 class Ran:
-    """What a contestant made of one job: new tokens by row; its passes are counted when asked for,
-    which is after the clock has stopped."""
+    """The result of a contestant for one job: new tokens by row, and a function that counts its
+    passes. The benchmark calls the function after the clock has stopped."""
 
     outputs: list[list[int]]
     passes: Callable[[], Passes]
@@ -59,10 +59,10 @@ Maker = Callable[[], Contestant]
 
 @dataclass
 class Models:
-    """What all contestants decode; `load` makes it.
+    """The models that all contestants decode. Create it with `load`.
 
-    assistant: the drafter's model. drafter_path: where packages that insist on loading a drafter
-    themselves find it.
+    assistant: the drafter's model. drafter_path: the drafter's directory, for packages that only
+    load a drafter themselves.
     """
 
     target: Target
@@ -71,7 +71,7 @@ class Models:
 
     @classmethod
     def load(cls, target: Target, drafter: str) -> "Models":
-        """Raises UserError for a drafter that only our loop could use."""
+        """Raises UserError for a drafter that only our loop can use."""
         opened = open_drafter(drafter, target)
         if not isinstance(opened, SmallLMDrafter) or opened.vocabulary is not None:
             raise UserError(
@@ -87,9 +87,9 @@ class Models:
 
 
 def makers(models: Models, *, gamma: int, sampled: bool) -> dict[str, Maker]:
-    """A function for every name of NAMES that makes the contestant ready to run.
+    """Return, for every name in NAMES, a function that makes the contestant ready to run.
 
-    sampled: at temperature 1 from the whole distribution, the one setting that all loops have.
+    sampled: at temperature 1 from the full distribution, the only setting that all loops support.
     """
     sampling = Sampling(1.0 if sampled else 0.0)
     first: list[Decoder] = []
@@ -161,8 +161,8 @@ def _transformers(
     assistant: PreTrainedModel | None = None,
     drafting: dict[str, Any] | None = None,
 ) -> Contestant:
-    """`generate()`; drafting: None without drafts, else what it shall know of them, for the
-    assistant if there is one."""
+    """Return `generate()` as a contestant. drafting: None without drafts, else their settings, for
+    the assistant if there is one."""
     pad = model.generation_config.pad_token_id
     drawn = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}
     lookup = drafting if assistant is None and drafting else {}
@@ -172,7 +172,7 @@ def _transformers(
             max_new_tokens=tokens, do_sample=sampled, pad_token_id=pad, **drawn, **lookup
         )
         if assistant is not None:
-            # A fresh one each time: generate() keeps what it adapts there.
+            # A new config for each job, because generate() stores adapted values in it.
             assistant.generation_config = GenerationConfig(pad_token_id=pad, **(drafting or {}))
         width = max(map(len, prompts))
         ids = torch.full((len(prompts), width), pad)
@@ -213,7 +213,7 @@ def _flashspec(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
         flashspec.FlashSpecConfig(
             device=str(device),
             dtype=str(target.dtype).removeprefix("torch."),
-            # One drafter at one γ: "auto" would mix in prompt lookup and ignore γ.
+            # One drafter with one γ: "auto" would mix in prompt lookup and ignore γ.
             drafter_strategy="bandit",
             bandit=flashspec.BanditConfig(n_arms=1),
             sampling=flashspec.SamplingConfig(gamma=gamma, temperature=temperature, seed=0),
@@ -256,7 +256,7 @@ def _economize(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
         LookupConfig(max_ngram=MAX_N) if lookup else DraftModelConfig(model=models.drafter_path)
     )
     decoding = economize.DecodeConfig(
-        cycle_length=gamma + 1,  # its cycles count the target's own token
+        cycle_length=gamma + 1,  # its cycles include the target's own token
         verifier="rejection" if sampled else None,
         cuda_graphs=models.target.device.type == "cuda",
     )

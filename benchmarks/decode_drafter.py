@@ -1,4 +1,4 @@
-"""The drafter that the decode benchmark makes where none is given."""
+"""Trains the default drafter of the decode benchmark."""
 
 import re
 from pathlib import Path
@@ -18,10 +18,10 @@ LAYERS = 4
 
 
 def train_drafter(target: Target, *, quick: bool, runs: Path, reporter: Reporter) -> Path:
-    """The directory of a small LM made of the target's first layers and its whole vocabulary.
+    """Return the directory of a small LM with the target's first layers and full vocabulary.
 
-    It is trained on the target's answers to the shipped prompts in a run of its own, which is kept:
-    a second call finds it done. Other decoding loops take no drafter with a reduced vocabulary.
+    It is trained on the target's answers to the shipped prompts in a separate run. The run is kept,
+    so a second call reuses it. Other decoding loops do not support a reduced draft vocabulary.
     """
     config = validate_config(
         run_config(target.name, first_layers(target.model), target.device.type, quick, runs),
@@ -33,14 +33,14 @@ def train_drafter(target: Target, *, quick: bool, runs: Path, reporter: Reporter
 
 
 def first_layers(model: PreTrainedModel) -> list[int]:
-    """LAYERS of them, but of a small model no more than half."""
+    """Return the numbers of the first LAYERS layers, but at most half of the model's layers."""
     return list(range(max(1, min(LAYERS, model.config.get_text_config().num_hidden_layers // 2))))
 
 
 def run_config(
     target: str, layers: list[int], device: str, quick: bool, runs: Path
 ) -> dict[str, Any]:
-    """One run: the target's answers, and the divergence to its distribution over them."""
+    """Return the config of one run: the target's answers, and distillation on them."""
     answers: dict[str, Any] = {"kind": "generate", "batch_size": 32, "part_prompts": 64}
     if quick:
         texts = [answers | {"name": "answers", "prompts": 160, "max_new_tokens": 64}]
@@ -57,7 +57,7 @@ def run_config(
         "precision": "bf16",
         "target": {"model": target, "dtype": "bfloat16", "device": device},
         "data": {split: f"{split}.jsonl" for split in ("train", "dev", "test")},
-        # The benchmark measures the drafter; the run's own evaluation would be time lost.
+        # The benchmark measures the drafter, so the run's own evaluation would waste time.
         "evaluation": UNJUDGED,
         "stages": [
             *texts,

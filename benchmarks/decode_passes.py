@@ -1,4 +1,4 @@
-"""What a decoding loop's passes were, told by the loop or seen from outside."""
+"""The passes of a decoding loop, reported by the loop or observed from outside."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 @dataclass
 class Passes:
-    """The target's passes over one job; the prompt's own and the token it yields are left out where
-    a loop makes that pass apart.
+    """The target's passes over one job. If a loop runs the prompt in a separate pass, that pass and
+    its token do not count.
 
     steps, emitted, drafted, reached, accepted: as in `decode.stats`, over all rows. The times are
-    in seconds, one value a pass, or empty where they cannot be read: draft_s of drafting (others':
-    of the drafter's forwards), verify_s of the target's forward, overhead_s of everything else.
+    in seconds, one value per pass, or empty if they cannot be measured. draft_s: drafting (for
+    other loops: the drafter's forwards). verify_s: the target's forward. overhead_s: the rest.
     """
 
     steps: int = 0
@@ -36,19 +36,19 @@ class Passes:
 
 
 class Watch:
-    """When the forwards of a target and a drafter began and ended, and what they were fed.
+    """Records the start, the end and the input sizes of a target's and a drafter's forwards.
 
-    Of a GPU the hooks would see launches only, so there no times are told.
+    On a GPU the hooks would only see kernel launches, so it gives no times there.
     """
 
     def __init__(self, timed: bool) -> None:
         self._timed = timed
-        self.fed: list[tuple[int, int]] = []  # the target's: length of the past, tokens fed
+        self.fed: list[tuple[int, int]] = []  # the target's: (length of the past, input tokens)
         self.spans: list[list[float]] = []  # the target's
         self.drafts: list[list[float]] = []  # the drafter's
 
     def times(self) -> Passes:
-        """draft_s, verify_s and overhead_s of `Passes`, without the prompt's pass."""
+        """Return draft_s, verify_s and overhead_s of `Passes`, without the prompt's pass."""
         drafts, verify, overhead = [], [], []
         for before, span in pairwise(self.spans) if self._timed else ():
             gap = [before[1], span[0]]
@@ -59,9 +59,9 @@ class Watch:
         return Passes(draft_s=drafts, verify_s=verify, overhead_s=overhead)
 
     def passes(self, width: int, tokens: int, *, rows: int, drafts: bool) -> Passes:
-        """What `generate()` did with prompts of `width` tokens that `tokens` more followed."""
+        """Return the passes of `generate()`. width: tokens of each prompt. tokens: new tokens."""
         steps = len(self.fed)
-        if not drafts:  # the prompt goes through in a pass of its own
+        if not drafts:  # the prompt has a separate pass
             return self.times() + Passes(rows * (steps - 1), rows * (tokens - 1))
         last = [width - 1, *(past for past, _ in self.fed[1:]), width + tokens - 1]
         drafted = [self.fed[0][1] - width, *(fed - 1 for _, fed in self.fed[1:])]
@@ -73,7 +73,7 @@ class Watch:
 
 @contextmanager
 def watched(target: PreTrainedModel, drafter: PreTrainedModel | None) -> Iterator[Watch]:
-    """Watch the two modules while this is entered."""
+    """Watch the two modules inside a `with` block."""
     watch = Watch(timed=target.device.type == "cpu")
 
     def begin(spans: list[list[float]]) -> Callable[..., None]:

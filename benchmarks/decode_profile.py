@@ -1,4 +1,4 @@
-"""Where the time of our loop's steps goes."""
+"""Profiles the time of our loop's steps."""
 
 import time
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ OPS = 8
 def profile_loop(
     models: Models, prompt: Sequence[int], tokens: int, gamma: int
 ) -> dict[str, dict[str, Any]]:
-    """Milliseconds a step, plain and with the drafter: of the forwards, of the rule and of the
-    bookkeeping; then, from a second run under torch's profiler, the operations that take most.
+    """Return milliseconds per step, plain and with the drafter, for the forwards, the rule and the
+    bookkeeping. A second run under torch's profiler gives the slowest operations.
 
-    operations: (name, milliseconds a step, calls a step), by their own time. python_ms is what a
-    step of the profiled run takes beyond all operations; the profiler itself is part of that.
+    operations: (name, milliseconds per step, calls per step), ordered by self time. python_ms: the
+    time of a step in the profiled run outside all operations, including the profiler itself.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, drafter in (

@@ -1,4 +1,4 @@
-"""What `benchmarks.decode` shows."""
+"""The tables and the plot of `benchmarks.decode`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from benchmarks.decode_contestants import NAMES
 
 
 def contest_table(contest: Contest, gamma: int) -> Table:
-    """Contestants with what is known of each; times are medians over passes."""
+    """Return a table of the contestants' figures. Times are medians over passes."""
     setting = contest.setting
     shown = Table(
         title=f"{contest.title}, γ = {gamma}: {setting.jobs * setting.batch} prompts, "
@@ -62,7 +62,7 @@ def cold_table(cold: dict[str, dict[str, float]]) -> Table:
 
 
 def plot(contests: Sequence[Contest], file: Path) -> None:
-    """Tokens per second of every contestant, one panel a setting."""
+    """Plot the tokens per second of every contestant, one panel per setting."""
     from matplotlib.figure import Figure
 
     names = [name for name in NAMES if any(name in contest.seconds for contest in contests)]

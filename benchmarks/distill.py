@@ -1,20 +1,20 @@
-"""Throughput and peak memory of distillation, beside TRL's; and what vocabulary and length cost.
+"""Compares distillation with TRL's: throughput, peak memory, and the cost of vocabulary and length.
 
     python -m benchmarks.distill [--quick] [--json FILE] [--plots DIR] [--precision fp32|bf16]
 
-On the CPU. All contestants train the same student, the first layers of the target with its whole
-vocabulary, on the same texts for one epoch of as many steps; each in a process of its own. Tokens
-are those of the texts, never padding; throughput counts predicted ones. Of texts in the same order
-the losses must be the same at every step, and it is shown how near they are.
+Runs on the CPU. All contestants train the same student (the first layers of the target with its
+full vocabulary) on the same texts for one epoch with the same number of steps, each in a separate
+process. Token counts exclude padding, and throughput counts predicted tokens. If the texts are in
+the same order, the losses must be the same at every step. The output shows how close they are.
 
-TRL's GKDTrainer makes both models' logits for every position, prompts and padding included, and
-takes texts at random. What of the difference comes from where is told by three contestants that go
-part of the way: TRL grouping texts by length, ours in random order, and ours with all logits at
-once; and by a second setting, texts of equal length without prompts. TRL's DistillationTrainer has
-a chunked loss, but always generates what it trains on; here it is given the texts instead.
+TRL's GKDTrainer computes both models' logits for every position, prompts and padding included, and
+takes texts in random order. Three contestants in between show where the difference comes from: TRL
+with texts grouped by length, ours in random order, and ours with all logits at once. A second
+setting does too: texts of equal length without prompts. TRL's DistillationTrainer has a chunked
+loss, but always generates its training text; here it gets the given texts instead.
 
-Of few texts, batches of like length leave more padding than of many: `padding_share_many_texts` is
-the share in an epoch of 10,000. Ratios are ours over theirs.
+With few texts, batches of similar length have more padding than with many.
+`padding_share_many_texts` is the share in an epoch of 10,000 texts. Ratios are ours over theirs.
 """
 
 import statistics
@@ -35,13 +35,13 @@ TRL_REQUIREMENT = "trl>=1.16,<1.17"
 EQUAL_LENGTH = ("ours", "ours_eager", "trl", "trl_chunked")
 QUICK_MIXED = ("ours", "ours_eager", "ours_eager_random", "trl", "trl_chunked")
 QUICK_EQUAL = ("ours", "trl")
-# The order in which one change at a time leads from TRL's trainer to ours.
+# The changes from TRL's trainer to ours, one at a time: (after the change, before it).
 LADDER = {
     "predicted_tokens_only": ("ours_eager_random", "trl"),
     "batches_of_like_length": ("ours_eager", "ours_eager_random"),
     "chunked_loss": ("ours", "ours_eager"),
 }
-# Theirs in the texts' own order: the same batches as TRL's, so each step's loss is the same.
+# These have the same batches as TRL's trainer, so each step's loss must be the same.
 SAME_BATCHES = ("ours_random", "ours_eager_random", "trl_chunked")
 VOCABULARIES, TOKENS = (8192, 32768, 65536, 131072), (256, 512, 1024, 2048, 4096)
 QUICK_VOCABULARIES, QUICK_TOKENS = (8192, 32768), (256, 1024)
@@ -103,10 +103,10 @@ def main(
 
 
 def ratios(results: Results) -> dict[str, float]:
-    """Ours over theirs, of every figure: above 1 is good for throughput, below 1 for memory.
+    """Return ours over theirs for every figure. Good: throughput above 1, memory below 1.
 
-    peak_memory: of the whole process. training_memory: what training took above the loaded models.
-    gain_*: of throughput, by one change after another from TRL's trainer to ours (mixed lengths).
+    peak_memory: of the process. training_memory: the memory of training beyond the loaded models.
+    gain_*: of throughput, for each change from TRL's trainer to ours (mixed lengths).
     loss_difference_*: the largest relative difference of a step's loss on the same batches.
     """
     found: dict[str, float] = {}
@@ -138,7 +138,7 @@ def ratios(results: Results) -> dict[str, float]:
 def _contest(
     reporter: Reporter, settings: Settings, names: Sequence[str], repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """Every contestant's figures; in turns, so that a slow spell of the machine hits all."""
+    """Measure every contestant. They take turns, so slow periods of the machine affect them all."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     length = "equal length" if settings.equal_length else "mixed lengths"
     for number in range(repeats):
@@ -154,14 +154,14 @@ def _contest(
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run of median throughput, with every run's beside it."""
+    """Return the run with the median throughput, and add the throughputs of all runs."""
     speeds = [run["predicted_tokens_per_second"] for run in runs]
     middle = runs[speeds.index(statistics.median_low(speeds))]
     return middle | {"all_predicted_tokens_per_second": speeds}
 
 
 def _curves(reporter: Reporter, precision: str, quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Points that differ in the number of tokens, and points that differ in the vocabulary."""
+    """Measure points with different numbers of tokens, and points with different vocabularies."""
     tokens, vocabularies = (QUICK_TOKENS, QUICK_VOCABULARIES) if quick else (TOKENS, VOCABULARIES)
     wanted = {
         "tokens": [(n, FIXED_VOCABULARY) for n in tokens],

@@ -1,8 +1,8 @@
 """The contestants of `benchmarks.distill`: our distillation, and TRL's two trainers.
 
-All train the same student on the same texts in as many optimizer steps, with the same loss, the
-forward KL(teacher‖student) per predicted token, AdamW and gradient clipping. Texts: B rows of a
-batch, T its longest, n its predicted tokens, V the vocabulary.
+All train the same student on the same texts in the same number of optimizer steps, with the same
+loss, the forward KL(teacher‖student) per predicted token, AdamW and gradient clipping. B: rows of a
+batch. T: tokens of its longest text. n: its predicted tokens. V: the vocabulary.
 """
 
 import copy
@@ -41,10 +41,10 @@ from train.training.optimizer import OptimizerConfig
 from train.training.trainer import LoopConfig, Task, Trainer
 
 PROMPTS = Path(__file__).parents[1] / "configs" / "prompts" / "train.jsonl"
-# Answers as long as those of instruction data: medians of 50 to 110 tokens and a standard deviation
-# of the logarithm of 0.4 to 1.1 (Alpaca, Dolly, GSM8K).
+# Answer lengths as in instruction data: medians of 50 to 110 tokens and a standard deviation of the
+# logarithm of 0.4 to 1.1 (Alpaca, Dolly, GSM8K).
 ANSWER_MEDIAN, ANSWER_SPREAD, ANSWER_LIMITS = 90, 0.8, (8, 512)
-# About what a text of the mixed lengths has on average, its prompt included.
+# About the average length of the texts of mixed lengths, including the prompt.
 EQUAL_LENGTH = 160
 MANY_TEXTS = 10_000
 
@@ -64,10 +64,10 @@ NAMES = OURS | TRL
 
 @dataclass(frozen=True)
 class Settings:
-    """rows: of a batch, on average for those that batch by length. steps: measured, one epoch.
+    """rows: of a batch; an average if batches are formed by length. steps: measured, one epoch.
 
-    equal_length: all texts have as many tokens, and all of these but the first are predicted, so
-    there is neither padding nor prompt to avoid.
+    equal_length: all texts have the same number of tokens, and all tokens but the first are
+    predicted, so no contestant can save work on padding or prompts.
     """
 
     target: str = "embedded:smollm2-135m"
@@ -82,11 +82,11 @@ class Settings:
 
 @dataclass
 class Meter:
-    """Times, losses, tokens and peak memory of a training, a step at a time.
+    """Times, losses, tokens and peak memory of a training run, step by step.
 
-    times: seconds on the clock; the first is the beginning, then the end of each step. cpu: seconds
-    of processor time likewise, of all threads, which others on the machine disturb less.
-    tokens: of each batch (texts', predicted, with padding).
+    times: seconds on the clock, at the start and then at the end of each step. cpu: the same in
+    processor time of all threads, which other programs disturb less.
+    tokens: of each batch (text tokens, predicted tokens, tokens with padding).
     losses: mean over each batch's predicted tokens.
     """
 
@@ -97,23 +97,24 @@ class Meter:
     peak: int = 0
 
     def tick(self) -> None:
-        # Read at each step, so that what a trainer does after the last one is not in it.
+        # Read at each step, to exclude the work of a trainer after the last step.
         self.times.append(time.perf_counter())
         self.cpu.append(time.process_time())
         self.peak = peak_resident_memory()
 
     def saw(self, attention_mask: Tensor, predicted: Tensor) -> None:
-        """attention_mask [B, T] and a mask [B, T − 1] of the tokens in the loss."""
+        """Count a batch. attention_mask: [B, T]. predicted: bool [B, T − 1], tokens in the loss."""
         self.tokens.append(
             (int(attention_mask.sum()), int(predicted.sum()), attention_mask.numel())
         )
 
 
 def make_texts(tokenizer: Any, count: int, settings: Settings, first: int = 0) -> list[Sample]:
-    """`count` of an endless row of texts, in random order, the same wherever they are made.
+    """Return `count` texts of an endless random sequence, which is the same in every process.
 
-    Prompts of this repository in the target's chat template, answered in words of the other
-    prompts: throughput hangs on lengths and not on sense. first: how many texts to leave out.
+    Prompts of this repository in the target's chat template, with answers made of the words of
+    other prompts: throughput depends on lengths, not on meaning. first: the number of texts to
+    skip.
     """
     examples, _ = read_examples(str(PROMPTS))
     prompts = [prompt_tokens(example, tokenizer) for example in examples]
@@ -138,10 +139,10 @@ def make_texts(tokenizer: Any, count: int, settings: Settings, first: int = 0) -
 
 
 def measure(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """One contestant's figures; to be called in a fresh process.
+    """Return one contestant's figures. Call it in a fresh process.
 
-    One step on other texts and on a copy of the student comes before what is measured: it starts
-    threads and libraries up.
+    Before the measurement, it trains one step on other texts with a copy of the student, to start
+    threads and libraries.
     """
     quieten()
     if "OMP_NUM_THREADS" not in os.environ:
@@ -149,7 +150,7 @@ def measure(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
     chosen = Settings(**settings)
     train = train_trl if contestant in TRL else train_ours
     if contestant in TRL:
-        # Before memory is first read: what a library weighs is not what its training needs.
+        # Import before reading memory: the size of a library is not part of its training memory.
         import trl.experimental.gkd
         import trl.trainer.distillation_trainer  # noqa: F401
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[chosen.precision]
@@ -182,14 +183,14 @@ def measure(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
         "loaded_bytes": loaded,
         "peak_bytes": meter.peak,
         "training_bytes": meter.peak - loaded,
-        # AdamW's two moments and the gradient of each weight, which no contestant can do without.
+        # AdamW's two moments and the gradient of each weight. Every contestant needs these.
         "optimizer_bytes": 12 * sum(p.numel() for p in student.parameters()),
         "threads": torch.get_num_threads(),
     }
 
 
 def padding_of_many(settings: dict[str, Any]) -> dict[str, float]:
-    """The share of padding in one epoch of MANY_TEXTS; to be called in a fresh process."""
+    """Return the share of padding in one epoch of MANY_TEXTS. Call it in a fresh process."""
     quieten()
     chosen = Settings(**settings)
     tokenizer = load_target(chosen.target, dtype="bfloat16", device="cpu").tokenizer
@@ -215,7 +216,7 @@ def train_ours(
     settings: Settings,
     meter: Meter,
 ) -> None:
-    """One epoch as `train.stages.distill` trains it, without its drafter directory."""
+    """Train one epoch as `train.stages.distill` does, without writing a drafter directory."""
     terms = Terms({"forward_kl": 1.0})
     teacher = LiveTeacher(split_model(target.model))
 
@@ -253,9 +254,10 @@ def train_ours(
 
 
 class EagerDistillation(Distillation):
-    """The same with the logits of all n tokens at once, [n, V], and autograd's own backward.
+    """`Distillation` with the logits of all n tokens at once, [n, V], and autograd's backward.
 
-    As `distill.chunked.eager_loss`, but in float32 after the product, as under autocast TRL's are.
+    Like `distill.chunked.eager_loss`, but logits become float32 after the product, as TRL's do
+    under autocast.
     """
 
     def forward(
@@ -279,7 +281,7 @@ class EagerDistillation(Distillation):
 
 
 class _InOrder(Trainer):
-    """Takes the texts as they come, which is at random, `rows` in every batch."""
+    """Takes the texts in the given order, which is random, with `rows` in every batch."""
 
     rows: int
 
@@ -293,14 +295,14 @@ class _InOrder(Trainer):
 
 
 class _Given(Batches):
-    """Batches as they are given."""
+    """A fixed list of batches."""
 
     def __init__(self, batches: list[list[int]]) -> None:
         self._batches = batches
 
 
 class _Metered(Reporter):
-    """A silent reporter whose bar tells the meter when training begins and a step is done."""
+    """A silent reporter. Its bar calls the meter at the start of training and after each step."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__(silent=True)
@@ -326,7 +328,8 @@ def _in_order(count: int, rows: int) -> list[list[int]]:
 
 
 def _tokens_per_batch(texts: Sequence[Sample], rows: int, seed: int) -> int:
-    """The size at which batches of like length are as many as batches of so many rows are."""
+    """Return the batch size in tokens at which batching by length needs no more batches than
+    batches of `rows` texts."""
     lengths = [len(text.tokens) for text in texts]
     steps = len(_in_order(len(texts), rows))
     size = max(*lengths, rows * sum(lengths) // len(lengths))
@@ -343,11 +346,11 @@ def train_trl(
     settings: Settings,
     meter: Meter,
 ) -> None:
-    """One epoch by TRL, in the texts' order or grouped by length.
+    """Train one epoch with TRL, in the texts' order or grouped by length.
 
-    Its own defaults, but for what makes it slower or another training: no gradient checkpointing,
-    no generation (λ = 0), β = 0, the forward KL, and our learning rate. Its optimizer is AdamW in
-    one fused kernel, its default.
+    Uses TRL's defaults, except those that make it slower or change the training: no gradient
+    checkpointing, no generation (λ = 0), β = 0, the forward KL, and our learning rate. The
+    optimizer is TRL's default, AdamW in one fused kernel.
     """
     import datasets
     from transformers import PrinterCallback, TrainerCallback
@@ -362,7 +365,7 @@ def train_trl(
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             meter.losses += [logs["loss"]] if "loss" in logs else []
 
-    # transformers keeps the keys and values of the whole batch otherwise, for nothing.
+    # Otherwise transformers stores the keys and values of the batch, which nobody uses.
     target.model.config.use_cache = False
     rows = [
         {"prompt": text.id, "input_ids": text.tokens, "completion_mask": [*map(int, text.mask)]}
@@ -420,7 +423,8 @@ def _trl_gkd(common: dict[str, Any], order: str, meter: Meter, **parts: Any) -> 
 
 
 def _trl_chunked(common: dict[str, Any], order: str, meter: Meter, **parts: Any) -> Any:
-    """TRL's chunked loss is in the trainer that always generates; here it is given the texts."""
+    """Return TRL's trainer with the chunked loss. It always generates, so here `_generate` returns
+    the given texts."""
     from trl import DistillationConfig, DistillationTrainer
 
     class OnGivenTexts(DistillationTrainer):  # type: ignore[misc, unused-ignore]

@@ -1,7 +1,7 @@
-"""What the distillation loss costs as texts and vocabularies grow; part of `benchmarks.distill`.
+"""The cost of the distillation loss by text length and vocabulary; part of `benchmarks.distill`.
 
-Random weights: a teacher and a student of two layers of 256, small enough that the output layer
-and the loss are most of the work.
+A teacher and a student with random weights and two layers of size 256. They are so small that the
+output layer and the loss are most of the work.
 """
 
 import gc
@@ -27,17 +27,18 @@ from train.plots import LIGHT, SERIES
 
 KINDS = {"chunked": Distillation, "eager": EagerDistillation}
 HIDDEN, LAYERS = 256, 2
-_FEW = 16  # tokens of the step before the measured ones
+_FEW = 16  # tokens of the warm-up step
 
 
 def measure_point(
     kind: str, tokens: int, vocabulary: int, precision: str, repeats: int
 ) -> dict[str, Any]:
-    """Seconds of a step (both models forward, the loss, backward) on one text of `tokens` predicted
-    tokens: the median of `repeats` after one that is not counted. And the most memory that steps
-    took above what there was before: both models and the student's gradients, which last.
+    """Return the seconds and the peak memory of a step on one text of `tokens` predicted tokens.
 
-    To be called in a fresh process. kind: one of KINDS.
+    A step is the forward of both models, the loss and the backward. seconds: the median of
+    `repeats` steps after one uncounted step. peak_bytes: the peak memory of the steps, without the
+    models and the student's gradients, which exist before them. kind: one of KINDS. Call it in a
+    fresh process.
     """
     quieten()
     if "OMP_NUM_THREADS" not in os.environ:
@@ -51,7 +52,7 @@ def measure_point(
         begin = time.perf_counter()
         ones = torch.ones_like(ids)
         signal = teacher.signal(ids, ones, ones.bool(), ids=[])
-        # The teacher stays outside, as accelerate puts only the trained module into autocast.
+        # The teacher stays outside: accelerate puts only the trained module under autocast.
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             loss, _ = module(ids, ones, ones.bool(), teacher=signal)
         loss.backward()
@@ -72,7 +73,7 @@ def measure_point(
 
 
 def draw(points: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """points: those that differ in "tokens" and those that differ in "vocabulary". Writes a PNG."""
+    """Plot the points as a PNG. points: by "tokens", and by "vocabulary"."""
     figure = Figure(figsize=(8.4, 5.4), layout="constrained")
     grid = figure.subplots(2, 2, sharex="col")
     figures = {"seconds": ("seconds a step", 1), "peak_bytes": ("memory of a step, MiB", MIB)}

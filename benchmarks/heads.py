@@ -1,4 +1,4 @@
-"""What small modules on SmolLM2-135M's hidden states are worth, kind by kind, beside a small LM.
+"""Compares kinds of heads on SmolLM2-135M's hidden states with each other and with a small LM.
 
     python -m benchmarks.heads [--quick] [--arms NAME,…] [--more FILE] [--json FILE]
         [--plots DIR] [--runs DIR]
@@ -6,13 +6,13 @@
 One run: the target answers the shipped training prompts, its hidden states are cached once, and
 every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and
 a small LM of the target's first two layers. Each is stored with the tree that pays at this
-machine's costs.
-With --more, prompts of your own are answered and learnt from as well.
-What then counts are the shipped test prompts: how often the first head's guess is the target's next
-but one token, beside a bigram table of the same text and prompt lookup; tokens per step; and the
-speed-up over plain decoding in the same loop, greedy, in bfloat16. In float32 every arm's greedy
-text must be plain decoding's, token by token, and that is checked. Runs are kept and go on where
-they were.
+machine's costs. With --more, the run also uses your own prompts for training.
+
+The measurements use the shipped test prompts: how often the first head predicts the target's next
+but one token, compared with a bigram table of the same text and with prompt lookup; tokens per
+step; and the speed-up over plain decoding in the same loop, greedy, in bfloat16. In float32 every
+arm's greedy text must equal plain decoding's, token by token, and the benchmark checks that. Runs
+are kept and continue where they stopped.
 """
 
 from dataclasses import dataclass
@@ -40,8 +40,9 @@ from train.run import Run
 PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"
 TARGET = "embedded:smollm2-135m"
 TEXT = ["answers", "variants"]
-# The heads, and the losses of their stage: all learn the target's distribution, of which one pass
-# over the text is at hand anyway. EAGLE-1's weight for it is its paper's, beside its regression.
+# The options of the heads, and the loss weights of their stage. All learn the target's
+# distribution, since one pass of the target over the text is available anyway. EAGLE-1 adds it to
+# its regression, with the weight from its paper.
 HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "medusa": ({"type": "medusa", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
     "blockwise": ({"type": "blockwise", "k": 4}, {"forward_kl": 1.0}),
@@ -49,7 +50,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "eagle1": ({"type": "eagle1", "depth": 4}, {"forward_kl": 0.1}),
     "eagle3": ({"type": "eagle3", "steps": 3}, {"forward_kl": 1.0}),
     "hydra_plus": ({"type": "hydra_plus", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
-    # What EAGLE-1 is without its regression: asked for with --arms only.
+    # EAGLE-1 without its regression. It runs only if --arms names it.
     "eagle1_tokens": ({"type": "eagle1", "depth": 4, "regression": 0.0}, {"forward_kl": 1.0}),
 }
 SMALL_LM = "small_lm"
@@ -59,8 +60,8 @@ ARMS = KNOWN[:-1]
 
 @dataclass(frozen=True)
 class Settings:
-    """arms: their names. more: a file of prompts of which the first more_prompts are learnt from
-    beside the shipped ones. runs: where the run is kept."""
+    """arms: their names. more: a file of prompts; its first more_prompts are used for training with
+    the shipped ones. runs: the directory for runs."""
 
     quick: bool
     arms: tuple[str, ...]
@@ -108,7 +109,7 @@ def main(
 
 
 def run_config(settings: Settings) -> dict[str, Any]:
-    """The texts, their hidden states, and a stage for every arm."""
+    """Return the config of the run: the texts, their hidden states, and a stage for every arm."""
     quick = settings.quick
     train, limit = ["train.jsonl"], None
     if settings.more is not None:
@@ -117,7 +118,7 @@ def run_config(settings: Settings) -> dict[str, Any]:
     answer = {"kind": "generate", "max_new_tokens": 80, "batch_size": 32, "part_prompts": 96}
     loop = {"epochs": 1 if quick else 3, "tokens_per_batch": 1024, "log_every": 40}
     learning: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
-    # Nothing is chosen by these figures, so they may be of test text.
+    # These figures are not used to choose anything, so they may use test text.
     judged = {"text": "test-answers", "samples": 42, "every": 10**6}
     stages: list[dict[str, Any]] = [
         answer | {"name": "answers", "prompts": 64 if quick else None},
@@ -129,7 +130,7 @@ def run_config(settings: Settings) -> dict[str, Any]:
             "name": "states",
             "kind": "feature_cache",
             "text": TEXT,
-            # What the output layer reads, and what EAGLE-3 does of a target with 30 layers.
+            # -1 is the output layer's input. EAGLE-3 needs the others for a target with 30 layers.
             "taps": [-1, 1, 14, 26] if "eagle3" in settings.arms else [-1],
         },
     ]
@@ -196,7 +197,7 @@ def run_config(settings: Settings) -> dict[str, Any]:
 
 
 def figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each arm, and of prompt lookup, what its evaluation and its stage say."""
+    """Return the figures of each arm and of prompt lookup, from evaluations and stages."""
     rows = {
         "ngram" if row["stage"] == "before" else row["stage"]: row["evaluation"]
         for row in report["rows"]
@@ -224,7 +225,7 @@ def figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @torch.inference_mode()
 def same_text(run: Run, reporter: Reporter, *, prompts: int) -> dict[str, float]:
-    """The share of test prompts whose greedy text in float32 is plain decoding's, by arm."""
+    """Return by arm the share of test prompts whose greedy float32 text equals plain decoding's."""
     target = load_target(TARGET, dtype="float32", device="cpu")
     texts = run.prompts(spread(run.read_data()["test"], prompts))
     plain = _decode(target, "none", texts)
@@ -245,8 +246,9 @@ def _decode(target: Target, spec: str, texts: list[list[int]]) -> list[list[int]
 
 
 def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """speedup_…: over plain decoding. top1_gain_…: the first head's share of right guesses less a
-    bigram table's, absolute. tokens_per_step_…_vs_small_lm: as named."""
+    """Return the ratios. speedup_…: over plain decoding. top1_gain_…: the first head's share of
+    correct predictions minus a bigram table's. tokens_per_step_…_vs_small_lm: over the small LM's.
+    """
     shown = {}
     for name, row in found.items():
         if row["speedup"] is not None:
@@ -308,7 +310,7 @@ def table(found: dict[str, dict[str, Any]], identical: dict[str, float]) -> Tabl
 
 
 def plot(found: dict[str, dict[str, Any]], file: Path) -> None:
-    """Tokens per step and speed-up of every arm."""
+    """Plot tokens per step and speed-up of every arm."""
     from matplotlib.figure import Figure
 
     names = list(found)[::-1]

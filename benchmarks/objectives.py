@@ -2,19 +2,20 @@
 
     python -m benchmarks.objectives [--quick] [--seeds N] [--json FILE] [--plots DIR] [--runs DIR]
 
-Every arm begins with one drafter, the target's first two layers after an epoch of cross-entropy,
-and takes as many optimizer steps on as many tokens as the others. What then is measured on the
-shipped test prompts is the loop's own acceptance, greedy and at temperature 1, and on texts that
-the target wrote for dev prompts the expected acceptance 1 − TV. Intervals are 95% bootstrap
-intervals over prompts and seeds together; a ratio of two arms is over the same prompts.
+Every arm starts from the same drafter: the target's first two layers after an epoch of
+cross-entropy. All arms take the same number of optimizer steps on the same number of tokens. On the
+shipped test prompts, the benchmark measures acceptance in the decoding loop, greedy and at
+temperature 1. On texts that the target wrote for dev prompts, it measures the expected acceptance
+1 − TV. Intervals are 95% bootstrap intervals over prompts and seeds together. A ratio of two arms
+is over the same prompts.
 
 Texts: `greedy` and `sampled` are the target's answers (SeqKD's cross-entropy and DistillSpec's
-divergences on target text); `λ = 0.5` and `λ = 1` are on-policy, half or all of it written by the
-drafter itself at temperature 1 while it is trained (GKD, DistillSpec). Writing costs time on top of
-the same training; how much is in the table. `cache, k` is sampled text with the teacher's top k
-from an offline cache instead of its whole distribution; how much of the whole divergence and of its
-gradient is left with k outcomes and a tail is shown for k = 8 … 128. Runs are kept and go on where
-they were.
+divergences on target text). `λ = 0.5` and `λ = 1` are on-policy: the drafter itself writes half or
+all of the text at temperature 1 during training (GKD, DistillSpec). Writing takes additional time,
+which the table shows. `cache, k` is sampled text with the teacher's top k from an offline cache
+instead of its full distribution. For k = 8 … 128, a table shows how much of the full divergence
+and of its gradient remains with k outcomes and a tail. Runs are kept and continue where they
+stopped.
 """
 
 import json
@@ -49,7 +50,7 @@ from train.run import Run
 
 PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"
 TARGET = "embedded:smollm2-135m"
-# (loss, text); every loss on sampled text, then what else the papers recommend.
+# (loss, text): every loss on sampled text, then the other combinations that the papers recommend.
 ARMS = [
     ("cross_entropy", "sampled"),
     ("forward_kl", "sampled"),
@@ -128,7 +129,8 @@ def main(
 
 
 def run_config(arms: list[tuple[str, str, int]], *, quick: bool, runs: Path) -> dict[str, Any]:
-    """One run: the texts, the common start, and a distill stage for every arm and seed."""
+    """Return the config of one run: the texts, the common start, and a distill stage per arm and
+    seed."""
     answer = {"kind": "generate", "max_new_tokens": 80, "batch_size": 32, "part_prompts": 96}
     sampled = {"temperature": 1.0, "samples": 1 if quick else 2}
     dev = answer | {"split": "dev", "temperature": 1.0}
@@ -182,7 +184,7 @@ def run_config(arms: list[tuple[str, str, int]], *, quick: bool, runs: Path) -> 
         "precision": "bf16",
         "target": {"model": TARGET, "dtype": "bfloat16", "device": "cpu"},
         "data": {split: f"{split}.jsonl" for split in ("train", "dev", "test")},
-        # The run's own evaluation is of other prompts for every row; here it would be time lost.
+        # The run's own evaluation uses other prompts for every row. Here it would waste time.
         "evaluation": UNJUDGED,
         "stages": stages,
     }
@@ -191,9 +193,11 @@ def run_config(arms: list[tuple[str, str, int]], *, quick: bool, runs: Path) -> 
 def measure(
     run: Run, arm: tuple[str, str, int], reporter: Reporter, *, quick: bool
 ) -> dict[str, Any]:
-    """Accepted and reached positions by prompt, greedy and at T = 1, and what training said.
+    """Return accepted and reached positions by prompt, greedy and at T = 1, and figures of the
+    training.
 
-    Kept beside the run's stages, since decoding for all arms takes as long as training them.
+    The result is stored beside the run's stages, because decoding for all arms takes as long as
+    training them.
     """
     name = _name(*arm)
     kept = run.directory / "measured" / f"{name}.json"
@@ -235,11 +239,12 @@ def measure(
 
 @torch.no_grad()
 def cache_error(run: Run) -> list[dict[str, float]]:
-    """What k outcomes and a tail leave of forward KL from the target to the start, on dev texts.
+    """Measure how much of the forward KL from the target to the start remains with k outcomes and a
+    tail, on dev texts.
 
-    bytes: a cached token's. tail: the mean mass of the tail. divergence: the mean over k + 1
-    outcomes, as a share of that over the draft vocabulary. gradient: the norm of the error in the
-    logits' gradient, relative to the gradient's.
+    bytes: per cached token. tail: the mean mass of the tail. divergence: the mean over k + 1
+    outcomes, as a share of the mean over the draft vocabulary. gradient: the norm of the error in
+    the logits' gradient, relative to the gradient's norm.
     """
     target = run.target
     drafter = run.stage_directory("start") / "drafter"
@@ -299,7 +304,7 @@ def cache_table(rows: list[dict[str, float]]) -> Table:
 
 
 def _name(loss: str, text: str, seed: int = 0) -> str:
-    """A stage's name: letters, digits, hyphens."""
+    """Return a stage's name: letters, digits, hyphens."""
     if loss == "start":
         return "start"
     plain = text.replace("λ = ", "lambda").replace(", k = ", "").replace(".", "_")
@@ -321,7 +326,7 @@ def _acceptance(seeds: list[dict[str, Any]], metric: str) -> dict[str, float]:
 
 
 def table(rows: dict[tuple[str, str], list[dict[str, Any]]], start: dict[str, Any]) -> Table:
-    """Arms by acceptance at temperature 1, best first, after what they all began with."""
+    """Return a table: the common start, then arms by acceptance at temperature 1, best first."""
     shown = Table(title=f"acceptance rate at γ = {GAMMA}")
     for column in (
         "loss",
@@ -360,7 +365,7 @@ def table(rows: dict[tuple[str, str], list[dict[str, Any]]], start: dict[str, An
 def plot(
     rows: dict[tuple[str, str], list[dict[str, Any]]], start: dict[str, Any], file: Path
 ) -> None:
-    """Each arm's two acceptance rates with their intervals."""
+    """Plot each arm's two acceptance rates with their intervals."""
     from matplotlib.figure import Figure
 
     names = [f"{loss}, {text}" for loss, text in rows]

@@ -3,25 +3,26 @@
     python -m benchmarks.online --data DIR [--quick] [--json FILE] [--plots DIR] [--runs DIR]
 
 A stream of prompts changes its domain twice: maths, then code, then general. DIR holds maths.jsonl,
-code.jsonl and general.jsonl, a prompt a line as training data has them; --maths, --code and
---general name other files. Of each, some prompts are for offline distillation and others are
-served. All is at one γ, greedy, for SmolLM2-135M, with two kinds of drafter: a small language model
-(the target's first two layers) and Medusa heads. Every arm serves the same requests:
+code.jsonl and general.jsonl, with one prompt per line in the format of training data. --maths,
+--code and --general name other files. In each domain, some prompts are for offline distillation and
+others are served. The target is SmolLM2-135M. All arms use the same γ, and decoding is greedy by
+default. There are two kinds of drafter: a small language model (the target's first two layers) and
+Medusa heads. Every arm serves the same requests:
 
-    frozen          distilled offline on maths, and left as it is
-    online (…)      begins where `frozen` does and learns while it serves: from rejected places
-                    only, from a mix (these and a quarter of the others), from all
+    frozen          distilled offline on maths, then never changed
+    online (…)      starts like `frozen` and learns while it serves: from rejected positions only,
+                    from a mix (rejected positions and a quarter of the others), or from all
     offline on all  distilled offline on all three domains, with as many tokens of text as `frozen`
                     and the mixed online arm took in all their steps, kept or not
 
-A quick run serves about 100 requests of each domain, with answers of at most 20 tokens; of heads
-only the mix learns in it.
+A quick run serves about 100 requests of each domain, with answers of at most 20 tokens. In a quick
+run, the only online arm with heads is the mix.
 
-Offline distillation must first have the target answer its prompts; what online arms learn from is
-what they serve. The time of both is in the table. Acceptance at a domain's end is that of its last
-40 requests, with 95% bootstrap intervals over requests. An arm has recovered at the first 20
-requests of a domain whose acceptance is within 0.02 of that. Net tokens per second include
-learning, not the saving of versions. Arms are kept and go on where they were.
+Before offline distillation, the target must answer the prompts. Online arms learn from the answers
+that they serve. The table has the time of both. Acceptance at a domain's end is that of its last 40
+requests, with 95% bootstrap intervals over requests. An arm has recovered at the first 20 requests
+of a domain whose acceptance is at most 0.02 lower than that. Net tokens per second include
+learning, but not the saving of versions. Arms are kept and continue where they stopped.
 """
 
 import json
@@ -125,9 +126,9 @@ def _files(data: Path | None, *given: Path | None) -> dict[str, Path]:
 
 
 def prepare(files: dict[str, Path], place: Path, sizes: dict[str, int]) -> None:
-    """Write each domain's prompts to learn from offline and those to serve, if they are not there.
+    """Write each domain's prompts for offline distillation and for serving, if they do not exist.
 
-    Raises UserError for a file that is missing, broken or too short.
+    Raises UserError if an input file is missing, broken or too short.
     """
     for domain, file in files.items():
         if all((place / f"{domain}-{split}.jsonl").exists() for split in sizes):
@@ -147,7 +148,7 @@ def prepare(files: dict[str, Path], place: Path, sizes: dict[str, int]) -> None:
 
 
 def _line(domain: str, example: Example) -> str:
-    # What the data says in answer is left out: all learn from the target's own answers.
+    # Leave out the answers in the data: all arms learn from the target's own answers.
     assert example.messages is not None
     turns = list(example.messages)
     while turns[-1]["role"] == "assistant":
@@ -168,7 +169,8 @@ def _summary(run: Run, stage: str) -> dict[str, Any]:
 
 
 def _training(run: Run, name: str) -> dict[str, float]:
-    """What offline distillation cost: steps, seconds of training and of the target's answers."""
+    """Return the cost of offline distillation: steps, seconds of training and of the target's
+    answers."""
     training = _summary(run, name)["training"]
     return {
         "steps": training["steps"],
@@ -178,14 +180,15 @@ def _training(run: Run, name: str) -> dict[str, float]:
 
 
 def _counts(run: Run, stage: str) -> np.ndarray:
-    """int [requests, 4]: see `train.online.stream.COUNTS`."""
+    """Return the counts, int [requests, 4]; see `train.online.stream.COUNTS`."""
     saves = (run.stage_directory(stage) / "progress").glob("progress-*")
     newest = max(saves, key=lambda path: int(path.name.rpartition("-")[2]))
     return np.array(json.loads((newest / "progress.json").read_text())["counts"])
 
 
 def measure_ngram(run: Run, settings: Settings) -> dict[str, float]:
-    """Prompt lookup on the end of the first domain, at its best γ there by tokens per step."""
+    """Measure prompt lookup at the end of the first domain, with the γ that gives the most tokens
+    per step there."""
     kept = run.directory / "measured" / "ngram.json"
     if kept.exists():
         result: dict[str, float] = json.loads(kept.read_text())

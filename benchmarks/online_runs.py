@@ -1,8 +1,8 @@
-"""The two runs of `benchmarks.online` as configs: what is distilled offline, and what serves.
+"""The configs of the two runs of `benchmarks.online`: offline distillation, then serving.
 
-The first distils on the first domain and serves the stream with what came of it, frozen and
-learning; the second distils on all domains, on as many tokens more as the learning arm took, and
-serves the same stream.
+The first run distils on the first domain and serves the stream with these drafters, frozen and
+learning. The second distils on all domains, with the additional tokens that the learning arm took,
+and serves the same stream.
 """
 
 import math
@@ -17,23 +17,24 @@ DOMAINS = ("maths", "code", "general")
 TARGET = "embedded:smollm2-135m"
 GAMMA = 2
 BATCH = 20
-# What an online arm learns from beside what was rejected: the share of what was accepted.
+# The share of accepted positions that an online arm learns from, besides all rejected ones.
 SHARES = {"rejected": 0.0, "mix": 0.25, "all": 1.0}
 MAIN = "mix"
 SMALL_LM, HEADS = "small LM", "heads"
 FAMILIES = (SMALL_LM, HEADS)
-# By family, the stage that distils offline.
+# The stage that distils offline, by family.
 START = {SMALL_LM: "small-lm", HEADS: "heads"}
-# Tokens of text, padding included, of an optimizer step of offline distillation, and of one of the
-# ROUND_STEPS of an online round; the learning rates of the latter.
+# OFFLINE_TOKENS: tokens of text, with padding, of an optimizer step of offline distillation.
+# ROUND_TOKENS: the same for each of the ROUND_STEPS of an online round. RATES: the learning rates
+# of online rounds.
 OFFLINE_TOKENS, ROUND_TOKENS, ROUND_STEPS = 1024, 512, 12
 RATES = {SMALL_LM: 1e-3, HEADS: 1e-3}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A drafter that serves the stream. share: as in SHARES, None for one that learns nothing.
-    offline: distilled on all domains."""
+    """A drafter that serves the stream. share: a key of SHARES; None if the drafter does not learn.
+    offline: whether it was distilled on all domains."""
 
     family: str
     share: str | None = None
@@ -53,8 +54,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one run of the benchmark. data: the directory of the prepared prompts; requests: served of
-    each domain, and as many prompts to distil on."""
+    """The settings of the benchmark. data: the directory of the prepared prompts. requests: the
+    number of requests served per domain, and the number of prompts per domain to distil on."""
 
     quick: bool
     runs: Path
@@ -64,7 +65,7 @@ class Settings:
 
     @property
     def tokens(self) -> int:
-        """Of an answer at most."""
+        """The most tokens of an answer."""
         return 20 if self.quick else 96
 
     @property
@@ -73,7 +74,7 @@ class Settings:
 
     @property
     def arms(self) -> list[Arm]:
-        """Of heads, in a quick run, only the mix learns: there is no time for all."""
+        """All arms. In a quick run, the only online arm with heads is the mix, to save time."""
         found = []
         for family in FAMILIES:
             shares = [MAIN] if self.quick and family == HEADS else SHARES
@@ -84,7 +85,7 @@ class Settings:
 
 
 def first_config(settings: Settings) -> dict[str, Any]:
-    """The run that distils on the first domain and serves the stream with what came of it."""
+    """Return the run that distils on the first domain and serves the stream with the drafters."""
     steps = dict.fromkeys(FAMILIES, settings.start_steps)
     serving = [_serving(arm, settings) for arm in settings.arms if not arm.offline]
     stages = [*_offline(steps, settings), *serving]
@@ -92,13 +93,13 @@ def first_config(settings: Settings) -> dict[str, Any]:
 
 
 def offline_steps(rounds: int) -> int:
-    """So many optimizer steps of offline distillation take as many tokens as these rounds."""
+    """Return the number of offline optimizer steps that take as many tokens as these rounds."""
     return math.ceil(rounds * ROUND_STEPS * ROUND_TOKENS / OFFLINE_TOKENS)
 
 
 def second_config(taken: dict[str, int], settings: Settings) -> dict[str, Any]:
-    """The run that distils on all domains, by family with so many steps more, and serves the
-    stream."""
+    """Return the run that distils on all domains and serves the stream. taken: the additional
+    optimizer steps by family."""
     steps = {family: settings.start_steps + taken[family] for family in FAMILIES}
     serving = [_serving(arm, settings) for arm in settings.arms if arm.offline]
     stages = [*_offline(steps, settings), *serving]
@@ -120,7 +121,7 @@ def _config(
             "test": f"{data}/maths-stream.jsonl",
             "stream": [f"{data}/{domain}-stream.jsonl" for domain in DOMAINS],
         },
-        # The run's own evaluation is of other prompts for every row; here it would be time lost.
+        # The run's own evaluation uses other prompts for every row. Here it would waste time.
         "evaluation": UNJUDGED,
         "stages": stages,
     }

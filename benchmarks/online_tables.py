@@ -1,4 +1,4 @@
-"""What `benchmarks.online` makes of the counts of its arms: figures, table, plot."""
+"""The figures, the table and the plot of `benchmarks.online`, computed from the arms' counts."""
 
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from decode.measure.evaluation import ratio_of_totals
 from train.plots import LIGHT, SERIES
 
 END = 40  # requests at the end of a domain
-# How far a window may be below the domain's end to count as recovered.
+# An arm has recovered if a window's acceptance is at most this far below the domain's end.
 WITHIN = 0.02
 
 
 def row(counts: np.ndarray, summary: dict[str, Any], size: int) -> dict[str, Any]:
-    """An arm's figures: acceptance in each domain and at its end, how fast it recovered, costs.
+    """Return an arm's figures: acceptance in each domain and at its end, recovery time, costs.
 
-    counts: int [requests, 4], see `train.online.stream.COUNTS`. size: requests of a domain.
+    counts: int [requests, 4], see `train.online.stream.COUNTS`. size: requests per domain.
     """
     figures = ("acceptance", "end", "end_tokens_per_step", "recovered_after")
     found: dict[str, Any] = {name: {} for name in figures}
@@ -45,14 +45,14 @@ def row(counts: np.ndarray, summary: dict[str, Any], size: int) -> dict[str, Any
 
 
 def ratio(counts: np.ndarray) -> dict[str, float]:
-    """Accepted / reached, with a 95% bootstrap interval over requests."""
+    """Return accepted / reached, with a 95% bootstrap interval over requests."""
     found = ratio_of_totals(counts[:, 3], counts[:, 2])
     assert found is not None
     return found
 
 
 def ratios(rows: dict[Arm, dict[str, Any]]) -> dict[str, float]:
-    """What is compared across versions of this project."""
+    """Return the figures to compare between versions of this project."""
     found = {}
     for family in FAMILIES:
         name = family.replace(" ", "_")
@@ -73,7 +73,7 @@ def table(
     ngram: dict[str, float],
     training: dict[Arm, dict[str, float]],
 ) -> Table:
-    """training: of each arm, what it was distilled with before it served."""
+    """Return the table of all arms. training: the cost of each arm's offline distillation."""
     first = DOMAINS[0]
     own = ", ".join(
         f"{arm.name} {found['end_tokens_per_step'][first]:.2f}"
@@ -107,7 +107,7 @@ def table(
 
 
 def plot(counts: dict[Arm, np.ndarray], size: int, file: Path) -> None:
-    """Acceptance over the stream by batches of requests, with the moments of change."""
+    """Plot acceptance over the stream by batches of requests, with marks at changes of domain."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 6.4), layout="constrained")

@@ -1,12 +1,13 @@
-"""Whether measuring twice says the same: speed-ups and calibrated trees of one drafter.
+"""Do repeated measurements agree? Speed-ups and calibrated trees of one drafter.
 
     python -m benchmarks.repeat --drafter DIRECTORY [--quick] [--json FILE] [--times N]
                                 [--target T] [--dtype D] [--device D] [--gamma N]
                                 [--prompts FILE] [--dev FILE] [--timed-prompts N] [--tokens N]
 
-Each measurement has a process of its own, as two calls of `draftsmith evaluate` and `draftsmith
-calibrate-tree` have. Nothing is stored with the drafter. Exit status 1 where two intervals of the
-speed-up do not overlap or two trees differ. A drafter that drafts in no shape has no tree.
+Each measurement runs in a separate process, like separate calls of `draftsmith evaluate` and
+`draftsmith calibrate-tree`. Nothing is stored with the drafter. The exit status is 1 if two
+intervals of the speed-up do not overlap or two trees differ. A drafter that does not draft in
+shapes has no tree.
 """
 
 from itertools import combinations
@@ -86,7 +87,8 @@ def main(
 
 
 def compare(found: list[dict[str, Any]]) -> dict[str, bool | None]:
-    """Whether all speed-ups' intervals overlap and all trees are the same; None without a tree."""
+    """Return whether all intervals of the speed-up overlap, and whether all trees are the same
+    (None without trees)."""
     pairs = list(combinations([one["speedup"] for one in found], 2))
     trees = [one["tree"]["paths"] for one in found if one["tree"]]
     return {
@@ -105,7 +107,7 @@ def measure_speed(
     prompts: str,
     timed_prompts: int,
 ) -> dict[str, Any]:
-    """The speed-up, c, v and what others took of the processor."""
+    """Return the speed-up, c, v and the share of the processor that other processes took."""
     torch.set_num_threads(cores())
     loaded = load_target(target, dtype=dtype, device=device)
     examples = spread(read_examples(prompts)[0], timed_prompts)
@@ -125,7 +127,7 @@ def measure_speed(
 def measure_tree(
     target: str, drafter: str, dtype: str, device: str, tokens: int, prompts: str, limit: int
 ) -> dict[str, Any] | None:
-    """The tree's paths, what it was chosen by and the verdict; None for a drafter without one."""
+    """Return the tree's paths, the figures it was chosen by and the verdict; None if no tree."""
     torch.set_num_threads(cores())
     loaded = load_target(target, dtype=dtype, device=device)
     which = open_drafter(drafter, loaded)

@@ -1,4 +1,4 @@
-"""The commands of `draftsmith`, a file for each kind of them, which registers itself."""
+"""The commands of `draftsmith`. Each file registers the commands of one kind."""
 
 from train.cli import train, decode, calibrate, look, export  # isort: skip  (as help lists them)
 from train.cli.shared import app

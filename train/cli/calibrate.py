@@ -1,4 +1,4 @@
-"""`calibrate` and `calibrate-tree`: what is chosen by measurement on dev prompts."""
+"""`calibrate` and `calibrate-tree`: choose settings by measurement on dev prompts."""
 
 import json
 from pathlib import Path
@@ -34,8 +34,8 @@ def calibrate(
     limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = 32,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
-    """Choose θ of the rule `threshold`, which is LOSSY, on dev prompts: of those whose acceptance
-    is within bounds the one with the lowest latency."""
+    """Choose θ of the rule `threshold`, which is LOSSY, on dev prompts: the θ with the lowest
+    latency among those whose acceptance is within bounds."""
     import heads  # noqa: F401  (makes its drafters known)
     from decode.artifact import write_file
     from decode.drafters.directory import open_drafter
@@ -60,7 +60,7 @@ def calibrate(
     loaded = loading.load()
     which = open_drafter(drafter, loaded)
     if which.branches:
-        which = which.with_shape(Chain())  # what the rule judges
+        which = which.with_shape(Chain())  # the rule judges only chains
     chosen = [prompt_tokens(e, loaded.tokenizer) for e in spread(examples, limit)]
     with reporter.bar("calibrating", len(chosen)) as bar:
         found = calibrate_threshold(
@@ -123,8 +123,8 @@ def calibrate_tree(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
-    """Choose the tree that a drafter drafts in by what the target accepts on dev prompts, and
-    store it with the drafter, whose default shape it is from then on."""
+    """Choose a drafter's tree by what the target accepts on dev prompts, and store it with the
+    drafter as its default shape."""
     import heads  # noqa: F401  (makes its drafters known)
     from train.cli.stored_tree import Asked, run
     from train.console import Reporter
@@ -151,7 +151,7 @@ def calibrate_tree(
 
 
 def numbers(what: str, text: str) -> list[float]:
-    """Numbers with commas between them; UserError where they are something else."""
+    """Parse numbers separated by commas. Raises UserError for anything else."""
     try:
         return [float(number) for number in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""`evaluate` and `generate`: a drafter at work."""
+"""`evaluate` and `generate`: measure a drafter, and decode with one."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`export`: a drafter for the engines people serve with."""
+"""`export`: write a drafter for inference engines."""
 
 from pathlib import Path
 from typing import Annotated

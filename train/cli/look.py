@@ -1,4 +1,4 @@
-"""`coverage` and `inspect`: looking before and after."""
+"""`coverage` and `inspect`: look at a text before training and at a drafter after it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Options that several commands have, in groups: a command that takes a group has all of them."""
+"""Groups of options that commands share. A command that takes a group has all its options."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ TokensOption = Annotated[int, typer.Option(help="length limit of an answer, in t
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """The target, and how it is loaded."""
+    """The target, and how to load it."""
 
     target: TargetOption
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto"
@@ -41,7 +41,7 @@ class Loading:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """How tokens are drawn."""
+    """How to sample tokens."""
 
     temperature: Annotated[
         float, typer.Option(help="0: greedy, whatever the checkpoint's generation_config says")
@@ -63,7 +63,7 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafting(Drawing):
-    """And how deep drafts are."""
+    """`Drawing`, and the options for the depth of drafts."""
 
     policy: Annotated[
         str, typer.Option(help="draft-length policy: NAME or NAME:option=value,…; most is --gamma")
@@ -81,7 +81,7 @@ class Drafting(Drawing):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For `decode.settings.DecodeSettings`, with its γ where none is named."""
+        """Return arguments for `decode.settings.DecodeSettings`. Omits γ if the user gave none."""
         found = {
             "sampling": self.sampling,
             "policy": self.policy,
@@ -92,7 +92,7 @@ class Drafting(Drawing):
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding(Drafting):
-    """And what is drafted, and judged by which rule."""
+    """`Drafting`, and the shape of drafts and the verification rule."""
 
     rule: Annotated[
         str | None,
@@ -115,7 +115,7 @@ class Decoding(Drafting):
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """A parameter of the command whose type is a group stands for the group's options."""
+    """Replace each parameter of the command whose type is a group with the group's options."""
     parameters = inspect.signature(command).parameters.values()
     groups: dict[str, Any] = {
         p.name: p.annotation for p in parameters if is_dataclass(p.annotation)
@@ -136,7 +136,7 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     shown: Any = run
     shown.__signature__ = inspect.Signature(list(options()))
-    # typer reads both.
+    # typer reads the signature and the annotations.
     shown.__annotations__ = {p.name: p.annotation for p in shown.__signature__.parameters.values()}
     return run
 

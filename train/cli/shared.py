@@ -1,4 +1,4 @@
-"""What all commands share: the app, how errors are shown, what libraries may say."""
+"""Code that all commands share: the app, the display of errors, the log levels of libraries."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ app = typer.Typer(
 
 
 def shows_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """User errors become one message on stderr and exit status 2."""
+    """Turn a UserError into one message on stderr and exit status 2."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -35,17 +35,17 @@ def shows_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def quieten() -> None:
-    """Keep libraries from writing between our lines what users can do nothing about."""
+    """Silence messages of libraries that users can do nothing about."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    # At every checkpoint of a tied model it tells that the tied weight is kept once.
+    # At every checkpoint of a tied model, accelerate reports that it stores the tied weight once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)

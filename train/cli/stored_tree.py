@@ -1,4 +1,4 @@
-"""What `draftsmith calibrate-tree` does: choose a drafter's tree on dev prompts, and store it."""
+"""Carries out `draftsmith calibrate-tree`: choose a drafter's tree on dev prompts, and store it."""
 
 import json
 from dataclasses import dataclass
@@ -19,8 +19,7 @@ from train.data.read import read_examples, spread
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The command's options. out: a file that the tree goes into instead of the drafter's
-    directory."""
+    """The command's options. out: a file for the tree, instead of the drafter's directory."""
 
     target: str
     drafter: str
@@ -40,8 +39,8 @@ class Asked:
 
 
 def run(asked: Asked, reporter: Reporter) -> TreeCalibration:
-    """Calibrate, store, and say what was found. Raises UserError as `calibrate_tree` does, and for
-    a drafter that is no directory of ours, where there is no other place for the tree."""
+    """Calibrate, store the tree, and report it. Raises UserError as `calibrate_tree` does, and for
+    a drafter that is not one of our directories, unless `out` is given."""
     directory = Path(asked.drafter).expanduser()
     if asked.out is None:
         if not (directory / DRAFTER_FILE).exists():
@@ -50,7 +49,7 @@ def run(asked: Asked, reporter: Reporter) -> TreeCalibration:
                 "cannot be stored with it; write the tree to a file with --out FILE and draft in "
                 "it with --shape static:file=FILE"
             )
-        describe_drafter(directory)  # damaged: no calibration for nothing
+        describe_drafter(directory)  # fails early if the directory is damaged
     examples, _ = read_examples(str(asked.prompts))
     target = load_target(asked.target, dtype=asked.dtype, device=asked.device)
     drafter = open_drafter(asked.drafter, target)

@@ -1,4 +1,4 @@
-"""`train`: the stages of a config."""
+"""`train`: run the stages of a config."""
 
 import os
 from pathlib import Path
@@ -31,12 +31,12 @@ def train(
         ),
     ] = False,
 ) -> None:
-    """Run the stages of a config; a run that exists goes on where it was.
+    """Run the stages of a config. An existing run continues where it stopped.
 
     `accelerate launch -m train CONFIG` is the same on several processes. SIGTERM and Ctrl-C stop
     training after a checkpoint, with exit status 143.
     """
-    # Nothing heavy is imported before the config is known to be sound.
+    # Check the config before importing anything heavy.
     from train.config import load_config
 
     settings = load_config(config, overrides or [])
@@ -50,7 +50,7 @@ def train(
 
     quieten()
     accelerator = parallel.start(
-        # accelerate would take Apple's mps, where no target is loaded (`decode.target.loading`).
+        # accelerate would choose Apple's mps, which targets do not use (`decode.target.loading`).
         cpu=settings.target.device == "cpu" or torch.backends.mps.is_available(),
         mixed_precision=settings.precision,
         log_with=settings.trackers or None,
@@ -76,7 +76,7 @@ def train(
 
 
 def print_plan(run: Any, reporter: Any) -> None:
-    """The resolved config's stages, with what each trains, writes and needs."""
+    """Print the resolved config's stages, and what each trains, writes and needs."""
     table = Table(title=f"plan of {run.directory}")
     for column in ("stage", "kind", "what", "trained", "tokens", "memory"):
         table.add_column(column)
@@ -93,8 +93,8 @@ def print_plan(run: Any, reporter: Any) -> None:
 
 
 def print_report(run: Any, report: dict[str, Any]) -> None:
-    """The table of all drafters, how the best of them compare, what holds for all rows, and where
-    the report is."""
+    """Print the table of all drafters, the comparison of the best ones, the footnotes, and the path
+    of the report."""
     from train.report.headline import comparison, headline
     from train.report.notes import footnotes
     from train.report.table import table

@@ -1,4 +1,4 @@
-"""The README of an export, fit for a model hub page."""
+"""Writes the README of an export, for its page on a model hub."""
 
 import json
 from typing import Any
@@ -20,11 +20,11 @@ def model_card(
     data_licence: str | None,
     backbone: str | None = None,
 ) -> str:
-    """The README.md's text.
+    """Return the text of README.md.
 
     acceptance: rows of figures, each {where, prompts, gamma, dtype, drafted, accepted,
-    draft_efficiency, acceptance_rate, tokens_per_step}. repository: where the export will be found;
-    backbone: and its target, if that was trained with it.
+    draft_efficiency, acceptance_rate, tokens_per_step}. repository: the future location of the
+    export. backbone: the future location of its target, if that was trained with the drafter.
     """
     target = description["target"]
     hub_id = backbone or target_hub_id(target["name"])
@@ -78,8 +78,8 @@ def target_card(
     drafter: str,
     data_licence: str | None,
 ) -> str:
-    """The README.md of a target that was trained together with its drafter. repository, drafter:
-    where the two will be found."""
+    """Return the README.md of a target that was trained together with its drafter. repository,
+    drafter: the future locations of the target and of the drafter."""
     original = description["provenance"].get("original")
     base = target_hub_id(original) if original else None
     lines = ["---", *_front_matter(base, data_licence), "---", "", f"# {repository}", ""]
@@ -105,7 +105,7 @@ def target_card(
 
 
 def _drift(provenance: dict[str, Any]) -> list[str]:
-    """How far a target that was trained with its drafter is from what it was."""
+    """How far training with the drafter moved a target from the original."""
     found = provenance["drift"]
     original = provenance.get("original")
     return [
@@ -165,7 +165,7 @@ def _acceptance(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _provenance(provenance: dict[str, Any]) -> list[str]:
-    """What it was trained on and how, stage by stage, the last first."""
+    """The training data and settings, stage by stage, the last stage first."""
     lines = []
     stage: Any = provenance
     while isinstance(stage, dict) and "stage" in stage:

@@ -1,4 +1,4 @@
-"""What `draftsmith export` does: write an export, check one, verify one in an engine, push it."""
+"""Carries out `draftsmith export`: write, check, verify in an engine, and push an export."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from train.export.write import Measuring, check_export, export_drafter, target_r
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The command's options; `source` is a drafter where there is a format, else an export."""
+    """The command's options. `source` is a drafter if a format is given, else an export."""
 
     source: Path
     form: str | None = None
@@ -42,7 +42,7 @@ class Asked:
 
 
 def run(asked: Asked, reporter: Reporter) -> bool:
-    """Do what was asked; False where an engine showed that the drafter does not do its work."""
+    """Carry out the command. Returns False if verification in the engine failed."""
     _require_sense(asked)
     examples = read_examples(str(asked.prompts))[0] if asked.prompts else []
     export = asked.source
@@ -103,7 +103,7 @@ def run(asked: Asked, reporter: Reporter) -> bool:
 
 
 def table(found: Verified) -> Table:
-    """What an engine and our loop made of the same prompts."""
+    """Return a table of the engine's and our loop's results on the same prompts."""
     shown = Table(
         title=f"{found.engine} {found.run.version}: γ = {found.gamma}, {found.prompts} prompts, "
         f"{found.equal:.0%} of the texts equal to those without the drafter "

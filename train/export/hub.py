@@ -1,4 +1,4 @@
-"""Hands an export to the hub."""
+"""Uploads an export to the hub."""
 
 from pathlib import Path
 
@@ -11,17 +11,17 @@ from train.export.write import check_export
 
 
 def push(directory: Path, repository: str) -> str:
-    """Upload a checked export to a model repository, which is made if it is not there; its URL.
+    """Check an export, upload it to a model repository, and return the URL.
 
-    Raises UserError for an unsound export, and when the hub refuses or cannot be reached; the
-    directory stays as it is.
+    Creates the repository if it does not exist. Raises UserError for an unsound export, and if the
+    hub refuses or cannot be reached. The directory stays unchanged.
     """
     check_export(directory)
     return _upload(directory, repository, "Drafter exported by draftsmith")
 
 
 def push_target(directory: Path, repository: str) -> str:
-    """`push` for a target that was exported with its drafter."""
+    """Like `push`, for a target that was exported with its drafter."""
     verify_directory(directory)
     return _upload(directory, repository, "Target trained with its drafter by draftsmith")
 

@@ -1,6 +1,6 @@
 """The target of a drafter that was trained together with it (Medusa-2, 2401.10774, section 2.2.2).
 
-Such a drafter is for that new model and no other, so it is exported too: as a plain model
+Such a drafter works only with that new model, so the model is exported too: as a plain model
 directory, which every engine reads.
 """
 
@@ -17,13 +17,13 @@ README = "README.md"
 
 
 def has_backbone(description: dict[str, Any]) -> bool:
-    """Whether a drafter, by its description, was trained together with its target."""
+    """Whether a drafter was trained together with its target. description: the drafter's."""
     return bool((description.get("provenance") or {}).get("drift"))
 
 
 def find_backbone(drafter: Path, given: str | None) -> Path:
-    """The directory of such a drafter's target: `given`, else where its stage left it. Raises
-    UserError where none is there, or one that is damaged or no whole model."""
+    """Return the directory of such a drafter's target: `given`, else the one that its stage wrote.
+    Raises UserError if it does not exist, is damaged or is not a complete model."""
     found = Path(given).expanduser() if given else drafter.resolve().parent / "target"
     if not found.is_dir():
         raise UserError(
@@ -40,7 +40,8 @@ def find_backbone(drafter: Path, given: str | None) -> Path:
 
 
 def write_backbone(found: Path, out: Path, card: str) -> None:
-    """Copy a model directory, whole or not at all, with what older readers look for."""
+    """Copy a model directory, completely or not at all, and add the settings that older readers
+    need."""
 
     def fill(directory: Path) -> None:
         for file in sorted(found.iterdir()):

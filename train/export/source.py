@@ -1,4 +1,4 @@
-"""A trained drafter as an export reads it: whole, with an output layer for every token."""
+"""Reads a trained drafter for export, with an output layer that has a row for every token."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from decode.target.embedded import EMBEDDED
 from decode.target.identity import Fingerprint
 from decode.target.loading import DTYPES, EMBEDDED_PREFIX, Target, load_model_and_tokenizer
 
-# Untrained drafters have nothing to export; this is how engines are asked for the same.
+# Untrained drafters have nothing to export. Engines have their own options for prompt lookup.
 BUILT_IN = (
     "engines have prompt lookup built in: transformers `prompt_lookup_num_tokens`, vLLM "
     '`{"method": "ngram"}`, llama-server `--spec-type ngram-simple`'
@@ -31,8 +31,8 @@ BUILT_IN = (
 class SmallLMSource:
     """A small language model with its tokenizer, ready to be written.
 
-    kept: how many tokens its reduced draft vocabulary had; None: it had none. filled_from: where
-    the rows of the others came from. dtype: as its weights are stored.
+    kept: the size of its reduced draft vocabulary in tokens; None if it had none. filled_from: the
+    source of the rows of all other tokens. dtype: of the weights as stored.
     """
 
     model: PreTrainedModel
@@ -47,9 +47,9 @@ class SmallLMSource:
 
 
 def describe_source(path: Path) -> dict[str, Any]:
-    """The description of a drafter directory, checked against its manifest.
+    """Check a drafter directory against its manifest and return its description.
 
-    Raises UserError for what is no trained drafter, or is damaged.
+    Raises UserError if it is not a trained drafter or is damaged.
     """
     if (path / DRAFTER_FILE).exists():
         return describe_drafter(path)
@@ -69,12 +69,12 @@ def describe_source(path: Path) -> dict[str, Any]:
 
 
 def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
-    """The small LM in a drafter directory, with a whole output layer.
+    """Return the small LM in a drafter directory, with an output layer for the full vocabulary.
 
-    A reduced draft vocabulary is filled up: a row of its own for each token it kept; for the others
-    the target's row, where hidden sizes are equal, else the row it had before it was reduced.
-    Zeros would not do: their logit 0 is no "never". Raises UserError without a target that is
-    needed for that.
+    A reduced draft vocabulary is filled up. Tokens in it keep their rows. All other tokens get the
+    target's row if the hidden sizes are equal, else the row from before the reduction. Rows of
+    zeros would not work: they give logit 0, which does not mean "never". Raises UserError without a
+    target that is needed for that.
     """
     stored = json.loads((path / "config.json").read_text())
     dtype = stored.get("dtype") or "float32"
@@ -109,7 +109,7 @@ def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
 
 
 def load_small_lm(path: Path, target: Target) -> SmallLMDrafter:
-    """A model directory or GGUF file as a drafter, in the target's dtype and on its device."""
+    """Load a model directory or GGUF file as a drafter, in the target's dtype and on its device."""
     dtype = str(target.dtype).removeprefix("torch.")
     loaded = load_model_and_tokenizer(str(path), dtype=dtype, device=str(target.device))
     return SmallLMDrafter.of_target(loaded.model, target)
@@ -127,7 +127,7 @@ def made_for(description: dict[str, Any]) -> Fingerprint:
 
 
 def target_hub_id(name: str) -> str | None:
-    """The hub id of a target by the name it was loaded with; None where it is a local file."""
+    """Return the hub id of a target. name: the name it was loaded with. None for a local file."""
     if name.startswith(EMBEDDED_PREFIX):
         known = name.removeprefix(EMBEDDED_PREFIX)
         return EMBEDDED[known].hub_id if known in EMBEDDED else None
@@ -137,14 +137,14 @@ def target_hub_id(name: str) -> str | None:
 
 
 def shown_name(name: str) -> str:
-    """A target's name for others to read: a local path says where somebody's files are, and helps
-    nobody else."""
+    """Return a target's name to show to others. A local path is cut to its last part: the rest is
+    private and helps nobody else."""
     return name if target_hub_id(name) else Path(name).name
 
 
 def found_in_run(path: Path) -> dict[str, Any] | None:
-    """The evaluation of this drafter in the run it was trained in: …/stages/NN-NAME/drafter has
-    one under …/evaluations, if it was evaluated. None where there is none."""
+    """Return the evaluation of this drafter in the run that trained it, None if there is none.
+    The evaluation of …/stages/NN-NAME/drafter is under …/evaluations."""
     stage = path.resolve().parent
     if path.name != "drafter" or stage.parent.name != "stages":
         return None

@@ -1,8 +1,8 @@
-"""What the files of an export must hold: our own tables, stricter than any engine's loader.
+"""Schemas for the files of an export, stricter than any engine's loader.
 
-Engines let errors through: a missing norm is filled with ones, a bias is dropped, a wrong
-vocabulary switches speculation off without a word. A schema names every tensor with its shape and
-dtypes, and every setting; anything missing, left over or different is a problem, said in one line.
+Engines let errors through: they fill a missing norm with ones, drop a bias, or silently switch
+speculation off for a wrong vocabulary. A schema names every tensor with its shape and dtypes, and
+every setting. Anything missing, left over or different is a problem, reported in one line.
 """
 
 import json
@@ -13,14 +13,14 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-# safetensors' names of the dtypes that weights are stored in.
+# safetensors' names of the dtypes of stored weights.
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FLOATS = tuple(DTYPE_NAMES.values())
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """shape: as PyTorch has it. dtypes: by safetensors' names, any of which will do."""
+    """shape: in PyTorch's order. dtypes: the allowed ones, by safetensors' names."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
@@ -38,7 +38,7 @@ class FoundTensor:
 def tensor_problems(
     expected: Mapping[str, TensorSpec], found: Mapping[str, FoundTensor]
 ) -> list[str]:
-    """What is wrong with a file's tensors, a line each; empty when nothing is."""
+    """Return the problems with a file's tensors, a line each; empty if there are none."""
     problems = [f"tensor {name} is missing" for name in sorted(expected.keys() - found.keys())]
     problems += [
         f"tensor {name} is not expected" for name in sorted(found.keys() - expected.keys())
@@ -59,7 +59,7 @@ def tensor_problems(
 def key_problems(
     expected: Mapping[str, Callable[[Any], bool] | Any], found: Mapping[str, Any], where: str
 ) -> list[str]:
-    """What is wrong with settings. expected: the value itself, or a test that it must pass."""
+    """Return the problems with settings. expected: the value itself, or a test it must pass."""
     problems = []
     for key, wanted in expected.items():
         if key not in found:
@@ -73,7 +73,7 @@ def key_problems(
 
 
 def safetensors_found(files: Iterable[Path]) -> tuple[dict[str, FoundTensor], list[str]]:
-    """The tensors of some files, and what is wrong with the files themselves."""
+    """Return the tensors of some files, and the problems with the files themselves."""
     found: dict[str, FoundTensor] = {}
     problems = []
     for file in files:
@@ -93,7 +93,7 @@ def safetensors_found(files: Iterable[Path]) -> tuple[dict[str, FoundTensor], li
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is none."""
+    """Return the JSON object in a file; None if there is none."""
     try:
         value = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -102,12 +102,12 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def whole(value: Any) -> bool:
-    """A whole number of at least 1."""
+    """Whether the value is an integer of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def number(value: Any) -> bool:
-    """A number above 0."""
+    """Whether the value is a number above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 

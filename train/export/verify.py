@@ -1,4 +1,4 @@
-"""The round trip: does an engine use an exported drafter, and as well as our own loop does?"""
+"""The round trip: does an engine use an exported drafter, and as well as our own loop?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task
 from train.export.source import made_for
 from train.export.write import check_export, reload
 
-# Above chance: with 2,000 drafted tokens the standard error of a share is at most 0.011.
+# Larger than noise: with 2,000 drafted tokens the standard error of a share is at most 0.011.
 TOLERANCE = 0.03
 MIN_DRAFTED = 2000
 BATCH = 8
@@ -24,9 +24,12 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Verified:
-    """drafted, accepted: by our loop, counted as the engine counts. equal: the share of prompts
-    whose text is the same with the drafter as without it, in the engine; equal_within_rounding: or
-    differs first where two tokens were as good as equally likely. failures: what is wrong."""
+    """The results of a verification.
+
+    drafted, accepted: tokens in our loop, counted as the engine counts. equal: the share of prompts
+    whose text in the engine is the same with the drafter as without it. equal_within_rounding: also
+    counts texts whose first difference is at two tokens with almost equal logits. failures: the
+    problems found."""
 
     engine: str
     run: EngineRun
@@ -47,7 +50,7 @@ class Verified:
         return _share(self.accepted, self.drafted)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values; speedup: the engine's own, plain seconds over drafted seconds."""
+        """Return the results as JSON values. speedup: the engine's, plain over drafted seconds."""
         return {
             "engine": self.engine,
             "version": self.run.version,
@@ -69,7 +72,8 @@ class Verified:
 
 
 def engine_for(name: str, layout: str) -> Engine:
-    """The engine, if it reads this layout and is installed; UserError with what to do if not."""
+    """Return the engine. Raises UserError with advice if it is not installed or does not read this
+    layout."""
     engine = ENGINES[name]
     if layout not in engine.formats:
         fitting = [other for other in ENGINES if layout in ENGINES[other].formats]
@@ -88,8 +92,8 @@ def verify(
 ) -> Verified:
     """Run the prompts in the engine and in our loop, greedily at the same γ, and compare.
 
-    Raises UserError for an unsound export, an engine that does not read it, is not installed or
-    breaks. What is found wrong of the drafter itself is in `failures`.
+    Raises UserError if the export is unsound, or if the engine does not read it, is not installed
+    or breaks. Problems with the drafter itself are in `failures`.
     """
     record = check_export(task.export)
     engine = engine_for(name, record["layout"])
@@ -129,7 +133,7 @@ def verify(
 
 
 def count_ours(task: Task, drafter: Drafter, counting: Counting) -> tuple[int, int]:
-    """Tokens that our loop drafts and accepts on the same prompts, counted as `counting` says."""
+    """Return the numbers of tokens that our loop drafts and accepts, counted as in `counting`."""
     target = task.target
     decoder = Decoder(
         target.model,
@@ -140,7 +144,7 @@ def count_ours(task: Task, drafter: Drafter, counting: Counting) -> tuple[int, i
     )
     eos = set(target.eos_token_ids)
     drafted = accepted = 0
-    # So much room that a draft which begins within a text is γ long.
+    # Enough room for a draft of γ tokens wherever in a text it begins.
     room = task.max_new_tokens + (task.gamma if counting.past_length else 0)
     lengths: dict[int, int] = {}  # of the texts so far
 
@@ -178,8 +182,10 @@ def agreement(
     others: Sequence[Sequence[int]],
     rounding: float,
 ) -> tuple[float, float]:
-    """The share of prompts whose two texts are equal, and of those where they are so up to a choice
-    between two tokens whose logits lie closer than `rounding` times the largest, by our target."""
+    """Return the share of prompts whose two texts are equal, and the share equal within rounding.
+
+    The second share also counts texts whose first difference is a choice between two tokens whose
+    logits, by our target, differ by at most `rounding` times the largest logit."""
     same = close = 0
     for prompt, text, other in zip(prompts, texts, others, strict=True):
         if list(text) == list(other):
@@ -189,7 +195,7 @@ def agreement(
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
         ids = torch.tensor([[*prompt, *text[:at]]], device=target.device)
         logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
-        # Where one goes on and the other ended, the other said an end of text that is not shown.
+        # If one text ended here, its choice was an end-of-text token, which the list omits.
         ended = logits[list(target.eos_token_ids)].max() if target.eos_token_ids else -torch.inf
         a, b = (logits[t[at]] if at < len(t) else ended for t in (text, other))
         gap = torch.as_tensor(a - b).abs()

@@ -1,4 +1,4 @@
-"""Writes an export, whole or not at all, and checks one."""
+"""Writes an export, completely or not at all, and checks one."""
 
 import hashlib
 import json
@@ -23,8 +23,9 @@ from train.export.new_target import find_backbone, has_backbone, write_backbone
 from train.export.source import describe_source, found_in_run, is_reduced, made_for
 
 FORMAT = 1
-# How much draft efficiency an export may lose to its drafter: by rounding to another dtype, or by
-# tokens that a reduced draft vocabulary left out and that are now drafted in place of better ones.
+# How much lower an export's draft efficiency may be than its drafter's. Losses come from rounding
+# to another dtype, or from filling up a reduced draft vocabulary: the added tokens are then drafted
+# instead of better ones.
 LOSS_ALLOWED = 0.03
 DEFAULT_GAMMA = 4
 
@@ -33,8 +34,8 @@ Say = Callable[[str], None]
 
 @dataclass
 class Measuring:
-    """On what an export is measured again. prompts: made of the target, as its tokenizer is needed
-    for that; token ids."""
+    """The settings for measuring an export. prompts: returns the prompts as token ids; takes the
+    target because it needs the tokenizer."""
 
     prompts: Callable[[Target], Sequence[Sequence[int]]]
     max_new_tokens: int = 64
@@ -54,18 +55,19 @@ def export_drafter(
     backbone: Path | None = None,
     say: Say = lambda line: None,
 ) -> None:
-    """Write a drafter directory as an export to `out`, which must not exist or be empty.
+    """Write a drafter directory as an export to `out`, which must be missing or empty.
 
-    form: a format, or the engine that is to read it.
-    target: default the one it was trained for. dtype: of the weights, default as they are stored.
-    gamma: γ that readers draft with by default; default that of its evaluation in its run, else 4.
-    repository: where it will be found, for the README.
-    backbone: where to write the target of a drafter that was trained together with it; such a
+    form: a format, or the name of an engine.
+    target: default the one it was trained for. dtype: of the weights, default as stored.
+    gamma: the default γ for readers; default that of the drafter's evaluation in its run, else 4,
+    but at most the drafter's max depth.
+    repository: the future location, for the README.
+    backbone: where to write the target of a drafter that was trained together with it. Such a
     drafter is not exported alone.
 
-    A drafter with a reduced draft vocabulary is filled up (`read_small_lm`) and must be measured.
-    What is measured and loses more than LOSS_ALLOWED of draft efficiency is refused.
-    Raises UserError for that, for what cannot be exported, and for a target of another vocabulary.
+    If the format does not carry a reduced draft vocabulary, it is filled up (`read_small_lm`) and
+    the export must be measured. Raises UserError if a measured export loses more than LOSS_ALLOWED
+    of draft efficiency, if the drafter cannot be exported, and for a target of another vocabulary.
     """
     out = _vacant(out, "--out")
     if dtype is not None and dtype not in DTYPES:
@@ -144,8 +146,8 @@ def export_drafter(
 
 
 def target_repository(repository: str | None, backbone: Path) -> str:
-    """Where a target that was trained with its drafter will be found: beside the drafter's
-    repository, or in the directory that it is written to."""
+    """Return the future location of a target that was trained with its drafter: a repository named
+    after the drafter's, or the name of the directory it is written to."""
     return f"{repository}-target" if repository else backbone.name
 
 
@@ -156,8 +158,9 @@ def _moved_target(
     out: Path,
     backbone: Path | None,
 ) -> Path | None:
-    """The directory of the drafter's target where that was trained with it; None where it was not.
-    Raises UserError unless it can be exported too and is asked for, or neither."""
+    """Return the directory of the drafter's target if it was trained with it, else None.
+    Raises UserError if `backbone` is missing for such a target or given for another one, or if the
+    target cannot be exported."""
     if not has_backbone(description):
         if backbone is not None:
             raise UserError(
@@ -180,7 +183,8 @@ def _moved_target(
 
 
 def _vacant(path: Path, option: str) -> Path:
-    """The whole path of what is to be written. Raises UserError where there is something."""
+    """Return the absolute path of an output. Raises UserError unless it is missing or an empty
+    directory."""
     path = Path(os.path.abspath(path))
     if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists, and an export overwrites nothing; name another {option}")
@@ -188,8 +192,8 @@ def _vacant(path: Path, option: str) -> Path:
 
 
 def check_export(directory: Path) -> dict[str, Any]:
-    """What `export.json` says, after checking every file against the manifest and the format's own
-    schema. Raises UserError naming the first damaged file, or everything the schema finds."""
+    """Check every file against the manifest and the format's schema; return `export.json`.
+    Raises UserError with the first damaged file, or with all problems that the schema finds."""
     verify_directory(directory)
     try:
         record = json.loads((directory / EXPORT_FILE).read_text())
@@ -208,7 +212,7 @@ def check_export(directory: Path) -> dict[str, Any]:
 
 
 def reload(directory: Path, record: dict[str, Any], target: Target) -> Drafter:
-    """A checked export in our own loop, in the target's dtype."""
+    """Load a checked export as a drafter for our own loop, in the target's dtype."""
     return FORMATS[record["layout"]].reload(directory, target)
 
 
@@ -227,11 +231,11 @@ def _measured(
     reduced: bool,
     say: Say,
 ) -> list[dict[str, Any]]:
-    """Rows for the drafter and for its export. Raises UserError when too much was lost."""
+    """Measure the drafter and its export, a row each. Raises UserError if the loss is too large."""
     target = job.target
     assert target is not None
     prompts = measuring.prompts(target)
-    # As a chain, whatever tree it is stored with: that is what the layouts can say.
+    # Always as a chain, even if the drafter is stored with a tree: layouts describe only chains.
     protocol = Protocol(
         gamma=job.gamma,
         shape="chain",

@@ -1,9 +1,9 @@
 """The report's plots: small inline SVGs whose colours follow the page's light or dark theme.
 
 Every function of `train.plots.bars` and `train.plots.lines` takes plain values and returns SVG text
-for an HTML page, "" when there is nothing to show. A figure is drawn in the light theme's colours
-(here, with all that figures share); in the SVG each of them becomes a CSS variable of the page
-(`--plot-ink`, …) with the light colour as its fallback.
+for an HTML page, or "" if there is nothing to show. This module has the colours and the code that
+all figures share. A figure is drawn in the light theme's colours. In the SVG each colour becomes a
+CSS variable of the page (`--plot-ink`, …) with the light colour as its fallback.
 """
 
 import io
@@ -15,8 +15,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# The series are Okabe and Ito's colours, told apart with any kind of colour vision; in the dark
-# theme they are lighter, in the same order.
+# The series use Okabe and Ito's colours, which readers with any kind of colour vision can tell
+# apart. The dark theme has lighter ones in the same order.
 LIGHT = {
     "ink": "#1b2430",
     "muted": "#5a6674",
@@ -51,7 +51,7 @@ WIDTH = 5.4  # inches; narrow, so that the text stays readable on a phone
 _STYLE = {
     "font.size": 10,
     "font.family": "sans-serif",
-    # Ships with matplotlib, and is wider than what pages show instead: nothing gets too long.
+    # Ships with matplotlib. It is wider than the fonts that pages use, so text always fits there.
     "font.sans-serif": ["DejaVu Sans"],
     "axes.edgecolor": LIGHT["muted"],
     "axes.labelcolor": LIGHT["muted"],
@@ -60,7 +60,7 @@ _STYLE = {
     "axes.spines.right": False,
     "grid.color": LIGHT["grid"],
     "text.color": LIGHT["ink"],
-    "text.parse_math": False,  # names may hold a $
+    "text.parse_math": False,  # names may contain a $
     "xtick.color": LIGHT["muted"],
     "ytick.color": LIGHT["muted"],
     "ytick.labelcolor": LIGHT["ink"],
@@ -69,23 +69,23 @@ _STYLE = {
 
 
 def variables(colours: dict[str, str]) -> str:
-    """The CSS declarations of a theme."""
+    """Return the CSS declarations of a theme."""
     return " ".join(f"--plot-{name}: {colour};" for name, colour in colours.items())
 
 
 def style() -> AbstractContextManager[None]:
-    """What a figure is drawn within."""
+    """Return the context in which to draw a figure."""
     return matplotlib.rc_context(_STYLE)
 
 
 def canvas(height: float) -> tuple[Figure, Axes]:
-    """An empty figure so many inches high, drawn within `style`."""
+    """Return an empty figure. height: in inches. Call it within `style`."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
 def svg(figure: Figure, name: str, alt: str) -> str:
-    """SVG for inlining: no prologue, ids of its own, page colours, sized by the page."""
+    """Return SVG for inlining: no prologue, unique ids, the page's colours, sized by the page."""
     stream = io.StringIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({"svg.hashsalt": name}):

@@ -1,6 +1,6 @@
 """Plots with a row for every drafter: bars, intervals and stacks.
 
-Rows run downwards in the order given; a value that does not exist is None.
+Rows run downwards in the given order. A missing value is None.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def bars(
     marks: Sequence[float | None] = (),
     mark_label: str = "",
 ) -> str:
-    """One bar per row from `start`, its value beside it.
+    """Plot one bar per row from `start`, with its value beside it.
 
     reference: a named value, drawn as a dashed line through all rows. marks: a tick per row.
     """
@@ -70,7 +70,7 @@ def intervals(
     *,
     axis: str,
 ) -> str:
-    """A dot with its interval ({value, low, high}) per row, and a line at 1."""
+    """Plot a dot with its interval ({value, low, high}) per row, and a line at 1."""
     found = [ratio for ratio in ratios if ratio is not None]
     if not found:
         return ""
@@ -110,10 +110,10 @@ def stacks(
     line: tuple[str, float] | None = None,
     totals: bool = False,
 ) -> str:
-    """One bar per row made of parts (shares, 1 is 100%), each labelled inside where it fits.
+    """Plot one bar per row made of parts (shares, 1 is 100%). Parts carry a label if it fits.
 
-    colours: of the parts; without them, steps of one hue from light to dark. line: a named value,
-    drawn through all rows. totals: whether each bar's length is written beside it.
+    colours: of the parts; by default steps of one hue from light to dark. line: a named value,
+    drawn through all rows. totals: whether to write each bar's length beside it.
     """
     if not any(value for _, values in parts for value in values):
         return ""
@@ -196,7 +196,7 @@ def _beside(axes: Axes, x: float, y: float, text: str, *, muted: bool = False) -
         textcoords="offset points",
         va="center_baseline",
         color=LIGHT["muted" if muted else "ink"],
-        # Lines through all rows must not cross the figure.
+        # Lines through all rows must not cross the text.
         bbox={"facecolor": LIGHT["page"], "edgecolor": "none", "pad": 1.2},
     )
 
@@ -215,7 +215,7 @@ def _above(axes: Axes, x: float, text: str) -> None:
 
 
 def _ramp(count: int) -> list[tuple[str, str]]:
-    """(fill, text) from light to dark in even steps of one blue; visible in both themes."""
+    """Return (fill, text) colours in even steps of one blue, light to dark, for both themes."""
     light, dark = (0xC9, 0xDF, 0xF1), (0x15, 0x50, 0x88)
     steps = []
     for i in range(count):

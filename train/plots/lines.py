@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 
 from train.plots import LIGHT, REFERENCE, SERIES, canvas, style, svg
 
-FEW = 30  # a share of fewer cases than this is drawn hollow: it is mostly noise
+FEW = 30  # a share of fewer cases than this is mostly noise, so its marker is hollow
 MAX_POINTS = 300
 
 
@@ -19,7 +19,7 @@ def by_position(
     reached: Sequence[Sequence[int]],
     colours: Sequence[str],
 ) -> str:
-    """Acceptance rate by drafted position, a line per row labelled at its end."""
+    """Plot the acceptance rate by draft position: a line per row, labelled at its end."""
     lines = []
     for label, row, counts, colour in zip(labels, rates, reached, colours, strict=True):
         points = [(i + 1, rate) for i, rate in enumerate(row) if rate is not None]
@@ -59,15 +59,17 @@ def by_position(
 
 
 def curves(name: str, history: Sequence[dict[str, Any]], losses: Collection[str]) -> str:
-    """The loss by optimizer step, and its terms where it is a sum of several: those of `losses`,
-    of the whole drafter or, as `head1/forward_kl`, of its parts."""
+    """Plot the loss by optimizer step, and its terms if it is a sum of several.
+
+    losses: the names of the terms, each for the drafter as a whole or, as `head1/forward_kl`, for
+    one of its parts."""
     points = [entry for entry in history if entry.get("loss") is not None]
     if not points:
         return ""
     keys = dict.fromkeys(key for entry in points for key in entry)
     terms = [key for key in keys if key.rpartition("/")[2] in losses]
     if len(terms) == 1:
-        terms = []  # the loss itself under its own name
+        terms = []  # the only term is the loss itself
     first, final = points[0], points[-1]
     alt = f"Training loss: {first['loss']:.3f} at step {first['step']}, "
     return _lines(
@@ -87,7 +89,7 @@ AGREEMENT = {
 
 
 def agreement(name: str, dev: Sequence[dict[str, Any]]) -> str:
-    """Agreement with the target on a dev slice by optimizer step."""
+    """Plot the agreement with the target on a dev slice, by optimizer step."""
     named = AGREEMENT | {
         key: f"{head}, top-1"
         for entry in dev
@@ -109,7 +111,7 @@ def agreement(name: str, dev: Sequence[dict[str, Any]]) -> str:
 
 
 def stream(name: str, windows: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]]) -> str:
-    """Acceptance over a stream of requests by windows of it, and a tick where new weights came."""
+    """Plot acceptance over a stream of requests, by windows, with a tick at new weights."""
     points = [w for w in windows if w.get("acceptance_rate") is not None]
     if not points:
         return ""
@@ -133,7 +135,9 @@ def stream(name: str, windows: Sequence[dict[str, Any]], rounds: Sequence[dict[s
 def _lines(
     name: str, points: Sequence[dict[str, Any]], keys: dict[str, str], *, axis: str, alt: str
 ) -> str:
-    """One line for each key of the points (with its label) by optimizer step; the first in bold."""
+    """Plot a line by optimizer step for each key of the points. The first is bold.
+
+    keys: label by key."""
     with style():
         figure, axes = canvas(2.7)
         ends = []
@@ -151,7 +155,7 @@ def _lines(
                 linewidth=1.4 if index else 2.2,
             )
             ends.append((xs[-1], (smooth if len(xs) > 20 else ys)[-1], label, colour))
-        # A first value far above the others would press the rest flat, yet it is data: keep 0.
+        # A first value far above the others flattens the rest, but it is data: start at 0.
         bottom = min(0.0, *(end[1] for end in ends))
         axes.set_ylim(bottom=bottom)
         _end_labels(axes, ends, max(end[0] for end in ends), value=True)
@@ -166,11 +170,11 @@ def _lines(
 def _end_labels(
     axes: Axes, ends: list[tuple[float, float, str, str]], x: float, *, value: bool = False
 ) -> None:
-    """A label right of the plot for every (x, y, text, colour), moved apart where they collide."""
+    """Write a label right of the plot for each (x, y, text, colour). Move colliding ones apart."""
     bottom, top = axes.get_ylim()
     figure = axes.get_figure(root=True)
     assert figure is not None
-    # A line of text, in units of the axis; 0.7 inches of the figure are the x axis with its label.
+    # The height of a line of text in units of the axis. The x axis and its label take 0.7 inches.
     gap = 0.17 / (figure.get_figheight() - 0.7) * (top - bottom)
     ordered = sorted(ends, key=lambda end: end[1])
     places: list[float] = []
@@ -194,7 +198,7 @@ def _end_labels(
 
 
 def _binned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """At most MAX_POINTS points: means of equally many neighbours."""
+    """Reduce to at most MAX_POINTS points: each is the mean of equally many neighbours."""
     size = -(-len(points) // MAX_POINTS)
     bins = [points[i : i + size] for i in range(0, len(points), size)]
     return (
@@ -204,7 +208,7 @@ def _binned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]
 
 
 def _running_mean(values: list[float]) -> list[float]:
-    """The mean of each value and its neighbours, over a tenth of the curve."""
+    """Return the mean of each value and its neighbours, over a tenth of the curve."""
     reach = max(1, len(values) // 20)
     windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]

@@ -1,4 +1,4 @@
-"""What a run's directory says, as report.json holds it."""
+"""Collects the contents of report.json from a run's directory."""
 
 import json
 import re
@@ -15,7 +15,7 @@ FORMAT = 1
 
 
 def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """What report.json holds, and the sample texts by row label."""
+    """Return the contents of report.json, and the sample texts by row label."""
     config = _read(directory / "config.json")
     kinds = {stage["name"]: stage["kind"] for stage in config.get("stages", [])}
     stages, rows, samples, times = [], [], [], []
@@ -28,7 +28,7 @@ def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         samples.append(row.pop("samples", None) or [])
         rows.append({key: row[key] for key in ("stage", "drafter", "order", "evaluation")})
         times.append(path.stat().st_mtime)
-    # When the last figure was made, not when the report was: making it again changes nothing.
+    # The time of the last figure, not of the report, so making the report again changes nothing.
     finished = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(max(times))) if times else None
     report = {
         "format": FORMAT,
@@ -43,7 +43,7 @@ def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
 
 
 def _numbered(parent: Path, file: str) -> Iterator[tuple[str, Path]]:
-    """(NAME, file) for every complete NN-NAME in a directory, by number."""
+    """Yield (NAME, file) for every complete NN-NAME in a directory, ordered by number."""
     found = []
     for entry in parent.iterdir() if parent.is_dir() else ():
         match = re.fullmatch(r"(\d+)-(.+)", entry.name)
@@ -55,7 +55,7 @@ def _numbered(parent: Path, file: str) -> Iterator[tuple[str, Path]]:
 
 def _read(path: Path) -> Any:
     try:
-        # NaN and infinity are no JSON; a figure that is neither does not exist.
+        # NaN and infinity are not valid JSON. Such a figure counts as missing.
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except (OSError, ValueError) as error:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The plots of a report's drafters."""
+"""The plots that compare the drafters of a report."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from train.plots.lines import by_position
 from train.report.rows import bare, is_baseline, labels
 
 MOST_KEPT = 8
-# Parts of decoding time in the order of the loop, with their colours. The drafter's prefill is
-# part of the prefill here.
+# Parts of decoding time in the order of the loop, with their colours. Here "prefill" includes the
+# drafter's prefill.
 TIME = {
     "prefill": REFERENCE,
     "draft": SERIES[1],
@@ -19,7 +19,7 @@ TIME = {
 
 
 def drafter_plots(report: dict[str, Any]) -> dict[str, str]:
-    """SVG by name."""
+    """Return the plots as SVG text, by name."""
     names, evaluations = labels(report), [row["evaluation"] for row in report["rows"]]
     colours, used = [], 0
     for row in report["rows"]:
@@ -78,7 +78,7 @@ def drafter_plots(report: dict[str, Any]) -> dict[str, str]:
 def _accepted_plot(names: list[str], evaluations: list[dict[str, Any]]) -> str:
     passes = [evaluation.get("steps_by_accepted") or [] for evaluation in evaluations]
     depth = max(map(len, passes), default=0)
-    # Long drafts: what is kept beyond MOST_KEPT is one part, or none could be told apart.
+    # Long drafts: counts from MOST_KEPT on share one part; too many parts would look alike.
     parts = [
         (str(kept), [sum(row[kept : kept + 1]) / (sum(row) or 1) for row in passes])
         for kept in range(min(depth, MOST_KEPT))
@@ -97,7 +97,7 @@ def _accepted_plot(names: list[str], evaluations: list[dict[str, Any]]) -> str:
 
 
 def _time_plot(names: list[str], evaluations: list[dict[str, Any]]) -> str:
-    """Each drafter's time as a share of plain decoding's for the same prompts."""
+    """Plot each drafter's time as a share of plain decoding's time on the same prompts."""
 
     def shares(seconds: dict[str, float] | None, whole: float) -> list[float | None]:
         return [spent(seconds, part) / whole if whole else None for part in TIME]

@@ -1,4 +1,4 @@
-"""The best drafter of a run and what to judge it by, in words."""
+"""The best drafter of a run and the figures to judge it by, in words."""
 
 from typing import Any
 
@@ -7,13 +7,14 @@ from train.report.words import Row, disturbed, moved, number, percent, ratio
 
 
 def headline(report: dict[str, Any]) -> dict[str, Any] | None:
-    """The best drafter a stage made, in words; None where nothing was evaluated.
+    """Describe the best trained drafter in words. Returns None if nothing was evaluated.
 
-    {label, row, verdict, before, compared, ranking, warnings}. The best is the fastest, or without
-    times the one with most tokens per step; `before` are its figures before all training.
-    `compared` are the rows a reader should judge it by, each {what, label, evaluation}: itself, the
-    best drafter that needs no training, and both in turn where that was measured. `ranking` says
-    which of them is fastest, and "" where there is nothing to compare.
+    Returns {label, row, verdict, before, compared, ranking, warnings}. The best drafter is the
+    fastest one; without times, the one with the most tokens per step. `before` holds its figures
+    before all training. `compared` holds the rows a reader should judge it by, each {what, label,
+    evaluation}: the drafter itself, the best drafter that needs no training, and both in turn if
+    that was measured. `ranking` says which of them is fastest; it is "" if there is nothing to
+    compare.
     """
     named = list(zip(labels(report), report["rows"], strict=True))
     if not named:
@@ -72,10 +73,10 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _first_stage(report: dict[str, Any], stage: str) -> str:
-    """The stage that began the drafter with which this one went on (`drafter.stage`)."""
+    """Return the stage that first made this stage's drafter, following `drafter.stage` back."""
     settings = {entry["name"]: entry for entry in report["config"].get("stages", [])}
     while earlier := (settings.get(stage, {}).get("drafter") or {}).get("stage"):
-        # Only an earlier stage can be named, so this ends.
+        # A config can name only an earlier stage, so this ends.
         stage = earlier
     return stage
 
@@ -107,7 +108,7 @@ def _verdict(evaluation: dict[str, Any]) -> str:
 
 
 def comparison(best: dict[str, Any]) -> str:
-    """The rows of a headline beside each other, in one line."""
+    """Return the compared rows of a headline in one line."""
     shown = []
     for entry in best["compared"]:
         evaluation = entry["evaluation"]
@@ -123,7 +124,7 @@ def _entry(what: str, label: str, row: Row) -> dict[str, Any]:
 
 
 def _ranking(compared: list[dict[str, Any]]) -> str:
-    """Which of these is fastest, in a sentence. Intervals that overlap are no difference."""
+    """Say in a sentence which row is fastest. Overlapping intervals count as no difference."""
     if len(compared) < 2:
         return ""
     timed = [(e["label"], s) for e in compared if (s := e["evaluation"].get("speedup"))]

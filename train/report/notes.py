@@ -1,4 +1,4 @@
-"""What the figures of a report were measured with, and what they must be read with."""
+"""The footnotes of a report: the settings of the measurements, and cautions for the reader."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from train.report.words import (
 
 
 def footnotes(report: dict[str, Any]) -> list[str]:
-    """What the table's figures were measured with, and what they must be read with."""
+    """Return the settings behind the table's figures, and cautions for the reader, as lines."""
     rows = report["rows"]
     if not rows:
         return ["No drafter was evaluated yet."]
@@ -63,20 +63,20 @@ def footnotes(report: dict[str, Any]) -> list[str]:
 
 
 def _batches(report: dict[str, Any]) -> str:
-    """How many prompts were timed together, where that is more than one."""
+    """Say how many prompts were timed together; "" if always one."""
     if all((row["evaluation"].get("timed_batch_size") or 1) == 1 for row in report["rows"]):
         return ""
     return f" in batches of {_each(report, 'timed_batch_size')}"
 
 
 def _basis(report: dict[str, Any]) -> str:
-    """Said where texts have different lengths."""
+    """Say that speed-ups compare the time per token, if some do (texts of different lengths)."""
     found = [row["evaluation"].get("speedup_basis") for row in report["rows"]]
     return "; speed-ups compare the time per token" if "time per token" in found else ""
 
 
 def _own_depths(report: dict[str, Any]) -> Iterator[str]:
-    """A line for every drafter whose drafts are as deep as they are, not as γ says."""
+    """Yield a line for every drafter whose drafts have a fixed depth and ignore γ."""
     asked = (report["config"].get("evaluation") or {}).get("gamma")
     for label, row in zip(labels(report), report["rows"], strict=True):
         evaluation = row["evaluation"]
@@ -89,7 +89,7 @@ def _own_depths(report: dict[str, Any]) -> Iterator[str]:
 
 
 def machine(report: dict[str, Any]) -> str:
-    """The machine of the run's last start."""
+    """Describe the machine of the run's last start."""
     found = (report["provenance"] or [{}])[-1].get("machine") or {}
     processor = found.get("processor") or "unknown processor"
     cores, threads = found.get("cores"), found.get("threads")
@@ -103,7 +103,7 @@ def _each(
     key: str,
     show: Callable[[dict[str, Any]], str] | None = None,
 ) -> str:
-    """A setting as most rows have it, with the rows that have another: '4 (ngram: 8)'."""
+    """Return the setting of most rows, and the rows with another value: '4 (ngram: 8)'."""
     pairs = [
         (bare(label), show(row["evaluation"]) if show else str(row["evaluation"].get(key, NONE)))
         for label, row in zip(labels(report), report["rows"], strict=True)
@@ -115,7 +115,7 @@ def _each(
 
 
 def _shapes(report: dict[str, Any]) -> str:
-    """Said where one was asked for, or some drafts are no chains."""
+    """Name the draft shapes; "" if none was asked for and all drafts are chains."""
     found = [row["evaluation"] for row in report["rows"]]
     if all(not e.get("shape") and drafted_in(e) == "chain" for e in found):
         return ""

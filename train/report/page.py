@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that needs no other."""
+"""The page of a report: one self-contained HTML file."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ SAMPLES, SAMPLE_CHARACTERS = 3, 3000
 
 
 def html(report: dict[str, Any], samples: dict[str, list[Any]]) -> str:
-    """The page, with nothing that must be loaded from elsewhere."""
+    """Return the page as HTML that loads nothing from elsewhere."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -60,7 +60,7 @@ def html(report: dict[str, Any], samples: dict[str, list[Any]]) -> str:
 
 
 def _samples(samples: dict[str, list[Any]], best: dict[str, Any] | None) -> dict[str, Any] | None:
-    """{label, texts} of the best row, else of the last row that has any."""
+    """Return {label, texts} of the best row, or of the last row that has samples."""
     chosen = best["label"] if best and samples.get(best["label"]) else None
     label = chosen or next((name for name in reversed(samples) if samples[name]), None)
     if label is None:

@@ -1,4 +1,4 @@
-"""The rows of a report: what they are called, and which are baselines."""
+"""The rows of a report: their labels, and which ones are baselines."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from train.report.words import Row, varies
 
 
 def labels(report: dict[str, Any]) -> list[str]:
-    """A short name for every row that no other row has: the stage, or the baseline's drafter."""
+    """Return a short unique name for every row: the stage, or the baseline's drafter."""
     names = []
     for row in report["rows"]:
         name = row["stage"]
@@ -19,12 +19,12 @@ def labels(report: dict[str, Any]) -> list[str]:
 
 
 def bare(label: str) -> str:
-    """A row's label without its γ."""
+    """Return a row's label without its γ."""
     return label.partition(" γ=")[0]
 
 
 def is_baseline(report: dict[str, Any], row: Row) -> bool:
-    """Whether a row is of a drafter that no stage made."""
+    """Whether the row's drafter is a baseline, not the output of a stage."""
     evaluation = report["config"].get("evaluation") or {}
     known = {"ngram", *(evaluation.get("baselines") or [])}
     stages = {stage["name"] for stage in report.get("stages", [])}
@@ -32,12 +32,12 @@ def is_baseline(report: dict[str, Any], row: Row) -> bool:
 
 
 def is_in_turn(row: Row) -> bool:
-    """Whether a row is of several drafters together, such as `ngram+heads`."""
+    """Whether the row combines several drafters, such as `ngram+heads`."""
     return "+" in row["drafter"]
 
 
 def _main_gamma(report: dict[str, Any]) -> Any:
-    """The γ of the trained drafters."""
+    """Return the γ of the trained drafters."""
     configured = (report["config"].get("evaluation") or {}).get("gamma")
     found = [row["evaluation"].get("gamma") for row in report["rows"]]
     return configured or (found[-1] if found else None)

@@ -1,6 +1,6 @@
-"""The part of the page that a stage has: what its kind shows, written out.
+"""The section of the page for one stage: its figures as text, and its plots.
 
-What a kind shows is said with the kind (`train.stage.Stage.show`).
+Each kind of stage chooses its figures and plots (`train.stage.Stage.show`).
 """
 
 import re
@@ -12,18 +12,18 @@ from train.report.words import NONE, duration, percent
 from train.stage import Shown
 from train.stages import STAGES
 
-# Endings of keys that say how a value is shown.
+# Endings of keys that determine how a value is written.
 UNITS = ("_share", "seconds", "_bytes")
 
 
 def stage_part(number: int, stage: dict[str, Any]) -> dict[str, Any]:
-    """A stage for the page: its name and kind, its figures as text by name, and its plots.
+    """Return a stage for the page: its name and kind, its figures as text by name, and its plots.
 
-    number: of the stage in the run, which no other stage has."""
+    number: the unique number of the stage in the run."""
     name, kind, summary = stage["name"], stage["kind"], stage["summary"]
     if kind in STAGES:
         shown = STAGES[kind].show(summary, number)
-    else:  # The config no longer has this stage, so that nothing says what it was.
+    else:  # The config no longer has this stage, so its kind is unknown.
         shown = Shown({k: v for k, v in summary.items() if not isinstance(v, dict | list)})
     figures = {}
     for key, value in shown.figures.items():

@@ -1,4 +1,4 @@
-"""The table of a report for the terminal, and the cells of all its figures."""
+"""The report's table for the terminal, and the functions that write each cell."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from train.report.words import (
     speedup,
 )
 
-# The columns of the table: heading, and the cell of a row.
+# The columns of the table: the heading, and a function from a row to its cell.
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "stage": lambda row: row["stage"],
     "drafter": drafter_name,
@@ -31,13 +31,13 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "break-even acceptance": lambda row: break_even(row["evaluation"]),
     "speed-up": lambda row: speedup(row["evaluation"]),
 }
-# Headings as the terminal has room for them.
+# Headings that fit the terminal's width.
 SHORT = {
     "acceptance rate": "acceptance rate α",
     "tokens/step": "tokens/ step",
     "break-even acceptance": "break- even α",
 }
-# The further figures, on request.
+# Further figures, shown on request.
 DETAILS: dict[str, Callable[[dict[str, Any]], str]] = {
     "γ": draft_length,
     "γ, mean": lambda e: number((e.get("draft_lengths") or {}).get("mean_gamma")),
@@ -74,7 +74,7 @@ def _milliseconds(evaluation: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """The rows for the terminal; print `footnotes` below it."""
+    """Return the rows as a table for the terminal. Print `footnotes` below it."""
     # Narrow enough for 80 columns.
     made = Table(
         title=Text(f"run {report['name']}"),
@@ -90,7 +90,7 @@ def table(report: dict[str, Any]) -> Table:
             short = max(map(len, cells), default=0) <= 13
             made.add_column(heading, overflow="fold", no_wrap=heading == "drafter" and short)
             continue
-        # A fixed width: headings wrap at words, figures never do.
+        # A fixed width: headings wrap between words, figures never wrap.
         heading = SHORT.get(heading, heading)
         width = max(map(len, [*heading.split(), *cells]))
         made.add_column(heading, justify="right", width=width)

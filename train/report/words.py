@@ -1,4 +1,4 @@
-"""Figures as people read them; one that does not exist is '–'."""
+"""Formats figures for people. A missing figure is '–'."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Whole per cents; what is not all or nothing is never rounded to 0% or 100%."""
+    """Whole per cents. Only exactly 0 and 1 become 0% and 100%; values near them get a decimal."""
     if value is None:
         return NONE
     shown = f"{value:.0%}"
@@ -25,13 +25,13 @@ def percent(value: float | None) -> str:
 
 
 def speedup(evaluation: dict[str, Any]) -> str:
-    """`ratio` of the speed-up; with a star where the machine was not alone."""
+    """`ratio` of the speed-up, with a star if other processes used the machine."""
     shown = ratio(evaluation.get("speedup"))
     return f"{shown}*" if shown != NONE and disturbed(evaluation) else shown
 
 
 def disturbed(evaluation: dict[str, Any]) -> str | None:
-    """In words, where the machine was not alone while a row was timed."""
+    """Say that other processes used the machine while a row was timed; None if they did not."""
     if evaluation.get("alone") is not False:
         return None
     return (
@@ -48,7 +48,7 @@ def ratio(value: Ratio | None) -> str:
 
 
 def break_even(evaluation: dict[str, Any]) -> str:
-    """The break-even acceptance; 'never' where not even full acceptance would pay."""
+    """The break-even acceptance; 'never' if not even full acceptance would pay."""
     c, v = evaluation.get("c"), evaluation.get("v")
     if c is None or v is None or v < 1 or varies(evaluation):
         return NONE
@@ -57,7 +57,7 @@ def break_even(evaluation: dict[str, Any]) -> str:
 
 
 def varies(evaluation: dict[str, Any]) -> bool:
-    """Whether draft lengths vary, so that there is no one γ."""
+    """Whether draft lengths vary, so there is no single γ."""
     return (evaluation.get("policy") or "fixed").partition(":")[0] != "fixed"
 
 
@@ -84,8 +84,8 @@ def duration(seconds: float | None) -> str:
 
 
 def drafter_name(row: Row) -> str:
-    """The drafter, with its rule where that does not keep the target's distribution, and a word
-    where the target is not the run's."""
+    """The drafter's name. Adds the rule if it is lossy, and "new target" if the target was trained
+    too."""
     evaluation = row["evaluation"]
     lossy = evaluation.get("lossless") is False
     notes = [f"{evaluation.get('rule')}, LOSSY"] if lossy else []
@@ -101,7 +101,7 @@ def rule_name(evaluation: dict[str, Any]) -> str:
 
 
 def drafted_in(evaluation: dict[str, Any]) -> str:
-    """'chain', 'sequoia:nodes=8', or 'its own, a tree of 12 nodes, 4 deep' for a stored one."""
+    """'chain', 'sequoia:nodes=8', or 'its own, a tree of 12 nodes, 4 deep' for a stored tree."""
     drafts = evaluation.get("drafts") or "chain"
     return evaluation.get("shape") or (drafts if drafts == "chain" else f"its own, a {drafts}")
 
@@ -114,7 +114,8 @@ def perplexities(evaluation: dict[str, Any]) -> str:
 
 
 def moved(evaluation: dict[str, Any]) -> str:
-    """Of a drafter whose target was trained too: what its figures are towards, and the drift."""
+    """For a drafter whose target was trained too: which target the figures refer to, and the
+    drift."""
     drift = evaluation["drift"]
     return (
         "the target was trained too; speed-up and losslessness are towards the new target. On "

@@ -1,7 +1,7 @@
-"""Inference engines that an export is tried in, by name; each is one file that registers itself.
+"""The inference engines that verify an export, by name. Each is one file that registers itself.
 
-No engine is a dependency. One that is not a library of ours lives in an environment of its own,
-`.engines/NAME` (or `$DRAFTSMITH_ENGINES/NAME`), made by `make engine-NAME`.
+No engine is added as a dependency. draftsmith uses transformers anyway; every other engine has a
+separate environment, `.engines/NAME` (or `$DRAFTSMITH_ENGINES/NAME`), made by `make engine-NAME`.
 """
 
 import os
@@ -17,13 +17,13 @@ from decode.target.loading import Target
 
 @dataclass(frozen=True)
 class Counting:
-    """How an engine counts drafted and accepted tokens, where engines differ; our own loop is then
-    counted the same way.
+    """How an engine counts drafted and accepted tokens. Engines differ, and our own loop is counted
+    in the same way.
 
     first_drafted: the first token after the prompt is drafted too; else the prefill yields it.
-    stops_at_eos: a draft ends with its first end-of-text token; else it is γ long all the same.
-    past_end: what was drafted and accepted behind the end of a text counts.
-    past_length: a draft is γ long also where fewer tokens may follow; else as long as those.
+    stops_at_eos: a draft ends with its first end-of-text token; else it always has γ tokens.
+    past_end: tokens drafted and accepted after the end of a text count.
+    past_length: a draft has γ tokens even if fewer may follow; else it is cut to that number.
     """
 
     first_drafted: bool = False
@@ -34,8 +34,8 @@ class Counting:
 
 @dataclass(frozen=True)
 class Task:
-    """What an engine is asked to do. target_spec: the target as `load_target` takes it; prompts:
-    token ids; say: told what is being done."""
+    """A job for an engine. target_spec: the target as `load_target` takes it. prompts: token ids.
+    say: called with progress messages."""
 
     target: Target
     target_spec: str
@@ -48,9 +48,10 @@ class Task:
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What an engine did, greedily. plain, drafted: texts without and with the drafter, token ids;
-    an end-of-text token at a text's end may stand there or not, alike in both. drafted_tokens,
-    accepted_tokens: by the engine's own count. The times are seconds for all prompts."""
+    """The results of an engine, decoded greedily. plain, drafted: texts without and with the
+    drafter, as token ids; either both keep an end-of-text token at the end of a text or neither
+    does. drafted_tokens, accepted_tokens: by the engine's own count. The times are seconds for all
+    prompts."""
 
     version: str
     plain: list[list[int]]
@@ -62,10 +63,11 @@ class EngineRun:
 
 
 class Engine(ABC):
-    """formats: which exports it reads. install: the command that installs it.
+    """An inference engine.
 
-    rounding: how far apart two logits may be, relative to the largest, for the engine's own
-    arithmetic to swap them between a pass over one token and a pass over several.
+    formats: the exports it reads. install: the command that installs it. rounding: the largest
+    difference of two logits, relative to the largest logit, at which the engine's arithmetic may
+    swap their order between a pass over one token and a pass over several.
     """
 
     formats: ClassVar[tuple[str, ...]]
@@ -75,19 +77,19 @@ class Engine(ABC):
 
     @abstractmethod
     def missing(self) -> str | None:
-        """What is not installed; None when the engine can run."""
+        """Return a message that names the missing package; None if the engine can run."""
 
     @abstractmethod
     def run(self, task: Task) -> EngineRun:
-        """All prompts one by one, without the drafter and with it. Raises UserError when the engine
-        dies, never gets ready, or cannot serve this target; no process is left behind."""
+        """Run all prompts one by one, without and with the drafter. Raises UserError if the engine
+        dies, never gets ready, or cannot serve this target. Leaves no process behind."""
 
 
 ENGINES: Registry[Engine] = Registry("engine")
 
 
 def home(name: str) -> Path:
-    """The environment of an engine, whether it is there or not."""
+    """Return the path of an engine's environment, whether or not it exists."""
     return Path(os.environ.get("DRAFTSMITH_ENGINES", ".engines")).resolve() / name
 
 

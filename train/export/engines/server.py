@@ -1,4 +1,4 @@
-"""An engine's server as a child process on the loopback interface, gone when its block is left."""
+"""Runs an engine's server as a child process on the loopback interface, inside a `with` block."""
 
 import json
 import socket
@@ -26,8 +26,8 @@ class Server:
         self._process, self._log = process, log
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON answer to a POST of `body`, or to a GET. Raises UserError when the server has
-        died or does not answer in time, with the last lines of its log."""
+        """POST `body`, or GET without one, and return the JSON answer. Raises UserError with the
+        last lines of the log if the server has died or does not answer in time."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
@@ -42,7 +42,7 @@ class Server:
             raise UserError(f"{self.name} gave no answer ({reason}). {self.ending()}") from error
 
     def wait(self, health: str) -> None:
-        """Until `health` answers. Raises UserError when the server ends, or takes too long."""
+        """Wait until `health` answers. Raises UserError if the server ends or takes too long."""
         begin = time.monotonic()
         while time.monotonic() - begin < READY_SECONDS:
             if self._process.poll() is not None:
@@ -62,7 +62,7 @@ class Server:
         raise UserError(f"{self.name} was not ready after {READY_SECONDS:.0f} s. {self.ending()}")
 
     def ending(self) -> str:
-        """The last lines of its log."""
+        """Return the last lines of the server's log."""
         return ending(self._log)
 
 
@@ -70,8 +70,8 @@ class Server:
 def serving(
     name: str, command: Sequence[str], health: str, env: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Start `command` (with {port} in its place), wait until it is ready, and stop it at the end,
-    whatever happens in between. Raises UserError when it cannot be started."""
+    """Start `command` with {port} filled in, wait until it is ready, and always stop it at the end.
+    Raises UserError if it cannot be started."""
     port = free_port()
     with tempfile.TemporaryFile() as log:
         command = [part.replace("{port}", str(port)) for part in command]
@@ -85,7 +85,7 @@ def serving(
 
 
 def free_port() -> int:
-    """A port that nothing listens on; chosen by the system, so none has to be agreed on."""
+    """Return a port that nothing listens on, chosen by the system."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -16,12 +16,12 @@ from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task
 
 
 class Transformers(Engine):
-    """γ tokens in every draft, the stop by confidence off."""
+    """Every draft has γ tokens; stopping by confidence is off."""
 
     formats = ("hf",)
     install = "make install"
     counting = Counting(first_drafted=True, stops_at_eos=True)
-    # Sums in another order, in float32.
+    # Passes over one token and over several add in a different order, in float32.
     rounding = 4 * torch.finfo(torch.float32).eps
 
     def missing(self) -> str | None:
@@ -58,13 +58,13 @@ class Transformers(Engine):
 
 ENGINES.register("transformers")(Transformers())
 
-Drafts = list[list[tuple[int, list[int]]]]  # of each text: (where it starts, its tokens)
+Drafts = list[list[tuple[int, list[int]]]]  # for each text: (start of the draft, its tokens)
 
 
 def _generate(
     task: Task, assistant: PreTrainedModel | None, drafts: Drafts | None = None
 ) -> tuple[list[list[int]], float]:
-    # Greedy, as our loop is run beside it, whatever the checkpoint's generation_config says.
+    # Greedy like our loop, whatever the checkpoint's generation_config says.
     settings = stated_config(
         Sampling(),
         max_new_tokens=task.max_new_tokens,
@@ -89,7 +89,8 @@ def _generate(
 
 @contextmanager
 def _watched() -> Iterator[Drafts]:
-    """Notes every draft: transformers counts none itself. A text's list is added before it."""
+    """Record every draft, because transformers counts none itself. The caller appends a list before
+    each text."""
     drafts: Drafts = []
     original = AssistedCandidateGenerator.get_candidates
 
@@ -109,7 +110,8 @@ def _watched() -> Iterator[Drafts]:
 def _count(
     draft: tuple[int, list[int]], prompt: int, text: list[int], last: bool
 ) -> tuple[int, int]:
-    """Drafted and accepted tokens of one draft; of a text's last, nothing behind the end."""
+    """Count the drafted and accepted tokens of a draft. last: the text's last draft, counted only
+    up to the end of the text."""
     begin, tokens = draft
     real = text[begin - prompt :]
     within = tokens[: len(real)] if last else tokens

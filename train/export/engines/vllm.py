@@ -1,4 +1,4 @@
-"""vLLM on the CPU, in a process of its own environment."""
+"""vLLM on the CPU, in a child process with a separate environment."""
 
 import json
 import tempfile
@@ -20,10 +20,10 @@ METHODS = {
 
 SCRIPT = Path(__file__).with_name("vllm_child.py")
 ENVIRONMENT = {
-    # One process, and so nothing that could outlive it.
+    # A single process, so no other process can outlive it.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # Threads bound to cores would wait for whatever else runs there.
+    # Threads bound to cores would wait for other programs on those cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -32,12 +32,12 @@ ENVIRONMENT = {
 
 
 class VLLM(Engine):
-    """float32, one prompt at a time. Its drafts are γ long wherever a text ends."""
+    """Runs in float32, one prompt at a time. Drafts always have γ tokens, even at a text's end."""
 
     formats = tuple(METHODS)
     install = "make engine-vllm"
     counting = Counting(past_end=True, past_length=True)
-    # Its kernels for one row and for several differ in the order of their sums, in float32.
+    # Its float32 kernels for one row and for several add in a different order.
     rounding = 1e-5
 
     def missing(self) -> str | None:

@@ -1,6 +1,6 @@
 """Run by the Python of vLLM's environment: `vllm_child.py JOB ANSWER PROGRESS`.
 
-JOB: {options: of vllm.LLM, speculative: its speculative_config, prompts, max_new_tokens, eos}.
+JOB: {options: for vllm.LLM, speculative: its speculative_config, prompts, max_new_tokens, eos}.
 ANSWER: {plain, drafted: {texts, seconds}, drafted_tokens, accepted_tokens}.
 """
 
@@ -31,13 +31,13 @@ def main(job_file: str, answer_file: str, progress_file: str) -> None:
 
 
 def run(job: Any, speculative: Any, progress: Any) -> tuple[dict[str, Any], dict[str, int]]:
-    """The prompts one by one, and the counters of drafts for them."""
+    """Decode the prompts one by one; return texts and seconds, and the counters of drafts."""
 
     def text(prompt: list[int], tokens: int) -> list[int]:
         sampling = vllm.SamplingParams(
             temperature=0,
             max_tokens=tokens,
-            ignore_eos=True,  # The model directory's own; those that are asked for are below.
+            ignore_eos=True,  # Ignores the model directory's; the job's are in the next line.
             stop_token_ids=job["eos"],
             detokenize=False,
         )

@@ -1,6 +1,6 @@
-"""The layouts drafters are written in, by name; each is one file that registers itself.
+"""The layouts for exported drafters, by name. Each is one file that registers itself.
 
-A user may name an engine instead, and gets the layout in which that engine reads the drafter.
+A user may name an engine instead, and gets the layout that this engine reads for the drafter.
 """
 
 from abc import ABC, abstractmethod
@@ -19,12 +19,12 @@ EXPORT_FILE = "export.json"
 
 @dataclass
 class ExportJob:
-    """What a format writes.
+    """The input of a format.
 
-    drafter: the directory it comes from. target: the model it was made for, loaded; None where
-    neither the format nor the drafter needs it. target_spec: as `load_target` takes it. dtype: of
-    the weights, or None, as they are stored. gamma: γ that readers shall draft with by default.
-    backbone: where readers find the target, if it was trained with the drafter.
+    drafter: the drafter's directory. target: the model it was trained for, loaded; None if neither
+    the format nor the drafter needs it. target_spec: as `load_target` takes it. dtype: of the
+    weights; None keeps the stored one. gamma: the default γ for readers. backbone: where readers
+    find the target, if it was trained with the drafter.
     """
 
     drafter: Path
@@ -41,7 +41,7 @@ class ExportJob:
 
     @property
     def target_name(self) -> str:
-        """The target as readers may find it: its hub id, or what it is called here."""
+        """The target's name for readers: its hub id, or its local name."""
         name = str(self.description["target"]["name"])
         return self.backbone or target_hub_id(name) or shown_name(name)
 
@@ -49,10 +49,10 @@ class ExportJob:
 class Format(ABC):
     """A layout on disk.
 
-    kinds: the drafters it can hold. engines: who reads it; what it may be asked for as, besides its
-    own name. instead: for the kinds it cannot hold, what to do instead. needs_target: whether
-    writing it takes something of the target. carries_vocabulary: a reduced draft vocabulary stays
-    one, as all of its readers know it.
+    kinds: the kinds of drafters it can hold. engines: its readers; users may name one instead of
+    the format. instead: advice for the kinds it cannot hold. needs_target: whether writing needs
+    the target. carries_vocabulary: whether a reduced draft vocabulary stays reduced, because all
+    readers support it.
     """
 
     name: ClassVar[str]
@@ -63,43 +63,43 @@ class Format(ABC):
     carries_vocabulary: ClassVar[bool] = False
 
     def deepest(self, drafter: Path) -> int | None:
-        """The largest γ that a drafter directory can draft; None: any."""
+        """Return the largest γ that a drafter directory can draft; None for any γ."""
         return None
 
     def loads(self, job: ExportJob) -> str:
-        """The target to load, as `load_target` takes it."""
+        """Return the target to load, as `load_target` takes it."""
         return job.target_spec
 
     @abstractmethod
     def refuse(self, job: ExportJob) -> None:
-        """Raises UserError for what this layout cannot hold, before anything is loaded."""
+        """Raise UserError for a drafter that this layout cannot hold, before loading anything."""
 
     @abstractmethod
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        """Fill an empty directory; returns facts of it for `export.json` and the README, as JSON
-        values. Among them: `size`, in words; `kept`, how many tokens a reduced draft vocabulary
-        had, and `filled_from`, where the rows of the others are from; both None if it had all."""
+        """Fill an empty directory; return facts for `export.json` and the README, as JSON values.
+        Among them: `size`, in words; `kept`, the size of a reduced draft vocabulary, and
+        `filled_from`, the source of the rows of all other tokens. Both are None for a full
+        vocabulary."""
 
     @abstractmethod
     def problems(self, directory: Path) -> list[str]:
-        """Everything in which the files differ from this layout's schema, a line each."""
+        """Return all differences between the files and this layout's schema, a line each."""
 
     @abstractmethod
     def reload(self, directory: Path, target: Target) -> Drafter:
-        """The exported drafter in our own loop, in the target's dtype and on its device, to be
-        measured there as engines will have it: in chains. Raises UserError where it does not fit
-        the target."""
+        """Load the exported drafter for our own loop, in the target's dtype and on its device, to
+        measure it as engines use it: in chains. Raises UserError if it does not fit the target."""
 
     @abstractmethod
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        """How it is served: (engine, language of the snippet, snippet) for the README.
-        repository: where the export is found, a directory or a hub id."""
+        """Return how to serve it: (engine, language of the snippet, snippet) for the README.
+        repository: the export's location, a directory or a hub id."""
 
 
 FORMATS: Registry[Format] = Registry("export format")
 
 
-# Drafters that no inference engine has, and what to train in their place.
+# Drafters that no inference engine supports, and what to train instead.
 UNSERVED = {
     "blockwise": "no inference engine has Blockwise heads; train Medusa heads for vLLM or TGI",
     "hydra": "no inference engine has Hydra heads; train Medusa or EAGLE heads for vLLM",
@@ -108,8 +108,8 @@ UNSERVED = {
 
 
 def format_for(name: str, kind: str) -> Format:
-    """The format of this name, or the one that the engine of this name reads, for a drafter of
-    this kind. Raises UserError with what to do instead where there is none."""
+    """Return the format for a drafter of this kind. name: of a format or of an engine that reads
+    it. Raises UserError with advice if there is none."""
     named = [FORMATS[other] for other in FORMATS if name in (other, *FORMATS[other].engines)]
     if not named:
         known = sorted({name for other in FORMATS for name in (other, *FORMATS[other].engines)})

@@ -2,7 +2,7 @@
 
 H hidden size, V vocabulary. `fc.weight` [H, 2H], the half for the embedding first and no bias;
 `layers.0.*` without a norm before attention; `embed_tokens.weight` [V, H]. No norm after the layer,
-and no output layer: vLLM takes the target's, whole, so that a reduced draft vocabulary is lost.
+and no output layer: vLLM uses all rows of the target's, so a reduced draft vocabulary is lost.
 """
 
 import json
@@ -21,7 +21,7 @@ EMBEDDINGS = "embed_tokens.weight"
 
 
 class Eagle1(OneLayer):
-    """SGLang wants another architecture and a bias of fc: it is not served by this."""
+    """SGLang cannot serve this: it needs another architecture and a bias in fc."""
 
     name = "eagle1"
     kinds = ("eagle1",)
@@ -47,7 +47,7 @@ class Eagle1(OneLayer):
     def restored(
         self, weights: dict[str, Tensor], depth: int
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
-        # The target's own, which heads borrow.
+        # The embeddings are the target's. Heads borrow them.
         state = {name: tensor for name, tensor in weights.items() if name != EMBEDDINGS}
         return Eagle1Options(depth=depth), None, state
 

@@ -2,9 +2,9 @@
 
 H hidden size, V vocabulary, V' draft vocabulary. `fc.weight` [H, 3H]; `midlayer.*`, whose q, k and
 v read 2H; `norm.weight`; `lm_head.weight` [V', H]. With a reduced draft vocabulary also `d2t`,
-int64 [V'], a token's id less its row, and `t2d`, bool [V]: which tokens have a row. Embeddings are
-the target's. The config names no layers to read: engines count them differently, and where none
-are named take the same ones, those of `heads.eagle3.tapped_layers`.
+int64 [V'], a token's id minus its row, and `t2d`, bool [V]: which tokens have a row. The embeddings
+are the target's. The config does not name the captured layers, because engines count them
+differently. Without names, all engines capture the layers of `heads.eagle3.tapped_layers`.
 """
 
 import json
@@ -25,7 +25,7 @@ OUTPUT, OWN_OUTPUT = "lm_head.weight", "output.layers.0.weight"
 
 
 class Eagle3(OneLayer):
-    """A reduced draft vocabulary is carried as it is. layer: the name of the decoder layer."""
+    """A reduced draft vocabulary stays reduced. layer: the name of the decoder layer."""
 
     layer: ClassVar[str] = LAYER
     name = "eagle3"
@@ -104,8 +104,8 @@ FORMATS.register("eagle3")(Eagle3())
 
 
 def tensors_of(heads: Any, vocab_size: int) -> dict[str, Tensor]:
-    """The weights of EAGLE-3's heads by the names that engines know, with the target's output layer
-    where they have none of their own; and the maps of a reduced draft vocabulary."""
+    """Return the weights of EAGLE-3's heads by the names that engines know, and the maps of a
+    reduced draft vocabulary. Heads without an output layer get the target's."""
     found = {name: x for name, x in heads.state_dict().items() if name != OWN_OUTPUT}
     found[OUTPUT] = heads.output.of(1)[0]
     ids = heads.vocabulary
@@ -117,7 +117,7 @@ def tensors_of(heads: Any, vocab_size: int) -> dict[str, Tensor]:
 
 
 def are_ids(ids: Tensor, vocab_size: int) -> bool:
-    """Whether these are tokens of the vocabulary, ascending."""
+    """Whether these are token ids of the vocabulary in ascending order."""
     return bool(ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all())
 
 

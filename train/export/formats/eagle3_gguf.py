@@ -2,10 +2,10 @@
 
 H hidden size, V' draft vocabulary. `fc.weight` [H, 3H]; `blk.0.*`, whose q, k and v read 2H, with
 `attn_norm` for the embedding and `attn_norm_2` for the state; `output_norm.weight`;
-`output.weight` [V', H]. With a reduced draft vocabulary also `d2t`, int64 [V'], the token of each
-row (elsewhere it is how far that is from the row). Embeddings are the target's. `target_layers`
-are those whose input is read, so each is one more than the layer that put it out. For Llama 3's
-rotary positions `rope_freqs.weight`.
+`output.weight` [V', H]. With a reduced draft vocabulary also `d2t`, int64 [V'], the token id of
+each row (other layouts store the id minus the row). The embeddings are the target's.
+`target_layers` are the layers whose input is captured, so each is one more than the layer whose
+output that is. For Llama 3's rotary positions `rope_freqs.weight`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ from train.export.formats.of_heads import drafter_of, heads_of, require_fit
 from train.export.tensors import read_json, whole
 
 OF = "eagle3"
-# GGUF's names by those of the layout for vLLM.
+# GGUF's tensor names, by the names of the layout for vLLM.
 NAMES = {
     "fc.weight": "fc.weight",
     "norm.weight": "output_norm.weight",
@@ -58,7 +58,7 @@ TURNED = {"blk.0.attn_q.weight": "head_count", "blk.0.attn_k.weight": "head_coun
 
 
 class Eagle3GGUF(InGGUF):
-    """A reduced draft vocabulary is carried as it is."""
+    """A reduced draft vocabulary stays reduced."""
 
     name = "eagle3-gguf"
     kinds = ("eagle3",)
@@ -72,8 +72,8 @@ class Eagle3GGUF(InGGUF):
         return steps
 
     def loads(self, job: ExportJob) -> str:
-        """The target that the heads were trained for; the file that will be served may be that one
-        quantized, and then has other weights."""
+        """Return the target that the heads were trained for. The file for serving may be quantized
+        and then has other weights."""
         return str(job.description["target"]["name"])
 
     def refuse(self, job: ExportJob) -> None:
@@ -178,8 +178,8 @@ FORMATS.register("eagle3-gguf")(Eagle3GGUF())
 
 
 def slowed(config: LlamaConfig) -> Tensor:
-    """[d/2]: how many times slower each pair of a head turns than it would without the scaling that
-    Llama 3's configs name."""
+    """Return [d/2]: how many times slower each pair of a head rotates because of the scaling in
+    Llama 3's configs."""
     size = config.head_dim
     theta = config.rope_parameters["rope_theta"]
     plain = theta ** -(torch.arange(0, size, 2).float() / size)
@@ -188,8 +188,8 @@ def slowed(config: LlamaConfig) -> Tensor:
 
 
 def _require_same_tokens(file: Path, tokens: Sequence[str], target: Target) -> None:
-    """UserError where a GGUF file's tokens are not the target's. A few are written differently in
-    some files, such as those that only fill up the vocabulary."""
+    """Raise UserError if a GGUF file's tokens are not the target's. Up to 1% may differ: some files
+    write a few tokens differently, such as those that only fill up the vocabulary."""
     own = target.tokenizer.convert_ids_to_tokens(list(range(len(tokens))))
     differ = sum(a is not None and a != b for a, b in zip(own, tokens, strict=True))
     if differ > len(tokens) // 100:

@@ -25,16 +25,16 @@ from train.export.formats.in_gguf import (
 )
 from train.export.source import load_small_lm, read_small_lm
 
-# GGUF's name of each module outside of layers, by transformers' name.
+# GGUF's name of each module outside the layers, by transformers' name.
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp knows a model.
+    """A model architecture in llama.cpp.
 
-    rotates_pairs: it rotates neighbouring pairs where transformers rotates the halves of a head,
-    so the rows of q and k are put in another order. extra: layer tensors beside the usual ones,
+    rotates_pairs: llama.cpp rotates neighbouring pairs, and transformers rotates the halves of a
+    head, so the rows of q and k are reordered. extra: layer tensors besides the usual ones,
     transformers' name → GGUF's.
     """
 
@@ -45,7 +45,7 @@ class Architecture:
 
 _BIASES = {f"self_attn.{name}_proj.bias": f"attn_{name}.bias" for name in ("q", "k", "v")}
 _NORMS = {f"self_attn.{name}_norm.weight": f"attn_{name}_norm.weight" for name in ("q", "k")}
-# By transformers' model_type. Mistral is a llama to llama.cpp.
+# By transformers' model_type. llama.cpp treats Mistral as a llama.
 ARCHITECTURES = {
     "llama": Architecture("llama", True),
     "mistral": Architecture("llama", True),
@@ -56,7 +56,7 @@ BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES.val
 
 
 class GGUF(InGGUF):
-    """A model of its own, whole."""
+    """A complete model."""
 
     name = "gguf"
     kinds = ("small_lm",)
@@ -124,7 +124,7 @@ class GGUF(InGGUF):
             found["output.weight"] = (vocab, hidden)
         within = layer_shapes(of, keys, hidden)
         for name in BY_NAME[of].extra.values():
-            # A bias has a number for each row of its matrix, a norm one for each of a head's.
+            # A bias has one number per row of its matrix; a norm has the size of one head.
             matrix = within.get(name.replace(".bias", ".weight"))
             within[name] = (head,) if matrix is None else matrix[:1]
         for layer in range(keys[f"{of}.block_count"]):
@@ -139,7 +139,7 @@ FORMATS.register("gguf")(GGUF())
 
 
 def to_gguf_name(name: str, architecture: Architecture) -> str:
-    """GGUF's name of a tensor.
+    """Return GGUF's name of a tensor.
 
     >>> to_gguf_name("model.layers.3.mlp.up_proj.weight", ARCHITECTURES["llama"])
     'blk.3.ffn_up.weight'
@@ -156,7 +156,7 @@ def to_gguf_name(name: str, architecture: Architecture) -> str:
 
 
 def _turned(name: str, tensor: Tensor, config: Any, architecture: Architecture) -> Tensor:
-    """A tensor with its rows in the order in which llama.cpp rotates them."""
+    """Return the tensor with its rows in the order that llama.cpp's rotation needs."""
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     for part, count in heads.items():
         if architecture.rotates_pairs and f".{part}_proj." in name:

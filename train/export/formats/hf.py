@@ -25,7 +25,8 @@ from train.export.tensors import (
 
 class HuggingFace(Format):
     """config.json, model.safetensors, the tokenizer, and a generation_config.json that makes
-    transformers draft a constant γ tokens; its own default is 20, cut short by confidence."""
+    transformers draft a constant γ tokens. Its default is 20 tokens, stopped early by confidence.
+    """
 
     name = "hf"
     kinds = ("small_lm",)
@@ -38,7 +39,7 @@ class HuggingFace(Format):
         source = read_small_lm(job.drafter, job.target)
         dtype = job.dtype or source.dtype
         model = source.model.to(DTYPES[dtype])
-        # Only what was trained: the target's own defaults for sampling are not the drafter's.
+        # Do not copy the target's sampling defaults to the drafter.
         model.generation_config = transformers.GenerationConfig(
             bos_token_id=source.config.bos_token_id,
             eos_token_id=source.model.generation_config.eos_token_id,
@@ -120,7 +121,8 @@ FORMATS.register("hf")(HuggingFace())
 
 
 def model_problems(directory: Path) -> list[str]:
-    """Everything in which a directory is no whole causal language model with its tokenizer."""
+    """Return the problems that keep a directory from being a complete causal language model with
+    its tokenizer."""
     config = read_json(directory / "config.json")
     if config is None:
         return ["config.json is missing or no JSON"]
@@ -149,8 +151,8 @@ def model_problems(directory: Path) -> list[str]:
 
 
 def expected_tensors(directory: Path, dtype: str) -> dict[str, TensorSpec]:
-    """The tensors that a directory's config asks for, by the model's own class; a tensor that is
-    tied to another is stored once."""
+    """Return the tensors that a directory's config requires, according to the model's class. Tied
+    tensors are stored once."""
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -163,10 +165,10 @@ def expected_tensors(directory: Path, dtype: str) -> dict[str, TensorSpec]:
 
 
 def for_older_readers(directory: Path, dtype: str) -> None:
-    """Adds to a model directory the names that transformers 4 and engines built on it look for."""
+    """Add to a model directory the names that transformers 4 and engines built on it need."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
-    # What the target was once called says nothing of the drafter.
+    # This is an old name of the target. It says nothing about the drafter.
     config.pop("_model_name_or_path", None)
     config["dtype"] = config["torch_dtype"] = dtype
     theta = (config.get("rope_parameters") or {}).get("rope_theta")

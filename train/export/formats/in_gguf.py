@@ -1,8 +1,8 @@
-"""What all GGUF exports have in common: one file of metadata, weights and the target's tokenizer.
+"""The common base of all GGUF exports: one file of metadata, weights and the target's tokenizer.
 
-llama.cpp compares a drafter's vocabulary with the target's, and where it finds a difference it may
-draft nothing and say so in its log only. So the tokenizer's keys are copied byte for byte from the
-target's own GGUF file, never made again.
+llama.cpp compares a drafter's vocabulary with the target's. If they differ, it may draft nothing
+and report that only in its log. So the tokenizer's keys are copied byte for byte from the target's
+own GGUF file and never regenerated.
 """
 
 import json
@@ -44,7 +44,7 @@ FILE_TYPES = {
     "float16": gguf.LlamaFileType.MOSTLY_F16,
 }
 COPIED = "tokenizer."
-# The one tensor that is no weight: the token ids of a reduced draft vocabulary.
+# The only tensor that is not a weight: the token ids of a reduced draft vocabulary.
 D2T = "d2t"
 
 # GGUF's name of each module within a layer, by transformers' name.
@@ -62,9 +62,10 @@ LAYER = {
 
 
 class InGGUF(Format):
-    """A layout says under which architectures llama.cpp knows it, and what is in such a file.
+    """Base of the GGUF layouts. A layout defines its llama.cpp architectures and the contents of
+    its file.
 
-    spec_type: as llama-server is asked to draft with it.
+    spec_type: the value of llama-server's `--spec-type`.
     """
 
     engines = ("llama-server", "llama.cpp", "gguf")
@@ -80,20 +81,20 @@ class InGGUF(Format):
     def shapes(
         self, of: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
     ) -> dict[str, tuple[int, ...]]:
-        """The tensors that a file's own metadata asks for, as PyTorch has their shapes. of: its
-        architecture."""
+        """Return the tensors that a file's metadata requires, with shapes in PyTorch's order. of:
+        the file's architecture."""
 
     def extra_keys(self, of: str) -> dict[str, Any]:
-        """What is expected of keys that only this layout has, as `key_problems` takes it."""
+        """Return the expected values of keys that only this layout has, for `key_problems`."""
         return {}
 
     def wrong_values(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
-        """What no shape shows."""
+        """Return problems with values, which a check of shapes cannot find."""
         return []
 
     def problems(self, directory: Path) -> list[str]:
         try:
-            read_header(directory / FILE)  # Our reader, which finds what was cut short.
+            read_header(directory / FILE)  # Our own reader, because it detects truncated files.
             reader = gguf.GGUFReader(directory / FILE)
             facts = json.loads((directory / EXPORT_FILE).read_text())["facts"]
         except (UserError, OSError, ValueError, KeyError) as error:
@@ -127,7 +128,7 @@ class InGGUF(Format):
 
 
 def target_gguf(spec: str) -> Path:
-    """The GGUF file of a target. Raises UserError where it is none."""
+    """Return the GGUF file of a target. Raises UserError if the target is not one."""
     if spec.startswith(EMBEDDED_PREFIX):
         embedded = EMBEDDED[spec.removeprefix(EMBEDDED_PREFIX)]
         found = embedded.find()
@@ -144,7 +145,7 @@ def target_gguf(spec: str) -> Path:
 
 
 def tokenizer_fields(path: Path, vocab_size: int) -> dict[str, gguf.ReaderField]:
-    """All `tokenizer.*` keys of a GGUF file. Raises UserError where it has no tokens, or not as
+    """Return all `tokenizer.*` keys of a GGUF file. Raises UserError if it has no tokens, or not as
     many as the drafter."""
     read_header(path)
     fields = gguf.GGUFReader(path).fields
@@ -162,7 +163,7 @@ def tokenizer_fields(path: Path, vocab_size: int) -> dict[str, gguf.ReaderField]
 
 
 def metadata(config: Any, of: str, dtype: str) -> dict[str, tuple[Any, Value]]:
-    """The keys that describe a model of architecture `of`, with their types."""
+    """Return the keys that describe a model of architecture `of`, with their types."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
         "general.type": ("model", Value.STRING),
@@ -191,11 +192,11 @@ def write_file(
     tensors: Mapping[str, Tensor],
     dtype: str,
 ) -> None:
-    """Write `FILE` into a directory. described: keys with their types; copied: a tokenizer's;
-    tensors: by GGUF's names."""
+    """Write `FILE` into a directory. of: the architecture. described: keys with their types.
+    copied: the tokenizer's keys. tensors: by GGUF's names."""
     writer = gguf.GGUFWriter(directory / FILE, of)
     for key, (value, kind) in described.items():
-        # All lists that we write are of layers.
+        # All lists that we write contain layer numbers.
         writer.add_key_value(key, value, kind, Value.INT32 if kind == Value.ARRAY else None)
     for name, kept in copied.items():
         sub_type = kept.types[-1] if kept.types[0] == Value.ARRAY else None
@@ -213,24 +214,25 @@ def write_file(
 
 
 def in_pairs(rows: Tensor, heads: int) -> Tensor:
-    """[heads·d, …] with each head's rows 0, d/2, 1, d/2 + 1, … for a rotation of neighbours."""
+    """Reorder each head's rows of [heads·d, …] to 0, d/2, 1, d/2 + 1, …, for a rotation of
+    neighbours."""
     halves = rows.unflatten(0, (heads, 2, -1))
     return halves.transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def in_halves(rows: Tensor, heads: int) -> Tensor:
-    """What `in_pairs` was given."""
+    """The inverse of `in_pairs`."""
     pairs = rows.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def keys_of(reader: gguf.GGUFReader) -> dict[str, Any]:
-    """A file's metadata."""
+    """Return a file's metadata."""
     return {name: found.contents() for name, found in reader.fields.items()}
 
 
 def weights_of(reader: gguf.GGUFReader) -> dict[str, Tensor]:
-    """A file's tensors, float32 but for whole numbers."""
+    """Return a file's tensors in float32, except token ids, which stay int64."""
 
     def values(tensor: gguf.ReaderTensor) -> Tensor:
         shape = tuple(int(size) for size in reversed(tensor.shape))
@@ -242,8 +244,8 @@ def weights_of(reader: gguf.GGUFReader) -> dict[str, Tensor]:
 
 
 def layer_shapes(of: str, keys: Mapping[str, Any], reads: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a decoder layer whose attention reads so many numbers, by their names within
-    the layer."""
+    """Return the tensors of a decoder layer, by their names within the layer. reads: the input size
+    of its attention."""
     hidden, inner = keys[f"{of}.embedding_length"], keys[f"{of}.feed_forward_length"]
     head = keys[f"{of}.attention.key_length"]
     q = keys[f"{of}.attention.head_count"] * head
@@ -264,7 +266,7 @@ def layer_shapes(of: str, keys: Mapping[str, Any], reads: int) -> dict[str, tupl
 def _type(name: str, dimensions: int, dtype: str) -> Quantization:
     if name == D2T:
         return Quantization.I64
-    # llama.cpp adds and multiplies vectors in float32 only.
+    # llama.cpp adds and multiplies vectors only in float32.
     return TYPES[dtype] if dimensions > 1 else Quantization.F32
 
 
@@ -296,7 +298,7 @@ def _expected_keys(of: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -
 
 
 def _found(tensor: gguf.ReaderTensor) -> FoundTensor:
-    # GGUF lists dimensions from the innermost out.
+    # GGUF lists the innermost dimension first.
     shape = tuple(int(size) for size in reversed(tensor.shape))
     known = tensor.tensor_type in TYPES.values()
     finite = known and bool(

@@ -1,12 +1,12 @@
-"""Medusa's heads for vLLM and TGI, in the layout of their paper's own code.
+"""Medusa's heads for vLLM and TGI, in the layout of the Medusa paper's code.
 
-K heads of L residual blocks on hidden states of H numbers, V tokens. `medusa_lm_head.safetensors`
-has for head i, block j: `{i}.{j}.linear.weight` [H, H] and `.bias` [H], and its output layer
-`{i}.{L}.weight` [V, H]. Each head has one there, whatever it was trained with. Where all are the
-same, `original_lm_head` tells vLLM to keep one.
+K heads of L residual blocks on hidden states of size H, V tokens. `medusa_lm_head.safetensors`
+has for head i, block j: `{i}.{j}.linear.weight` [H, H] and `.bias` [H], and the head's output layer
+`{i}.{L}.weight` [V, H]. Each head has an output layer in the file, whether or not it was trained
+with one. If all heads share it, `original_lm_head` tells vLLM to keep one.
 
 A reduced draft vocabulary is filled up with the target's rows. vLLM's code has a `token_map` for
-one, but 0.32 refuses every checkpoint that holds it ("not initialized"), and TGI knows none.
+it, but 0.32 refuses every checkpoint with one ("not initialized"), and TGI does not support it.
 """
 
 import json
@@ -38,8 +38,8 @@ WEIGHTS = "medusa_lm_head.safetensors"
 
 
 class Medusa(Format):
-    """config.json and medusa_lm_head.safetensors. No `architectures` in the config: TGI would take
-    the heads for something else."""
+    """config.json and medusa_lm_head.safetensors. The config has no `architectures`, because TGI
+    would take the heads for another kind of speculator."""
 
     name = "medusa"
     kinds = ("medusa",)
@@ -107,7 +107,7 @@ class Medusa(Format):
         if "original_lm_head" in config:
             expected["original_lm_head"] = True
         problems = key_problems(expected, config, "config.json")
-        # `architectures` above all, which TGI takes for another kind of speculator.
+        # Above all `architectures`: with it, TGI takes this for another kind of speculator.
         problems += [
             f"config.json has {key}, which is not expected"
             for key in sorted(config.keys() - expected.keys())
@@ -144,7 +144,7 @@ FORMATS.register("medusa")(Medusa())
 
 
 def expected_tensors(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """The tensors that a sound config asks for."""
+    """Return the tensors that a sound config requires."""
     hidden, layers = config["hidden_size"], config["medusa_num_layers"]
     dtypes = (DTYPE_NAMES[config["torch_dtype"]],)
     specs = {}
@@ -177,7 +177,7 @@ def _blocks(heads: Heads) -> dict[str, Tensor]:
 
 
 def _filled(rows: Tensor, ids: Tensor, target_rows: Tensor) -> Tensor:
-    """[V, H]: the rows of the ids, and the target's for all others."""
+    """Return [V, H]: `rows` at the ids, and the target's rows for all other tokens."""
     filled = target_rows.detach().to(rows.device, rows.dtype, copy=True)
     filled[ids.to(rows.device)] = rows
     return filled

@@ -1,4 +1,4 @@
-"""What all layouts of heads have in common."""
+"""Functions that all layouts of heads share."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +16,8 @@ from train.export.formats import ExportJob
 
 
 def heads_of(job: ExportJob, form: str) -> Heads:
-    """The heads to be exported, with what they borrow of the target, in float32. Raises UserError
-    where the target's output layer has a bias, which no layout of heads can hold."""
+    """Return the heads to export in float32, with the modules they borrow from the target. Raises
+    UserError if the target's output layer has a bias, which no layout of heads can hold."""
     target = job.target
     assert target is not None
     if output_layer(target.model).bias is not None:
@@ -36,7 +36,7 @@ def drafter_of(
     state: Mapping[str, Tensor],
     target: Target,
 ) -> HeadsDrafter:
-    """Heads that were read back, ready to draft. vocabulary: ids of a reduced one."""
+    """Build a drafter from exported heads. vocabulary: token ids of a reduced draft vocabulary."""
     heads = build_heads(options, target, vocabulary, "meta")
     heads.load_state_dict(state, assign=True)
     make_ready(heads, target, target.dtype)
@@ -44,7 +44,7 @@ def drafter_of(
 
 
 def require_fit(config: Mapping[str, Any], directory: Path, target: Target) -> None:
-    """UserError unless exported heads with this config are of the target's sizes."""
+    """Raise UserError unless the sizes in an exported config match the target's."""
     hidden = output_layer(target.model).in_features
     if (config["hidden_size"], config["vocab_size"]) != (hidden, target.vocab_size):
         raise UserError(
@@ -55,8 +55,7 @@ def require_fit(config: Mapping[str, Any], directory: Path, target: Target) -> N
 
 
 def as_stored(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Copies on the CPU that share nothing, weights in this dtype; what is no weight stays what it
-    is."""
+    """Copy tensors to the CPU without shared memory. Weights get this dtype; others keep theirs."""
 
     def stored(tensor: Tensor) -> Tensor:
         wanted: torch.dtype = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype

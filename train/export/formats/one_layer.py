@@ -1,6 +1,6 @@
-"""Drafters that are one decoder layer of a llama, and what engines need beside it: EAGLE's.
+"""Layouts of EAGLE's drafters: one llama decoder layer, and the tensors that engines need with it.
 
-`config.json` is a llama's of one layer, `model.safetensors` its weights. H hidden size, V
+`config.json` is that of a one-layer llama, `model.safetensors` holds the weights. H hidden size, V
 vocabulary, V' draft vocabulary.
 """
 
@@ -44,9 +44,9 @@ SIZES = (
 
 
 class OneLayer(Format):
-    """A kind of it says which tensors there are, and how the heads are made of them again.
+    """A subclass defines the tensors, and how to rebuild the heads from them.
 
-    architecture: as the config names it. drafter: the heads as a drafter of ours.
+    architecture: the name in the config. drafter: our drafter class for the heads.
     """
 
     architecture: ClassVar[str]
@@ -59,44 +59,45 @@ class OneLayer(Format):
 
     @abstractmethod
     def depth_of(self, options: Any) -> int:
-        """How deep heads with these options draft at most."""
+        """Return the max depth of heads with these options."""
 
     @abstractmethod
     def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
-        """What is written, by name; what the heads borrow of the target is at hand."""
+        """Return the tensors to write, by name. The heads have already borrowed the target's
+        modules."""
 
     @abstractmethod
     def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
-        """The tensors that a sound config asks for."""
+        """Return the tensors that a sound config requires."""
 
     @abstractmethod
     def restored(
         self, weights: dict[str, Tensor], depth: int
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
-        """Options, draft vocabulary and state of the heads, of what was written."""
+        """Rebuild the heads' options, draft vocabulary and state from the written weights."""
 
     def extra_config(self, heads: Any) -> dict[str, Any]:
-        """Settings that no llama has."""
+        """Return the settings that a llama's config does not have."""
         return {}
 
     def extra_keys(self) -> dict[str, Any]:
-        """What is expected of them, as `key_problems` takes it."""
+        """Return the expected values of the extra settings, for `key_problems`."""
         return {}
 
     def wrong_values(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
-        """What no shape shows."""
+        """Return problems with values, which a check of shapes cannot find."""
         return []
 
     def stored(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
-        """What config.json is, of the llama's settings and the extra ones."""
+        """Return the contents of config.json. config: the llama's settings and the extra ones."""
         return config
 
     def flat(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """The `config` that was `stored`; whatever is not there is left out."""
+        """Recover `config` from the result of `stored`. Leaves out missing settings."""
         return stored
 
     def wrong_settings(self, stored: dict[str, Any]) -> list[str]:
-        """What is wrong with config.json beside what `flat` gives."""
+        """Return the problems with config.json outside the result of `flat`."""
         return []
 
     def refuse(self, job: ExportJob) -> None:
@@ -144,7 +145,7 @@ class OneLayer(Format):
         }
         ids = {"bos_token_id", "eos_token_id", "pad_token_id"}
         problems = self.wrong_settings(stored) + key_problems(expected, config, "config.json")
-        # Layers to read, above all: each engine counts them in its own way.
+        # Above all a list of captured layers: each engine counts layers differently.
         problems += [
             f"config.json has {key}, which is not expected"
             for key in sorted(config.keys() - expected.keys() - ids)
@@ -164,8 +165,8 @@ class OneLayer(Format):
 
 
 def layer_specs(config: dict[str, Any], name: str, reads: int) -> dict[str, TensorSpec]:
-    """The tensors of a decoder layer whose attention reads so many numbers, but for the norms of
-    what it reads."""
+    """Return the tensors of a decoder layer, without the norms before attention. reads: the input
+    size of its attention."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     wide, narrow = (
         config[heads] * config["head_dim"]
@@ -185,7 +186,7 @@ def layer_specs(config: dict[str, Any], name: str, reads: int) -> dict[str, Tens
 
 
 def of_weights(config: dict[str, Any], *shape: int) -> TensorSpec:
-    """A tensor of this shape in the dtype that the config names."""
+    """Return the spec of a tensor of this shape, in the config's dtype."""
     return TensorSpec(shape, (DTYPE_NAMES[config["torch_dtype"]],))
 
 
@@ -197,7 +198,7 @@ def _config(config: LlamaConfig, architecture: str, dtype: str) -> dict[str, Any
         "num_hidden_layers": 1,
         **{name: getattr(config, name) for name in SIZES},
         "rms_norm_eps": config.rms_norm_eps,
-        # The first for readers of transformers 4.
+        # rope_theta is for readers that use transformers 4.
         "rope_theta": rope["rope_theta"],
         "rope_parameters": dict(rope),
         "hidden_act": config.hidden_act,

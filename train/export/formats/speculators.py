@@ -1,8 +1,8 @@
-"""EAGLE-3's layer in the form of the library speculators, which vLLM serves as a directory.
+"""EAGLE-3's layer in the layout of the library speculators. vLLM serves such a directory.
 
-The weights of format eagle3, with `layers.0` for `midlayer`. `config.json` has the layer's own
-settings in `transformer_layer_config`, and in `speculators_config` the algorithm, γ and the target:
-its hub id, or the name of its directory where it has none.
+The weights are those of format eagle3, with `layers.0` instead of `midlayer`. In `config.json`,
+`transformer_layer_config` has the layer's settings. `speculators_config` has the algorithm, γ and
+the target: its hub id, or the name of its directory if it has none.
 """
 
 import json
@@ -12,15 +12,15 @@ from train.export.formats import FORMATS, ExportJob
 from train.export.formats.eagle3 import Eagle3
 from train.export.tensors import key_problems, whole
 
-# The version whose layout this is.
+# The version of speculators with this layout.
 VERSION = "0.9.0"
 LAYER_CONFIG, ROWS = "transformer_layer_config", "draft_vocab_size"
-# What the library knows beside the paper's layer.
+# The library's options beyond the paper's layer.
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class Speculators(Eagle3):
-    """The layers to read are named: both readers count them by whose input is read."""
+    """The config names the captured layers. Both readers capture the input of the named layer."""
 
     name = "speculators"
     engines = ()
@@ -92,7 +92,7 @@ FORMATS.register("speculators")(Speculators())
 
 
 def _is_sound(found: Any) -> bool:
-    """Whether this says what is drafted with what for whom."""
+    """Whether these settings name the drafting method and the target correctly."""
     try:
         (method,) = found["proposal_methods"]
         verifier = found["verifier"]
