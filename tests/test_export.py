@@ -21,7 +21,7 @@ from decode.target.loading import Target, load_model_and_tokenizer, load_target
 from tests.export import edit_json, edit_weights, rewrite_gguf
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
-from train.cli.main import main as cli
+from train.cli import main as cli
 from train.export import hub
 from train.export.formats import EXPORT_FILE, FORMATS, format_for
 from train.export.tensors import FoundTensor, TensorSpec, key_problems, tensor_problems

@@ -17,7 +17,7 @@ from decode.target.loading import Target, load_target
 from tests.export import PROMPTS, SHAPE, make_heads, make_taught, needs, save_target, task
 from tests.stages import LOOP, examples, make_stage, run_stage, stage_context
 from tests.tiny import save_tiny
-from train.cli.main import main as cli
+from train.cli import main as cli
 from train.export import hub
 from train.export.verify import verify
 from train.export.write import check_export, export_drafter

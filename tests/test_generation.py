@@ -80,7 +80,7 @@ def test_generate_beside_us_is_timed_on_the_same_settings(
     monkeypatch.setattr(target.model, "generate", watched)
     protocol = Protocol(sampling=sampling, timed_tokens=NEW)
     for ids in IDS:
-        assert time_generate(target, ids, protocol) > 0
+        assert time_generate(target, [ids], protocol)[1] == len(ours(target, ids, sampling))
     assert said == [ours(target, ids, sampling) for ids in IDS]
     assert target.model.generation_config is kept
 

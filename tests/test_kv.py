@@ -24,12 +24,17 @@ def fed(lm: CachedLM, columns: np.ndarray | None = None) -> torch.Tensor:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE])
-def test_one_column_is_what_all_columns_have_there(family: str, packed: bool) -> None:
+def test_one_column_is_what_all_columns_have_there(
+    family: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what follows the output layer too: gemma2 caps its logits, softly."""
     fields, attention = MORE.get(family, ({}, "sdpa"))
     model = tiny_model(family, **fields)
     model.set_attn_implementation(attention)
-    lm = CachedLM(model, pack=packed, taps=(0, FINAL))
+    if not packed:
+        monkeypatch.setattr("decode.target.packed.can_pack", lambda model: False)
+    lm = CachedLM(model, taps=(0, FINAL))
+    assert (lm._runs is model) is not packed
     whole = fed(lm)
     states = {tap: x.clone() for tap, x in lm.features.items()}
     layer = lm._runs.get_output_embeddings()
@@ -50,7 +55,8 @@ def test_one_column_is_what_all_columns_have_there(family: str, packed: bool) ->
         assert torch.equal(one[:, 0], asked[torch.arange(4), torch.as_tensor(picked)])
 
 
-def test_without_an_output_layer_a_column_is_taken_of_all() -> None:
+def test_without_an_output_layer_a_column_is_taken_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode.target.packed.can_pack", lambda model: False)
     model = tiny_model("llama")
     deaf: Any = Deaf(model)
-    assert torch.equal(fed(CachedLM(deaf), COLUMNS), fed(CachedLM(model, pack=False), COLUMNS))
+    assert torch.equal(fed(CachedLM(deaf), COLUMNS), fed(CachedLM(model), COLUMNS))

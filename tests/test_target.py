@@ -14,9 +14,10 @@ import torch
 from tokenizers import Tokenizer
 
 from decode.errors import UserError
+from decode.target import embedded
 from decode.target.embedded import EMBEDDED
 from decode.target.identity import Fingerprint, fingerprint, require_same_vocabulary
-from decode.target.loading import embedded, load_model_and_tokenizer, load_target
+from decode.target.loading import load_model_and_tokenizer, load_target
 from tests.tiny import (
     EOS_ID,
     FAMILIES,

@@ -16,7 +16,7 @@ from decode.drafters.new_weights import take_weights
 from decode.drafters.shaped import ShapedDrafter
 from decode.errors import UserError
 from decode.sampling import Noise, Sampling
-from decode.target.cached_model import CachedLM, sliding_window
+from decode.target.cached_model import CachedLM, require_trees, sliding_window
 from decode.target.loading import Target, load_model_and_tokenizer
 from decode.trees import Shape
 from decode.trees.growth import Growth
@@ -107,6 +107,8 @@ class SmallLMDrafter(ShapedDrafter):
         window = sliding_window(self.lm.model) or slots
         self._capacity = min(slots, window, self.lm.max_positions)
         self.lm.reset(rows, slots, longest=self._capacity)
+        if self.shape.branches:
+            require_trees(self.lm.model)
         self._begin = np.zeros(rows, dtype=np.int64)
         self._cached = np.zeros(rows, dtype=np.int64)
 

@@ -90,6 +90,8 @@ class _Trial:
         ids = torch.arange(1 + NODES) * size // (1 + NODES)
         for first, last in zip(FIRST, LAST, strict=True):
             ids[1 + last] = ids[1 + first]
+        # Another token, also in a vocabulary of a few tokens.
+        self.other_parent = (int(ids[1 + FIRST[0]]) + max(size // 2, 1)) % size
         self.ids = ids.to(lm.device)
         self.seen = torch.as_tensor(seen, device=lm.device)
         lm.reset(1, 1 + NODES, longest=1 + SHIFT)
@@ -112,7 +114,7 @@ class _Trial:
         if strange:
             ids[own], depth[own] = ids[own].flip(0), depth[own].flip(0)
         if other_parents:
-            ids[[1 + FIRST[0], 1 + LAST[0]]] = ids[3].clone()
+            ids[[1 + FIRST[0], 1 + LAST[0]]] = self.other_parent
         if shifted:
             depth[[1 + child for child in CHILDREN]] += SHIFT
         if last_alone:
