@@ -20,16 +20,17 @@ import typer
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+import heads  # noqa: F401  (makes its drafters known)
 from benchmarks.common import describe_machine, write_json
 from benchmarks.decode_drafter import PROMPTS
 from decode.drafters import DRAFTERS
+from decode.drafters.directory import open_drafter
 from decode.drafters.shaped import ShapedDrafter
 from decode.loop import Decoder
 from decode.target.attention import SLOTS, attention_forward, each_token_alone
 from decode.target.cached_model import CachedLM
 from decode.target.loading import Target, load_target
 from decode.trees.chain import Chain
-from draftsmith import open_drafter
 from train.cli.shared import cores, quieten, shows_errors
 from train.console import Reporter
 from train.data.chat import prompt_tokens
@@ -81,11 +82,11 @@ def main(
 def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str, Any]]:
     """A row for each number of tokens fed after so many tokens of text."""
     config = target.model.config.get_text_config()
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
-    shared = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    queries, layers = config.num_attention_heads, config.num_hidden_layers
+    shared = getattr(config, "num_key_value_heads", None) or queries
+    size = getattr(config, "head_dim", None) or config.hidden_size // queries
     module = nn.Module()
-    module.num_key_value_groups = heads // shared
+    module.num_key_value_groups = queries // shared
     generator = torch.Generator().manual_seed(0)
     slots = -(-(context + max(FED)) // SLOTS) * SLOTS
     keys, values = torch.randn(2, 1, shared, slots, size, generator=generator).to(target.dtype)
@@ -97,7 +98,7 @@ def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str
         lm.reset(1, slots)
         lm.forward(ids[:, :context], np.zeros(1, dtype=np.int64), columns=np.array([context - 1]))
         for fed in FED:
-            query = torch.randn(1, heads, fed, size, generator=generator).to(target.dtype)
+            query = torch.randn(1, queries, fed, size, generator=generator).to(target.dtype)
             padded = -(-(context + fed) // SLOTS) * SLOTS
             seen = torch.arange(padded) <= context + torch.arange(fed)[:, None]
             mask = torch.zeros(1, 1, fed, padded, dtype=target.dtype)

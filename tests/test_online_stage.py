@@ -25,7 +25,8 @@ from tests.test_on_policy import LOOP as DISTILL_LOOP
 from tests.test_run import command
 from tests.tiny import save_tiny, tiny_target
 from tests.training import Killed, ask_to_stop, assert_equal, scramble
-from train.online.learning import Online, versions
+from train.online import versions
+from train.online.learning import Online
 from train.online.serving import Serving
 from train.online.stream import Progress
 from train.online.versions import Versions
