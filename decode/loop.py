@@ -16,19 +16,17 @@ from transformers import PreTrainedModel
 from decode.draft import Draft
 from decode.drafters import Contexts, Drafter, Limits
 from decode.errors import UserError
-from decode.judged import Judged
-from decode.observe import Observer, Verified
+from decode.logits import LogitsProcessor, Scores
 from decode.policies import Policy
 from decode.policies.fixed import Fixed
-from decode.processors import LogitsProcessor
 from decode.rules import RULES, Rule, Verdict, default_rule, require_fitting, used_rule
 from decode.sampling import Noise, Sampling
-from decode.scores import Scores
 from decode.stats import Counts, Step, Tally, Timing
 from decode.stops import Stop
 from decode.target.cached_model import CachedLM
 from decode.target.hidden_states import Features
 from decode.trace import TraceStep, trace_rows
+from decode.verification import Judged, Observer, Verified
 
 OnTokens = Callable[[int, list[int]], None]
 

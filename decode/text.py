@@ -15,9 +15,9 @@ from decode.drafters import Drafter
 from decode.drafters.directory import open_drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
+from decode.logits import LogitsProcessor
 from decode.loop import Decoded, Decoder
 from decode.policies import POLICIES, Policy
-from decode.processors import LogitsProcessor
 from decode.rules import Rule
 from decode.stops import StopStrings
 from decode.target.generation_config import sampling_as_generate

@@ -6,9 +6,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from decode.draft import Draft
+from decode.logits import Scores
 from decode.rules import Verdict
 from decode.sampling import Sampling
-from decode.scores import Scores
 
 
 @dataclass

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Siblings
+from decode.logits import Scores
 from decode.rules import Rule, Verdict
 from decode.sampling import Noise, Sampling
-from decode.scores import Scores
 
 TOKENS = 3
 PLAIN = Sampling(temperature=1.0)

@@ -19,10 +19,10 @@ from decode.draft import Draft, Siblings
 from decode.drafters import Drafter
 from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.logits import Scores
 from decode.loop import Decoded, Decoder
 from decode.rules import Rule, Verdict
 from decode.sampling import Noise, Sampling, draw
-from decode.scores import Scores
 from decode.stats import Counts
 from decode.trees import Shape
 from decode.trees.growth import Growth

@@ -14,11 +14,11 @@ from torch import Tensor
 from decode.contexts import Contexts, Limits
 from decode.draft import Draft
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.block import BlockVerification
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import Noise, Sampling, draw
-from decode.scores import Scores
 from decode.target.cached_model import CachedLM
 
 

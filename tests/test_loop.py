@@ -17,11 +17,11 @@ from decode.draft import Draft
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
+from decode.logits import Scores
 from decode.loop import Decoded, Decoder
 from decode.policies import POLICIES
 from decode.rules import Verdict
 from decode.sampling import Noise, Sampling
-from decode.scores import Scores
 from decode.stats import Counts
 from decode.trace import RowTrace, TraceStep, format_trace, trace_rows
 from tests.tiny import FAMILIES, PAD_ID, VOCAB, tiny_model, tiny_tokenizer

@@ -25,12 +25,12 @@ from decode.drafters.ngram import NgramDrafter
 from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
+from decode.logits import Scores
 from decode.loop import Decoder
-from decode.observe import Verified
 from decode.rules import Verdict
 from decode.sampling import Noise, Sampling
-from decode.scores import Scores
 from decode.trees.static import Static
+from decode.verification import Verified
 from distill.losses import LOSSES, Terms
 from distill.replay.buffer import Record, ReplayBuffer, bytes_per_position, signal_of
 from distill.replay.learner import SmallLMStudent

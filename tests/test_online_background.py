@@ -14,7 +14,7 @@ from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.observe import Verified
+from decode.verification import Verified
 from tests.stages import run_stage
 from tests.test_online import online_of, pair, prompts_of
 from tests.test_online_stage import LEARNING, REQUESTS, context, online_stage, target

@@ -22,10 +22,10 @@ from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.observe import Verified
 from decode.sampling import Noise, Sampling
 from decode.target.hidden_states import FINAL, Features, Recorder
 from decode.trees.static import Static
+from decode.verification import Verified
 from distill.losses import LOSSES, Terms
 from distill.replay.buffer import (
     Record,

@@ -16,12 +16,12 @@ from decode.draft import Draft
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
+from decode.logits import Scores
 from decode.loop import Decoder
-from decode.observe import Verified
 from decode.rules.exact import ExactMatch
 from decode.sampling import Sampling
-from decode.scores import Scores
 from decode.trees.growth import Growth
+from decode.verification import Verified
 from tests.test_loop import ChainDrafter, RandomTrees
 from tests.tiny import PAD_ID, VOCAB, tiny_model
 

@@ -14,10 +14,10 @@ from decode.contexts import Contexts, Limits
 from decode.draft import Draft, Siblings
 from decode.drafters import Drafter
 from decode.errors import UserError
+from decode.logits import Scores
 from decode.loop import Decoder
 from decode.rules import RULES, Rule, Verdict
 from decode.sampling import Noise, Sampling
-from decode.scores import Scores
 from tests.enumeration import (
     PLAIN,
     TOKENS,

@@ -6,9 +6,9 @@ import torch
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.logits import Scores
 from decode.rules import RULES
 from decode.sampling import Noise, Sampling
-from decode.scores import Scores
 
 # What the target says after the text and after each node: token 0 is likeliest, then 1, 2, 3.
 LOGITS = torch.tensor([[4.0, 3.0, 2.0, 1.0]] * 4)[None]

@@ -12,12 +12,12 @@ import torch
 from decode.contexts import Contexts, Limits
 from decode.draft import Draft, Siblings
 from decode.errors import UserError
-from decode.observe import Verified
 from decode.registry import Registry
 from decode.sampling import Noise, Sampling
 from decode.target.hidden_states import Features
 from decode.target.loading import Target
 from decode.trees import Shape
+from decode.verification import Verified
 
 
 class Drafter(ABC):

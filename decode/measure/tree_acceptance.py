@@ -16,11 +16,11 @@ from decode.draft import Draft
 from decode.drafters import Drafter
 from decode.drafters.shaped import ShapedDrafter
 from decode.errors import UserError
+from decode.logits import Scores
 from decode.loop import Decoded, Decoder
 from decode.rules import Verdict
 from decode.rules.exact import ExactMatch
 from decode.sampling import Noise, Sampling
-from decode.scores import Scores
 from decode.trees import require_whole
 from decode.trees.static import FixedTree
 from decode.trees.structure import Structure

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from decode.draft import Draft, Siblings
 from decode.errors import UserError
+from decode.logits import Scores
 from decode.registry import Registry
 from decode.sampling import Noise, Sampling
-from decode.scores import Scores
 
 
 @dataclass

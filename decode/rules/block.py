@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
+from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.residual import TINY, residual
 from decode.sampling import Noise, draw
-from decode.scores import Scores
 
 
 @RULES.register("block")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
+from decode.logits import Scores
 from decode.rules import Rule, Verdict
 from decode.rules.residual import settled
 from decode.sampling import Noise, draw
-from decode.scores import Scores
 
 
 class Descent(Rule):

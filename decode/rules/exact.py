@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
+from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.longest import longest_path
 from decode.sampling import Noise
-from decode.scores import Scores
 
 
 @RULES.register("exact")

@@ -4,10 +4,10 @@ import torch
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.longest import longest_path
 from decode.sampling import Noise
-from decode.scores import Scores
 from decode.trees import require_whole
 
 

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
+from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.block import BlockVerification
 from decode.rules.residual import TINY, residual, settled
 from decode.sampling import Noise, draw
-from decode.scores import Scores
 
 
 @RULES.register("traversal")

@@ -4,9 +4,9 @@ import torch
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.sampling import Noise, draw
-from decode.scores import Scores
 
 
 @RULES.register("typical")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.contexts import Contexts
-from decode.processors import penalise, tokens_before
+from decode.logits import penalise, tokens_before
 from decode.sampling import Sampling
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.observe import Verified
+from decode.verification import Verified
 from distill.replay.buffer import LEAST, Drafted, Record, to_numpy
 from distill.teacher.top_k_cache import top_k
 
@@ -37,7 +37,7 @@ class _Open:
 
 
 class Collector:
-    """An observer of the decode loop (`decode.observe`) that records the target's distributions.
+    """An observer of the loop (`decode.verification`) that records the target's distributions.
 
     It records every position where a draft token was rejected. Of the other emitted tokens it
     records a random share `accepted`. These are accepted tokens, and the target's own token if

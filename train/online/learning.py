@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from decode.drafters import Drafter
-from decode.observe import Verified
+from decode.verification import Verified
 from distill.replay.buffer import Record, ReplayBuffer
 from distill.replay.learner import OnlineStudent
 from distill.replay.rejections import Collector

@@ -1,8 +1,9 @@
-"""A verdict on the host: the tokens that a target pass yields, and whether its logits were usable.
+"""One verification pass: the verdict on the host, and the pass as observers see it.
 
 Shapes: B rows, D draft tokens on the longest path.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from decode.contexts import Contexts
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.logits import Scores
 from decode.rules import Verdict
-from decode.scores import Scores
+from decode.target.hidden_states import Features
 
 
 @dataclass
@@ -72,3 +74,29 @@ class Judged:
             f"the logits processors leave no token to choose {where}; at least one logit must be "
             "finite: take the processor away that masks all, or let it spare a token"
         )
+
+
+@dataclass
+class Verified:
+    """One verification pass over B rows; D is the depth of the longest accepted path.
+
+    rows: int [B], the prompt of each row. contexts: the committed texts before the draft's accepted
+    tokens are appended. scores: the target's logits after the text and after each node.
+    `verdict.places()` gives the places along the accepted path. accepted: int [B] on the host.
+    block: int [B, D+1] on the host, the accepted tokens, then the target's next token. A text that
+    ends inside the block is not cut yet. read: if the drafter reads the target's hidden states, the
+    last ones it got before it drafted. They end with the text's second-to-last token, at position
+    lengths − 2. The loop owns all of this: read it during the call, do not keep or change it.
+    """
+
+    rows: np.ndarray
+    contexts: Contexts
+    draft: Draft
+    scores: Scores
+    verdict: Verdict
+    accepted: np.ndarray
+    block: np.ndarray
+    read: Features | None = None
+
+
+Observer = Callable[[Verified], None]
