@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import heads, online, online_runs, online_tables, repeat
+from benchmarks import exact, heads, online, online_runs, online_tables, repeat
 from benchmarks.common import in_fresh_process, require
 from benchmarks.decode import ratios
 from benchmarks.decode_contest import Setting, hold, long_answers
@@ -274,3 +274,12 @@ def test_what_is_measured_again(tmp_path, monkeypatch, drafter: str):
     assert (tree is None) == (drafter == "ngram")
     found = [{**speed, "tree": tree}] * 2
     assert repeat.compare(json.loads(json.dumps(found)))["same_tree"] in (None, True)
+
+
+def test_equal_bits_are_priced_and_equal_texts_counted() -> None:
+    target = tiny_target()
+    costs = exact.measure_costs(target, 100, quick=True)
+    assert [cost["fed"] for cost in costs] == list(exact.FED)
+    assert all(cost["pass_ms"] > 0 and np.isfinite(cost["share_of_pass"]) for cost in costs)
+    prompts = [[5, 6, 7, 5, 6], [9, 8, 7]]
+    assert exact.count_equal(target, ["ngram"], prompts, gamma=3, tokens=12) == {"ngram": 1.0}

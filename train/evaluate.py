@@ -3,7 +3,6 @@ stage, and the last trained drafter once more, in turn with an untrained drafter
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from decode.artifact import CorruptArtifact, verify_directory, write_directory
 from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter
@@ -12,17 +11,15 @@ from decode.measure.evaluation import Evaluation, evaluate, fastest_gamma
 from decode.registry import Choice
 from train.backbone import load_like
 from train.data.read import Example, spread
+from train.resources import Resources
 from train.stage import Outcome
-
-if TYPE_CHECKING:
-    from train.run import Run
 
 SAMPLES = 3
 # Number of prompts for choosing a baseline's γ, unless a timed batch has more.
 GAMMA_PROMPTS = 4
 
 
-def evaluate_baselines(run: "Run", examples: dict[str, list[Example]]) -> None:
+def evaluate_baselines(run: Resources, examples: dict[str, list[Example]]) -> None:
     """Add a row for each untrained drafter, at its best γ, chosen on the dev split.
 
     Without a dev split the run's γ is used: choosing γ on the evaluation prompts would flatter the
@@ -56,7 +53,7 @@ def evaluate_baselines(run: "Run", examples: dict[str, list[Example]]) -> None:
 
 
 def evaluate_drafter(
-    run: "Run", index: int, stage: str, outcome: Outcome, examples: dict[str, list[Example]]
+    run: Resources, index: int, stage: str, outcome: Outcome, examples: dict[str, list[Example]]
 ) -> None:
     """Add a row for a stage's drafter. If the stage saved the drafter's start, add a row for that
     first. A drafter for a new target is compared with plain decoding of that new target."""
@@ -80,7 +77,7 @@ def evaluate_drafter(
 
 
 def evaluate_in_turn(
-    run: "Run", stage: str, outcome: Outcome, examples: dict[str, list[Example]]
+    run: Resources, stage: str, outcome: Outcome, examples: dict[str, list[Example]]
 ) -> None:
     """Add a row for each untrained drafter of `in_turn`, followed by the drafter of the run's last
     evaluated stage.
@@ -116,11 +113,11 @@ def evaluate_in_turn(
         run.accelerator.wait_for_everyone()
 
 
-def _directory(run: "Run", order: int, label: str) -> Path:
+def _directory(run: Resources, order: int, label: str) -> Path:
     return run.directory / "evaluations" / f"{order:02d}-{label}"
 
 
-def _must_do(run: "Run", order: int, label: str) -> bool:
+def _must_do(run: Resources, order: int, label: str) -> bool:
     """Whether this rank evaluates (the main process) and the row does not exist yet."""
     directory = _directory(run, order, label)
     if not run.accelerator.is_main_process:
@@ -132,7 +129,7 @@ def _must_do(run: "Run", order: int, label: str) -> bool:
 
 
 def _evaluate(
-    run: "Run",
+    run: Resources,
     order: int,
     label: str,
     stage: str,
@@ -189,7 +186,7 @@ def drift_of(spec: str) -> dict[str, float] | None:
     return found
 
 
-def _samples(run: "Run", found: Evaluation, examples: list[Example]) -> list[dict[str, str]]:
+def _samples(run: Resources, found: Evaluation, examples: list[Example]) -> list[dict[str, str]]:
     texts = []
     for index in spread(range(len(examples)), SAMPLES):
         example = examples[index]

@@ -13,27 +13,24 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from decode.artifact import recover, write_file
 from decode.errors import UserError
 from decode.loop import require_prompts
 from decode.target.cached_model import require_trees
-from decode.target.loading import Target, load_target
-from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
-from train.console import Reporter
-from train.data.chat import prompt_tokens
+from train.config import SPLITS, differences, dump_config, validate_config
 from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.evaluate import evaluate_baselines, evaluate_drafter, evaluate_in_turn
 from train.report.make import make_report
+from train.resources import Resources
 from train.schema import StageConfig
 from train.stage import Outcome, Plan, StageContext
 from train.stages import STAGES
@@ -47,43 +44,11 @@ BEGUN = {*DIRECTORIES, "data.json"}
 
 
 @dataclass
-class Run:
+class Run(Resources):
     """One run directory, and this process (or rank) working in it."""
 
-    config: RunConfig
-    accelerator: Accelerator
-    reporter: Reporter
     # Continue a run begun with other settings or another number of ranks; same data required.
     allow_changes: bool = False
-    _target: Target | None = field(default=None, init=False)
-
-    @property
-    def directory(self) -> Path:
-        return self.config.run_dir
-
-    def stage_directory(self, name: str) -> Path:
-        """The directory of the stage with this name. It exists once the stage has begun."""
-        index = next(i for i, stage in enumerate(self.config.stages) if stage.name == name)
-        return self.directory / "stages" / f"{index:02d}-{name}"
-
-    @property
-    def target(self) -> Target:
-        """The target, loaded on first use: a finished run does not need it."""
-        if self._target is None:
-            settings = self.config.target
-            self.reporter.say(f"loading target {settings.model}")
-            own, device = self.accelerator.device, settings.device
-            if device == "auto":
-                # Under a launcher each rank has its own device.
-                device = str(own) if own.type == "cuda" else own.type
-            self._target = load_target(
-                settings.model,
-                dtype=settings.dtype,
-                device=device,
-                revision=settings.revision,
-                trust_remote_code=settings.trust_remote_code,
-            )
-        return self._target
 
     def execute(self) -> dict[str, Any]:
         """Do the work that is not done yet. Returns the report (see `train.report`), or {} on ranks
@@ -197,13 +162,6 @@ class Run:
             self.reporter.say(f"{split}: {report}")
             examples[split] = found
         return examples
-
-    def prompts(self, examples: list[Example]) -> list[list[int]]:
-        """Token ids of each example's prompt, written with the target's chat template."""
-        return [
-            prompt_tokens(example, self.target.tokenizer, self.config.data.system)
-            for example in examples
-        ]
 
     def _require_data_unchanged(self, examples: dict[str, list[Example]]) -> None:
         stored = json.loads((self.directory / "data.json").read_text())
