@@ -27,6 +27,7 @@ from decode.drafters import DRAFTERS
 from decode.drafters.directory import open_drafter
 from decode.drafters.shaped import ShapedDrafter
 from decode.loop import Decoder
+from decode.measure.evaluation import identical
 from decode.target.attention import SLOTS, attention_forward, each_token_alone
 from decode.target.cached_model import CachedLM
 from decode.target.loading import Target, load_target
@@ -120,8 +121,8 @@ def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str
             def whole(fed: int = fed) -> None:
                 lm.forward(ids[:, context : context + fed], np.array([context]))
 
-            ours_s, sdpa_s = in_turns([ours, sdpa], turns=turns, calls=20)
-            (pass_s,) = in_turns([whole], turns=turns, calls=1)
+            ours_s, sdpa_s = seconds_by_turns([ours, sdpa], turns=turns, calls=20)
+            (pass_s,) = seconds_by_turns([whole], turns=turns, calls=1)
             rows.append(
                 {
                     "context": context,
@@ -135,7 +136,7 @@ def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str
     return rows
 
 
-def in_turns(functions: list[Callable[[], None]], *, turns: int, calls: int) -> list[float]:
+def seconds_by_turns(functions: list[Callable[[], None]], *, turns: int, calls: int) -> list[float]:
     """Seconds of one call of each: the median over turns, after one that is left out."""
     seconds: list[list[float]] = [[] for _ in functions]
     for turn in range(turns + 1):
@@ -153,18 +154,15 @@ def count_equal(
 ) -> dict[str, float]:
     """For each drafter, the share of prompts whose greedy text, at batch 1, is plain decoding's."""
     plain = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
-    texts = [plain.decode([prompt], tokens).outputs for prompt in prompts]
+    texts = [plain.decode([prompt], tokens).outputs[0] for prompt in prompts]
     shares = {}
     for name in drafters:
         drafter = open_drafter(name, target)
         if isinstance(drafter, ShapedDrafter):
             drafter = drafter.with_shape(Chain())
         decoder = Decoder(target.model, drafter, gamma=gamma, eos_token_ids=target.eos_token_ids)
-        same = [
-            decoder.decode([prompt], tokens).outputs == text
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
-        shares[name] = sum(same) / len(same)
+        drafted = [decoder.decode([prompt], tokens).outputs[0] for prompt in prompts]
+        shares[name], _ = identical(target, prompts, texts, drafted)
     return shares
 
 
