@@ -9,7 +9,7 @@ import heads  # noqa: F401  (registers the drafters that read the target's hidde
 from decode.drafters.directory import open_drafter, save_drafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
-from decode.measure.evaluation import Evaluation, Protocol, evaluate
+from decode.measure.evaluation import Evaluation, EvaluationProtocol, evaluate
 from decode.sampling import Sampling
 from decode.target.loading import Target, load_target
 from decode.text import SpeculativeGenerator, TextPieces
@@ -18,7 +18,7 @@ __all__ = [
     "Decoded",
     "Decoder",
     "Evaluation",
-    "Protocol",
+    "EvaluationProtocol",
     "Sampling",
     "SpeculativeGenerator",
     "Target",

@@ -25,12 +25,12 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from benchmarks.common import forget_peak, peak_resident_memory, resident_memory
 from decode.target.loading import Target, load_target
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.module import Distillation
 from distill.student import student_from_layers
 from distill.teacher.live import LiveTeacher
 from distill.teacher.output_layer import split_model
-from distill.teacher.signal import Teacher, Whole
+from distill.teacher.signal import Teacher, TeacherLogits
 from train.cli.shared import cores, quieten
 from train.console import Bar, Reporter
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
@@ -38,7 +38,7 @@ from train.data.chat import Sample, prompt_tokens
 from train.data.read import read_examples
 from train.data.rounds import FixedText
 from train.training.optimizer import OptimizerConfig
-from train.training.trainer import LoopConfig, Task, Trainer
+from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
 PROMPTS = Path(__file__).parents[1] / "configs" / "prompts" / "train.jsonl"
 # Answer lengths as in instruction data: medians of 50 to 110 tokens and a standard deviation of the
@@ -217,7 +217,7 @@ def train_ours(
     meter: Meter,
 ) -> None:
     """Train one epoch as `train.stages.distill` does, without writing a drafter directory."""
-    terms = Terms({"forward_kl": 1.0})
+    terms = WeightedLoss({"forward_kl": 1.0})
     teacher = LiveTeacher(split_model(target.model))
 
     def step(module: nn.Module, given: Inputs, names: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -232,7 +232,7 @@ def train_ours(
         trainer = loop(
             Accelerator(cpu=True, mixed_precision="bf16" if settings.precision == "bf16" else "no"),
             _Metered(meter),
-            Task(
+            TrainingTask(
                 "distill",
                 module(student, terms),
                 step,
@@ -266,7 +266,7 @@ class EagerDistillation(Distillation):
         attention_mask: Tensor,
         loss_mask: Tensor,
         teacher: Teacher | None = None,
-        agreement_with: Callable[[slice], Whole] | None = None,
+        agreement_with: Callable[[slice], TeacherLogits] | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert teacher is not None
         assert agreement_with is None

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import MIB, forget_peak, peak_resident_memory, resident_memory, save_figure
 from benchmarks.distill_contestants import EagerDistillation
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.module import Distillation
 from distill.teacher.live import LiveTeacher
 from distill.teacher.output_layer import split_model
@@ -45,7 +45,7 @@ def measure_point(
         torch.set_num_threads(cores())
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     teacher = LiveTeacher(split_model(_tiny(vocabulary, seed=0).to(dtype)))
-    module = KINDS[kind](_tiny(vocabulary, seed=1).train(), Terms({"forward_kl": 1.0}))
+    module = KINDS[kind](_tiny(vocabulary, seed=1).train(), WeightedLoss({"forward_kl": 1.0}))
     text = torch.randint(0, vocabulary, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
 
     def step(ids: torch.Tensor) -> float:

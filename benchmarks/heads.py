@@ -131,7 +131,7 @@ def run_config(settings: Settings) -> dict[str, Any]:
             "kind": "feature_cache",
             "text": TEXT,
             # -1 is the output layer's input. EAGLE-3 needs the others for a target with 30 layers.
-            "taps": [-1, 1, 14, 26] if "eagle3" in settings.arms else [-1],
+            "captured_layers": [-1, 1, 14, 26] if "eagle3" in settings.arms else [-1],
         },
     ]
     for name in settings.arms:

@@ -35,7 +35,7 @@ from decode.loop import Decoder
 from decode.measure.evaluation import ratio_of_totals
 from decode.sampling import Sampling
 from decode.target.loading import Target, load_model_and_tokenizer
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.teacher.live import LiveTeacher
 from distill.teacher.output_layer import split_model
 from distill.teacher.top_k_cache import bytes_per_token, top_k
@@ -254,7 +254,7 @@ def cache_error(run: Run) -> list[dict[str, float]]:
     teacher = LiveTeacher(split_model(target.model), vocabulary=vocabulary.ids)
     answers = spread(read_answers(run.stage_directory("dev")), 16)
     examples = {example.id: example for example in run.read_data()["dev"]}
-    terms = Terms({"forward_kl": 1.0})
+    terms = WeightedLoss({"forward_kl": 1.0})
     sums = {k: np.zeros(3) for k in (8, 16, 32, 64, 128)}
     whole_divergence, tokens = 0.0, 0
     for answer in answers:

@@ -23,7 +23,7 @@ from benchmarks.decode_drafter import PROMPTS
 from decode.drafters.directory import open_drafter
 from decode.drafters.shaped import ShapedDrafter
 from decode.measure.calibrate_tree import calibrate_tree
-from decode.measure.evaluation import Protocol, evaluate
+from decode.measure.evaluation import EvaluationProtocol, evaluate
 from decode.target.loading import load_target
 from train.cli.shared import cores, quieten, shows_errors
 from train.console import Reporter
@@ -111,7 +111,7 @@ def measure_speed(
     torch.set_num_threads(cores())
     loaded = load_target(target, dtype=dtype, device=device)
     examples = spread(read_examples(prompts)[0], timed_prompts)
-    protocol = Protocol(
+    protocol = EvaluationProtocol(
         gamma=gamma,
         max_new_tokens=tokens,
         timed_prompts=timed_prompts,

@@ -20,7 +20,7 @@ from decode.logits import LogitsProcessor, Scores
 from decode.policies import Policy
 from decode.policies.fixed import Fixed
 from decode.rules import RULES, Rule, Verdict, default_rule, require_fitting, used_rule
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.stats import Counts, Step, Tally, Timing
 from decode.stops import Stop
 from decode.target.cached_model import CachedLM
@@ -130,7 +130,7 @@ class Decoder:
                 f"{type(drafter).__name__} drafts trees; leave the policy out, or let it draft in "
                 "the shape chain"
             )
-        self.lm = CachedLM(model, taps=drafter.taps)
+        self.lm = CachedLM(model, captured_layers=drafter.captured_layers)
         if self.policy.most >= self.lm.max_positions:
             raise UserError(
                 f"drafts of depth {self.policy.most} do not fit into the target's context of "
@@ -160,7 +160,7 @@ class Decoder:
 
         row_ids: the identity of each row. Its random numbers depend on it and on the seed. With
             the row's index in a larger set, its text is the same in any batch, in float32 (see
-            `Noise`). Default: the row's index in `prompts`.
+            `CounterRNG`). Default: the row's index in `prompts`.
         on_tokens: called with (row, new tokens) as soon as they are final.
         on_step: see `decode.trace`.
         Raises UserError if there are no prompts, if a prompt is empty, leaves no room for an answer
@@ -204,7 +204,7 @@ class Decoder:
         device = self.lm.device
         contexts = self._contexts(prompts, ends)
         identities = np.asarray(rows if row_ids is None else row_ids)
-        noise = Noise(seed, torch.as_tensor(identities, device=device))
+        rng = CounterRNG(seed, torch.as_tensor(identities, device=device))
         tally = Tally(len(prompts), self.policy.most)
         steps: list[Step] = []
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -212,14 +212,14 @@ class Decoder:
         if self.stop:
             self.stop.start(len(rows))
         fed = contexts.lengths - (not self.first_target)
-        block = self._prefill(contexts, fed, noise)
+        block = self._prefill(contexts, fed, rng)
         first = np.full(len(rows), block.shape[1])
         emitted, ended = self._cut(rows, block, first, ends - contexts.lengths)
         self._append(contexts, block, emitted)
         clock.mark("prefill")
         self.drafter.start(contexts)
         read: Features | None = None
-        if self.drafter.taps and fed.any():
+        if self.drafter.captured_layers and fed.any():
             read = Features(self.lm.features, fed)
             self.drafter.read(read)
         self.policy.start(len(rows))
@@ -237,7 +237,7 @@ class Decoder:
                 going = np.flatnonzero(~ended)
                 if not len(going):
                     break
-                self._keep(going, contexts, noise)
+                self._keep(going, contexts, rng)
                 rows, ends = rows[going], ends[going]
                 if read is not None and self.observers:
                     read = read.keep_rows(going)
@@ -245,7 +245,7 @@ class Decoder:
             yield said
             clock.resume()
 
-            noise.next_round(contexts.lengths)
+            rng.next_round(contexts.lengths)
             left = ends - contexts.lengths
             # The pass itself emits a token, so drafting the last one is never worth it. Each row
             # has its own limit. Otherwise its text would depend on the other rows.
@@ -259,13 +259,13 @@ class Decoder:
                     has_drafted = True
                 stops = self.policy.stops if self.policy.watches else None
                 limits = Limits(depths, stops)
-                draft = self.drafter.draft(contexts, limits, self.draft_sampling, noise).to(device)
+                draft = self.drafter.draft(contexts, limits, self.draft_sampling, rng).to(device)
                 draft.limit_depth(depths)
             draft_s = clock.mark("draft")
             logits, start = self._forward(contexts, draft)
             verify_s = clock.mark("verify")
             scores = Scores(logits, self.sampling, draft, contexts, self.processors)
-            verdict = self.rule.verify(draft, scores, noise)
+            verdict = self.rule.verify(draft, scores, rng)
             judged = Judged.of(draft, scores, verdict)
             judged.require_usable(scores, verdict, rows, contexts, len(steps) + 1)
             accepted, reached, block = judged.accepted, judged.reached, judged.block
@@ -276,7 +276,7 @@ class Decoder:
 
             for observer in self.observers:
                 observer(Verified(rows, contexts, draft, scores, verdict, accepted, block, read))
-            if self.drafter.taps:
+            if self.drafter.captured_layers:
                 seen = Features(self.lm.features, accepted + 1)
                 read = seen.at(verdict.places(), accepted + 1)
                 self.drafter.read(read)
@@ -325,7 +325,7 @@ class Decoder:
             tokens[row, : len(prompt)] = prompt
         return Contexts(tokens, lengths)
 
-    def _prefill(self, contexts: Contexts, lengths: np.ndarray, noise: Noise) -> np.ndarray:
+    def _prefill(self, contexts: Contexts, lengths: np.ndarray, rng: CounterRNG) -> np.ndarray:
         """Feed the first `lengths` (int [B]) tokens of the prompts and return the next token of
         each row, int64 [B, 1]. Without `first_target` it returns no tokens, [B, 0], and the first
         verification feeds the last token of each prompt."""
@@ -339,7 +339,7 @@ class Decoder:
             return np.zeros((rows, 0), dtype=np.int64)
         nothing = Draft.none(rows, self.lm.device)
         scores = Scores(logits, self.sampling, nothing, contexts, self.processors)
-        picked = scores.pick(noise.uniforms(Noise.NEXT, 0, 1))
+        picked = scores.pick(rng.uniforms(CounterRNG.NEXT, 0, 1))
         none = torch.zeros_like(picked[:, 0])
         verdict = Verdict(nothing.tokens, none, none, picked[:, 0])
         judged = Judged.of(nothing, scores, verdict)
@@ -393,11 +393,11 @@ class Decoder:
         contexts.tokens[row, contexts.lengths[row] + column] = block[row, column]
         contexts.lengths = contexts.lengths + emitted
 
-    def _keep(self, going: np.ndarray, contexts: Contexts, noise: Noise) -> None:
+    def _keep(self, going: np.ndarray, contexts: Contexts, rng: CounterRNG) -> None:
         rows = torch.as_tensor(going, device=self.lm.device)
         self.lm.keep_rows(rows)
         self.drafter.keep_rows(rows)
-        noise.keep_rows(rows)
+        rng.keep_rows(rows)
         contexts.keep_rows(going)
         self.policy.keep_rows(going)
 

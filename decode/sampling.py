@@ -238,7 +238,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & _MASKS[31])
 
 
-class Noise:
+class CounterRNG:
     """Counter-based random numbers: uniform, a function of (seed, row, round, stream, place) only.
 
     There is no generator state, so a row gets the same numbers alone and in any batch. Its text is
@@ -255,10 +255,10 @@ class Noise:
         self._round = 0
         self._lengths = np.zeros(len(rows), dtype=np.int64)
 
-    def fork(self, part: int) -> "Noise":
+    def fork(self, part: int) -> "CounterRNG":
         """The numbers of this round for part 0, 1, … of a drafter with several parts. They are
         independent of the other parts' numbers and of this object's numbers."""
-        forked = object.__new__(Noise)
+        forked = object.__new__(CounterRNG)
         forked._keys = _mix(_mix(self._keys) ^ (part + 1))
         forked._round, forked._lengths = self._round, self._lengths
         return forked

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.teacher.signal import Whole
+from distill.teacher.signal import TeacherLogits
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def agreement_sums(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    teacher: Callable[[slice], Whole],
+    teacher: Callable[[slice], TeacherLogits],
     vocabulary: Tensor | None,
     *,
     chunk: int = 256,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.teacher.signal import Signal, Teacher
 
 # Float32 numbers per block of rows on a CPU. A few such blocks fit into its cache.
@@ -31,7 +31,7 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         teacher: Teacher | None,
         labels: Tensor,
-        terms: Terms,
+        terms: WeightedLoss,
         chunk: int,
         ranks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _gradient_in_place(
-    logits: Tensor, signal: Signal | None, labels: Tensor, terms: Terms
+    logits: Tensor, signal: Signal | None, labels: Tensor, terms: WeightedLoss
 ) -> Tensor:
     """Overwrite logits [c, V] with their gradient. Return the terms' sums, float64 [terms]."""
     rows, vocabulary = logits.shape
@@ -113,7 +113,7 @@ def chunked_loss(
     bias: Tensor | None,
     teacher: Teacher | None,
     labels: Tensor,
-    terms: Terms,
+    terms: WeightedLoss,
     *,
     chunk: int = 256,
     ranks: Tensor | None = None,
@@ -138,7 +138,7 @@ def eager_loss(
     bias: Tensor | None,
     signal: Signal | None,
     labels: Tensor,
-    terms: Terms,
+    terms: WeightedLoss,
 ) -> Tensor:
     """The same weighted sum, from all logits [n, V] at once: the oracle of `chunked_loss`."""
     logits = F.linear(hidden, weight, bias)

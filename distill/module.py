@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from distill.agreement import agreement_sums
 from distill.chunked import chunked_loss
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.teacher.output_layer import split_model
-from distill.teacher.signal import Teacher, Whole
+from distill.teacher.signal import Teacher, TeacherLogits
 from distill.vocabulary import positions
 
 
@@ -29,7 +29,7 @@ class Distillation(nn.Module):
     def __init__(
         self,
         student: PreTrainedModel,
-        terms: Terms,
+        terms: WeightedLoss,
         *,
         chunk: int = 256,
         vocabulary: Tensor | None = None,
@@ -52,7 +52,7 @@ class Distillation(nn.Module):
         attention_mask: Tensor,
         loss_mask: Tensor,
         teacher: Teacher | None = None,
-        agreement_with: Callable[[slice], Whole] | None = None,
+        agreement_with: Callable[[slice], TeacherLogits] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The weighted loss summed over the predicted tokens, and each term's sum, float64 [terms].
 

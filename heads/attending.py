@@ -47,7 +47,7 @@ class AttendingDrafter(HeadsDrafter):
         self._read = self.known > 0
 
     def read(self, features: Features) -> None:
-        fused = self.heads.fuse(features.of(self.taps).to(self.states.dtype))
+        fused = self.heads.fuse(features.of(self.captured_layers).to(self.states.dtype))
         count = fused.shape[1]
         rows_B1 = torch.arange(len(self.known), device=fused.device)[:, None]
         first_B1 = torch.as_tensor(self.known, device=fused.device)[:, None]

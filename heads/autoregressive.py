@@ -45,12 +45,16 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
 
     @abstractmethod
     def advance(
-        self, states: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
+        self,
+        states: Tensor,
+        embedded: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attend: Attend,
     ) -> Tensor:
         """Return the next states [B, n, H].
 
-        states: [B, n, H]. embedded: [B, n, H], the embeddings of the next tokens. turns: cos and
-        sin of the positions.
+        states: [B, n, H]. embedded: [B, n, H], the embeddings of the next tokens.
+        position_embeddings: cos and sin of the positions.
         """
 
     def readout(self, states: Tensor) -> Tensor:
@@ -72,11 +76,15 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         [1, n], the positions of `states`.
         """
         states = states.to(self.dtype)
-        turns = self._rotary(positions, states)
-        return self.advance(states, self.embeddings(tokens).to(self.dtype), turns, attend)
+        position_embeddings = self._rotary(positions, states)
+        return self.advance(
+            states, self.embeddings(tokens).to(self.dtype), position_embeddings, attend
+        )
 
     def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
-        features = torch.cat([given.features[tap] for tap in self.taps], -1).to(self.dtype)
+        features = torch.cat([given.features[layer] for layer in self.captured_layers], -1).to(
+            self.dtype
+        )
         states = self.fuse(self.blurred(features))
         attend = UnrolledAttention()
         positions = torch.arange(states.shape[1], device=states.device)[None]

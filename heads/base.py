@@ -68,7 +68,7 @@ class Given:
     """A batch of text with the target's hidden states.
 
     input_ids: int64 [B, T]. loss_mask: bool [B, T], True where the token is trained on. features:
-    hidden states [B, T, H] by tap.
+    hidden states [B, T, H] by captured layer.
     """
 
     input_ids: Tensor
@@ -94,16 +94,16 @@ class Prediction:
 class Heads(nn.Module, ABC):
     """Heads on the target.
 
-    taps: the layers whose hidden states are captured (`decode.target.hidden_states`). depth: D, the
-    max depth of a draft. rows: V', the rows of the output layer. vocabulary: the token ids of these
-    rows, int64 [V'], ascending; None means all tokens.
+    captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
+    depth: D, the max depth of a draft. rows: V', the rows of the output layer. vocabulary: the
+    token ids of these rows, int64 [V'], ascending; None means all tokens.
 
-    A new module has arbitrary weights. Call `start_from` to set the init weights, or load a state
+    A new module has arbitrary weights. Call `init_weights` to set the init weights, or load a state
     dict. All trained weights are float32.
     """
 
     Options: ClassVar[type[HeadOptions]]
-    taps: tuple[int, ...] = (FINAL,)
+    captured_layers: tuple[int, ...] = (FINAL,)
     # λ₀: the loss weight of the heads when the target is trained too. None: this kind supports
     # only a frozen target.
     joint_weight: float | None = None
@@ -121,9 +121,9 @@ class Heads(nn.Module, ABC):
         self.output = HeadOutput(options.output, depth, layer, self.rows)
 
     @torch.no_grad()
-    def start_from(self, model: PreTrainedModel) -> None:
+    def init_weights(self, model: PreTrainedModel) -> None:
         """Set the init weights for training. Draws from torch's random state."""
-        self.output.start_from(output_layer(model), self.vocabulary)
+        self.output.init_weights(output_layer(model), self.vocabulary)
 
     def borrow(
         self,
@@ -146,7 +146,7 @@ class Heads(nn.Module, ABC):
         return next(self.parameters()).dtype
 
     @abstractmethod
-    def sub_losses(self, uniform: float) -> dict[int, float]:
+    def loss_weights(self, uniform: float) -> dict[int, float]:
         """Loss weights by depth for one minibatch. Heads that are missing are not computed.
 
         uniform: a random number in [0, 1), drawn anew for each minibatch.

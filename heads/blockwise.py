@@ -51,13 +51,13 @@ class BlockwiseHeads(ParallelHeads):
         self.down = nn.Linear(self.depth * width, self.depth * self.hidden_size)
 
     @torch.no_grad()
-    def start_from(self, model: PreTrainedModel) -> None:
-        super().start_from(model)
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
         self.up.reset_parameters()
         for parameter in self.down.parameters():
             parameter.zero_()
 
-    def sub_losses(self, uniform: float) -> dict[int, float]:
+    def loss_weights(self, uniform: float) -> dict[int, float]:
         if self.options.sub_loss == "random":
             return {1 + int(uniform * self.depth): 1.0}
         return dict.fromkeys(range(1, self.depth + 1), 1 / self.depth)

@@ -17,7 +17,7 @@ from decode.drafters import Contexts, Limits
 from decode.drafters.new_weights import take_weights
 from decode.drafters.shaped import ShapedDrafter
 from decode.errors import UserError
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import Features
 from decode.target.loading import DTYPES, Target
 from decode.trees import Shape
@@ -42,7 +42,7 @@ class HeadsDrafter(ShapedDrafter):
     def __init__(self, heads: Heads, vocab_size: int, shape: Shape | None = None) -> None:
         super().__init__(vocab_size, shape, farthest=heads.depth)
         self.heads = heads.eval().requires_grad_(False)
-        self.taps = heads.taps
+        self.captured_layers = heads.captured_layers
         if (self.shape.depth or 0) > heads.depth:
             raise UserError(
                 f"a tree {self.shape.depth} deep and heads for {heads.depth} tokens; make the tree "
@@ -71,17 +71,19 @@ class HeadsDrafter(ShapedDrafter):
         self._read = np.zeros(len(contexts.lengths), dtype=bool)
 
     def read(self, features: Features) -> None:
-        self.last = features.newest(self.taps).to(next(self.heads.parameters()).dtype)
+        self.last = features.newest(self.captured_layers).to(next(self.heads.parameters()).dtype)
         self._read = features.counts > 0
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         # A prompt of one token has no features before its first pass.
         depths = np.where(self._read, np.minimum(limits.depths, self.heads.depth), 0)
         if not depths.any():
             return Draft.none(len(contexts.lengths), "cpu")
         within = Limits(depths, limits.stops)
         growth = self.growth(contexts, sampling, within.deepest)
-        return self.shape.grow(growth, within, sampling, noise)
+        return self.shape.grow(growth, within, sampling, rng)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace some weights of the heads.

@@ -56,22 +56,26 @@ class Eagle1Heads(AutoregressiveHeads):
         self.layers = nn.ModuleList([DraftLayer(self.config, self.hidden_size)])
 
     @torch.no_grad()
-    def start_from(self, model: PreTrainedModel) -> None:
-        super().start_from(model)
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
         layer = self.layers[0]
         assert isinstance(layer, DraftLayer)
-        layer.start_from(self.config.initializer_range)
+        layer.init_weights(self.config.initializer_range)
         self.fc.weight.zero_()
         self.fc.weight[:, self.hidden_size :] = torch.eye(self.hidden_size)
 
-    def sub_losses(self, uniform: float) -> dict[int, float]:
+    def loss_weights(self, uniform: float) -> dict[int, float]:
         return {1: 1.0}
 
     def advance(
-        self, states: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
+        self,
+        states: Tensor,
+        embedded: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attend: Attend,
     ) -> Tensor:
         mixed = self.fc(torch.cat([embedded, states], -1))
-        made: Tensor = self.layers[0](mixed, mixed, turns, attend)
+        made: Tensor = self.layers[0](mixed, mixed, position_embeddings, attend)
         return made
 
     def blurred(self, features: Tensor) -> Tensor:

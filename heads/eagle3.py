@@ -34,7 +34,8 @@ class Eagle3Options(HeadOptions):
 
 
 def tapped_layers(layers: int) -> tuple[int, int, int]:
-    """Return the taps of a target with n layers: the inputs of layers 2, n // 2 and n − 3.
+    """Return the layers captured of a target with n layers: the inputs of layers 2, n // 2 and n −
+    3.
 
     Layers are counted from 0. The input of a layer is the output of the layer before it, so the
     returned numbers are one lower. vLLM, SGLang and llama.cpp use the same default if a drafter's
@@ -64,8 +65,8 @@ class Eagle3Layer(DraftLayer):
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     @torch.no_grad()
-    def start_from(self, spread: float) -> None:
-        super().start_from(spread)
+    def init_weights(self, spread: float) -> None:
+        super().init_weights(spread)
         self.input_layernorm.weight.fill_(1.0)
         self.hidden_norm.weight.fill_(1.0)
 
@@ -90,16 +91,16 @@ class Eagle3Heads(AutoregressiveHeads):
         self, options: Eagle3Options, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.steps, model, vocabulary)
-        self.taps = tapped_layers(model.config.get_text_config().num_hidden_layers)
+        self.captured_layers = tapped_layers(model.config.get_text_config().num_hidden_layers)
         size = self.hidden_size
-        self.fc = nn.Linear(len(self.taps) * size, size, bias=False)
+        self.fc = nn.Linear(len(self.captured_layers) * size, size, bias=False)
         self.midlayer = Eagle3Layer(self.config)
         self.norm = LlamaRMSNorm(size, eps=self.config.rms_norm_eps)
 
     @torch.no_grad()
-    def start_from(self, model: PreTrainedModel) -> None:
-        super().start_from(model)
-        self.midlayer.start_from(self.config.initializer_range)
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
+        self.midlayer.init_weights(self.config.initializer_range)
         self.fc.weight.zero_()
         self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
         self.norm.weight.fill_(1.0)
@@ -109,7 +110,7 @@ class Eagle3Heads(AutoregressiveHeads):
             ones = torch.ones(1, self.hidden_size, dtype=model.dtype, device=model.device)
             self.norm.weight.copy_(own(ones)[0])
 
-    def sub_losses(self, uniform: float) -> dict[int, float]:
+    def loss_weights(self, uniform: float) -> dict[int, float]:
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -117,11 +118,15 @@ class Eagle3Heads(AutoregressiveHeads):
         return fused
 
     def advance(
-        self, states: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
+        self,
+        states: Tensor,
+        embedded: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attend: Attend,
     ) -> Tensor:
         layer = self.midlayer
         read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
-        made: Tensor = layer(states, read, turns, attend)
+        made: Tensor = layer(states, read, position_embeddings, attend)
         return made
 
     def readout(self, states: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class _Block(nn.Module):
         self.skip = nn.Identity() if reads == size else nn.Linear(reads, size)
 
     @torch.no_grad()
-    def start_from(self) -> None:
+    def init_weights(self) -> None:
         for parameter in self.parameters():
             parameter.zero_()
         if isinstance(self.skip, nn.Linear):
@@ -85,13 +85,13 @@ class HydraHeads(TokenHeads):
         )
 
     @torch.no_grad()
-    def start_from(self, model: PreTrainedModel) -> None:
-        super().start_from(model)
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
         for block in self.blocks.modules():
             if isinstance(block, _Block):
-                block.start_from()
+                block.init_weights()
 
-    def sub_losses(self, uniform: float) -> dict[int, float]:
+    def loss_weights(self, uniform: float) -> dict[int, float]:
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
 
     def in_context(self, features: Tensor) -> Tensor:
@@ -109,7 +109,9 @@ class HydraHeads(TokenHeads):
         return made
 
     def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
-        features = self.in_context(torch.cat([given.features[tap] for tap in self.taps], -1))
+        features = self.in_context(
+            torch.cat([given.features[layer] for layer in self.captured_layers], -1)
+        )
         for depth in depths:
             places = trained_places(given.loss_mask, depth)
             after = [ahead(given.input_ids, by)[places] for by in range(1, depth + 1)]

@@ -44,15 +44,17 @@ class PrefixLayer(nn.Module):
         self._rotary = Rotary(config)
 
     @torch.no_grad()
-    def start_from(self) -> None:
+    def init_weights(self) -> None:
         """Set init weights with which the layer changes nothing."""
         self.input_layernorm.weight.fill_(1.0)
-        self.layer.start_from(self._spread)
+        self.layer.init_weights(self._spread)
 
     def forward(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return [B, n, H] for features [B, n, H]. positions: int64 [B, n] or [1, n]."""
-        turns = self._rotary(positions, features)
-        made: Tensor = self.layer(features, self.input_layernorm(features), turns, attend)
+        position_embeddings = self._rotary(positions, features)
+        made: Tensor = self.layer(
+            features, self.input_layernorm(features), position_embeddings, attend
+        )
         return made
 
 
@@ -73,9 +75,9 @@ class HydraPlusHeads(HydraHeads, AttendingHeads):
         self.prefix = PrefixLayer(layer_config(model))
 
     @torch.no_grad()
-    def start_from(self, model: PreTrainedModel) -> None:
-        super().start_from(model)
-        self.prefix.start_from()
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
+        self.prefix.init_weights()
 
     def in_context(self, features: Tensor) -> Tensor:
         positions = torch.arange(features.shape[1], device=features.device)[None]

@@ -28,7 +28,7 @@ class ParallelHeads(Heads):
         places = {depth: trained_places(given.loss_mask, depth) for depth in depths}
         # All heads read most tokens, so shared parts are computed once per token.
         read = reduce(torch.logical_or, places.values())
-        features = torch.cat([given.features[tap][read] for tap in self.taps], -1)
+        features = torch.cat([given.features[layer][read] for layer in self.captured_layers], -1)
         states = self.states(features.to(self.dtype), depths)
         for column, (depth, own) in enumerate(places.items()):
             yield Prediction(depth, own, states[own[read], column])

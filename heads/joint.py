@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.target.hidden_states import Recorder
 from distill.chunked import chunked_loss
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.teacher.signal import Teacher
 from heads.base import output_layer
 from heads.training import HeadTraining
@@ -29,12 +29,17 @@ class JointTraining(nn.Module):
     """
 
     def __init__(
-        self, backbone: PreTrainedModel, heads: HeadTraining, terms: Terms, *, chunk: int = 256
+        self,
+        backbone: PreTrainedModel,
+        heads: HeadTraining,
+        terms: WeightedLoss,
+        *,
+        chunk: int = 256,
     ) -> None:
         super().__init__()
         output_layer(backbone)
         self.backbone, self.heads, self.terms, self.chunk = backbone, heads, terms, chunk
-        self._recorder = Recorder(backbone, heads.taps)
+        self._recorder = Recorder(backbone, heads.captured_layers)
 
     @property
     def sums(self) -> list[str]:

@@ -89,13 +89,15 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(reads, narrow, bias=False)
         self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """turns: cos and sin of the tokens' positions."""
+    def forward(
+        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        """position_embeddings: cos and sin of the tokens' positions."""
         queries, keys, values = (
             layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        queries, keys = apply_rotary_pos_emb(queries, keys, *turns)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
         found: Tensor = self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
         return found
 
@@ -113,7 +115,7 @@ class DraftLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     @torch.no_grad()
-    def start_from(self, spread: float) -> None:
+    def init_weights(self, spread: float) -> None:
         """Set random init weights with standard deviation `spread`.
 
         The two linear layers that write to the residual stream start as 0, so at first the layer
@@ -127,10 +129,14 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm.weight.fill_(1.0)
 
     def forward(
-        self, residual: Tensor, read: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
+        self,
+        residual: Tensor,
+        read: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attend: Attend,
     ) -> Tensor:
         """Return the residual stream [B, n, H]. read: [B, n, R], the input of attention."""
-        residual = residual + self.self_attn(read, turns, attend)
+        residual = residual + self.self_attn(read, position_embeddings, attend)
         made: Tensor = self.mlp(self.post_attention_layernorm(residual))
         return residual + made
 

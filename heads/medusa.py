@@ -57,12 +57,12 @@ class MedusaHeads(ParallelHeads):
         )
 
     @torch.no_grad()
-    def start_from(self, model: PreTrainedModel) -> None:
-        super().start_from(model)
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
         for parameter in self.blocks.parameters():
             parameter.zero_()
 
-    def sub_losses(self, uniform: float) -> dict[int, float]:
+    def loss_weights(self, uniform: float) -> dict[int, float]:
         return {k: self.options.decay**k for k in range(1, self.depth + 1)}
 
     def states(self, features: Tensor, depths: Sequence[int]) -> Tensor:

@@ -19,7 +19,7 @@ from decode.errors import UserError
 from decode.target.loading import Target
 from decode.trees.structure import Structure
 from distill.chunked import chunked_loss
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.replay.buffer import Drafted, Record, from_numpy, signal_of
 from distill.replay.learner import OnlineStudent, require_same_ids
 from distill.teacher.signal import TopK
@@ -43,7 +43,7 @@ class HeadStudent(OnlineStudent):
     def __init__(
         self,
         heads: Heads,
-        terms: Terms,
+        terms: WeightedLoss,
         target: Target,
         *,
         tree: Structure | None = None,
@@ -56,13 +56,13 @@ class HeadStudent(OnlineStudent):
         self.module = self._heads = heads.float().to(device or target.device).requires_grad_(True)
         heads.borrow(target.model, torch.float32, self.device)
         self.terms, self.chunk = terms, chunk
-        self._judge = Terms({"total_variation": 1.0})
+        self._judge = WeightedLoss({"total_variation": 1.0})
         self._target, self._tree = target, tree
         self.ids = None if heads.vocabulary is None else heads.vocabulary.to(self.device)
         heads.vocabulary = self.ids
         self._label_rows = None if self.ids is None else positions(self.ids, target.vocab_size)
-        self.heads, self.taps = heads.depth, tuple(heads.taps)
-        self.features = len(self.taps) * heads.hidden_size
+        self.heads, self.captured_layers = heads.depth, tuple(heads.captured_layers)
+        self.features = len(self.captured_layers) * heads.hidden_size
         self.window = min(target.max_positions, max_length or target.max_positions)
         # Each token has at least half of the window before it, see `Record.windows`.
         if self.window < 2 * (heads.depth + 1):
@@ -78,7 +78,7 @@ class HeadStudent(OnlineStudent):
     def lost(self, records: Sequence[Record]) -> Tensor:
         return self._through(self._judge, records)[1][0]
 
-    def _through(self, terms: Terms, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
+    def _through(self, terms: WeightedLoss, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
         input_ids, depths, features = self._batch(records)
         signal = signal_of(records, self.device)
         drafted_by = torch.cat([torch.as_tensor(d.depths) for d in _drafted(records)])
@@ -111,7 +111,7 @@ class HeadStudent(OnlineStudent):
         """Return token ids, depths and features of the records as one batch.
 
         Token ids: int64 [B, T]. Depths: int64 [B, T], the head that drafted each token (0: none).
-        Features: by tap, in the target's dtype, 0 where they were not recorded.
+        Features: by captured layer, in the target's dtype, 0 where they were not recorded.
         """
         shape = len(records), max(len(record.tokens) for record in records)
         input_ids, depths = torch.zeros(2, *shape, dtype=torch.int64)
@@ -123,8 +123,8 @@ class HeadStudent(OnlineStudent):
             places, read = (torch.as_tensor(x).long() for x in (record.places, own.read))
             depths[row, places] = torch.as_tensor(own.depths).long()
             features[row, read] = from_numpy(own.features)
-        parts = features.to(self.device).chunk(len(self.taps), -1)
-        by_tap = dict(zip(self.taps, parts, strict=True))
+        parts = features.to(self.device).chunk(len(self.captured_layers), -1)
+        by_tap = dict(zip(self.captured_layers, parts, strict=True))
         return input_ids.to(self.device), depths.to(self.device), by_tap
 
     def require_fits(self, drafter: Drafter) -> None:

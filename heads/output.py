@@ -30,7 +30,7 @@ class HeadOutput(nn.Module):
         self._borrowed: list[nn.Module] = []
         self._lent: tuple[Tensor, Tensor | None] | None = None
 
-    def start_from(self, layer: nn.Linear, vocabulary: Tensor | None) -> None:
+    def init_weights(self, layer: nn.Linear, vocabulary: Tensor | None) -> None:
         """Copy the target's rows into every layer."""
         for own in self.layers:
             assert isinstance(own, nn.Linear)

@@ -54,7 +54,7 @@ def new_heads(options: HeadOptions, target: Target, vocabulary: Tensor | None) -
     Raises UserError as `build_heads` does.
     """
     heads = build_heads(options, target, vocabulary)
-    heads.start_from(target.model)
+    heads.init_weights(target.model)
     return heads
 
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from decode.target.hidden_states import FINAL
 from distill.chunked import chunked_loss
-from distill.losses import Terms
-from distill.teacher.signal import Teacher, Whole
+from distill.losses import WeightedLoss
+from distill.teacher.signal import Teacher, TeacherLogits
 from distill.vocabulary import positions
 from heads.base import Given, Heads, ahead, output_layer, trained_places
 
@@ -29,7 +29,7 @@ class HeadTraining(nn.Module):
     """
 
     def __init__(
-        self, heads: Heads, terms: Terms, model: PreTrainedModel, *, chunk: int = 256
+        self, heads: Heads, terms: WeightedLoss, model: PreTrainedModel, *, chunk: int = 256
     ) -> None:
         super().__init__()
         self.heads, self.terms, self.chunk = heads, terms, chunk
@@ -64,10 +64,10 @@ class HeadTraining(nn.Module):
             self._teacher = kept
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def captured_layers(self) -> tuple[int, ...]:
         """The layers whose hidden states this module needs, including those of the heads."""
-        reads_teacher = self.terms.needs_teacher and FINAL not in self.heads.taps
-        return (*self.heads.taps, FINAL) if reads_teacher else self.heads.taps
+        reads_teacher = self.terms.needs_teacher and FINAL not in self.heads.captured_layers
+        return (*self.heads.captured_layers, FINAL) if reads_teacher else self.heads.captured_layers
 
     @property
     def sums(self) -> list[str]:
@@ -86,8 +86,9 @@ class HeadTraining(nn.Module):
         """The weighted loss summed over tokens and heads, and `sums`, float64.
 
         input_ids: int64 [B, T]. loss_mask: bool [B, T], True where the token is trained on.
-        features: [B, T, H] by tap. losses: the heads to compute, with their loss weights. If it
-        contains all heads, the sums also count how many tokens in a row the heads get right.
+        features: [B, T, H] by captured layer. losses: the heads to compute, with their loss
+        weights. If it contains all heads, the sums also count how many tokens in a row the heads
+        get right.
         """
         given = Given(input_ids, loss_mask, features)
         depths = sorted(losses)
@@ -138,8 +139,8 @@ class HeadTraining(nn.Module):
         states = states.to(weight.dtype)
 
         @torch.no_grad()
-        def teacher(part: slice) -> Whole:
-            return Whole(linear(states[part], weight, bias))
+        def teacher(part: slice) -> TeacherLogits:
+            return TeacherLogits(linear(states[part], weight, bias))
 
         return teacher
 

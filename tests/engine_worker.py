@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.module import Distillation
 from tests.tiny import tiny_llama
 from train.training import parallel
@@ -24,7 +24,7 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
     """
     student = tiny_llama(layers=2)
     plain = copy.deepcopy(student)
-    module: Any = Distillation(student, Terms({"cross_entropy": 1.0}))
+    module: Any = Distillation(student, WeightedLoss({"cross_entropy": 1.0}))
     trained = dict(module.named_parameters())
     slow = [p for name, p in trained.items() if "layers.0" in name]
     fast = [p for name, p in trained.items() if "layers.0" not in name]

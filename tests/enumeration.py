@@ -19,7 +19,7 @@ from torch import Tensor
 from decode.draft import Draft, Siblings
 from decode.logits import Scores
 from decode.rules import Rule, Verdict
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 
 TOKENS = 3
 PLAIN = Sampling(temperature=1.0)
@@ -29,17 +29,17 @@ HALVINGS = 22  # thresholds to 2⁻²²
 LOW, HIGH = 0.0, 1 - 2.0**-53
 
 
-class SetNoise(Noise):
+class SetNoise(CounterRNG):
     """Uniforms set by hand: accept [B, N], next [B, n]."""
 
     def __init__(self, accept: np.ndarray, following: np.ndarray) -> None:
-        self.streams = {Noise.ACCEPT: accept, Noise.NEXT: following}
+        self.streams = {CounterRNG.ACCEPT: accept, CounterRNG.NEXT: following}
 
     def uniforms(self, stream: int, first: int, count: int) -> Tensor:
         return torch.as_tensor(self.streams[stream][:, first : first + count])
 
     def of_text(self, depths: Tensor) -> Tensor:
-        return torch.as_tensor(self.streams[Noise.NEXT]).gather(1, depths)
+        return torch.as_tensor(self.streams[CounterRNG.NEXT]).gather(1, depths)
 
 
 class Contextual:

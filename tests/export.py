@@ -16,14 +16,14 @@ from torch.nn.utils.rnn import pad_sequence
 from decode.drafters import DRAFTERS
 from decode.loop import Decoder
 from decode.target.loading import Target, load_target
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.teacher.live_hidden_states import LiveFeatures
 from heads.base import HeadOptions, Heads
 from heads.drafter import HeadsDrafter
 from heads.store import new_heads, save_heads
 from heads.training import HeadTraining
 from tests.tiny import VOCAB, save_tiny
-from train.export.engines import ENGINES, Task
+from train.export.engines import ENGINES, EngineTask
 from train.export.write import Measuring, check_export, export_drafter, reload
 
 PROMPTS = [[3 + i, 17 + i, 250 - i, 9, 42 + i][: 2 + i % 4] for i in range(40)]
@@ -80,8 +80,8 @@ def make_taught(
             if "o_proj" in name:
                 weight.normal_(std=0.1)
     heads.borrow(target.model)
-    training = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target.model)
-    seen = LiveFeatures(target.model, training.taps).features(ids, mask.long(), [])
+    training = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target.model)
+    seen = LiveFeatures(target.model, training.captured_layers).features(ids, mask.long(), [])
     optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
     for _ in range(150):
         loss, _ = training(ids, mask, seen, dict.fromkeys(range(1, heads.depth + 1), 1e-3))
@@ -113,9 +113,9 @@ def reloaded(out: Path, target: Target) -> HeadsDrafter:
     return drafter
 
 
-def task(target: Target, export: Path, **changes: Any) -> Task:
+def task(target: Target, export: Path, **changes: Any) -> EngineTask:
     """All PROMPTS, γ = 3, 24 tokens each, unless changed."""
-    asked = Task(target, target.name, export, PROMPTS, gamma=3, max_new_tokens=24)
+    asked = EngineTask(target, target.name, export, PROMPTS, gamma=3, max_new_tokens=24)
     return replace(asked, **changes)
 
 

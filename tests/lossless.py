@@ -22,7 +22,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.logits import Scores
 from decode.loop import Decoded, Decoder
 from decode.rules import Rule, Verdict
-from decode.sampling import Noise, Sampling, draw
+from decode.sampling import CounterRNG, Sampling, draw
 from decode.stats import Counts
 from decode.trees import Shape
 from decode.trees.growth import Growth
@@ -220,7 +220,7 @@ class Watched(Rule):
     def __init__(self, rule: Rule) -> None:
         self.rule, self.rounds, self.rejecting = rule, 0, 0
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, noise: CounterRNG) -> Verdict:
         verdict = self.rule.verify(draft, scores, noise)
         above = draft.parent_rows()
         elders = (above[:, :, None] == above[:, None, :]).tril(-1).any(2).gather(1, verdict.path)
@@ -274,7 +274,9 @@ class FixedDraft(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: CounterRNG
+    ) -> Draft:
         rows = len(contexts.lengths)
         return Draft(
             torch.tensor([self.tokens]).expand(rows, -1),
@@ -296,7 +298,7 @@ class Pairs(Shape):
     def most_nodes(self, gamma: int) -> int:
         return 2 ** (gamma + 1) - 2
 
-    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: CounterRNG) -> Draft:
         tokens: list[Tensor] = []
         parents: list[Tensor] = []
         q: list[Tensor] = []
@@ -324,15 +326,15 @@ class Pairs(Shape):
         draft.limit_depth(limits.depths)
         return draft
 
-    def _pair(self, probs: Tensor, noise: Noise, place: int) -> Tensor:
+    def _pair(self, probs: Tensor, noise: CounterRNG, place: int) -> Tensor:
         """int64 [B, 2n]"""
         if self._siblings == "chosen":
             return probs.topk(3, dim=-1).indices[..., ::2].flatten(1)
         count = probs.shape[1]
-        first = draw(probs, noise.uniforms(Noise.DRAFT, place, count))
+        first = draw(probs, noise.uniforms(CounterRNG.DRAFT, place, count))
         if self._siblings == "distinct":
             probs = probs.scatter(2, first[..., None], 0.0)
-        second = draw(probs, noise.uniforms(Noise.DRAFT, place + count, count))
+        second = draw(probs, noise.uniforms(CounterRNG.DRAFT, place + count, count))
         return torch.stack([first, second], -1).flatten(1)
 
 

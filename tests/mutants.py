@@ -18,7 +18,7 @@ from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.block import BlockVerification
 from decode.rules.speculative import SpeculativeSampling
-from decode.sampling import Noise, Sampling, draw
+from decode.sampling import CounterRNG, Sampling, draw
 from decode.target.cached_model import CachedLM
 
 
@@ -34,13 +34,13 @@ class PlainSpeculative(SpeculativeSampling):
     def bonus_row(self, accepted: Tensor) -> Tensor:
         return accepted
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
         rows, nodes = draft.tokens.shape
         p = scores.probs()
         q = draft.q
         if q is None:
             q = torch.nn.functional.one_hot(draft.tokens, p.shape[2]).float()
-        uniforms = noise.uniforms(Noise.ACCEPT, 0, nodes)
+        uniforms = rng.uniforms(CounterRNG.ACCEPT, 0, nodes)
         accepted = torch.zeros(rows, dtype=torch.int64)
         going = torch.ones(rows, dtype=torch.bool)
         all_rows = torch.arange(rows)
@@ -58,7 +58,7 @@ class PlainSpeculative(SpeculativeSampling):
             fallen = (accepted < sizes) & ~rejected
             weights = torch.where(rejected[:, None], left, weights)
             weights = torch.where(fallen[:, None], p[all_rows, row], weights)
-        following = draw(weights, noise.uniforms(Noise.NEXT, 0, 1)[:, 0])
+        following = draw(weights, rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0])
         path = torch.arange(nodes).expand(rows, -1)
         return Verdict(path, accepted, torch.minimum(accepted + 1, sizes), following)
 
@@ -101,8 +101,8 @@ class _Wrapped(Rule):
     def told(self, draft: Draft) -> Draft:
         raise NotImplementedError
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
-        return self.rule.verify(self.told(draft), scores, noise)
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+        return self.rule.verify(self.told(draft), scores, rng)
 
 
 class _Unnormalised(Draft):
@@ -135,24 +135,28 @@ class TakenForOneQ(_Wrapped):
 class SharedStreams(_Wrapped):
     """Accepts by the very random numbers that the draft was drawn with."""
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
-        return self.rule.verify(draft, scores, _DraftersOwn(noise))
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+        return self.rule.verify(draft, scores, _DraftersOwn(rng))
 
 
-class _DraftersOwn(Noise):
-    def __init__(self, noise: Noise) -> None:
-        self.noise = noise
+class _DraftersOwn(CounterRNG):
+    def __init__(self, rng: CounterRNG) -> None:
+        self.rng = rng
 
     def uniforms(self, stream: int, first: int, count: int) -> Tensor:
-        return self.noise.uniforms(Noise.DRAFT if stream == Noise.ACCEPT else stream, first, count)
+        return self.rng.uniforms(
+            CounterRNG.DRAFT if stream == CounterRNG.ACCEPT else stream, first, count
+        )
 
 
 class ColdDrafter(SmallLMDrafter):
     """Draws at 0.95 times the temperature, and declares the q of the temperature asked for."""
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         cold = replace(sampling, temperature=0.95 * sampling.temperature)
-        draft = super().draft(contexts, limits, cold, noise)
+        draft = super().draft(contexts, limits, cold, rng)
         assert draft.q is not None
         asked = draft.q**0.95
         draft.q = asked / asked.sum(-1, keepdim=True)
@@ -163,8 +167,10 @@ class StaleCache(SmallLMDrafter):
     """Takes its own last token for cached, which was drawn but never fed: so after full acceptance
     it reads a slot that nothing was written to."""
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
-        draft = super().draft(contexts, limits, sampling, noise)
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, rng)
         self._cached = self._cached + (limits.depths > 0)
         return draft
 

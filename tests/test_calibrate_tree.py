@@ -25,10 +25,10 @@ from decode.settings import DecodeSettings
 from decode.target.loading import load_target
 from decode.text import SpeculativeGenerator
 from decode.trees.calibrated import grow_greedily
-from decode.trees.sequoia import Plan
+from decode.trees.sequoia import TreePlan
 from decode.trees.stored import TREE, store_tree, stored_shape
 from decode.trees.structure import Structure
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.teacher.live_hidden_states import LiveFeatures
 from heads.base import HeadOptions
 from heads.store import new_heads, save_heads
@@ -69,14 +69,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = [prompt_tokens(e, target.tokenizer) for e in examples]
     plain = Decoder(target.model, DRAFTERS["none"]()).decode(prompts, NEW).outputs
     heads = new_heads(HeadOptions.of({"type": "medusa", "heads": 3}), target, None)
-    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target.model)
+    module = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target.model)
     optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
     for _ in range(25):
         for prompt, answer in zip(prompts, plain, strict=True):
             ids = torch.tensor([[*prompt, *answer]])
             mask = torch.ones_like(ids, dtype=torch.bool)
-            features = LiveFeatures(target.model, module.taps).features(ids, mask.long(), [])
-            loss, _ = module(ids, mask, features, heads.sub_losses(0.0))
+            features = LiveFeatures(target.model, module.captured_layers).features(
+                ids, mask.long(), []
+            )
+            loss, _ = module(ids, mask, features, heads.loss_weights(0.0))
             optimizer.zero_grad()
             (loss / mask.sum()).backward()
             optimizer.step()
@@ -293,7 +295,7 @@ def test_the_number_of_nodes_follows_the_costs() -> None:
         cheapest([[0.0, 0.0]], Costs(0.05, 1, 0.3, (1, 2), (1.0, 1.2)))
 
 
-def by_cost(plan: Plan) -> float:
+def by_cost(plan: TreePlan) -> float:
     return plan.cost_per_token
 
 

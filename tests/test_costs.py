@@ -14,7 +14,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
 from decode.measure.costs import Costs
-from decode.measure.evaluation import Protocol, evaluate
+from decode.measure.evaluation import EvaluationProtocol, evaluate
 from decode.measure.time_costs import measure_costs
 from decode.policies.by_batch import ByBatch
 from decode.policies.cost_model import CostModel
@@ -155,7 +155,9 @@ def test_the_drafters_pass_over_the_prompt_is_no_draft_step(
         return forward(lm, ids, *args, **kwargs)
 
     monkeypatch.setattr(CachedLM, "forward", timed)
-    protocol = Protocol(gamma=2, max_new_tokens=6, timed_prompts=2, timed_tokens=6, generate=False)
+    protocol = EvaluationProtocol(
+        gamma=2, max_new_tokens=6, timed_prompts=2, timed_tokens=6, generate=False
+    )
     found = evaluate(target, drafter, PROMPTS, protocol)
     shown = found.to_dict()
     # After a success the drafter feeds one token more.
@@ -186,7 +188,9 @@ def test_a_machine_that_slows_down_slows_both_down(monkeypatch: pytest.MonkeyPat
         return forward(lm, *args, **kwargs)
 
     monkeypatch.setattr(CachedLM, "forward", timed)
-    protocol = Protocol(max_new_tokens=4, timed_prompts=1, timed_tokens=64, generate=False)
+    protocol = EvaluationProtocol(
+        max_new_tokens=4, timed_prompts=1, timed_tokens=64, generate=False
+    )
     for before in (0, 20, 40):
         passes = before - 30
         found = evaluate(tiny_target(), DRAFTERS["none"](), PROMPTS[:1], protocol).to_dict()

@@ -14,10 +14,10 @@ from decode.loop import Decoder
 from decode.target.loading import Target
 from distill.agreement import Agreement, agreement_sums
 from distill.lora import LoraConfig, Trainable
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.module import Distillation
 from distill.student import student_from_layers
-from distill.teacher.signal import Whole
+from distill.teacher.signal import TeacherLogits
 from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from tests.training import assert_equal, tiny_trainer
@@ -55,7 +55,7 @@ def agreement_of(p: list[list[float]], q: list[list[float]], ids: list[int] | No
             torch.zeros(1, 2),
             torch.zeros(len(row_q), 2),
             torch.tensor(row_q).log(),
-            lambda part, row=row_p: Whole(torch.tensor([row]).log()[part]),
+            lambda part, row=row_p: TeacherLogits(torch.tensor([row]).log()[part]),
             None if ids is None else torch.tensor(ids),
         )
     return Agreement.from_sums(sums)
@@ -86,8 +86,10 @@ def test_what_a_reduced_vocabulary_cannot_say_counts_as_lost():
 def test_chunks_change_nothing():
     g = torch.Generator().manual_seed(0)
     hidden, weight, logits = (torch.randn(s, generator=g) for s in ((23, 4), (9, 4), (23, 9)))
-    whole = agreement_sums(hidden, weight, None, lambda part: Whole(logits[part]), None)
-    parts = agreement_sums(hidden, weight, None, lambda part: Whole(logits[part]), None, chunk=7)
+    whole = agreement_sums(hidden, weight, None, lambda part: TeacherLogits(logits[part]), None)
+    parts = agreement_sums(
+        hidden, weight, None, lambda part: TeacherLogits(logits[part]), None, chunk=7
+    )
     torch.testing.assert_close(parts, whole)
     q, p = (hidden @ weight.t()).softmax(-1), logits.softmax(-1)
     assert whole[0].item() == pytest.approx(torch.minimum(p, q).sum().item(), rel=1e-5)
@@ -226,7 +228,9 @@ def test_training_moves_adapters_and_nothing_else(context, target, tmp_path, nam
     student = Trainable(model, lora=LoraConfig(r=2, targets=names))
     before = {k: v.clone() for k, v in model.state_dict().items()}
     trainer = tiny_trainer(
-        tmp_path / "alone", 3, module=Distillation(student.model, Terms({"cross_entropy": 1.0}))
+        tmp_path / "alone",
+        3,
+        module=Distillation(student.model, WeightedLoss({"cross_entropy": 1.0})),
     )
     trainer.fit()
     assert trainer.trained_parameters == wanted

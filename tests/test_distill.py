@@ -8,17 +8,17 @@ from transformers import AutoModelForCausalLM
 
 from decode.drafters.draft_vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
 from decode.errors import UserError
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.module import Distillation
 from distill.student import student_from_config, student_from_layers
 from distill.teacher.live import LiveTeacher
 from distill.teacher.output_layer import split_model
-from distill.teacher.signal import Whole
+from distill.teacher.signal import TeacherLogits
 from distill.teacher.top_k_cache import top_k
 from distill.vocabulary import coverage, most_frequent, positions
 from tests.tiny import FAMILIES, padded, tiny_llama, tiny_model
 
-ALL_TERMS = Terms({"forward_kl": 0.7, "cross_entropy": 0.3})
+ALL_TERMS = WeightedLoss({"forward_kl": 0.7, "cross_entropy": 0.3})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,7 +101,7 @@ def test_distillation_loss_is_that_of_each_row_alone():
         for place in range(prompt, prompt + response):
             before = slice(place - 1, place)
             label = ids[0, place : place + 1]
-            values = ALL_TERMS.values(q[before], Whole(p[before]), label)
+            values = ALL_TERMS.values(q[before], TeacherLogits(p[before]), label)
             expected += ALL_TERMS.weigh(values).item()
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert len(parts) == 2
@@ -157,7 +157,7 @@ def test_reduced_distillation_is_over_the_renormalised_target():
     whole = student(batch["input_ids"]).logits[0, 3:9].double()
     against = target(batch["input_ids"]).logits[0, 3:9].double()
     rows = positions(ids, 300)[batch["input_ids"][0, 4:10]]
-    expected = ALL_TERMS.values(whole[:, ids], Whole(against[:, ids]), rows).sum(-1)
+    expected = ALL_TERMS.values(whole[:, ids], TeacherLogits(against[:, ids]), rows).sum(-1)
 
     reduce_output(student, ids)
     teacher = LiveTeacher(split_model(target), vocabulary=ids)
@@ -180,7 +180,7 @@ def test_distillation_leaves_padding_out(target_rows, rows):
     against = target(batch["input_ids"]).logits[0, 3:9].double()
     labels = batch["input_ids"][0, 4:10].clone()
     labels[1] = -100
-    expected = ALL_TERMS.values(whole, Whole(against[:, :280]), labels).sum(-1)
+    expected = ALL_TERMS.values(whole, TeacherLogits(against[:, :280]), labels).sum(-1)
     split = split_model(target)
     signal = LiveTeacher(split, tokens=280).signal(**batch, ids=["a"])
     module = Distillation(student, ALL_TERMS, tokens=280)
@@ -189,7 +189,7 @@ def test_distillation_leaves_padding_out(target_rows, rows):
     loss.backward()
     assert student.get_output_embeddings().weight.grad[:280].abs().sum(-1).min() > 0
 
-    few = Terms({"forward_kl": 1.0})
+    few = WeightedLoss({"forward_kl": 1.0})
     kept = top_k(against[:, :280].float(), 9)
     found = Distillation(student, few, tokens=280)(**batch, teacher=kept.__getitem__)
     torch.testing.assert_close(

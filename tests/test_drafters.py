@@ -19,7 +19,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.rules import RULES
-from decode.sampling import Noise, Sampling, draw
+from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES
 from tests import lossless
 from tests.test_loop import RandomTrees
@@ -44,8 +44,8 @@ def append(contexts: Contexts, new: list[list[int]]) -> None:
         contexts.lengths[row] += len(tokens)
 
 
-def noise_for(rows: int, seed: int = 0) -> Noise:
-    return Noise(seed, torch.arange(rows))
+def noise_for(rows: int, seed: int = 0) -> CounterRNG:
+    return CounterRNG(seed, torch.arange(rows))
 
 
 def limits_of(contexts: Contexts, gamma: int) -> Limits:
@@ -141,8 +141,10 @@ class Recording(SmallLMDrafter):
 
     drafts = 0
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
-        draft = super().draft(contexts, limits, sampling, noise)
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, rng)
         for row, tokens in enumerate(drafted(draft)):
             text = contexts.tokens[row, self._begin[row] : contexts.lengths[row]].tolist()
             if not tokens:
@@ -168,7 +170,7 @@ class Recording(SmallLMDrafter):
 def test_the_cache_is_exact_after_every_verdict(family: str, temperature: float) -> None:
     """Whatever is rejected, accepted or cut, the drafter goes on as if from scratch."""
     recording = Recording(model(family, layers=2, seed=3))
-    # The target is the drafter with a little noise: it accepts often, and not always.
+    # The target is the drafter with a little rng: it accepts often, and not always.
     noisy = tiny_model(family, layers=2, seed=3)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -210,10 +212,10 @@ def test_a_text_longer_than_the_drafters_context_is_read_from_its_last_part(
     drafter.lm.forward = _counting(drafter.lm.forward, fed)  # type: ignore[method-assign]
     contexts = contexts_of([[5] * 8, [7], [9, 8] * 20])
     drafter.start(contexts)
-    noise, begins = noise_for(3), []
+    rng, begins = noise_for(3), []
     for _ in range(24):
-        noise.next_round()
-        draft = drafter.draft(contexts, limits_of(contexts, 3), sampling, noise)
+        rng.next_round()
+        draft = drafter.draft(contexts, limits_of(contexts, 3), sampling, rng)
         assert draft.sizes.tolist() == [3, 3, 3]
         begins.append(drafter._begin.tolist())
         append(contexts, [[9], [9], [9]])
@@ -387,7 +389,9 @@ class Trees(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         rows = len(contexts.lengths)
         q = torch.full((rows, 2, 300), 1 / 300) if self.distinct else None
         return Draft(
@@ -416,9 +420,11 @@ class Only(Drafter):
     def start(self, contexts: Contexts) -> None:
         self.drafter.start(contexts)
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         depths = np.where(np.arange(len(limits.depths)) == self.row, limits.depths, 0)
-        return self.drafter.draft(contexts, Limits(depths), sampling, noise)
+        return self.drafter.draft(contexts, Limits(depths), sampling, rng)
 
 
 def test_a_composite_asks_in_turn() -> None:
@@ -695,12 +701,12 @@ def mismatches(
     contexts = contexts_of(random.integers(3, vocab, (rows, 4)).tolist())
     wrong = total = 0
     drafter.start(contexts)
-    noise = noise_for(rows)
+    rng = noise_for(rows)
     for _ in range(2):
-        noise.next_round()
-        draft = drafter.draft(contexts, limits_of(contexts, gamma), sampling, noise)
+        rng.next_round()
+        draft = drafter.draft(contexts, limits_of(contexts, gamma), sampling, rng)
         if draft.q is not None:
-            uniforms = noise.uniforms(Noise.DRAFT, 0, draft.tokens.shape[1])
+            uniforms = rng.uniforms(CounterRNG.DRAFT, 0, draft.tokens.shape[1])
             again = draw(draft.q, uniforms)
             wrong += int(((again != draft.tokens) & draft.valid()).sum())
             assert draft.q.dtype == torch.float32
@@ -743,9 +749,11 @@ def test_q_over_a_reduced_vocabulary_is_honest() -> None:
 
 
 class Cold(SmallLMDrafter):
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         cold = replace(sampling, temperature=0.99 * sampling.temperature)
-        draft = super().draft(contexts, limits, cold, noise)
+        draft = super().draft(contexts, limits, cold, rng)
         assert draft.q is not None
         draft.q = draft.q**0.99
         return draft
@@ -754,8 +762,10 @@ class Cold(SmallLMDrafter):
 class Chosen(SmallLMDrafter):
     """Trap 1: the likeliest token is chosen, and the whole distribution declared."""
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
-        draft = super().draft(contexts, limits, sampling, noise)
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, rng)
         assert draft.q is not None
         draft.tokens = draft.q.argmax(-1)
         return draft

@@ -25,7 +25,7 @@ from decode.sampling import Sampling
 from decode.target.hidden_states import FINAL, Features, Recorder
 from decode.target.loading import Target
 from decode.trees import SHAPES
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.teacher.live_hidden_states import LiveFeatures
 from distill.vocabulary import positions
 from heads.base import Given, HeadOptions, trained_places
@@ -98,9 +98,9 @@ def test_the_prompt_is_read_before_the_first_draft_and_counted_apart(
     assert made[0] == 1
 
 
-def taken(kind: str, taps: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
+def taken(kind: str, captured_layers: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
     model = target(kind).model
-    with torch.no_grad(), Recorder(model, taps).recording() as found:
+    with torch.no_grad(), Recorder(model, captured_layers).recording() as found:
         model(ids)
     return found
 
@@ -245,17 +245,17 @@ def test_the_loss_is_that_of_each_token_by_hand(kind: str, reduced: bool) -> Non
     heads.eval()  # without noise
     model = copy.deepcopy(target(kind).model).double()
     heads.borrow(model, torch.float64)
-    terms = Terms({"forward_kl": 0.1, "cross_entropy": 0.5})
+    terms = WeightedLoss({"forward_kl": 0.1, "cross_entropy": 0.5})
     module = HeadTraining(heads, terms, model, chunk=5)
     ids, mask = text(2, 9), torch.zeros(2, 9, dtype=torch.bool)
     mask[0, 1:] = True
     mask[1, 2:4] = mask[1, 6:8] = True
-    found = LiveFeatures(model, module.taps).features(ids, torch.ones_like(ids), [])
+    found = LiveFeatures(model, module.captured_layers).features(ids, torch.ones_like(ids), [])
     weights = {1: 1.0, 2: 0.8, 3: 0.5}
     loss, sums = module(ids, mask, found, weights)
     ours = torch.autograd.grad(loss, list(heads.parameters()))
 
-    features = torch.cat([found[tap] for tap in heads.taps], -1)
+    features = torch.cat([found[layer] for layer in heads.captured_layers], -1)
     logits = model(ids).logits
     rows = positions(IDS, VOCAB) if reduced else torch.arange(VOCAB)
     expected = torch.zeros((), dtype=torch.float64)
@@ -304,8 +304,8 @@ def padded(found: Any, places: torch.Tensor, who: np.ndarray, counts: np.ndarray
     """What the loop hands over of these places of rows `who`, with nonsense past the counts."""
     beyond = torch.arange(places.shape[1]) >= torch.as_tensor(counts)[:, None]
     values = {
-        tap: x[torch.as_tensor(who)[:, None], places].masked_fill(beyond[..., None], 99.0)
-        for tap, x in found.items()
+        layer: x[torch.as_tensor(who)[:, None], places].masked_fill(beyond[..., None], 99.0)
+        for layer, x in found.items()
     }
     return Features(values, counts)
 
@@ -319,9 +319,11 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
     heads = make(kind, IDS)
     # Drafted tokens are rows of the draft vocabulary.
     ids = IDS[text(3, 20) % len(IDS)]
-    found = taken(kind, heads.taps, ids)
+    found = taken(kind, heads.captured_layers, ids)
     expected = [
-        trained_logits(kind, heads, ids[b : b + 1], {tap: x[b : b + 1] for tap, x in found.items()})
+        trained_logits(
+            kind, heads, ids[b : b + 1], {layer: x[b : b + 1] for layer, x in found.items()}
+        )
         for b in range(3)
     ]
     drafter: Any = DRAFTERS[kind](copy.deepcopy(heads), VOCAB)
@@ -370,13 +372,13 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
 def test_several_nodes_of_a_chain_at_once_are_one_after_the_other() -> None:
     heads = make("eagle1")
     ids = text(1, 12)
-    found = taken("eagle1", heads.taps, ids)
+    found = taken("eagle1", heads.captured_layers, ids)
     expected = trained_logits("eagle1", heads, ids, found)
     drafter: Any = DRAFTERS["eagle1"](copy.deepcopy(heads), VOCAB)
     contexts = Contexts(np.pad(ids.numpy(), ((0, 0), (0, 9))), np.array([6]))
     with torch.inference_mode():
         drafter.start(contexts)
-        drafter.read(Features({tap: x[:, :5] for tap, x in found.items()}, np.array([5])))
+        drafter.read(Features({layer: x[:, :5] for layer, x in found.items()}, np.array([5])))
         growth = drafter.growth(contexts, Sampling(), DEPTH)
         growth.first()
         both = growth.extend(ids[:, 6:8])[0]
@@ -410,16 +412,16 @@ def learnt(kind: str, reduced: bool = False) -> Any:
     model = target(kind).model
     heads: Any = new_heads(HeadOptions.of(KINDS[kind]), target(kind), REDUCED if reduced else None)
     heads.borrow(model)
-    module = HeadTraining(heads, Terms({"forward_kl": 1.0}), model)
+    module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), model)
     optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
-    source = LiveFeatures(model, module.taps, remember=True)
+    source = LiveFeatures(model, module.captured_layers, remember=True)
     texts = [[*p, *answer] for p, answer in zip(PROMPTS, plain(kind), strict=True)]
     for _ in range(25):
         for number, words in enumerate(texts):
             ids = torch.tensor([words])
             mask = torch.ones_like(ids, dtype=torch.bool)
             features = source.features(ids, mask.long(), [str(number)])
-            loss, _ = module(ids, mask, features, heads.sub_losses(0.0))
+            loss, _ = module(ids, mask, features, heads.loss_weights(0.0))
             optimizer.zero_grad()
             (loss / mask.sum()).backward()
             optimizer.step()
@@ -498,7 +500,7 @@ def test_eagle_starts_as_the_target_one_token_before() -> None:
     heads: Any = new_heads(HeadOptions.of(KINDS["eagle1"]), target(), None)
     heads.borrow(target().model)
     ids = text(1, 10)
-    found = trained_logits("eagle1", heads, ids, taken("eagle1", heads.taps, ids))
+    found = trained_logits("eagle1", heads, ids, taken("eagle1", heads.captured_layers, ids))
     logits = target().model(ids).logits[0]
     for depth in range(1, DEPTH + 1):
         torch.testing.assert_close(found[depth][: 9 - depth], logits[: 9 - depth])
@@ -598,7 +600,7 @@ def test_taps_are_the_layers_that_engines_take() -> None:
     assert tapped_layers(30) == (1, 14, 26)
     assert tapped_layers(32) == (1, 15, 28)
     heads = make("eagle3")
-    assert heads.taps == (1, 2, 3)
+    assert heads.captured_layers == (1, 2, 3)
     ids = text()
     given: list[torch.Tensor] = []
     model = target("eagle3").model
@@ -609,8 +611,10 @@ def test_taps_are_the_layers_that_engines_take() -> None:
     model(ids)
     for hook in hooks:
         hook.remove()
-    found = taken("eagle3", heads.taps, ids)
-    assert all(torch.equal(found[tap], x) for tap, x in zip(heads.taps, given, strict=True))
+    found = taken("eagle3", heads.captured_layers, ids)
+    assert all(
+        torch.equal(found[layer], x) for layer, x in zip(heads.captured_layers, given, strict=True)
+    )
 
 
 @pytest.mark.parametrize("layers", [2, 4, 5, 6])
@@ -623,7 +627,7 @@ def test_eagle3_starts_as_the_target_without_its_last_layers() -> None:
     heads: Any = new_heads(HeadOptions.of(KINDS["eagle3"]), target("eagle3"), None)
     heads.borrow(target("eagle3").model)
     ids = text(1, 10)
-    features = taken("eagle3", heads.taps, ids)
+    features = taken("eagle3", heads.captured_layers, ids)
     found = trained_logits("eagle3", heads, ids, features)
     model = target("eagle3").model
     logits = model.lm_head(model.model.norm(features[3]))[0]
@@ -644,7 +648,7 @@ def test_hydra_starts_as_the_target(kind: str) -> None:
     heads: Any = new_heads(HeadOptions.of(KINDS[kind] | {"layers": 2}), target(), None)
     heads.borrow(target().model)
     ids = text(1, 10)
-    found = trained_logits(kind, heads, ids, taken(kind, heads.taps, ids))
+    found = trained_logits(kind, heads, ids, taken(kind, heads.captured_layers, ids))
     logits = target().model(ids).logits[0]
     for depth in range(1, DEPTH + 1):
         torch.testing.assert_close(found[depth][: 9 - depth], logits[: 9 - depth])

@@ -85,7 +85,7 @@ def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -
     assert record["facts"]["kept"] == (150 if kind == "reduced" else None)
     assert "--spec-type draft-eagle3" in (out / "README.md").read_text()
     reader = gguf.GGUFReader(out / "drafter.gguf")
-    # Our taps are the outputs of 1, 2 and 3; llama.cpp counts the layers that read them.
+    # Our captured_layers are the outputs of 1, 2 and 3; llama.cpp counts the layers that read them.
     assert reader.fields["eagle3.target_layers"].contents() == [2, 3, 4]
     ids = [tensor.data.tolist() for tensor in reader.tensors if tensor.name == "d2t"]
     assert ids == ([KEPT.tolist()] if kind == "reduced" else [])

@@ -17,7 +17,7 @@ from decode.target.loading import Target, load_target
 from tests.export import PROMPTS, SHAPE, needs, save_target, task
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
-from train.export.engines import ENGINES, Counting, Task
+from train.export.engines import ENGINES, Counting, EngineTask
 from train.export.engines.child import run_child
 from train.export.engines.server import serving
 from train.export.verify import agreement, count_ours, engine_for, verify
@@ -105,7 +105,7 @@ def test_a_drafter_that_was_ignored_fails(
     engine = type(ENGINES["transformers"])
     original = engine.run
 
-    def ignoring(self: Any, asked: Task) -> Any:
+    def ignoring(self: Any, asked: EngineTask) -> Any:
         run = original(self, asked)
         return replace(run, drafted_tokens=0, accepted_tokens=0)
 
@@ -121,7 +121,7 @@ def test_another_acceptance_or_text_fails(
     engine = type(ENGINES["transformers"])
     original = engine.run
 
-    def broken(self: Any, asked: Task) -> Any:
+    def broken(self: Any, asked: EngineTask) -> Any:
         run = original(self, asked)
         texts = [[(token + 1) % 300 for token in text] for text in run.drafted]
         accepted = run.accepted_tokens - int(0.04 * run.drafted_tokens)

@@ -31,7 +31,7 @@ HEADS = {
     "loop": {"epochs": 2, "tokens_per_batch": 150, "log_every": 1},
     "optimizer": {"lr": 1e-2, "warmup_steps": 2},
 }
-TAPS = [FINAL, 0]
+CAPTURED_LAYERS = [FINAL, 0]
 
 
 @pytest.fixture
@@ -45,7 +45,11 @@ def context(tmp_path: Path, target: Target) -> StageContext:
 
 
 def cache_stage(**settings: Any) -> Any:
-    return make_stage("feature_cache", "cache", **({"taps": TAPS, "part_samples": 4} | settings))
+    return make_stage(
+        "feature_cache",
+        "cache",
+        **({"captured_layers": CAPTURED_LAYERS, "part_samples": 4} | settings),
+    )
 
 
 def in_one_batch(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
@@ -58,24 +62,24 @@ def test_a_cache_holds_what_the_target_shows(context: Any, target: Target) -> No
     samples = read_samples(context, "data")
     directory = context.outcomes["cache"]
     assert len(list(directory.glob("part-*"))) == 3
-    # Two taps of 32 float32 numbers.
+    # Two captured_layers of 32 float32 numbers.
     assert outcome.summary["bytes_per_token"] == 256
     assert outcome.summary["tokens"] == sum(len(sample.tokens) for sample in samples)
     said = next(line for line in context.reporter.lines if "bytes a token" in line)
     assert said.startswith("  256 bytes a token, ")
-    cache = CachedFeatures(directory, target, TAPS)
+    cache = CachedFeatures(directory, target, CAPTURED_LAYERS)
     cache.require([(s.id, text_sha256(s.tokens, s.mask)) for s in samples])
     chosen = [samples[i] for i in (7, 0, 3)]
     given = in_one_batch(chosen)
-    live = LiveFeatures(target.model, TAPS).features(*given)
+    live = LiveFeatures(target.model, CAPTURED_LAYERS).features(*given)
     stored = cache.features(*given)
-    for tap in TAPS:
-        assert stored[tap].shape == live[tap].shape
+    for layer in CAPTURED_LAYERS:
+        assert stored[layer].shape == live[layer].shape
         for row, sample in enumerate(chosen):
             length = len(sample.tokens)
             # Scored in batches of other shapes.
             torch.testing.assert_close(
-                stored[tap][row, :length], live[tap][row, :length], rtol=1e-4, atol=1e-5
+                stored[layer][row, :length], live[layer][row, :length], rtol=1e-4, atol=1e-5
             )
     empty = collate([], 0)
     nothing = cache.features(empty["input_ids"], empty["attention_mask"], [])
@@ -83,7 +87,7 @@ def test_a_cache_holds_what_the_target_shows(context: Any, target: Target) -> No
 
 
 def test_training_from_it_is_training_beside_the_target(context: Any) -> None:
-    run_stage(context, cache_stage(taps=[FINAL]))
+    run_stage(context, cache_stage(captured_layers=[FINAL]))
     live = run_stage(context, make_stage("heads", "live", **HEADS))
     stage = make_stage("heads", "cached", cache_stage(), features="cache", **HEADS)
     with pytest.MonkeyPatch.context() as patch:
@@ -101,7 +105,7 @@ def test_a_small_lm_distilled_from_it_is_one_distilled_beside_the_target(context
         settings |= {"drafter": {"layers": [0]}, "draft_vocabulary": 100, "loop": HEADS["loop"]}
         return run_stage(context, make_stage("distill", name, cache_stage(), **settings))
 
-    run_stage(context, cache_stage(taps=[0, FINAL]))
+    run_stage(context, cache_stage(captured_layers=[0, FINAL]))
     live = distilled("live-lm", teacher_temperature=0.9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.teacher.LiveTeacher", None)
@@ -154,13 +158,13 @@ def test_a_cache_of_another_target_is_refused(
     elif change.get("model") == "other":
         change = {"model": tiny_target(seed=3).model}
     with pytest.raises(UserError, match=f"the feature cache .* was made from {said}"):
-        CachedFeatures(context.outcomes["cache"], replace(target, **change), TAPS)
+        CachedFeatures(context.outcomes["cache"], replace(target, **change), CAPTURED_LAYERS)
 
 
 def test_what_a_cache_lacks_is_refused(context: Any, target: Target) -> None:
-    run_stage(context, cache_stage(taps=[0]))
+    run_stage(context, cache_stage(captured_layers=[0]))
     directory = context.outcomes["cache"]
-    with pytest.raises(UserError, match=r"holds the taps \[0\] and these heads read \[-1\]"):
+    with pytest.raises(UserError, match=r"holds the layers \[0\] and these heads read \[-1\]"):
         run_stage(context, make_stage("heads", "heads", cache_stage(), features="cache", **HEADS))
     cache = CachedFeatures(directory, target, [0])
     sample = read_samples(context, "data")[0]
@@ -180,9 +184,9 @@ def test_what_a_cache_lacks_is_refused(context: Any, target: Target) -> None:
 
 def test_bad_settings_are_refused(context: Any) -> None:
     with pytest.raises(UserError, match="name a layer twice"):
-        cache_stage(taps=[0, 0])
+        cache_stage(captured_layers=[0, 0])
     with pytest.raises(UserError, match=r"layer 2 are asked for .* has 2 layers"):
-        cache_stage(taps=[2]).plan(context)
+        cache_stage(captured_layers=[2]).plan(context)
     with pytest.raises(UserError, match="no earlier stage 'cache' of kind feature_cache"):
         make_stage("heads", "heads", features="cache", **HEADS)
     with pytest.raises(UserError, match="remember_features cannot be set here"):

@@ -16,21 +16,21 @@ from decode.drafters.none import NoDrafter
 from decode.drafters.several import SeveralDrafters
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import FINAL, Features, Recorder
 from tests.tiny import tiny_model
 
 model = functools.cache(tiny_model)
 PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13], [40, 41, 42, 43, 44, 45, 46, 47]]
 NEW = 16
-TAPS = (FINAL, 0, 1)
+CAPTURED_LAYERS = (FINAL, 0, 1)
 
 
 class Reader(Drafter):
     """Drafts the target's own next token and others, in a chain or a tree, and collects what it
     is given to read."""
 
-    taps = TAPS
+    captured_layers = CAPTURED_LAYERS
 
     def __init__(self, family: str, tree: bool) -> None:
         self.target, self.tree = model(family), tree
@@ -50,7 +50,7 @@ class Reader(Drafter):
         self.texts = contexts
 
     def read(self, features: Features) -> None:
-        values = features.of(self.taps)
+        values = features.of(self.captured_layers)
         for row, count in enumerate(features.counts):
             self.given[row] += list(values[row, :count])
             self.depths.add(int(count))
@@ -62,7 +62,9 @@ class Reader(Drafter):
     def keep_rows(self, rows: torch.Tensor) -> None:
         self.given = [self.given[row] for row in rows.tolist()]
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         likeliest = []
         for row, length in enumerate(contexts.lengths):
             text = torch.as_tensor(contexts.tokens[row, :length])[None]
@@ -146,16 +148,16 @@ def test_nothing_is_taken_where_nobody_reads() -> None:
 @pytest.mark.parametrize("kind", [CompositeDrafter, SeveralDrafters])
 def test_drafters_of_drafters_pass_on_what_is_read(kind: Any) -> None:
     reader, other = Reader("llama", False), Reader("llama", False)
-    other.taps = (1,)
+    other.captured_layers = (1,)
     both = kind([NgramDrafter(), other, reader])
-    assert both.taps == (FINAL, 0, 1)
+    assert both.captured_layers == (FINAL, 0, 1)
     Decoder(model("llama"), both, gamma=2).decode(PROMPTS, 8)
     whole, part = reader.done[-1][1], other.done[-1][1]
     assert len(whole) == len(part)
     assert torch.equal(torch.stack(whole)[:, 64:], torch.stack(part))
 
 
-@pytest.mark.parametrize("tap", [2, -2])
-def test_a_layer_that_is_not_there_is_refused(tap: int) -> None:
-    with pytest.raises(UserError, match=f"layer {tap} are asked for .* has 2 layers"):
-        Recorder(model("llama"), [tap])
+@pytest.mark.parametrize("layer", [2, -2])
+def test_a_layer_that_is_not_there_is_refused(layer: int) -> None:
+    with pytest.raises(UserError, match=f"layer {layer} are asked for .* has 2 layers"):
+        Recorder(model("llama"), [layer])

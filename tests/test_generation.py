@@ -11,13 +11,13 @@ from decode.detokenize import decode
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.evaluation import Protocol, time_generate
+from decode.measure.evaluation import EvaluationProtocol, time_generate
 from decode.sampling import Sampling
 from decode.target.generation_config import nothing_filled_in, sampling_as_generate
 from decode.target.loading import Target
 from decode.text import SpeculativeGenerator
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
-from train.export.engines import Task
+from train.export.engines import EngineTask
 from train.export.engines.transformers import _generate
 from train.stages.generate import GenerateConfig, _beam_search
 
@@ -78,7 +78,7 @@ def test_generate_beside_us_is_timed_on_the_same_settings(
         return found
 
     monkeypatch.setattr(target.model, "generate", watched)
-    protocol = Protocol(sampling=sampling, timed_tokens=NEW)
+    protocol = EvaluationProtocol(sampling=sampling, timed_tokens=NEW)
     for ids in IDS:
         assert time_generate(target, [ids], protocol)[1] == len(ours(target, ids, sampling))
     assert said == [ours(target, ids, sampling) for ids in IDS]
@@ -101,7 +101,7 @@ def test_beam_search_answers_on_the_stages_settings_alone() -> None:
 
 def test_the_transformers_engine_is_run_on_the_same_settings() -> None:
     target = with_config(tiny_target(), **CHECKPOINT)
-    task = Task(target, "tiny", Path(), IDS, gamma=2, max_new_tokens=NEW)
+    task = EngineTask(target, "tiny", Path(), IDS, gamma=2, max_new_tokens=NEW)
     texts, _ = _generate(task, None)
     assert texts == [ours(target, ids, Sampling()) for ids in IDS]
 

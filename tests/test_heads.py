@@ -23,12 +23,12 @@ from decode.drafters.ngram import NgramDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.tree_acceptance import measure_acceptance, probe
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
 from decode.trees import SHAPES
 from decode.trees.structure import Structure
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.teacher.live_hidden_states import LiveFeatures
 from distill.vocabulary import positions
 from heads.base import HeadOptions, Heads, ahead, trained_places
@@ -117,11 +117,11 @@ def test_the_loss_is_that_of_each_token_by_hand(kind: str, losses: Any, reduced:
     model = copy.deepcopy(target().model).double()
     heads = moved(make(kind, IDS if reduced else None, dtype=torch.float64))
     heads.borrow(model, torch.float64)
-    terms = Terms(losses)
+    terms = WeightedLoss(losses)
     module = HeadTraining(heads, terms, model, chunk=5)
     ids, attention, mask = batch()
-    found = LiveFeatures(model, module.taps).features(ids, attention, [])
-    weights = heads.sub_losses(0.0)
+    found = LiveFeatures(model, module.captured_layers).features(ids, attention, [])
+    weights = heads.loss_weights(0.0)
     if kind == "medusa":
         assert weights == {1: 0.8, 2: 0.8**2, 3: 0.8**3}
     elif kind == "blockwise":
@@ -175,12 +175,12 @@ def test_figures_count_what_is_right_and_in_a_row() -> None:
         for layer, token in zip(heads.output.layers, (7, 7, 9), strict=True):
             layer.weight.zero_()
             layer.weight[token] = 1.0
-    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
+    module = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target().model)
     ids = torch.tensor([[5, 5, 7, 7, 9, 7]])
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[0, 0] = False
     features = {FINAL: torch.ones(1, 6, heads.hidden_size)}
-    _, sums = module(ids, mask, features, heads.sub_losses(0.0))
+    _, sums = module(ids, mask, features, heads.loss_weights(0.0))
     found = module.figures(dict(zip(module.sums, sums.tolist(), strict=True)))
     # t + 2 of t = 0 … 3 is 7, 7, 9, 7; t + 3 of t = 0 … 2 is 7, 9, 7; t + 4 of t = 0, 1 is 9, 7.
     assert found["head1/top1"] == 3 / 4
@@ -207,10 +207,10 @@ def test_a_head_learns_from_its_own_places_and_tokens_alone(kind: str, depth: in
     """Head k at position t is trained on token t + k + 1 and nowhere past the end: its loss has a
     gradient in the hidden states of exactly those t, and depends on exactly those tokens."""
     heads = moved(make(kind))
-    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
+    module = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target().model)
     ids, attention, mask = batch()
-    features = LiveFeatures(target().model, module.taps).features(ids, attention, [])
-    read = {tap: x.clone().requires_grad_() for tap, x in features.items()}
+    features = LiveFeatures(target().model, module.captured_layers).features(ids, attention, [])
+    read = {layer: x.clone().requires_grad_() for layer, x in features.items()}
 
     def loss_on(tokens: torch.Tensor) -> torch.Tensor:
         return module(tokens, mask, read, {depth: 1.0})[0]
@@ -233,10 +233,10 @@ def test_a_head_learns_from_its_own_places_and_tokens_alone(kind: str, depth: in
 def test_no_gradient_reaches_a_frozen_target() -> None:
     for kind in KINDS:
         heads = moved(make(kind))
-        module = HeadTraining(heads, Terms({"forward_kl": 1.0}), target().model)
+        module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target().model)
         ids, attention, mask = batch()
-        features = LiveFeatures(target().model, module.taps).features(ids, attention, [])
-        loss, _ = module(ids, mask, features, heads.sub_losses(0.0))
+        features = LiveFeatures(target().model, module.captured_layers).features(ids, attention, [])
+        loss, _ = module(ids, mask, features, heads.loss_weights(0.0))
         loss.backward()
         assert all(p.grad is None for p in target().model.parameters())
         assert all(p.grad is not None for p in heads.parameters())
@@ -262,8 +262,8 @@ def test_at_the_start_every_head_is_the_target(kind: str, reduced: bool) -> None
         torch.testing.assert_close(
             made[:, head].softmax(-1), logits.flatten(0, 1).softmax(-1), rtol=1e-5, atol=1e-7
         )
-    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), model)
-    features = LiveFeatures(model, module.taps).features(ids, attention, [])
+    module = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), model)
+    features = LiveFeatures(model, module.captured_layers).features(ids, attention, [])
     for k in (1, 2, 3):
         loss, _ = module(ids, mask, features, {k: 1.0})
         places = trained_places(mask, k)
@@ -278,17 +278,17 @@ def test_a_random_sub_loss_trains_one_head_and_all_in_turn() -> None:
     heads = moved(new_heads(HeadOptions.of(BLOCKWISE | {"sub_loss": "random"}), target(), None))
     heads.borrow(target().model)
     assert heads.depth == 3  # of a block of 4, whose first is the target itself
-    assert [heads.sub_losses(u) for u in (0.0, 0.32, 0.34, 0.67, 0.999)] == [
+    assert [heads.loss_weights(u) for u in (0.0, 0.32, 0.34, 0.67, 0.999)] == [
         {1: 1.0},
         {1: 1.0},
         {2: 1.0},
         {3: 1.0},
         {3: 1.0},
     ]
-    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
+    module = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target().model)
     ids, attention, mask = batch()
-    features = LiveFeatures(target().model, module.taps).features(ids, attention, [])
-    loss, sums = module(ids, mask, features, heads.sub_losses(0.5))
+    features = LiveFeatures(target().model, module.captured_layers).features(ids, attention, [])
+    loss, sums = module(ids, mask, features, heads.loss_weights(0.5))
     loss.backward()
     moved_rows = heads.down.weight.grad.unflatten(0, (3, -1)).abs().amax((1, 2)) > 0
     assert moved_rows.tolist() == [False, True, False]
@@ -298,15 +298,15 @@ def test_a_random_sub_loss_trains_one_head_and_all_in_turn() -> None:
 
 def test_remembered_features_are_those_seen() -> None:
     ids, attention, _ = batch()
-    taps = (0, FINAL)
-    source = LiveFeatures(target().model, taps, remember=True)
+    captured_layers = (0, FINAL)
+    source = LiveFeatures(target().model, captured_layers, remember=True)
     first = source.features(ids, attention, ["a", "b", "c", "d"])
     rows = [2, 0]
     again = source.features(ids[rows], attention[rows], ["c", "a"])
-    for tap in taps:
+    for layer in captured_layers:
         for row, sample in enumerate(rows):
             length = int(attention[sample].sum())
-            assert torch.equal(again[tap][row, :length], first[tap][sample, :length])
+            assert torch.equal(again[layer][row, :length], first[layer][sample, :length])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target().model.base_model, "forward", None)
         source.features(ids[rows], attention[rows], ["c", "a"])
@@ -341,14 +341,16 @@ def learnt(kind: str, reduced: bool = False) -> Heads:
     heads = new_heads(HeadOptions.of(options), target(), REDUCED if reduced else None)
     heads.borrow(target().model)
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers(), strict=True)]
-    module = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
+    module = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target().model)
     trained = [p for p in heads.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=3e-3)
     for _ in range(40):
         for text in texts:
             ids = torch.tensor([text])
             mask = torch.ones_like(ids, dtype=torch.bool)
-            features = LiveFeatures(target().model, module.taps).features(ids, mask.long(), [])
+            features = LiveFeatures(target().model, module.captured_layers).features(
+                ids, mask.long(), []
+            )
             loss, _ = module(ids, mask, features, dict.fromkeys((1, 2, 3), 1.0))
             optimizer.zero_grad()
             (loss / mask.sum()).backward()
@@ -467,8 +469,8 @@ def test_a_draft_is_what_the_heads_say_of_the_last_read_token() -> None:
     sampling = Sampling(temperature=0.9, top_k=5)
     seen = []
 
-    def checked(contexts: Contexts, limits: Any, sampling: Sampling, noise: Noise) -> Any:
-        made = draft(contexts, limits, sampling, noise)
+    def checked(contexts: Contexts, limits: Any, sampling: Sampling, rng: CounterRNG) -> Any:
+        made = draft(contexts, limits, sampling, rng)
         for row, length in enumerate(contexts.lengths):
             ids = torch.as_tensor(contexts.tokens[row : row + 1, : length - 1])
             hidden = target().model.base_model(ids).last_hidden_state[0, -1:]
@@ -524,7 +526,7 @@ def test_without_a_first_target_token_nothing_is_drafted_for_one_token() -> None
 
 def test_heads_among_other_drafters() -> None:
     both = CompositeDrafter([NgramDrafter(2, 3), drafter_of(learnt("medusa"))])
-    assert both.taps == (FINAL,)
+    assert both.captured_layers == (FINAL,)
     run = Decoder(target().model, both, gamma=3, eos_token_ids=[EOS_ID]).decode(PROMPTS, NEW)
     assert run.outputs == answers()
     assert run.counts.tokens_per_step > 1.5

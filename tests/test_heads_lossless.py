@@ -31,7 +31,7 @@ def drafter(kind: str, shape: Shape | None, case: Case = SHORT) -> Drafter:
     """Untrained heads guess the token before; these are moved so that they guess more than that."""
     lm = case.model(0.0)
     made: Any = HEADS[kind](HeadOptions.of(KINDS[kind]), lm)  # type: ignore[call-arg]
-    made.start_from(lm)
+    made.init_weights(lm)
     g = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in made.named_parameters():

@@ -26,7 +26,7 @@ from decode.measure import evaluation as measure
 from decode.target.loading import Target, load_target
 from decode.trees.chain import Chain
 from distill.drift import measure_drift
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.teacher.live import LiveTeacher
 from distill.teacher.output_layer import split_model
 from heads.base import HeadOptions, ahead, trained_places
@@ -110,15 +110,15 @@ def test_the_combined_loss_and_its_gradients_by_hand(kind: str, losses: Any, red
         g = torch.Generator().manual_seed(2)
         for parameter in heads.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=g, dtype=torch.float64)
-    training = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model, chunk=5)
-    module = JointTraining(model, training, Terms(losses), chunk=4)
+    training = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target().model, chunk=5)
+    module = JointTraining(model, training, WeightedLoss(losses), chunk=4)
     given = batch()
     original = copy.deepcopy(target().model).double()
     with torch.no_grad():
         for parameter in original.parameters():
             parameter *= 1.1  # or there would be no divergence
     teacher = LiveTeacher(split_model(original)).signal(**given, ids=[])
-    weights = heads.sub_losses(0.0)
+    weights = heads.loss_weights(0.0)
     loss, sums = module(**given, losses=weights, weight=0.3, teacher=teacher)
     parameters = dict(module.named_parameters())
     ours = torch.autograd.grad(loss, list(parameters.values()))
@@ -167,8 +167,8 @@ def test_distilled_heads_learn_what_the_moving_target_says() -> None:
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)
     heads = new_heads(HeadOptions.of(MEDUSA), target(), None)
-    training = HeadTraining(heads, Terms({"forward_kl": 1.0}), target().model)
-    module = JointTraining(model, training, Terms({"cross_entropy": 1.0}))
+    training = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target().model)
+    module = JointTraining(model, training, WeightedLoss({"cross_entropy": 1.0}))
     given = batch()
     loss, _ = module(**given, losses={1: 1.0}, weight=1.0)
     alone, _ = module(**given, losses={1: 1.0}, weight=0.0)
@@ -187,7 +187,7 @@ def test_an_adapter_switched_off_is_the_untouched_target(context: Any) -> None:
     config = BackboneConfig(lora=AdapterConfig(**LORA), losses={"forward_kl": 1.0})
     backbone = Backbone(config, context, "two", Clock(torch.device("cpu")))
     heads = new_heads(HeadOptions.of(MEDUSA), target(), None)
-    training = HeadTraining(heads, Terms({"cross_entropy": 1.0}), target().model)
+    training = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target().model)
     module = backbone.join(training, 64)
     given: Any = batch()
     loss, _ = backbone.forward(module, given, [], {1: 1.0}, 0.0)
@@ -229,7 +229,7 @@ def test_the_target_has_a_learning_rate_of_its_own(context: Any) -> None:
     module = Backbone(config, context, "two", Clock(torch.device("cpu"))).join(
         HeadTraining(
             new_heads(HeadOptions.of(MEDUSA), target(), None),
-            Terms({"cross_entropy": 1.0}),
+            WeightedLoss({"cross_entropy": 1.0}),
             target().model,
         ),
         64,

@@ -33,10 +33,10 @@ def test_one_column_is_what_all_columns_have_there(
     model.set_attn_implementation(attention)
     if not packed:
         monkeypatch.setattr("decode.target.packed.can_pack", lambda model: False)
-    lm = CachedLM(model, taps=(0, FINAL))
+    lm = CachedLM(model, captured_layers=(0, FINAL))
     assert (lm._runs is model) is not packed
     whole = fed(lm)
-    states = {tap: x.clone() for tap, x in lm.features.items()}
+    states = {layer: x.clone() for layer, x in lm.features.items()}
     layer = lm._runs.get_output_embeddings()
     shapes: list[torch.Size] = []
     hook = layer.register_forward_hook(lambda _, given, out: shapes.append(out.shape))
@@ -45,7 +45,7 @@ def test_one_column_is_what_all_columns_have_there(
     assert shapes == [(4, 1, VOCAB)]
     assert torch.equal(one[:, 0], whole[torch.arange(4), torch.as_tensor(COLUMNS)])
     # Every fed token's hidden states are there, as before, and no hook stays.
-    assert all(torch.equal(lm.features[tap], x) for tap, x in states.items())
+    assert all(torch.equal(lm.features[layer], x) for layer, x in states.items())
     assert not layer._forward_pre_hooks
     kept = torch.as_tensor(np.unique(COLUMNS))
     if not packed:

@@ -21,7 +21,7 @@ from decode.logits import Scores
 from decode.loop import Decoded, Decoder
 from decode.policies import POLICIES
 from decode.rules import Verdict
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.stats import Counts
 from decode.trace import RowTrace, TraceStep, format_trace, trace_rows
 from tests.tiny import FAMILIES, PAD_ID, VOCAB, tiny_model, tiny_tokenizer
@@ -83,7 +83,9 @@ class ChainDrafter(Drafter):
         said = int(contexts.lengths[place]) - len(prompt)
         return (answer[said:] + [1] * count)[:count]
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         gamma = limits.deepest
         tokens = np.zeros((len(self.rows), gamma), dtype=np.int64)
         for place, row in enumerate(self.rows):
@@ -134,7 +136,9 @@ class RandomTrees(ChainDrafter):
             follows, layer = after, list(range(begin, len(tokens)))
         return tokens, parents
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         gamma = limits.deepest
         trees = [
             self._tree(self.right(contexts, place, gamma), gamma)

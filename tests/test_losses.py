@@ -10,8 +10,8 @@ from torch import Tensor
 
 from decode.errors import UserError
 from distill.chunked import chunked_loss, eager_loss
-from distill.losses import LOSSES, Loss, Rows, Terms
-from distill.teacher.signal import Signal, TopK, Whole
+from distill.losses import LOSSES, Loss, Rows, WeightedLoss
+from distill.teacher.signal import Signal, TeacherLogits, TopK
 
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd", "total_variation"]
 ALL = {
@@ -42,9 +42,9 @@ def top_k(logits: Tensor, k: int) -> TopK:
 
 
 def values(name: str, student: Tensor, teacher: Tensor, **options: float) -> Tensor:
-    terms = Terms({name: {"weight": 1.0, **options}})
+    terms = WeightedLoss({name: {"weight": 1.0, **options}})
     labels = torch.zeros(len(student), dtype=torch.int64)
-    return terms.values(student, Whole(teacher), labels)[0]
+    return terms.values(student, TeacherLogits(teacher), labels)[0]
 
 
 # --- definitions ----------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_jsd_tends_to_the_two_kls(beta: float, limit: str):
 
 def test_cross_entropy_is_minus_log_q_of_the_label():
     student, labels = torch.randn(4, 7).double(), torch.tensor([0, 3, 6, -100])
-    found = Terms({"cross_entropy": 1.0}).values(student, None, labels)[0]
+    found = WeightedLoss({"cross_entropy": 1.0}).values(student, None, labels)[0]
     q = student.softmax(-1)
     expected = [-math.log(q[i, label]) for i, label in enumerate(labels[:3])]
     torch.testing.assert_close(found, torch.tensor([*expected, 0.0], dtype=torch.float64))
@@ -102,10 +102,10 @@ def test_cross_entropy_is_minus_log_q_of_the_label():
 def test_temperatures_divide_the_logits_of_the_divergences_and_not_of_the_text():
     student, teacher = torch.randn(6, 11).double(), torch.randn(6, 11).double()
     labels = torch.randint(11, (6,))
-    terms = Terms(
+    terms = WeightedLoss(
         {"forward_kl": 1.0, "cross_entropy": 1.0}, teacher_temperature=2, drafter_temperature=0.5
     )
-    kl, ce = terms.values(student, Whole(teacher), labels)
+    kl, ce = terms.values(student, TeacherLogits(teacher), labels)
     torch.testing.assert_close(kl, values("forward_kl", student * 2, teacher / 2))
     torch.testing.assert_close(
         ce, torch.nn.functional.cross_entropy(student, labels, reduction="none")
@@ -126,8 +126,8 @@ def test_the_closed_form_has_the_value_and_gradient_of_the_definition(
     teacher = 2 * torch.randn(9, 31, generator=g).double()
     labels = torch.randint(31, (9,), generator=g)
     labels[4] = -100
-    terms = Terms(losses, drafter_temperature=temperature)
-    signal: Signal = top_k(teacher, 6) if cached else Whole(teacher)
+    terms = WeightedLoss(losses, drafter_temperature=temperature)
+    signal: Signal = top_k(teacher, 6) if cached else TeacherLogits(teacher)
     expected = terms.values(student, signal, labels)
     terms.weigh(expected).sum().backward()
     found, gradient = terms.fused(student.detach(), signal, labels)
@@ -143,11 +143,11 @@ def test_bfloat16_logits_stay_within_one_per_cent_at_a_large_vocabulary(name: st
     teacher = (4 * torch.randn(8, 32_000, generator=g)).bfloat16()
     student = (teacher.float() + noise * torch.randn(8, 32_000, generator=g)).bfloat16()
     labels = torch.zeros(8, dtype=torch.int64)
-    terms = Terms({name: 1.0})
+    terms = WeightedLoss({name: 1.0})
     exact = student.double().requires_grad_()
-    expected = terms.values(exact, Whole(teacher.double()), labels)
+    expected = terms.values(exact, TeacherLogits(teacher.double()), labels)
     expected.sum().backward()
-    found, gradient = terms.fused(student.float(), Whole(teacher), labels)
+    found, gradient = terms.fused(student.float(), TeacherLogits(teacher), labels)
     assert ((found - expected).abs() <= 0.01 * expected).all()
     error = (gradient - exact.grad).norm(dim=-1) / exact.grad.norm(dim=-1)
     assert error.max() < 0.01
@@ -180,7 +180,7 @@ def test_taking_the_tail_together_never_adds_and_with_all_tokens_loses_nothing(n
     whole = values(name, student, teacher)
     before = torch.zeros(40).double()
     for k in (1, 4, 10, 19):
-        coarse = Terms({name: 1.0}).values(student, top_k(teacher, k), labels)[0]
+        coarse = WeightedLoss({name: 1.0}).values(student, top_k(teacher, k), labels)[0]
         assert (coarse >= before - 1e-12).all()
         assert (coarse <= whole + 1e-12).all()
         before = coarse
@@ -192,7 +192,7 @@ def test_a_tail_without_mass_is_finite():
     student[0, :2] = 300.0
     signal = TopK(torch.tensor([[0, 1]]), torch.full((1, 2), -math.log(2)), torch.tensor([-90.0]))
     for name in DIVERGENCES:
-        found, gradient = Terms({name: 1.0}).fused(student, signal, torch.zeros(1).long())
+        found, gradient = WeightedLoss({name: 1.0}).fused(student, signal, torch.zeros(1).long())
         assert found.isfinite().all()
         assert gradient.isfinite().all()
 
@@ -205,13 +205,13 @@ def test_a_tail_without_mass_is_finite():
 def test_chunked_loss_equals_the_eager_oracle(chunk: int, losses: dict[str, float], monkeypatch):
     monkeypatch.setattr("distill.chunked.CPU_BLOCK", 3 * 53)
     h, w, b, teacher, labels = problem()
-    terms = Terms(losses)
-    value = eager_loss(h, w, b, Whole(teacher), labels, terms)
+    terms = WeightedLoss(losses)
+    value = eager_loss(h, w, b, TeacherLogits(teacher), labels, terms)
     (value * 1.7).backward()
     expected = [x.grad.clone() for x in (h, w, b)]
     h.grad = w.grad = b.grad = None
 
-    whole = Whole(teacher)
+    whole = TeacherLogits(teacher)
     loss, parts = chunked_loss(h, w, b, lambda part: whole[part], labels, terms, chunk=chunk)
     (loss * 1.7).backward()
     assert loss.item() == pytest.approx(value.item(), rel=1e-12)
@@ -222,7 +222,7 @@ def test_chunked_loss_equals_the_eager_oracle(chunk: int, losses: dict[str, floa
 
 def test_chunked_loss_passes_gradcheck():
     h, w, b, teacher, labels = problem(n=5, hidden=3, vocab=7)
-    terms, whole = Terms(ALL), Whole(teacher)
+    terms, whole = WeightedLoss(ALL), TeacherLogits(teacher)
 
     def loss(*inputs: Tensor) -> Tensor:
         return chunked_loss(*inputs, lambda part: whole[part], labels, terms, chunk=2)[0]
@@ -232,7 +232,7 @@ def test_chunked_loss_passes_gradcheck():
 
 def test_a_frozen_output_layer_gets_no_gradient_and_the_same_one_flows_back():
     h, w, b, teacher, labels = problem()
-    terms, whole = Terms(ALL), Whole(teacher)
+    terms, whole = WeightedLoss(ALL), TeacherLogits(teacher)
     eager_loss(h, w, b, whole, labels, terms).backward()
     expected, h.grad = h.grad, None
     loss, _ = chunked_loss(h, w.detach(), b.detach(), lambda p: whole[p], labels, terms)
@@ -260,7 +260,13 @@ def test_no_large_float32_tensor_is_ever_made(monkeypatch):
 
     with Watch():
         loss, _ = chunked_loss(
-            h, w, None, lambda p: Whole(states[p] @ w.detach().t()), labels, Terms(ALL), chunk=16
+            h,
+            w,
+            None,
+            lambda p: TeacherLogits(states[p] @ w.detach().t()),
+            labels,
+            WeightedLoss(ALL),
+            chunk=16,
         )
         loss.backward()
     assert sizes[torch.bfloat16] <= 16 * 500
@@ -269,7 +275,9 @@ def test_no_large_float32_tensor_is_ever_made(monkeypatch):
 
 def test_no_tokens_give_zero_loss_and_zero_gradients():
     h, w, b, teacher, labels = problem()
-    loss, _ = chunked_loss(h[:0], w, b, lambda part: Whole(teacher[part]), labels[:0], Terms(ALL))
+    loss, _ = chunked_loss(
+        h[:0], w, b, lambda part: TeacherLogits(teacher[part]), labels[:0], WeightedLoss(ALL)
+    )
     loss.backward()
     assert loss.item() == 0
     assert w.grad.abs().max() == 0
@@ -277,15 +285,15 @@ def test_no_tokens_give_zero_loss_and_zero_gradients():
 
 def test_unknown_losses_options_and_numbers_out_of_range_are_refused():
     with pytest.raises(UserError, match='Did you mean "forward_kl"'):
-        Terms({"forward_kll": 1.0})
+        WeightedLoss({"forward_kll": 1.0})
     with pytest.raises(UserError, match="expected a number > 0"):
-        Terms({"forward_kl": 0.0})
+        WeightedLoss({"forward_kl": 0.0})
     with pytest.raises(UserError, match="no loss"):
-        Terms({})
+        WeightedLoss({})
     with pytest.raises(UserError, match=r"no option 'betta'.*Did you mean .beta"):
-        Terms({"jsd": {"betta": 0.5}})
+        WeightedLoss({"jsd": {"betta": 0.5}})
     for beta in (0, 1, -0.5, 2.0, "half"):
         with pytest.raises(UserError, match="between 0 and 1"):
-            Terms({"jsd": {"beta": beta}})
+            WeightedLoss({"jsd": {"beta": beta}})
     with pytest.raises(UserError, match="teacher_temperature is 0"):
-        Terms({"forward_kl": 1.0}, teacher_temperature=0)
+        WeightedLoss({"forward_kl": 1.0}, teacher_temperature=0)

@@ -18,7 +18,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.logits import Scores
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
-from decode.sampling import Noise, draw
+from decode.sampling import CounterRNG, draw
 from tests.controls import CONTROLS, SEEDS, Control
 from tests.lossless import (
     LONGER,
@@ -142,9 +142,9 @@ def test_the_rule_to_break_is_the_rule(chosen: bool) -> None:
     tokens = draw(q, torch.rand(rows, nodes, generator=generator, dtype=torch.float64))
     sizes = torch.randint(0, nodes + 1, (rows,), generator=generator).numpy()
     draft = Draft(tokens, sizes, None if chosen else q)
-    noise = Noise(0, torch.arange(rows))
-    ours = SpeculativeSampling().verify(draft, Scores(logits, SAMPLING), noise)
-    plain = PlainSpeculative().verify(draft, Scores(logits, SAMPLING), noise)
+    rng = CounterRNG(0, torch.arange(rows))
+    ours = SpeculativeSampling().verify(draft, Scores(logits, SAMPLING), rng)
+    plain = PlainSpeculative().verify(draft, Scores(logits, SAMPLING), rng)
     for name in ("accepted", "reached", "next_token"):
         assert torch.equal(getattr(ours, name), getattr(plain, name))
 

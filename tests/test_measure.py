@@ -20,7 +20,7 @@ from decode.loop import Decoded, Decoder
 from decode.measure import other_processes as others
 from decode.measure.evaluation import (
     Evaluation,
-    Protocol,
+    EvaluationProtocol,
     break_even,
     evaluate,
     fastest_gamma,
@@ -29,7 +29,7 @@ from decode.measure.evaluation import (
     repetition,
 )
 from decode.policies import POLICIES
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.stats import Counts, Step, Tally, Timing, summary
 from decode.trees import SHAPES
 from decode.trees.chain import Chain
@@ -57,7 +57,9 @@ class Scripted(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: CounterRNG
+    ) -> Draft:
         said = int(contexts.lengths[0]) - len(PROMPT)
         gamma = limits.deepest
         places = range(said, said + gamma)
@@ -253,7 +255,7 @@ def test_costs_from_timings_by_hand() -> None:
 
     def evaluation(plain_runs: list[Decoded], drafted_runs: list[Decoded]) -> dict[str, Any]:
         whole = Evaluation(
-            protocol=Protocol(gamma=4),
+            protocol=EvaluationProtocol(gamma=4),
             lossless=True,
             dtype="float32",
             counts=tally.pooled(),
@@ -318,7 +320,7 @@ def test_texts_of_different_length_are_compared_by_time_per_token(
 ) -> None:
     plain, drafted = (Timing(prefill=1.0, verify=x, steps=9, width=9) for x in (19.0, 9.0))
     found = Evaluation(
-        protocol=Protocol(sampling=Sampling(temperature)),
+        protocol=EvaluationProtocol(sampling=Sampling(temperature)),
         lossless=lossless,
         dtype="float32",
         counts=Counts.zero(),
@@ -370,7 +372,7 @@ def test_decoders_take_turns_of_a_few_tokens() -> None:
 def test_prompts_are_timed_in_batches(temperature: float) -> None:
     target = tiny_target()
     small = SmallLMDrafter(model("llama", seed=7, layers=1))
-    protocol = Protocol(
+    protocol = EvaluationProtocol(
         gamma=2,
         sampling=Sampling(temperature),
         max_new_tokens=4,
@@ -402,7 +404,7 @@ def test_prompts_are_timed_in_batches(temperature: float) -> None:
 @pytest.mark.parametrize("size", [0, 3])
 def test_timed_prompts_fill_whole_batches(size: int) -> None:
     with pytest.raises(UserError, match=f"timed_batch_size is {size} and timed_prompts 4"):
-        Protocol(timed_prompts=4, timed_batch_size=size)
+        EvaluationProtocol(timed_prompts=4, timed_batch_size=size)
 
 
 def test_a_step_and_a_summary_by_hand() -> None:
@@ -487,7 +489,7 @@ def no_nan(value: Any) -> None:
 def test_evaluate_end_to_end(name: str, temperature: float) -> None:
     target = tiny_target()
     drafter = SmallLMDrafter(target.model) if name == "same" else DRAFTERS[name]()
-    protocol = Protocol(
+    protocol = EvaluationProtocol(
         gamma=3,
         sampling=Sampling(temperature),
         max_new_tokens=20,
@@ -539,7 +541,9 @@ def test_texts_that_differ_are_counted() -> None:
             contexts.tokens[0, contexts.lengths[0] - 1] = 8  # vandalism
             super().commit(contexts)
 
-    protocol = Protocol(max_new_tokens=4, timed_prompts=2, timed_tokens=12, generate=False)
+    protocol = EvaluationProtocol(
+        max_new_tokens=4, timed_prompts=2, timed_tokens=12, generate=False
+    )
     shown = evaluate(target, Breaking(target.model), PROMPTS, protocol).to_dict()
     assert shown["identical_to_plain"] == shown["identical_within_rounding"] == 0
     assert "vs_generate" not in shown
@@ -549,7 +553,7 @@ def test_texts_that_differ_are_counted() -> None:
 def test_evaluate_with_draft_lengths_that_vary(policy: str) -> None:
     target = tiny_target()
     small = SmallLMDrafter(model("llama", seed=7, layers=1))
-    protocol = Protocol(
+    protocol = EvaluationProtocol(
         policy=policy,
         max_new_tokens=12,
         batch_size=3,
@@ -576,7 +580,7 @@ def test_evaluate_with_draft_lengths_that_vary(policy: str) -> None:
 
 
 def test_a_lossy_rule_and_other_sampling_are_told() -> None:
-    protocol = Protocol(
+    protocol = EvaluationProtocol(
         rule={"name": "lenience", "lenience": 0.5},
         sampling=Sampling(0.8, min_p=0.02, repetition_penalty=1.1),
         draft_temperature=0.5,
@@ -613,12 +617,12 @@ def test_wrong_parts_are_refused_before_anything_is_loaded(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        Protocol(**options)
+        EvaluationProtocol(**options)
 
 
 def test_a_drafter_without_a_shape_of_choice_says_so() -> None:
     with pytest.raises(UserError, match="NgramDrafter does not draft in shapes"):
-        evaluate(tiny_target(), DRAFTERS["ngram"](), PROMPTS, Protocol(shape="chain"))
+        evaluate(tiny_target(), DRAFTERS["ngram"](), PROMPTS, EvaluationProtocol(shape="chain"))
 
 
 class Bush(Chain):
@@ -635,14 +639,14 @@ def test_parts_that_do_not_go_together_are_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setitem(SHAPES._parts, "bush", Bush)
     with pytest.raises(UserError, match=r"shape bush drafts trees.*chains only"):
-        Protocol(shape="bush", rule="block", sampling=Sampling(1.0))
+        EvaluationProtocol(shape="bush", rule="block", sampling=Sampling(1.0))
     with pytest.raises(UserError, match="watches a chain grow, and the shape bush is a tree"):
-        Protocol(shape="bush", rule="exact", policy="confidence")
+        EvaluationProtocol(shape="bush", rule="exact", policy="confidence")
 
 
 def test_evaluate_without_timing_or_prompts() -> None:
     target = tiny_target()
-    protocol = Protocol(max_new_tokens=4, timed_prompts=0)
+    protocol = EvaluationProtocol(max_new_tokens=4, timed_prompts=0)
     shown = evaluate(target, DRAFTERS["ngram"](), PROMPTS, protocol).to_dict()
     no_nan(shown)
     assert shown["speedup"] is shown["identical_to_plain"] is None
@@ -666,7 +670,7 @@ def test_fastest_gamma(monkeypatch: pytest.MonkeyPatch, gammas: list[int]) -> No
         return run
 
     monkeypatch.setattr(Decoder, "decode", timed)
-    protocol = Protocol(timed_tokens=8)
+    protocol = EvaluationProtocol(timed_tokens=8)
     found = fastest_gamma(tiny_target(), DRAFTERS["ngram"](), PROMPTS, gammas, protocol)
     assert found == 2
 
@@ -727,7 +731,7 @@ def test_what_other_processes_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_figures_say_whether_the_machine_was_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    protocol = Protocol(max_new_tokens=2, timed_prompts=1, timed_tokens=2, generate=False)
+    protocol = EvaluationProtocol(max_new_tokens=2, timed_prompts=1, timed_tokens=2, generate=False)
     for share, alone in ((0.3, False), (0.01, True), (None, None)):
         monkeypatch.setattr(others.OtherProcesses, "share", lambda _, share=share: share)
         shown = evaluate(tiny_target(), DRAFTERS["none"](), PROMPTS, protocol).to_dict()

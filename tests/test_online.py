@@ -28,10 +28,10 @@ from decode.errors import UserError
 from decode.logits import Scores
 from decode.loop import Decoder
 from decode.rules import Verdict
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.trees.static import Static
 from decode.verification import Verified
-from distill.losses import LOSSES, Terms
+from distill.losses import LOSSES, WeightedLoss
 from distill.replay.buffer import Record, ReplayBuffer, bytes_per_position, signal_of
 from distill.replay.learner import SmallLMStudent
 from distill.replay.rejections import Collector
@@ -395,7 +395,7 @@ def test_contexts_longer_than_the_window_keep_the_last_tokens() -> None:
 
 def student_of(losses: dict[str, Any], **shape: Any) -> SmallLMStudent:
     model = tiny_llama(vocab=VOCAB, layers=1, hidden=16, seed=2)
-    return SmallLMStudent(model, Terms(losses), **shape)
+    return SmallLMStudent(model, WeightedLoss(losses), **shape)
 
 
 def recorded(k: int = VOCAB, texts: Any = ([1, 2, 3], [4, 5, 6, 7, 8])) -> list[Record]:
@@ -411,7 +411,7 @@ def test_the_loss_is_the_divergence_at_the_rejected_places_by_hand(loss: str, k:
     """Alone and in a padded batch; and its gradient, so that nothing else is in it."""
     student = student_of({loss: 1.0})
     records = recorded(k)
-    terms = Terms({loss: 1.0})
+    terms = WeightedLoss({loss: 1.0})
     expected = torch.zeros(())
     student.model.zero_grad()
     for record in records:
@@ -462,7 +462,7 @@ def test_padded_rows_add_nothing() -> None:
 def test_a_reduced_draft_vocabulary_is_compared_over_its_own_tokens() -> None:
     model = tiny_llama(vocab=VOCAB, layers=1, hidden=16, seed=2)
     ids = torch.tensor([0, 2, 3, 5, 6, 9, 11])
-    student = SmallLMStudent(model, Terms({"forward_kl": 1.0}), reduce_output(model, ids))
+    student = SmallLMStudent(model, WeightedLoss({"forward_kl": 1.0}), reduce_output(model, ids))
     collector = Collector(99, VOCAB, vocabulary=ids)
     seen = verified([[1, 2, 3]], [[9, 2]], [0], [4])
     collector(seen)
@@ -496,7 +496,8 @@ def online_of(
     **settings: Any,
 ) -> Online:
     student = SmallLMStudent(
-        copy.deepcopy(drafter.lm.model).float().requires_grad_(True), Terms({"forward_kl": 1.0})
+        copy.deepcopy(drafter.lm.model).float().requires_grad_(True),
+        WeightedLoss({"forward_kl": 1.0}),
     )
     config = OnlineConfig.model_validate(SETTINGS | settings)
     return Online(
@@ -611,7 +612,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     with pytest.raises(UserError, match="NgramDrafter cannot take the weights"):
         Online(
             NgramDrafter(),
-            SmallLMStudent(copy.deepcopy(small), Terms({"forward_kl": 1.0})),
+            SmallLMStudent(copy.deepcopy(small), WeightedLoss({"forward_kl": 1.0})),
             OnlineConfig(),
             {},
             vocab_size=40,
@@ -825,8 +826,10 @@ class OldQ(SmallLMDrafter):
         self.before = copy.deepcopy(self.lm.model)
         super().take_weights(weights)
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
-        draft = super().draft(contexts, limits, sampling, noise)
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, rng)
         if draft.q is None or not hasattr(self, "before"):
             return draft
         width = draft.tokens.shape[1]

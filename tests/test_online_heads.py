@@ -22,11 +22,11 @@ from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import FINAL, Features, Recorder
 from decode.trees.static import Static
 from decode.verification import Verified
-from distill.losses import LOSSES, Terms
+from distill.losses import LOSSES, WeightedLoss
 from distill.replay.buffer import (
     Record,
     ReplayBuffer,
@@ -90,7 +90,7 @@ def drafter_of(heads: Heads, on: Any, shape: Any = None) -> HeadsDrafter:
 
 
 def student_of(kind: str, losses: dict[str, Any], on: Any, ids: Tensor | None = None) -> Any:
-    return HeadStudent(heads_of(kind, on, ids), Terms(losses), on, chunk=3)
+    return HeadStudent(heads_of(kind, on, ids), WeightedLoss(losses), on, chunk=3)
 
 
 def states(heads: Any, hidden: Tensor, depth: int) -> Tensor:
@@ -114,7 +114,7 @@ def seen_by_heads(
 
 def test_which_head_was_wrong_from_which_hidden_states() -> None:
     """Rejected at once, after one accepted token, never (all accepted), and nothing drafted."""
-    collector = Collector(FEW, FEW, taps=(FINAL,))
+    collector = Collector(FEW, FEW, captured_layers=(FINAL,))
     texts = [[1, 2, 3], [4, 5], [6], [7, 8]]
     seen = seen_by_heads(texts, [[9, 9], [3, 8], [2, 3], []], [0, 1, 2, 0], [4, 5, 6, 7])
     collector(seen)
@@ -136,8 +136,8 @@ def test_which_head_was_wrong_from_which_hidden_states() -> None:
 def test_of_heads_only_what_they_drafted_is_recorded() -> None:
     """With every accepted token too: never the target's own one behind them, which no head guessed;
     a draft's hidden states once; and of rejections only, nothing where all was accepted."""
-    collector = Collector(FEW, FEW, taps=(FINAL,), accepted=1.0)
-    strict = Collector(FEW, FEW, taps=(FINAL,))
+    collector = Collector(FEW, FEW, captured_layers=(FINAL,), accepted=1.0)
+    strict = Collector(FEW, FEW, captured_layers=(FINAL,))
     text = [1, 2]
     for step in range(3):
         for observer in (collector, strict):
@@ -162,7 +162,7 @@ def test_in_the_loop_each_rejection_is_of_the_head_and_the_state_that_made_it(
     on = target()
     shape = Static(paths=[[0], [0, 0], [0, 0, 0]]) if tree else None
     heads = heads_of(kind, on)
-    collector = Collector(VOCAB, VOCAB, taps=(FINAL,), accepted=1.0)
+    collector = Collector(VOCAB, VOCAB, captured_layers=(FINAL,), accepted=1.0)
     wrong: dict[tuple[int, int], int] = {}
 
     def watch(seen: Verified) -> None:
@@ -211,14 +211,14 @@ def test_in_the_loop_each_rejection_is_of_the_head_and_the_state_that_made_it(
 def recorded(texts: Any = ([1, 2, 3], [4, 5, 6, 7, 8])) -> list[Record]:
     """A second head rejected after an accepted token, and a first one at once; the accepted one is
     not recorded."""
-    collector = Collector(FEW, FEW, taps=(FINAL,))
+    collector = Collector(FEW, FEW, captured_layers=(FINAL,))
     collector(seen_by_heads(texts, [[9, 2], [3, 8]], [1, 0], [4, 5], seed=3))
     return collector.take()[0]
 
 
 def test_a_record_of_heads_takes_the_bytes_that_are_stated(tmp_path: Path) -> None:
     """In memory, with bfloat16 kept to the bit, and on disk."""
-    collector = Collector(4, FEW, taps=(FINAL,), accepted=1.0)
+    collector = Collector(4, FEW, captured_layers=(FINAL,), accepted=1.0)
     seen = seen_by_heads([[1, 2]], [[3, 4, 6]], [2], [5])
     assert seen.read is not None
     half = {FINAL: seen.read.values[FINAL].bfloat16()}
@@ -231,7 +231,7 @@ def test_a_record_of_heads_takes_the_bytes_that_are_stated(tmp_path: Path) -> No
     assert torch.equal(from_numpy(record.drafted.features)[0], half[FINAL][0, 1])
     on = tiny_target()
     made_with = describe_teacher(on, k=4, temperature=1.0, vocabulary=None) | {
-        "heads": {"count": 3, "taps": [FINAL]}
+        "heads": {"count": 3, "captured_layers": [FINAL]}
     }
     buffer = ReplayBuffer(1 << 20, made_with, tmp_path)
     buffer.add([record, *recorded_twice(record)])
@@ -240,7 +240,11 @@ def test_a_record_of_heads_takes_the_bytes_that_are_stated(tmp_path: Path) -> No
     again.restore(on)
     assert len(again) == 3
     assert all(same(a, b) for a, b in zip(again, buffer, strict=True))
-    for other in ({"count": 2, "taps": [FINAL]}, {"count": 3, "taps": [0]}, None):
+    for other in (
+        {"count": 2, "captured_layers": [FINAL]},
+        {"count": 3, "captured_layers": [0]},
+        None,
+    ):
         given = made_with | {"heads": other}
         if other is None:
             del given["heads"]
@@ -267,7 +271,7 @@ def recorded_twice(record: Record) -> list[Record]:
 
 
 def test_windows_keep_what_each_head_read() -> None:
-    collector = Collector(FEW, FEW, taps=(FINAL,), accepted=1.0)
+    collector = Collector(FEW, FEW, captured_layers=(FINAL,), accepted=1.0)
     text = [1, 2]
     for step in range(30):
         collector(seen_by_heads([text], [[3, 4, 6]], [2], [5], seed=step))
@@ -284,7 +288,9 @@ def test_windows_keep_what_each_head_read() -> None:
     found = float(student.loss(pieces)[0].detach())
     assert found == pytest.approx(whole, rel=1e-5)
     with pytest.raises(UserError, match="3 heads learn from texts of at least 8 tokens"):
-        HeadStudent(heads_of("medusa", target()), Terms({"jsd": 1.0}), target(), max_length=7)
+        HeadStudent(
+            heads_of("medusa", target()), WeightedLoss({"jsd": 1.0}), target(), max_length=7
+        )
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -301,7 +307,7 @@ def test_the_loss_is_the_divergence_of_that_head_at_that_place_by_hand(
     on = target(FEW)
     ids = torch.tensor([0, 2, 3, 4, 5, 6, 9, 11]) if reduced else None
     student = student_of(kind, {loss: 1.0}, on, ids)
-    collector = Collector(FEW, FEW, taps=(FINAL,), vocabulary=ids)
+    collector = Collector(FEW, FEW, captured_layers=(FINAL,), vocabulary=ids)
     seen = seen_by_heads([[1, 2, 3], [4, 5, 6, 7, 8]], [[9, 2], [3, 8]], [1, 0], [4, 5], seed=3)
     collector(seen)
     records, _ = collector.take()
@@ -362,7 +368,7 @@ def test_what_is_lost_is_the_total_variation() -> None:
 
 
 def online_of(drafter: HeadsDrafter, heads: Heads, on: Any, **settings: Any) -> Online:
-    student = HeadStudent(copy.deepcopy(heads), Terms({"forward_kl": 1.0}), on)
+    student = HeadStudent(copy.deepcopy(heads), WeightedLoss({"forward_kl": 1.0}), on)
     config = OnlineConfig.model_validate(SETTINGS | settings)
     return Online(drafter, student, config, {}, vocab_size=on.vocab_size)
 
@@ -441,7 +447,7 @@ def test_weights_go_to_a_drafter_of_the_same_heads_only() -> None:
 def test_a_version_is_a_drafter_directory(tmp_path: Path) -> None:
     on = tiny_target()
     heads = new_heads(HeadOptions.of(OPTIONS["medusa"]), on, None)
-    student = HeadStudent(heads, Terms({"forward_kl": 1.0}), on)
+    student = HeadStudent(heads, WeightedLoss({"forward_kl": 1.0}), on)
     with torch.no_grad():
         for parameter in student.module.parameters():
             parameter += 0.5
@@ -472,8 +478,10 @@ class OldQ(MedusaDrafter):
         self.before.load_state_dict(dict(self.heads.named_parameters()))
         super().take_weights(weights)
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
-        draft = super().draft(contexts, limits, sampling, noise)
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, rng)
         if draft.q is not None and self.before is not None:
             states = self.before.states(self.last, range(1, draft.tokens.shape[1] + 1))
             draft.q = sampling.probs(self.before.output.logits(states))

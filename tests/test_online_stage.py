@@ -28,7 +28,7 @@ from tests.training import Killed, ask_to_stop, assert_equal, scramble
 from train.online import versions
 from train.online.learning import Online
 from train.online.serving import Serving
-from train.online.stream import Progress
+from train.online.stream import StreamProgress
 from train.online.versions import Versions
 from train.plots import lines
 from train.stage import StageContext
@@ -389,8 +389,8 @@ def test_another_number_of_ranks_is_refused(context):
         assert state["ranks"] == 1
     stage = online_stage("online")
     with pytest.raises(UserError, match="was begun by 2 ranks, not 1"):
-        stage._require_same_ranks(context, Progress(2))
-    stage._require_same_ranks(replace(context, allow_changes=True), Progress(2))
+        stage._require_same_ranks(context, StreamProgress(2))
+    stage._require_same_ranks(replace(context, allow_changes=True), StreamProgress(2))
 
 
 # --- whole runs -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from decode.policies.adaptive_confidence import AdaptiveConfidence
 from decode.policies.cost_model import CostModel
 from decode.policies.fixed import Fixed
 from decode.policies.heuristic import Heuristic
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.stats import Step
 from tests import lossless
 from tests.tiny import tiny_model
@@ -365,8 +365,8 @@ def test_a_policy_hears_only_of_rows_that_its_drafter_serves(
 class Dropping(SmallLMDrafter):
     """The error that policies are built to make impossible: tokens are dropped for their own q."""
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Any:
-        draft = super().draft(contexts, limits, sampling, noise)
+    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Any:
+        draft = super().draft(contexts, limits, sampling, rng)
         if draft.q is not None:
             own = draft.q.gather(2, draft.tokens[..., None])[..., 0]
             kept = (own > 0.3).long().cumprod(1).sum(1)

@@ -20,7 +20,7 @@ from train.report.notes import footnotes
 from train.report.rows import labels
 from train.report.table import table
 from train.report.words import duration, percent, ratio
-from train.stage import Shown, Stage, StagePlot
+from train.stage import ReportSection, Stage, StagePlot
 from train.stages import STAGES
 
 PROMPT = "Say <b>hello</b> & goodbye"
@@ -256,10 +256,10 @@ def test_a_kind_of_stage_says_what_is_shown_of_it(
 ) -> None:
     class Own(Stage):
         @classmethod
-        def show(cls, summary: dict[str, Any], number: int) -> Shown:
+        def show(cls, summary: dict[str, Any], number: int) -> ReportSection:
             plot = StagePlot(f"own-{number}", "A plot & more.", "<svg></svg>")
             nothing = StagePlot(f"nothing-{number}", "Never seen.", "")
-            return Shown({"pass_seconds": 61.0, "kept": summary["tokens"]}, [plot, nothing])
+            return ReportSection({"pass_seconds": 61.0, "kept": summary["tokens"]}, [plot, nothing])
 
     monkeypatch.setitem(STAGES._parts, "generate", Own)
     make_report(write_run(tmp_path, ROWS))

@@ -17,7 +17,7 @@ from decode.errors import UserError
 from decode.logits import Scores
 from decode.loop import Decoder
 from decode.rules import RULES, Rule, Verdict
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from tests.enumeration import (
     PLAIN,
     TOKENS,
@@ -239,8 +239,8 @@ def test_rows_of_different_trees_do_not_disturb_each_other(rule: str, siblings: 
         if not RULES[rule].judges(not chain, siblings):
             continue
         draft, logits = random_draft(siblings, chain=chain), random_logits(0)
-        noise = Noise(0, torch.arange(ROWS))
-        together = RULES[rule]().verify(draft, Scores(logits, FILTERED), noise)
+        rng = CounterRNG(0, torch.arange(ROWS))
+        together = RULES[rule]().verify(draft, Scores(logits, FILTERED), rng)
         p = FILTERED.probs(logits)
         depths = set()
         for row in range(ROWS):
@@ -248,7 +248,7 @@ def test_rows_of_different_trees_do_not_disturb_each_other(rule: str, siblings: 
             alone = RULES[rule]().verify(
                 only(draft, row),
                 Scores(logits[row : row + 1, : size + 1], FILTERED),
-                Noise(0, torch.tensor([row])),
+                CounterRNG(0, torch.tensor([row])),
             )
             path, reached, following = outcome(together, row)
             assert (path, reached, following) == outcome(alone, 0)
@@ -281,9 +281,9 @@ def test_rules_that_are_one_on_chains(rule: str, same: str, chosen: bool) -> Non
         scores = Scores(random_logits(seed), FILTERED)
         if RULES[rule].trees and seed % 2:
             draft.parents = torch.arange(-1, NODES - 1).expand(ROWS, -1)
-        one = RULES[rule](**options).verify(draft, scores, Noise(seed, torch.arange(ROWS)))
+        one = RULES[rule](**options).verify(draft, scores, CounterRNG(seed, torch.arange(ROWS)))
         draft.parents = None
-        other = RULES[same]().verify(draft, scores, Noise(seed, torch.arange(ROWS)))
+        other = RULES[same]().verify(draft, scores, CounterRNG(seed, torch.arange(ROWS)))
         assert [outcome(one, row) for row in range(ROWS)] == [
             outcome(other, row) for row in range(ROWS)
         ]
@@ -307,8 +307,8 @@ def tree_of(tokens: list[int], parents: list[int], q: list[float] | None, **fiel
 def judged(rule: str, draft: Draft, p: list[float], accept: float, following: float) -> Verdict:
     nodes = draft.tokens.shape[1]
     logits = logits_of(np.tile(np.array(p), (1, nodes + 1, 1)))
-    noise = SetNoise(np.full((1, nodes), accept), np.array([[following]]))
-    return RULES[rule]().verify(draft, Scores(logits, PLAIN), noise)
+    rng = SetNoise(np.full((1, nodes), accept), np.array([[following]]))
+    return RULES[rule]().verify(draft, Scores(logits, PLAIN), rng)
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
@@ -352,10 +352,10 @@ def test_threshold_compares_p_itself() -> None:
     assert int(judged("threshold", draft, p, 0.99, 0.5).accepted) == 3
     rule = RULES["threshold"](threshold=0.4)
     logits = logits_of(np.tile(np.array(p), (1, 4, 1)))
-    noise = SetNoise(np.zeros((1, 3)), np.array([[0.1]]))
-    sampled = rule.verify(draft, Scores(logits, PLAIN), noise)
+    rng = SetNoise(np.zeros((1, 3)), np.array([[0.1]]))
+    sampled = rule.verify(draft, Scores(logits, PLAIN), rng)
     assert (int(sampled.accepted), int(sampled.reached), int(sampled.next_token)) == (0, 1, 0)
-    greedy = rule.verify(draft, Scores(logits, Sampling()), noise)
+    greedy = rule.verify(draft, Scores(logits, Sampling()), rng)
     assert (int(greedy.accepted), int(greedy.next_token)) == (0, 1)
 
 
@@ -411,7 +411,9 @@ class Stand(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         return Draft.none(len(contexts.lengths), "cpu")
 
 

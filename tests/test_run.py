@@ -20,7 +20,7 @@ from decode.artifact import CorruptArtifact
 from decode.drafters.composite import CompositeDrafter
 from decode.drafters.directory import describe_drafter
 from decode.errors import UserError
-from distill.losses import Rows, Terms
+from distill.losses import Rows, WeightedLoss
 from distill.losses.cross_entropy import CrossEntropy
 from distill.module import Distillation
 from tests.tiny import save_tiny, tiny_llama
@@ -33,7 +33,7 @@ from train.data.rounds import FixedText
 from train.run import Run
 from train.stages.generate import GenerateStage
 from train.training.optimizer import OptimizerConfig
-from train.training.trainer import LoopConfig, Task, Trainer
+from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
 ROOT = Path(__file__).parent.parent
 WORDS = [
@@ -432,11 +432,11 @@ def test_accumulated_batches_weigh_every_token_alike(tmp_path):
     ]
 
     def step_with(tokens: int, accumulation: int) -> dict[str, torch.Tensor]:
-        module = Distillation(tiny_llama(layers=1), Terms({"cross_entropy": 1.0}))
+        module = Distillation(tiny_llama(layers=1), WeightedLoss({"cross_entropy": 1.0}))
         trainer = Trainer(
             Accelerator(cpu=True),
             Reporter(silent=True),
-            Task(
+            TrainingTask(
                 "test",
                 module,
                 lambda module, given, _: module(**given),

@@ -15,7 +15,7 @@ from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.sampling import Noise, Sampling, argmax, draw, top
+from decode.sampling import CounterRNG, Sampling, argmax, draw, top
 from tests.tiny import tiny_model
 
 model = functools.cache(tiny_model)
@@ -100,7 +100,7 @@ def test_bad_parameters_are_refused(fields: dict[str, Any], said: str) -> None:
 def test_draws_have_the_right_frequencies() -> None:
     weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 6.0, 0.0])
     count = 200_000
-    uniforms = Noise(0, torch.arange(count)).uniforms(Noise.NEXT, 0, 1)[:, 0]
+    uniforms = CounterRNG(0, torch.arange(count)).uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
     drawn = draw(weights.expand(count, -1), uniforms)
     found = torch.bincount(drawn, minlength=6).numpy()
     assert found[[0, 2, 5]].sum() == 0
@@ -241,11 +241,11 @@ def test_what_is_not_a_number_is_drawn_without_an_error() -> None:
 
 def test_uniforms_are_uniform_and_uncorrelated() -> None:
     count, places = 20_000, 8
-    noise = Noise(1, torch.arange(count))
+    rng = CounterRNG(1, torch.arange(count))
     rounds = []
     for _ in range(3):
-        rounds += [noise.uniforms(stream, 0, places) for stream in (0, 1, 2)]
-        noise.next_round()
+        rounds += [rng.uniforms(stream, 0, places) for stream in (0, 1, 2)]
+        rng.next_round()
     streams = torch.stack(rounds, 1).numpy()  # [rows, rounds·streams, places]
     values = streams.reshape(count, -1)
     total = values.size
@@ -268,10 +268,10 @@ def test_uniforms_are_uniform_and_uncorrelated() -> None:
 
 def test_uniforms_depend_on_seed_row_round_stream_and_place() -> None:
     def values(seed: int = 0, row: int = 5, rounds: int = 0, stream: int = 0) -> list[float]:
-        noise = Noise(seed, torch.tensor([row]))
+        rng = CounterRNG(seed, torch.tensor([row]))
         for _ in range(rounds):
-            noise.next_round()
-        found: list[float] = noise.uniforms(stream, 0, 4)[0].tolist()
+            rng.next_round()
+        found: list[float] = rng.uniforms(stream, 0, 4)[0].tolist()
         return found
 
     assert values() == values()
@@ -288,15 +288,15 @@ def test_uniforms_depend_on_seed_row_round_stream_and_place() -> None:
 
 
 def test_uniforms_do_not_depend_on_the_batch_or_the_width() -> None:
-    wide = Noise(3, torch.tensor([4, 9, 2, 7]))
+    wide = CounterRNG(3, torch.tensor([4, 9, 2, 7]))
     wide.next_round()
-    alone = Noise(3, torch.tensor([2]))
+    alone = CounterRNG(3, torch.tensor([2]))
     alone.next_round()
-    whole = wide.uniforms(Noise.DRAFT, 0, 6)
-    assert torch.equal(whole[2:3], alone.uniforms(Noise.DRAFT, 0, 6))
-    assert torch.equal(whole[2:3, 3:5], alone.uniforms(Noise.DRAFT, 3, 2))
+    whole = wide.uniforms(CounterRNG.DRAFT, 0, 6)
+    assert torch.equal(whole[2:3], alone.uniforms(CounterRNG.DRAFT, 0, 6))
+    assert torch.equal(whole[2:3, 3:5], alone.uniforms(CounterRNG.DRAFT, 3, 2))
     wide.keep_rows(torch.tensor([2, 0]))
-    assert torch.equal(wide.uniforms(Noise.DRAFT, 0, 6), whole[[2, 0]])
+    assert torch.equal(wide.uniforms(CounterRNG.DRAFT, 0, 6), whole[[2, 0]])
 
 
 # --- sampled text ---------------------------------------------------------------------------------

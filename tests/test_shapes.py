@@ -17,7 +17,7 @@ from decode.draft import Draft, Siblings
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.sampling import Noise, Sampling, draw
+from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES, Shape
 from decode.trees.growth import Growth
 from decode.trees.operations import best, first_equal, merged, pack
@@ -95,11 +95,11 @@ def grow(
     *,
     size: int = 9,
     sampling: Sampling = GREEDY,
-    noise: Noise | None = None,
+    rng: CounterRNG | None = None,
 ) -> Draft:
     growth = TableGrowth(len(depths), size, table, sampling)
-    noise = noise or noise_for(len(depths))
-    draft = shape.grow(growth, Limits(np.array(depths)), sampling, noise)
+    rng = rng or noise_for(len(depths))
+    draft = shape.grow(growth, Limits(np.array(depths)), sampling, rng)
     assert draft.tokens.shape[1] <= shape.most_nodes(max(depths))
     assert growth.fed.shape[1] <= shape.most_nodes(max(depths))
     return draft
@@ -407,8 +407,8 @@ def test_rows_do_not_depend_on_each_other(name: str, temperature: float) -> None
         def table(_: int, path: Path, row: int = row) -> np.ndarray:
             return random_table(9)(row, path)
 
-        noise = Noise(0, torch.tensor([row]))
-        alone = grow(which(), table, [depth], sampling=sampling, noise=noise)
+        rng = CounterRNG(0, torch.tensor([row]))
+        alone = grow(which(), table, [depth], sampling=sampling, rng=rng)
         assert paths_of(alone, 0) == paths_of(together, row)
 
 
@@ -427,7 +427,7 @@ class Checking(Shape):
     def most_nodes(self, gamma: int) -> int:
         return self.shape.most_nodes(gamma)
 
-    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         checked: Any = growth
         first, extend = growth.first, growth.extend
 
@@ -443,7 +443,7 @@ class Checking(Shape):
             return logits
 
         checked.first, checked.extend = checked_first, checked_extend
-        return self.shape.grow(growth, limits, sampling, noise)
+        return self.shape.grow(growth, limits, sampling, rng)
 
     def _check(
         self,
@@ -481,7 +481,7 @@ class Checking(Shape):
 
 
 def noisy(family: str) -> Any:
-    """`model(family, seed=3)` with a little noise: it accepts the drafts of that often."""
+    """`model(family, seed=3)` with a little rng: it accepts the drafts of that often."""
     lm = tiny_model(family, seed=3)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -569,11 +569,11 @@ def test_trees_up_to_the_end_of_the_context(name: str, limit: str) -> None:
 # --- promise 20: q is honest ----------------------------------------------------------------------
 
 
-def again(draft: Draft, noise: Noise, rows: Tensor) -> Tensor:
+def again(draft: Draft, rng: CounterRNG, rows: Tensor) -> Tensor:
     """The tokens of these rows (int64 [b]) that the declared q gives with their nodes' uniforms."""
     assert draft.q is not None
     nodes = draft.tokens.shape[1]
-    uniforms = noise.uniforms(Noise.DRAFT, 0, nodes)[rows]
+    uniforms = rng.uniforms(CounterRNG.DRAFT, 0, nodes)[rows]
     drawn, q, every = draft.tokens[rows], draft.q[rows], torch.arange(len(rows))
     q_rows, parents = draft.rows_of_q()[rows], draft.parent_rows()[rows]
     tokens = torch.zeros_like(drawn)
@@ -596,15 +596,15 @@ def test_q_of_a_tree_is_honest(name: str, sampling: Sampling) -> None:
     random = np.random.default_rng(0)
     contexts = contexts_of(random.integers(3, 300, (rows, 4)).tolist(), room=16)
     drafter.start(contexts)
-    noise = noise_for(rows)
+    rng = noise_for(rows)
     wrong = total = 0
     for _ in range(2):
-        noise.next_round()
+        rng.next_round()
         with torch.inference_mode():
-            draft = drafter.draft(contexts, limits_of(contexts, 3), sampling, noise)
+            draft = drafter.draft(contexts, limits_of(contexts, 3), sampling, rng)
         # Where q had too few tokens, nodes were left out and the others' numbers moved.
         full = torch.as_tensor(np.flatnonzero(draft.sizes == 7))
-        wrong += int((again(draft, noise, full) != draft.tokens[full]).sum())
+        wrong += int((again(draft, rng, full) != draft.tokens[full]).sum())
         total += 7 * len(full)
         append(contexts, [[token] for token in random.integers(3, 300, rows).tolist()])
         drafter.commit(contexts)

@@ -22,7 +22,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.rules import RULES
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.trees import SHAPES, Shape
 from decode.trees.growth import Growth
 from decode.trees.operations import first_equal, pack
@@ -36,7 +36,7 @@ Tree = tuple[tuple[int, int, tuple[float, ...]], ...]
 PAIRS = 6
 
 
-class GridNoise(Noise):
+class GridNoise(CounterRNG):
     """Uniforms of drafting, [B, n], set by hand; parts of a drafter have some each (0: they are
     all for the one part that draws)."""
 
@@ -44,11 +44,11 @@ class GridNoise(Noise):
         self.grid, self.each = grid, each
 
     def uniforms(self, stream: int, first: int, count: int) -> Tensor:
-        assert stream == Noise.DRAFT
+        assert stream == CounterRNG.DRAFT
         assert first + count <= self.grid.shape[1]
         return torch.as_tensor(self.grid[:, first : first + count])
 
-    def fork(self, part: int) -> Noise:
+    def fork(self, part: int) -> CounterRNG:
         places = slice(part * self.each, (part + 1) * self.each) if self.each else slice(None)
         return GridNoise(self.grid[:, places])
 
@@ -96,8 +96,10 @@ class TableDrafter(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
-        return self.shape.grow(TableGrowth(contexts, self.q, sampling), limits, sampling, noise)
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        return self.shape.grow(TableGrowth(contexts, self.q, sampling), limits, sampling, rng)
 
 
 class Says(Drafter):
@@ -109,7 +111,9 @@ class Says(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         rows = len(contexts.lengths)
         return Draft(self.tokens.expand(rows, -1), np.full(rows, self.tokens.shape[1]))
 
@@ -196,9 +200,9 @@ def different(draft: Draft) -> tuple[Draft, np.ndarray]:
     return found, counts / len(draft.sizes)
 
 
-def drafts_of(drafter: Drafter, noise: GridNoise) -> Draft:
-    contexts = contexts_of([[0]] * len(noise.grid))
-    return drafter.draft(contexts, limits_of(contexts, 2), PLAIN, noise)
+def drafts_of(drafter: Drafter, rng: GridNoise) -> Draft:
+    contexts = contexts_of([[0]] * len(rng.grid))
+    return drafter.draft(contexts, limits_of(contexts, 2), PLAIN, rng)
 
 
 # (shape, options, parts of the grid, how many draws). Without replacement a second draw is from
@@ -229,10 +233,10 @@ def pair(seed: int) -> tuple[Contextual, Contextual, Contextual]:
 def test_drawn_trees_are_lossless(
     name: str, options: dict[str, Any], parts: int, draws: int
 ) -> None:
-    noise = GridNoise(grid(parts, draws))
+    rng = GridNoise(grid(parts, draws))
     for seed in range(PAIRS):
         p, q, _ = pair(seed)
-        draft = drafts_of(TableDrafter(q, SHAPES[name](**options)), noise)
+        draft = drafts_of(TableDrafter(q, SHAPES[name](**options)), rng)
         # q is declared in float32.
         np.testing.assert_allclose(joint_of(p, draft), p.joint(), atol=1e-5)
 
@@ -244,15 +248,15 @@ def merged_drafts(other: str, seed: int) -> tuple[Contextual, Draft]:
     drafters: list[Drafter] = [TableDrafter(q, chain)]
     if other == "chain":
         drafters.append(TableDrafter(second, chain))
-        noise = GridNoise(grid(4, 4), each=2)
+        rng = GridNoise(grid(4, 4), each=2)
     elif other == "chains":
         drafters.insert(0, TableDrafter(second, SHAPES["chains"](chains=2, budget=3)))
-        noise = GridNoise(grid(4, 5), each=3)
+        rng = GridNoise(grid(4, 5), each=3)
     else:
         drafters = [Says(1, 2), *drafters, Says(1, 0)]
-        noise = GridNoise(grid(4, 2))
+        rng = GridNoise(grid(4, 2))
     several = SeveralDrafters(drafters)
-    draft = drafts_of(several, noise)
+    draft = drafts_of(several, rng)
     assert several.siblings(PLAIN) == draft.siblings == "mixed"
     return p, draft
 
@@ -314,11 +318,11 @@ def without_the_unlikely(draft: Draft) -> Draft:
 
 @pytest.mark.parametrize("error", [without_duplicates, without_the_unlikely])
 def test_what_chains_must_not_do_is_found(error: Callable[[Draft], Draft]) -> None:
-    noise = GridNoise(grid(4, 4))
+    rng = GridNoise(grid(4, 4))
     apart = []
     for seed in range(PAIRS):
         p, q, _ = pair(seed)
-        draft = drafts_of(TableDrafter(q, SHAPES["chains"](chains=2)), noise)
+        draft = drafts_of(TableDrafter(q, SHAPES["chains"](chains=2)), rng)
         apart.append(np.abs(joint_of(p, error(draft)) - p.joint()).sum() / 2)
     assert max(apart) > 0.02
 
@@ -340,15 +344,18 @@ def test_several_that_choose_are_merged() -> None:
 def test_parts_of_a_drafter_draw_independently() -> None:
     """Of each other, of the whole one's drafting and of the rule's; a row the same when alone."""
     rows = torch.arange(200_000)
-    noise = Noise(0, rows)
-    noise.next_round()
-    numbers = [noise.fork(part).uniforms(Noise.DRAFT, 0, 2) for part in range(3)]
-    numbers += [noise.uniforms(stream, 0, 2) for stream in (Noise.DRAFT, Noise.ACCEPT, Noise.NEXT)]
+    rng = CounterRNG(0, rows)
+    rng.next_round()
+    numbers = [rng.fork(part).uniforms(CounterRNG.DRAFT, 0, 2) for part in range(3)]
+    numbers += [
+        rng.uniforms(stream, 0, 2)
+        for stream in (CounterRNG.DRAFT, CounterRNG.ACCEPT, CounterRNG.NEXT)
+    ]
     apart = np.corrcoef(torch.cat(numbers, 1).numpy().T) - np.eye(12)
     assert np.abs(apart).max() < 6 / len(rows) ** 0.5  # six standard deviations
-    alone = Noise(0, rows[7:8])
+    alone = CounterRNG(0, rows[7:8])
     alone.next_round()
-    assert torch.equal(alone.fork(1).uniforms(Noise.DRAFT, 0, 2), numbers[1][7:8])
+    assert torch.equal(alone.fork(1).uniforms(CounterRNG.DRAFT, 0, 2), numbers[1][7:8])
 
 
 def test_several_keep_their_own_q_and_noise() -> None:
@@ -357,9 +364,9 @@ def test_several_keep_their_own_q_and_noise() -> None:
     several = SeveralDrafters([*map(SmallLMDrafter, models), NgramDrafter()])
     contexts = contexts_of([[5, 6, 5], [9, 9], [7]])
     several.start(contexts)
-    noise = noise_for(3)
-    noise.next_round()
-    draft = several.draft(contexts, limits_of(contexts, 2), PLAIN, noise)
+    rng = noise_for(3)
+    rng.next_round()
+    draft = several.draft(contexts, limits_of(contexts, 2), PLAIN, rng)
     assert draft.q is not None
     # What prompt lookup finds: 6 5 after 5; 9 after 9; nothing.
     assert draft.sizes.tolist() == [8, 7, 6]
@@ -368,7 +375,7 @@ def test_several_keep_their_own_q_and_noise() -> None:
     for part, lm in enumerate(models):
         alone = SmallLMDrafter(lm)
         alone.start(contexts)
-        chain = alone.draft(contexts, limits_of(contexts, 2), PLAIN, noise.fork(part))
+        chain = alone.draft(contexts, limits_of(contexts, 2), PLAIN, rng.fork(part))
         assert chain.q is not None
         for row in range(3):
             path = tuple(chain.tokens[row].tolist())

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from decode.artifact import CorruptArtifact
 from decode.errors import UserError
 from decode.target.loading import Target
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.teacher.live import LiveTeacher
 from distill.teacher.output_layer import split_model
 from distill.teacher.parts import text_sha256
-from distill.teacher.signal import TopK, Whole
+from distill.teacher.signal import TeacherLogits, TopK
 from distill.teacher.top_k_cache import (
     CachedTeacher,
     bytes_per_token,
@@ -151,8 +151,8 @@ def test_it_teaches_what_its_outcomes_do_and_with_all_tokens_what_the_target_doe
     live = LiveTeacher(split_model(context.target.model)).signal(*arguments)(whole).logits
     student = live + torch.randn(live.shape, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(n, dtype=torch.int64)
-    terms = Terms({losses: 1.0})
-    for k, exact in ((8, top_k(live, 8)), (300, Whole(live))):
+    terms = WeightedLoss({losses: 1.0})
+    for k, exact in ((8, top_k(live, 8)), (300, TeacherLogits(live))):
         context.outcomes.clear()
         cached = make_cache(replace(context, directory=context.directory / str(k)), k=k)
         found, slope = terms.fused(student, cached.signal(*arguments)(whole), labels)

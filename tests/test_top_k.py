@@ -8,11 +8,11 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.logits import Scores
 from decode.rules import RULES
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 
 # What the target says after the text and after each node: token 0 is likeliest, then 1, 2, 3.
 LOGITS = torch.tensor([[4.0, 3.0, 2.0, 1.0]] * 4)[None]
-NOISE = Noise(0, torch.arange(1))
+NOISE = CounterRNG(0, torch.arange(1))
 
 
 def verdict(draft: Draft, **options: int) -> tuple[list[int], int, int]:
@@ -55,9 +55,9 @@ def test_with_one_token_it_is_exact_match_of_greedy_text() -> None:
     parents = torch.tensor([[-1, -1, 0, 0, 2]]).expand(500, -1)
     sizes = torch.randint(0, 6, (500,), generator=g).numpy()
     draft = Draft(tokens, sizes, parents=parents)
-    noise = Noise(0, torch.arange(500))
+    rng = CounterRNG(0, torch.arange(500))
     ours, exact = (
-        rule.verify(draft, Scores(logits, Sampling()), noise)
+        rule.verify(draft, Scores(logits, Sampling()), rng)
         for rule in (RULES["top_k"](k=1), RULES["exact"]())
     )
     for name in ("accepted", "reached", "next_token"):

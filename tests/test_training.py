@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 from decode import artifact
 from decode.artifact import verify_directory
 from decode.errors import UserError
-from distill.losses import Rows, Terms
+from distill.losses import Rows, WeightedLoss
 from distill.losses.cross_entropy import CrossEntropy
 from distill.module import Distillation
 from tests.tiny import save_tiny
@@ -64,7 +64,7 @@ from train.data.batches import collate, inputs
 from train.training.clock import Clock
 from train.training.load_student import checkpoint_layers
 from train.training.optimizer import (
-    Average,
+    EMA,
     GroupConfig,
     OptimizerConfig,
     learning_rate_factor,
@@ -697,7 +697,7 @@ def test_a_pattern_that_matches_nothing_and_a_module_without_weights_are_refused
 
 
 def test_an_average_over_three_steps_is_the_sum_by_hand():
-    average = Average([torch.tensor([1.0, 0.0])], decay=0.15)
+    average = EMA([torch.tensor([1.0, 0.0])], decay=0.15)
     value = [1.0, 0.0]
     for step, weights in enumerate(([2.0, 1.0], [4.0, 0.0], [8.0, -1.0]), start=1):
         decay = (1 / 11, 0.15, 0.15)[step - 1]  # min(0.15, step / (step + 10)): 1/11, 2/12, 3/13
@@ -783,7 +783,7 @@ def test_layers_that_are_computed_twice_give_the_same_loss_and_gradients():
         model.get_input_embeddings().requires_grad_(False)
         if checkpointed:  # as `train.stages.distill` does it
             checkpoint_layers(model)
-        module = Distillation(model, Terms({"cross_entropy": 1.0}))
+        module = Distillation(model, WeightedLoss({"cross_entropy": 1.0}))
         passes: list[int] = []
         model.transformer.h[0].attn.register_forward_pre_hook(lambda *args, p=passes: p.append(1))
         batch = inputs(collate(tiny_samples(), 0), torch.device("cpu"))

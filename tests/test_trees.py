@@ -23,7 +23,7 @@ from tests.tiny import FAMILIES, PAD_ID, VOCAB, loud_model, tiny_model
 
 @functools.cache
 def nearly(family: str) -> Any:
-    """`model(family)` with a little noise: its likeliest tokens are often the target's."""
+    """`model(family)` with a little rng: its likeliest tokens are often the target's."""
     lm = tiny_model(family)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -274,8 +274,8 @@ def test_experts_may_round_by_what_else_is_fed(dtype: torch.dtype) -> None:
         def jitter(_: Any, args: Any, output: Any, fed: Any = fed) -> Any:
             places = torch.arange(fed[-1].shape[1])
             generator = torch.Generator().manual_seed(int((fed[-1] * places).sum()))
-            noise = torch.randn(output.shape, generator=generator) * torch.finfo(dtype).eps
-            return (output.float() * (1 + noise)).to(dtype)
+            rng = torch.randn(output.shape, generator=generator) * torch.finfo(dtype).eps
+            return (output.float() * (1 + rng)).to(dtype)
 
         lm.model.layers[0].mlp.register_forward_hook(jitter)
         which: Any = lm if honoured else Deaf(lm, "attention_mask")

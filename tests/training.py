@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from decode.errors import UserError
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.module import Distillation
 from tests.tiny import tiny_model
 from train.console import Reporter
@@ -31,7 +31,7 @@ from train.data.chat import Sample
 from train.data.rounds import FixedText
 from train.training.optimizer import GroupConfig, OptimizerConfig
 from train.training.stopping import EXIT_STATUS, Stopped
-from train.training.trainer import LoopConfig, Progress, Task, Trainer
+from train.training.trainer import LoopConfig, Trainer, TrainingProgress, TrainingTask
 
 VOCAB = 40
 OPTIMIZER = {"lr": 1e-2, "warmup_steps": 2, "clip": 1.0}
@@ -98,11 +98,11 @@ def tiny_trainer(
         hook(given)
         return module(**given)
 
-    terms = Terms({"cross_entropy": 1.0})
+    terms = WeightedLoss({"cross_entropy": 1.0})
     return Trainer(
         Accelerator(cpu=True),
         reporter or Lines(),
-        Task(
+        TrainingTask(
             "tiny",
             module or Distillation(tiny_student(dropout), terms),
             step,
@@ -149,8 +149,8 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert same, name
 
 
-def figures(progress: Progress | dict[str, Any]) -> list[dict[str, float]]:
-    return progress.history if isinstance(progress, Progress) else progress["history"]
+def figures(progress: TrainingProgress | dict[str, Any]) -> list[dict[str, float]]:
+    return progress.history if isinstance(progress, TrainingProgress) else progress["history"]
 
 
 def steps_kept(directory: Path) -> list[int]:

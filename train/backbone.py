@@ -17,7 +17,7 @@ from decode.errors import UserError
 from decode.target.loading import Target, load_target
 from distill.drift import Drift, measure_drift
 from distill.lora import LoraConfig, Trainable
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.teacher.live import LiveTeacher
 from distill.teacher.output_layer import split_model
 from heads.base import Heads
@@ -68,8 +68,8 @@ class BackboneConfig(Strict):
     held_out_samples: int = Field(64, ge=1)
 
     @property
-    def terms(self) -> Terms:
-        return Terms(self.losses)
+    def terms(self) -> WeightedLoss:
+        return WeightedLoss(self.losses)
 
     def check(self, stage: str, earlier: Sequence[StageConfig]) -> None:
         """Raise UserError for settings that do not fit together."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from decode.drafters import DRAFTERS
 from decode.errors import UserError, nearest
-from decode.measure.evaluation import Protocol
+from decode.measure.evaluation import EvaluationProtocol
 from decode.rules import require_fitting
 from decode.sampling import Sampling
 from train.online.learners import heads_stage
@@ -51,7 +51,8 @@ class DataConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """How every drafter of the run is evaluated; see `decode.measure.evaluation.Protocol`.
+    """How every drafter of the run is evaluated; see
+    `decode.measure.evaluation.EvaluationProtocol`.
 
     stages: the stages whose drafters are evaluated. None: all stages that make a drafter.
     prompts: the number of prompts, spread evenly over the split. None: all.
@@ -98,7 +99,7 @@ class EvaluationConfig(Strict):
             DRAFTERS[name]
         return self
 
-    def protocol(self, gamma: int | None = None, *, trained: bool = True) -> Protocol:
+    def protocol(self, gamma: int | None = None, *, trained: bool = True) -> EvaluationProtocol:
         """The measuring protocol for a trained drafter or a baseline.
 
         gamma: None: the run's γ. Raises UserError for unknown parts and parts that do not fit
@@ -107,7 +108,7 @@ class EvaluationConfig(Strict):
         sampling = Sampling(
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
         )
-        return Protocol(
+        return EvaluationProtocol(
             gamma=gamma or self.gamma,
             sampling=sampling,
             rule=self.rule,

@@ -32,7 +32,7 @@ from train.evaluate import evaluate_baselines, evaluate_drafter, evaluate_in_tur
 from train.report.make import make_report
 from train.resources import Resources
 from train.schema import StageConfig
-from train.stage import Outcome, Plan, StageContext
+from train.stage import Outcome, StageContext, StagePlan
 from train.stages import STAGES
 from train.training.memory import peak_memory
 
@@ -82,12 +82,12 @@ class Run(Resources):
         self.accelerator.wait_for_everyone()
         return report
 
-    def plan(self) -> list[tuple[str, str, Plan]]:
+    def plan(self) -> list[tuple[str, str, StagePlan]]:
         """(stage, kind, plan) for every stage. Loads the target and writes nothing."""
         return self._plan(self.read_data())
 
-    def _plan(self, examples: dict[str, list[Example]]) -> list[tuple[str, str, Plan]]:
-        plans: dict[str, Plan] = {}
+    def _plan(self, examples: dict[str, list[Example]]) -> list[tuple[str, str, StagePlan]]:
+        plans: dict[str, StagePlan] = {}
         for settings in self.config.stages:
             context = self._context(self.directory / "stages" / settings.name, {}, examples)
             context.plans = plans

@@ -19,7 +19,7 @@ from train.schema import StageConfig
 
 
 @dataclass
-class Plan:
+class StagePlan:
     """What a stage will do; sizes are estimates."""
 
     what: str
@@ -46,7 +46,7 @@ class StageContext:
     examples: dict[str, list[Example]]
     system: str | None
     run_name: str
-    plans: dict[str, Plan] = field(default_factory=dict)
+    plans: dict[str, StagePlan] = field(default_factory=dict)
     allow_changes: bool = False
 
 
@@ -71,7 +71,7 @@ class StagePlot:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ReportSection:
     """A stage's part of the report.
 
     figures: strings and JSON values by name. The end of the name sets the format of a JSON value:
@@ -99,7 +99,7 @@ class Stage(ABC):
         return None
 
     @abstractmethod
-    def plan(self, context: StageContext) -> Plan:
+    def plan(self, context: StageContext) -> StagePlan:
         """What `run` will do. The target is loaded; nothing is written.
 
         Every stage of a run is planned before the first one begins. Raise UserError here for
@@ -111,10 +111,10 @@ class Stage(ABC):
         """Do the stage's work."""
 
     @classmethod
-    def show(cls, summary: dict[str, Any], number: int) -> Shown:
+    def show(cls, summary: dict[str, Any], number: int) -> ReportSection:
         """The report's part for a stage of this kind. summary: returned by `run`. number: the
         stage's number in its run, for the names of plots."""
-        return Shown(summary)
+        return ReportSection(summary)
 
 
 STAGES: Registry[type[Stage]] = Registry("stage kind")

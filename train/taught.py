@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from train.data.samples import TextConfig
 
 
@@ -16,15 +16,15 @@ class TaughtConfig(TextConfig):
     drafter_temperature: float = 1.0
 
     @property
-    def terms(self) -> Terms:
-        return Terms(
+    def weighted_loss(self) -> WeightedLoss:
+        return WeightedLoss(
             self.losses,
             teacher_temperature=self.teacher_temperature,
             drafter_temperature=self.drafter_temperature,
         )
 
     @property
-    def terms_in_words(self) -> str:
+    def losses_in_words(self) -> str:
         """Such as '1·forward_kl + 0.5·jsd(beta=0.1)'."""
         parts = []
         for name, given in self.losses.items():

@@ -34,11 +34,11 @@ def open_cache(name: str, context: StageContext, samples: Sequence[Sample]) -> C
 
 
 def open_features(
-    name: str, context: StageContext, samples: Sequence[Sample], taps: Sequence[int]
+    name: str, context: StageContext, samples: Sequence[Sample], captured_layers: Sequence[int]
 ) -> CachedFeatures:
-    """The hidden states at `taps` (the captured layers), from a `feature_cache` stage or from a
-    directory. Raises UserError as `open_cache` does."""
-    cache = CachedFeatures(_directory(name, context), context.target, taps)
+    """The hidden states at `captured_layers`, from a `feature_cache` stage or
+    from a directory. Raises UserError as `open_cache` does."""
+    cache = CachedFeatures(_directory(name, context), context.target, captured_layers)
     cache.require(_texts(samples))
     return cache
 

@@ -4,14 +4,14 @@ from typing import Any
 
 from train.plots.lines import agreement, curves
 from train.report.words import percent
-from train.stage import Shown, Stage, StagePlot
-from train.training.trainer import Progress
+from train.stage import ReportSection, Stage, StagePlot
+from train.training.trainer import TrainingProgress
 
 LOSS = "Training loss. Bold: running mean over a tenth of the steps."
 DEV = "Agreement with the target on text it wrote for dev prompts."
 
 
-def describe(progress: Progress) -> dict[str, Any]:
+def describe(progress: TrainingProgress) -> dict[str, Any]:
     """A training's progress as JSON values, for the key `training` of its stage's summary."""
     return {
         "steps": progress.step,
@@ -28,7 +28,7 @@ class TrainedStage(Stage):
     """A stage whose summary has `training`, and `losses` by name."""
 
     @classmethod
-    def show(cls, summary: dict[str, Any], number: int) -> Shown:
+    def show(cls, summary: dict[str, Any], number: int) -> ReportSection:
         """The training's figures, then the other figures, and the training's curves."""
         # Summaries of earlier versions lack some of these keys.
         others = dict(summary)
@@ -36,7 +36,7 @@ class TrainedStage(Stage):
         history, dev = (training.pop(key, None) or [] for key in ("history", "dev"))
         clock = training.pop("clock", None) or {}
         losses = curves(f"loss-{number}", history, summary.get("losses") or [])
-        return Shown(
+        return ReportSection(
             _in_short(history, dev, clock) | training | others,
             [
                 StagePlot(f"loss-{number}", LOSS, losses),

@@ -13,7 +13,7 @@ from decode.contexts import Contexts, Limits
 from decode.draft import Draft, Siblings
 from decode.errors import UserError
 from decode.registry import Registry
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import Features
 from decode.target.loading import Target
 from decode.trees import Shape
@@ -27,13 +27,13 @@ class Drafter(ABC):
     keep_rows in between. If passes without drafts come first, `commit` is called before `prefill`.
 
     observes: the drafter learns from the target's scores. `verified` is called only for such
-    drafters. taps: the layers whose hidden states are captured for the drafter
+    drafters. captured_layers: the layers whose hidden states are captured for the drafter
     (`decode.target.hidden_states`). They come from the target's normal passes and go to `read`.
     trained: the drafter can only be loaded from a directory.
     """
 
     observes: bool = False
-    taps: tuple[int, ...] = ()
+    captured_layers: tuple[int, ...] = ()
     trained: bool = False
 
     @classmethod
@@ -84,7 +84,9 @@ class Drafter(ABC):
         return None
 
     @abstractmethod
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         """Drafts each row, at most `limits` deep. A shorter or empty draft is always allowed.
 
         `q` must be the distribution that the tokens were really drawn from.
@@ -95,7 +97,8 @@ class Drafter(ABC):
         return None
 
     def read(self, features: Features) -> None:
-        """Receives the target's hidden states at `taps`. Called only if the drafter has taps.
+        """Receives the target's hidden states at `captured_layers`. Called only if the drafter has
+        captured_layers.
 
         The first call comes after `start`, with the prompt's tokens. The later ones come after each
         verification and before `commit`, with the last token of the text so far and the accepted

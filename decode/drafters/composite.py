@@ -9,7 +9,7 @@ from decode.draft import Draft, Siblings
 from decode.drafters import Contexts, Drafter, Limits
 from decode.drafters.group import Group
 from decode.errors import UserError
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.trees import Shape
 
 
@@ -62,13 +62,15 @@ class CompositeDrafter(Group):
             raise refused[0]
         return CompositeDrafter(shaped)
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         depths = limits.depths.copy()
         drafts: list[Draft] = []
         for drafter in self.drafters:
             if not depths.any():
                 break
-            draft = drafter.draft(contexts, Limits(depths.copy(), limits.stops), sampling, noise)
+            draft = drafter.draft(contexts, Limits(depths.copy(), limits.stops), sampling, rng)
             # Drop drafts in rows that did not ask for one.
             draft.sizes = np.where(depths > 0, draft.sizes, 0)
             depths[draft.sizes > 0] = 0

@@ -27,7 +27,9 @@ class Group(Drafter):
             )
         self._vocab_size = next(iter(sizes), None)
         self.observes = any(drafter.observes for drafter in drafters)
-        self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
+        self.captured_layers = tuple(
+            sorted({layer for drafter in drafters for layer in drafter.captured_layers})
+        )
 
     @property
     def vocab_size(self) -> int | None:
@@ -46,7 +48,7 @@ class Group(Drafter):
 
     def read(self, features: Features) -> None:
         for drafter in self.drafters:
-            if drafter.taps:
+            if drafter.captured_layers:
                 drafter.read(features)
 
     def verified(self, seen: Verified) -> None:

@@ -5,7 +5,7 @@ import torch
 from decode.draft import Draft
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
 from decode.errors import UserError
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 
 
 class NgramIndex:
@@ -55,7 +55,9 @@ class NgramDrafter(Drafter):
     def start(self, contexts: Contexts) -> None:
         self._rows = [NgramIndex(self.min_n, self.max_n) for _ in contexts.lengths]
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         found = []
         for index, tokens, length, depth in zip(
             self._rows, contexts.tokens, contexts.lengths, limits.depths, strict=True

@@ -9,7 +9,7 @@ import torch
 from decode.draft import Draft
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits, Verified
 from decode.errors import UserError
-from decode.sampling import Noise, Sampling, top
+from decode.sampling import CounterRNG, Sampling, top
 
 
 class NgramStore:
@@ -97,7 +97,9 @@ class StoreDrafter(Drafter):
         self._filed = np.ones(len(contexts.lengths), dtype=np.int64)
         self.commit(contexts)
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         drafts = []
         for tokens, length, depth in zip(
             contexts.tokens, contexts.lengths, limits.depths, strict=True

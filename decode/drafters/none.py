@@ -2,7 +2,7 @@
 
 from decode.draft import Draft
 from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 
 
 @DRAFTERS.register("none")
@@ -12,5 +12,7 @@ class NoDrafter(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         return Draft.none(len(contexts.lengths), "cpu")

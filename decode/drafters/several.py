@@ -11,7 +11,7 @@ from decode.draft import Draft, Drawn, Siblings
 from decode.drafters import Contexts, Limits
 from decode.drafters.group import Group
 from decode.errors import UserError
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.trees.operations import first_equal, merged, pack
 
 
@@ -46,10 +46,12 @@ class SeveralDrafters(Group):
     def most_nodes(self, gamma: int) -> int:
         return sum(drafter.most_nodes(gamma) for drafter in self.drafters)
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         # With the same random numbers, drafters would not draw independently.
         drafts = [
-            drafter.draft(contexts, Limits(limits.depths), sampling, noise.fork(part))
+            drafter.draft(contexts, Limits(limits.depths), sampling, rng.fork(part))
             for part, drafter in enumerate(self.drafters)
         ]
         devices = [draft.tokens.device for draft in drafts if draft.tokens.shape[1]]

@@ -15,7 +15,7 @@ from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.new_weights import take_weights
 from decode.drafters.shaped import ShapedDrafter
 from decode.errors import UserError
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM, require_trees, sliding_window
 from decode.target.loading import Target, load_model_and_tokenizer
 from decode.trees import Shape
@@ -142,7 +142,9 @@ class SmallLMDrafter(ShapedDrafter):
         self._cached = np.where(missing <= lacking, ends, self._cached)
         return logits[:, 0]
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         lengths = contexts.lengths
         # A row that may not draft gets meaningless input, and its draft is not used.
         depths = np.minimum(self._capacity - 1, limits.depths)
@@ -151,7 +153,7 @@ class SmallLMDrafter(ShapedDrafter):
             return Draft.none(len(lengths), self.lm.device)
         self._make_room(lengths, depths)
         growth = _LMGrowth(self, contexts, sampling, depths > 0)
-        draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, noise)
+        draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, rng)
         # The last token of a chain was not fed. The nodes of a tree may not be in their text slots.
         fed = 0 if self.shape.branches else growth.fed.shape[1]
         # In a row that does not draft, the next committed tokens may differ from those fed.

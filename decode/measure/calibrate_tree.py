@@ -18,12 +18,12 @@ from decode.target.loading import Target
 from decode.trees import Shape
 from decode.trees.calibrated import grow_greedily
 from decode.trees.chain import Chain
-from decode.trees.sequoia import Plan, plan_tree, smallest_within
+from decode.trees.sequoia import TreePlan, plan_tree, smallest_within
 from decode.trees.static import FixedTree
 from decode.trees.structure import Structure
 
 Method = Literal["calibrated", "sequoia"]
-Progress = Callable[[str], None]  # called with the name of the next phase
+OnProgress = Callable[[str], None]  # called with the name of the next phase
 MOST_NODES = 64
 WIDE = 3  # nodes on each level of the tree that is used to time drafting
 
@@ -43,14 +43,14 @@ class TreeCalibration:
     """
 
     method: Method
-    plan: Plan
+    plan: TreePlan
     acceptance: Acceptance
     costs: Costs
     tree_tokens: float
     chain_tokens: float
     prompts: int
     temperature: float
-    best: Plan
+    best: TreePlan
     tolerance: float
 
     @property
@@ -113,7 +113,7 @@ def calibrate_tree(
     sampling: Sampling | None = None,
     max_new_tokens: int = 64,
     seed: int = 0,
-    progress: Progress = lambda what: None,
+    progress: OnProgress = lambda what: None,
 ) -> TreeCalibration:
     """Calibrates a tree for any drafter that takes shapes, on prompts (token ids) of the dev split.
     A node has at most the `width` likeliest tokens as children, and the tree is at most `depth`
@@ -219,7 +219,7 @@ def cheapest(
     costs: Costs,
     most: int = MOST_NODES,
     tolerance: float = 0.0,
-) -> Plan:
+) -> TreePlan:
     """The smallest tree whose cost per token is at most `tolerance` (a share) above the least.
 
     The candidates are the trees that `grow_greedily` makes from a table of acceptance [D, K], with
@@ -233,10 +233,10 @@ def cheapest(
     return plans[smallest_within([plan.cost_per_token for plan in plans], tolerance)]
 
 
-def _plan(table: Sequence[Sequence[float]], tree: Structure, costs: Costs) -> Plan:
+def _plan(table: Sequence[Sequence[float]], tree: Structure, costs: Costs) -> TreePlan:
     chances: dict[tuple[int, ...], float] = {(): 1.0}
     for path in tree.paths:  # shallow paths first
         chances[path] = chances[path[:-1]] * table[len(path) - 1][path[-1]]
     tokens = sum(chances.values())
     cost = tree.depth * costs.c + float(costs.verify(len(tree) + 1))
-    return Plan(tree, tokens, cost / tokens)
+    return TreePlan(tree, tokens, cost / tokens)

@@ -40,7 +40,7 @@ from decode.stats import Counts, Step, Timing, finite, summary
 from decode.target.generation_config import nothing_filled_in, stated_config
 from decode.target.loading import Target
 
-Progress = Callable[[str, int, int], None]  # name of the measurement, number done, total
+OnProgress = Callable[[str, int, int], None]  # name of the measurement, number done, total
 REPEATED = 8
 # Tokens per row that a decoder emits in one turn. With short turns, a slow second of the machine
 # affects all decoders equally.
@@ -51,7 +51,7 @@ GAMMA_TURNS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Protocol(DecodeSettings):
+class EvaluationProtocol(DecodeSettings):
     """The settings of an evaluation and its sizes.
 
     max_new_tokens, batch_size: for the acceptance run over all prompts. To measure time,
@@ -87,7 +87,7 @@ class Evaluation:
     `generate()`. drafts: a short description, such as `chain`. others: see
     `decode.measure.other_processes`."""
 
-    protocol: Protocol
+    protocol: EvaluationProtocol
     dtype: str
     lossless: bool
     counts: Counts
@@ -225,8 +225,8 @@ def evaluate(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
-    protocol: Protocol,
-    progress: Progress | None = None,
+    protocol: EvaluationProtocol,
+    progress: OnProgress | None = None,
 ) -> Evaluation:
     """Measures `drafter` on prompts (token ids).
 
@@ -299,7 +299,7 @@ def evaluate(
     )
 
 
-def _timed(prompts: Sequence[Sequence[int]], protocol: Protocol) -> list[list[int]]:
+def _timed(prompts: Sequence[Sequence[int]], protocol: EvaluationProtocol) -> list[list[int]]:
     """The indices of the timed prompts, in full batches."""
     size = protocol.timed_batch_size
     count = min(protocol.timed_prompts, len(prompts) // size * size)
@@ -331,7 +331,10 @@ def in_turns(decodings: Sequence[Generator[int, None, Decoded]], tokens: int) ->
 
 
 def _decode_all(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], protocol: Protocol, report: Progress
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    protocol: EvaluationProtocol,
+    report: OnProgress,
 ) -> tuple[list[list[int]], Counts, list[Step]]:
     # Prompts of similar length go together: less padding in the prefill.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -355,7 +358,7 @@ def _decode_all(
 
 
 def time_generate(
-    target: Target, prompts: Sequence[Sequence[int]], protocol: Protocol
+    target: Target, prompts: Sequence[Sequence[int]], protocol: EvaluationProtocol
 ) -> tuple[float, int]:
     """The seconds that `generate()` of `transformers` takes for these prompts in one batch, with
     the same sampling and length, and the number of tokens it emits.
@@ -494,7 +497,7 @@ def fastest_gamma(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     gammas: Sequence[int],
-    protocol: Protocol,
+    protocol: EvaluationProtocol,
 ) -> int:
     """The γ with the most tokens per second on these prompts, in batches of `timed_batch_size`.
     Use dev prompts.

@@ -18,7 +18,7 @@ from decode.measure.costs import Costs
 from decode.measure.other_processes import OtherProcesses
 from decode.policies import Policy
 from decode.rules import RULES, Rule
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.stats import Step
 
 # The number of times that each width and each depth is timed, in turns. The mean of the fastest
@@ -174,7 +174,9 @@ class _Filler(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         tokens = torch.zeros(len(limits.depths), limits.deepest, dtype=torch.int64)
         parents = torch.full_like(tokens, -1) if self.trees else None
         return Draft(tokens, limits.depths.copy(), parents=parents)

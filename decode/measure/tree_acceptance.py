@@ -20,7 +20,7 @@ from decode.logits import Scores
 from decode.loop import Decoded, Decoder
 from decode.rules import Verdict
 from decode.rules.exact import ExactMatch
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.trees import require_whole
 from decode.trees.static import FixedTree
 from decode.trees.structure import Structure
@@ -130,8 +130,8 @@ class _Watching(ExactMatch):
     def __init__(self) -> None:
         self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
-        verdict = super().verify(draft, scores, noise)
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+        verdict = super().verify(draft, scores, rng)
         self.seen.append((draft.sizes, verdict.accepted.cpu().numpy(), verdict.path.cpu().numpy()))
         return verdict
 

@@ -15,7 +15,7 @@ from decode.draft import Draft, Siblings
 from decode.errors import UserError
 from decode.logits import Scores
 from decode.registry import Registry
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Rule(ABC):
         return not branches or (cls.trees and siblings in cls.siblings)
 
     @abstractmethod
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
         """Judges a draft by the target's scores."""
 
 

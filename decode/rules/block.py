@@ -7,7 +7,7 @@ from decode.draft import Draft
 from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.residual import TINY, residual
-from decode.sampling import Noise, draw
+from decode.sampling import CounterRNG, draw
 
 
 @RULES.register("block")
@@ -23,10 +23,10 @@ class BlockVerification(Rule):
 
     lossless, trees = True, False
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
         rows, nodes = draft.tokens.shape
         p = scores.probs()
-        uniform = noise.uniforms(Noise.NEXT, 0, 1)[:, 0]
+        uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         drafted = draft.valid().sum(1)
         if nodes == 0:
             return Verdict(draft.tokens, drafted, drafted, draw(p[:, 0], uniform))
@@ -48,7 +48,7 @@ class BlockVerification(Rule):
             # P·p − q as P·(p − q/P). If P is 0, S stays 0.
             S = inner * residual(p[:, 1:-1], q / inner.clamp(min=TINY)[..., None].float())[1]
         spare = S + 1.0 - inner
-        u = noise.uniforms(Noise.ACCEPT, 0, nodes)
+        u = rng.uniforms(CounterRNG.ACCEPT, 0, nodes)
         ends = torch.arange(1, nodes + 1, device=p.device) == drafted[:, None]
         stays = u < P[:, 1:]
         # h = 0/0 counts as 1: acceptance up to here was certain, and it stays certain.

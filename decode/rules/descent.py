@@ -12,7 +12,7 @@ from decode.draft import Draft
 from decode.logits import Scores
 from decode.rules import Rule, Verdict
 from decode.rules.residual import settled
-from decode.sampling import Noise, draw
+from decode.sampling import CounterRNG, draw
 
 
 class Descent(Rule):
@@ -35,11 +35,11 @@ class Descent(Rule):
         p. uniforms: float64 [B, N], one for each node.
         """
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
         table = draft.children()
-        uniforms = noise.uniforms(Noise.ACCEPT, 0, nodes)
+        uniforms = rng.uniforms(CounterRNG.ACCEPT, 0, nodes)
         row = torch.arange(rows, device=device)
         at = torch.zeros(rows, dtype=torch.int64, device=device)  # the row of p
         accepted = torch.zeros_like(at)
@@ -62,5 +62,5 @@ class Descent(Rule):
             torch.stack(path, 1) if path else draft.tokens[:, :0],
             accepted,
             accepted + went_on,
-            draw(weights, noise.uniforms(Noise.NEXT, 0, 1)[:, 0]),
+            draw(weights, rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]),
         )

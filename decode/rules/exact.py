@@ -7,7 +7,7 @@ from decode.draft import Draft
 from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.longest import longest_path
-from decode.sampling import Noise
+from decode.sampling import CounterRNG
 
 
 @RULES.register("exact")
@@ -19,13 +19,11 @@ class ExactMatch(Rule):
 
     lossless, trees = True, True
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
         greedy = scores.sampling.greedy
-        emitted = scores.pick(
-            scores.logits if greedy else noise.of_text(_depths(draft))
-        )  # [B, N+1]
+        emitted = scores.pick(scores.logits if greedy else rng.of_text(_depths(draft)))  # [B, N+1]
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=device)
             return Verdict(draft.tokens, zero, zero, emitted[:, 0])

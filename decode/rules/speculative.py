@@ -7,7 +7,7 @@ from decode.draft import Draft
 from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.residual import residual
-from decode.sampling import Noise, draw
+from decode.sampling import CounterRNG, draw
 
 
 @RULES.register("speculative")
@@ -19,15 +19,15 @@ class SpeculativeSampling(Rule):
 
     lossless, trees = True, False
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
         rows, nodes = draft.tokens.shape
         p = scores.probs()
-        last_uniform = noise.uniforms(Noise.NEXT, 0, 1)[:, 0]
+        last_uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=p.device)
             return Verdict(draft.tokens, zero, zero, draw(p[:, 0], last_uniform))
         p_x = p[:, :-1].gather(2, draft.tokens[..., None])[..., 0].double()
-        stays = self.accepts(noise.uniforms(Noise.ACCEPT, 0, nodes), p_x, draft.q_of_tokens())
+        stays = self.accepts(rng.uniforms(CounterRNG.ACCEPT, 0, nodes), p_x, draft.q_of_tokens())
         accepted = (stays & draft.valid()).long().cumprod(1).sum(1)
         drafted = draft.valid().sum(1)
 
@@ -44,7 +44,7 @@ class SpeculativeSampling(Rule):
     def accepts(self, uniforms: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
         """bool [B, N]: the draft tokens that are accepted if all before them are. Arguments:
         float64 [B, N]."""
-        # Compare u·q < p, not u < p/q: the quotient of two tiny numbers is noise.
+        # Compare u·q < p, not u < p/q: the quotient of two tiny numbers is rng.
         return uniforms * q_x < p_x
 
     def after_rejection(self, p: Tensor, q: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 
 
 @RULES.register("threshold")
@@ -27,14 +27,14 @@ class Threshold(Rule):
             raise UserError(f"threshold is {threshold}; expected a probability, from 0 to 1")
         self.threshold = threshold
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
         rows, nodes = draft.tokens.shape
         sampling = Sampling(temperature=1.0) if scores.sampling.greedy else scores.sampling
         judged = sampling.probs(scores.logits[:, :-1])
         p_x = judged.gather(2, draft.tokens[..., None])[..., 0]
         drafted = draft.valid().sum(1)
         accepted = ((p_x >= self.threshold) & draft.valid()).long().cumprod(1).sum(1)
-        uniform = noise.uniforms(Noise.NEXT, 0, 1)[:, 0]
+        uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         next_token = scores.sampling.pick(scores.logits_at(accepted), uniform)
         path = torch.arange(nodes, device=p_x.device).expand(rows, -1)
         return Verdict(path, accepted, torch.minimum(accepted + 1, drafted), next_token)

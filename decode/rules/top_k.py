@@ -7,7 +7,7 @@ from decode.errors import UserError
 from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.longest import longest_path
-from decode.sampling import Noise
+from decode.sampling import CounterRNG
 from decode.trees import require_whole
 
 
@@ -29,11 +29,11 @@ class TopKAcceptance(Rule):
             raise UserError(f"least is {least!r}; expected a whole number ≥ 0")
         self.k, self.least = k, least
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
         row_B1 = torch.arange(rows, device=device)[:, None]
-        uniform = noise.uniforms(Noise.NEXT, 0, 1)[:, 0]
+        uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=device)
             picked = scores.sampling.pick(scores.logits[:, 0], uniform)

@@ -8,7 +8,7 @@ from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
 from decode.rules.block import BlockVerification
 from decode.rules.residual import TINY, residual, settled
-from decode.sampling import Noise, draw
+from decode.sampling import CounterRNG, draw
 
 
 @RULES.register("traversal")
@@ -29,11 +29,11 @@ class Traversal(Rule):
 
     lossless, trees = True, True
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
         if draft.is_chain:
             # The same verdict from the same random numbers, all positions at once.
-            return BlockVerification().verify(draft, scores, noise)
-        walk = _Walk(draft, scores, noise.uniforms(Noise.ACCEPT, 0, draft.tokens.shape[1]))
+            return BlockVerification().verify(draft, scores, rng)
+        walk = _Walk(draft, scores, rng.uniforms(CounterRNG.ACCEPT, 0, draft.tokens.shape[1]))
         while not walk.done.all():
             walk.descend()
             walk.judge()
@@ -41,7 +41,7 @@ class Traversal(Rule):
         path = walk.at[:, 1:] - 1
         weights = walk.p[walk.row, depth]
         went_on = walk.table[walk.row, walk.at[walk.row, depth], 0] >= 0
-        next_token = draw(weights, noise.uniforms(Noise.NEXT, 0, 1)[:, 0])
+        next_token = draw(weights, rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0])
         return Verdict(path.clamp(min=0), depth, depth + went_on, next_token)
 
 

@@ -6,7 +6,7 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.logits import Scores
 from decode.rules import RULES, Rule, Verdict
-from decode.sampling import Noise, draw
+from decode.sampling import CounterRNG, draw
 
 
 @RULES.register("typical")
@@ -27,7 +27,7 @@ class TypicalAcceptance(Rule):
             raise UserError(f"delta is {delta}; expected a number > 0")
         self.epsilon, self.delta = epsilon, delta
 
-    def verify(self, draft: Draft, scores: Scores, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
         above, valid = draft.parent_rows(), draft.valid()
@@ -53,6 +53,6 @@ class TypicalAcceptance(Rule):
         longest = depth == accepted[:, None]
         last = torch.where(longest, log_p, -torch.inf).argmax(1)
         went_on = ((above == last[:, None]) & valid).any(1)
-        uniform = noise.uniforms(Noise.NEXT, 0, 1)[:, 0]
+        uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         next_token = draw(scores.probs_at(last), uniform)
         return Verdict(draft.path_to(last - 1), accepted, accepted + went_on, next_token)

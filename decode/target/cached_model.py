@@ -73,7 +73,7 @@ def require_trees(model: PreTrainedModel) -> None:
     if kind in _PASSED.get(model, ()):
         return
     layers = range(model.config.get_text_config().num_hidden_layers)
-    lm = CachedLM(model, taps=layers if layer_list_name(model) else ())
+    lm = CachedLM(model, captured_layers=layers if layer_list_name(model) else ())
     lm._tried = True
     reason = reason_against_trees(lm)
     if reason is not None:
@@ -95,15 +95,15 @@ class CachedLM:
     masks or positions themselves (ALiBi: bloom, mpt), at the latest when the first tree is fed.
 
     It runs the model in its prepared form (`decode.target.packed.prepare`).
-    taps: the layers whose hidden states are captured (`decode.target.hidden_states`). Each forward
-    stores them in `features`, [B, n, H].
+    captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
+    Each forward stores them in `features`, [B, n, H].
     """
 
-    def __init__(self, model: PreTrainedModel, *, taps: Sequence[int] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, *, captured_layers: Sequence[int] = ()) -> None:
         self.model = model
         self._prepared = prepare(model)
         self._runs = self._prepared.model
-        self._recorder = Recorder(self._runs, taps) if taps else None
+        self._recorder = Recorder(self._runs, captured_layers) if captured_layers else None
         self.features: Mapping[int, Tensor] = {}
         self.device = input_device(model)
         config = model.config.get_text_config()

@@ -1,8 +1,8 @@
 """Captures the target's hidden states during its forward, for drafters that read them.
 
-taps: the layers whose hidden states are captured. A tap is `FINAL` for the input of the output
-layer, or a layer's number from 0 for the output of that layer. Shapes: B rows, n tokens, H hidden
-size, T taps.
+captured_layers: the layers whose hidden states are captured. A layer is `FINAL` for the input of
+the output layer, or a layer's number from 0 for the output of that layer. Shapes: B rows, n tokens,
+H hidden size, T captured_layers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,36 +24,36 @@ FINAL = -1
 
 @dataclass
 class Features:
-    """values: the hidden states at each tap, [B, n, H]. counts: int [B] on the host. Row b holds
-    its first counts[b] tokens, the rest is padding."""
+    """values: the hidden states of each captured layer, [B, n, H]. counts: int [B] on the host. Row
+    b holds its first counts[b] tokens, the rest is padding."""
 
     values: Mapping[int, Tensor]
     counts: np.ndarray
 
-    def of(self, taps: Sequence[int]) -> Tensor:
-        """[B, n, T·H]: the hidden states of some taps, concatenated in this order."""
-        if len(taps) == 1:
-            return self.values[taps[0]]
-        return torch.cat([self.values[tap] for tap in taps], -1)
+    def of(self, captured_layers: Sequence[int]) -> Tensor:
+        """[B, n, T·H]: the hidden states of some captured layers, concatenated in this order."""
+        if len(captured_layers) == 1:
+            return self.values[captured_layers[0]]
+        return torch.cat([self.values[layer] for layer in captured_layers], -1)
 
     def at(self, places: Tensor, counts: np.ndarray) -> "Features":
         """The hidden states at these places of each row, int64 [B, m]. The first counts[b] places
         of row b are valid."""
         rows_B1 = torch.arange(len(places), device=places.device)[:, None]
-        return Features({tap: x[rows_B1, places] for tap, x in self.values.items()}, counts)
+        return Features({layer: x[rows_B1, places] for layer, x in self.values.items()}, counts)
 
-    def newest(self, taps: Sequence[int]) -> Tensor:
+    def newest(self, captured_layers: Sequence[int]) -> Tensor:
         """[B, T·H]: the hidden states of each row's last valid token. Meaningless for a row with
         counts[b] = 0."""
-        values = self.of(taps)
+        values = self.of(captured_layers)
         places = torch.as_tensor(np.maximum(self.counts - 1, 0), device=values.device)
         return values[torch.arange(len(places), device=values.device), places]
 
     def keep_rows(self, rows: np.ndarray) -> "Features":
         """The hidden states of only these rows, int [B'], in this order."""
         chosen = {
-            tap: x.index_select(0, torch.as_tensor(rows, device=x.device))
-            for tap, x in self.values.items()
+            layer: x.index_select(0, torch.as_tensor(rows, device=x.device))
+            for layer, x in self.values.items()
         }
         return Features(chosen, self.counts[rows])
 
@@ -62,25 +62,25 @@ class Recorder:
     """Captures the hidden states of a model's forwards with hooks. Works with any causal LM and
     does not change the forward. Captures every fed token, even if only some get logits.
 
-    Raises UserError for a tap the model does not have.
+    Raises UserError for a layer the model does not have.
     """
 
-    def __init__(self, model: PreTrainedModel, taps: Sequence[int]) -> None:
+    def __init__(self, model: PreTrainedModel, captured_layers: Sequence[int]) -> None:
         self._modules: dict[int, nn.Module] = {}
         self._device = input_device(model)
-        for tap in taps:
-            self._modules[tap] = model.base_model if tap == FINAL else _layer(model, tap)
+        for layer in captured_layers:
+            self._modules[layer] = model.base_model if layer == FINAL else _layer(model, layer)
         if FINAL in self._modules and model.base_model is model:
             raise UserError(f"{type(model).__name__} has no stack of layers below its output layer")
 
     @contextmanager
     def recording(self) -> Iterator[dict[int, Tensor]]:
-        """Captures the forward inside this context: the hidden states of each tap, [B, n, H]."""
+        """Captures the forward inside this context: the hidden states of each layer, [B, n, H]."""
         found: dict[int, Tensor] = {}
         # Removed at the end: hooks that stay would affect other users of the model.
         hooks = [
-            module.register_forward_hook(partial(_keep, found, tap, self._device))
-            for tap, module in self._modules.items()
+            module.register_forward_hook(partial(_keep, found, layer, self._device))
+            for layer, module in self._modules.items()
         ]
         try:
             yield found
@@ -91,14 +91,14 @@ class Recorder:
 
 def _keep(
     found: dict[int, Tensor],
-    tap: int,
+    layer: int,
     device: torch.device,
     _: nn.Module,
     __: Any,
     output: Any,
 ) -> None:
     # Layers may be on other devices than the inputs.
-    found[tap] = (output if isinstance(output, Tensor) else output[0]).to(device)
+    found[layer] = (output if isinstance(output, Tensor) else output[0]).to(device)
 
 
 def _layer(model: PreTrainedModel, number: int) -> nn.Module:

@@ -130,7 +130,7 @@ class _Trial:
             ancestors_BNM=self.seen[None, begin:end, :end],
         )
         layers = self.lm.features
-        return [x[0].float() for x in (*(layers[tap] for tap in sorted(layers)), logits)]
+        return [x[0].float() for x in (*(layers[layer] for layer in sorted(layers)), logits)]
 
 
 def _must_change(plain: Trace, parents: Trace, moved: Trace) -> str | None:

@@ -12,7 +12,7 @@ from decode.contexts import Limits
 from decode.draft import Draft, Siblings
 from decode.errors import UserError
 from decode.registry import Registry
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.trees.growth import Growth
 
 
@@ -41,11 +41,11 @@ class Shape(ABC):
         draft or the nodes fed to the drafter, whichever is larger."""
 
     @abstractmethod
-    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         """A draft for each row, at most `limits` deep.
 
-        Draws come from `noise.uniforms(Noise.DRAFT, place, …)`. Each place is used once in a round,
-        so that a row's draft does not depend on the other rows.
+        Draws come from `rng.uniforms(CounterRNG.DRAFT, place, …)`. Each place is used once in a
+        round, so that a row's draft does not depend on the other rows.
         """
 
 

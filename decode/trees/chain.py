@@ -5,7 +5,7 @@ from torch import Tensor
 
 from decode.contexts import Limits
 from decode.draft import Draft, Siblings
-from decode.sampling import Noise, Sampling, argmax, draw
+from decode.sampling import CounterRNG, Sampling, argmax, draw
 from decode.trees import SHAPES, Shape
 from decode.trees.growth import Growth
 
@@ -23,7 +23,7 @@ class Chain(Shape):
     def most_nodes(self, gamma: int) -> int:
         return gamma
 
-    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         sizes = limits.depths.copy()
         tokens: list[Tensor] = []
         q: list[Tensor] = []
@@ -39,7 +39,7 @@ class Chain(Shape):
                 drawn = argmax(logits)
             else:
                 probs = sampling.probs(logits)
-                drawn = draw(probs, noise.uniforms(Noise.DRAFT, place, 1)[:, 0])
+                drawn = draw(probs, rng.uniforms(CounterRNG.DRAFT, place, 1)[:, 0])
                 q.append(growth.whole(probs))
             tokens.append(drawn)
             if place + 1 < int(sizes.max()):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decode.contexts import Limits
 from decode.draft import Draft, Siblings
-from decode.sampling import Noise, Sampling, draw
+from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
 from decode.trees.growth import Growth
 from decode.trees.operations import best, first_equal, merged, pack
@@ -43,12 +43,14 @@ class Chains(Shape):
         # Greedy chains are fed at full length before the best nodes are selected.
         return self.chains * gamma
 
-    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         if sampling.greedy:
             return self._greedy(growth, limits)
-        return self._sampled(growth, limits, sampling, noise)
+        return self._sampled(growth, limits, sampling, rng)
 
-    def _sampled(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def _sampled(
+        self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
         chains, rows, device = self.chains, growth.rows, growth.device
         most = chains * limits.deepest
         nodes = most if self.budget is None else min(self.budget, most)
@@ -59,7 +61,7 @@ class Chains(Shape):
             width = min(chains, nodes - begin)
             probs = sampling.probs(logits)
             q.append(growth.whole(probs))
-            uniforms = noise.uniforms(Noise.DRAFT, begin, width)
+            uniforms = rng.uniforms(CounterRNG.DRAFT, begin, width)
             drawn.append(draw(probs.expand(-1, width, -1), uniforms))
             following = min(chains, nodes - begin - width)
             if following > 0:

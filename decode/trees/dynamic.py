@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decode.contexts import Limits
 from decode.draft import Draft, Siblings
-from decode.sampling import Noise, Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
 from decode.trees.growth import Growth
 from decode.trees.operations import best, pack
@@ -35,7 +35,7 @@ class Dynamic(Shape):
         candidates = self.width + (gamma - 1) * self.width**2
         return max(min(self.nodes, candidates), self.width * (gamma - 1))
 
-    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: CounterRNG) -> Draft:
         rows, width, device = growth.rows, self.width, growth.device
         # For each layer of candidates, [B, m] each: tokens (rows of the draft vocabulary), scores,
         # and the indices of their parents among all candidates.

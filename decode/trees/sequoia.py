@@ -16,7 +16,7 @@ from decode.trees.structure import Structure
 
 
 @dataclass(frozen=True)
-class Plan:
+class TreePlan:
     """The best tree. tokens_per_step: the tokens it emits on average, including the target's token.
     cost_per_token: the cost of such a token, in the unit of the costs. For plain decoding it is
     the cost of a pass of width 1. Drafting pays off if cost_per_token is lower."""
@@ -35,7 +35,7 @@ def plan_tree(
     verify_costs: Sequence[Sequence[float]] = ((1, 1.0),),
     sizes: Sequence[int] | None = None,
     tolerance: float = 0.0,
-) -> Plan:
+) -> TreePlan:
     """The tree of 1 … `nodes` drafted nodes, 1 … `depth` deep, with the least cost per token.
 
     acceptance: [K], the probability v_b that the b-th child of an accepted node is accepted.
@@ -62,7 +62,7 @@ def plan_tree(
     at = smallest_within(cost.min(0), tolerance)
     level, size = int(shallow[at]) + 1, int(passes[at])
     structure = Structure(programme.paths(level, size))
-    return Plan(structure, float(programme.tokens[level, size]), float(cost[level - 1, at]))
+    return TreePlan(structure, float(programme.tokens[level, size]), float(cost[level - 1, at]))
 
 
 def smallest_within(costs: Sequence[float] | np.ndarray, tolerance: float) -> int:

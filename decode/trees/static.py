@@ -15,7 +15,7 @@ from torch import Tensor
 from decode.contexts import Limits
 from decode.draft import Draft, Siblings
 from decode.errors import UserError
-from decode.sampling import Noise, Sampling, draw
+from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES, Shape, likeliest
 from decode.trees.growth import Growth
 from decode.trees.operations import pack
@@ -122,12 +122,12 @@ class FixedTree(Shape):
     def most_nodes(self, gamma: int) -> int:
         return self.structure.within(gamma)
 
-    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: Noise) -> Draft:
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         rows = growth.rows
         plan = self._plan(limits.deepest, growth.device)
         if not plan.levels:
             return Draft.none(rows, growth.device)
-        children = _Children(self.siblings(sampling), growth, sampling, noise)
+        children = _Children(self.siblings(sampling), growth, sampling, rng)
         logits = growth.first()[:, None]
         drawn: list[Tensor] = []
         for level in plan.levels:
@@ -165,9 +165,9 @@ class _Children:
     """
 
     def __init__(
-        self, siblings: Siblings, growth: Growth, sampling: Sampling, noise: Noise
+        self, siblings: Siblings, growth: Growth, sampling: Sampling, rng: CounterRNG
     ) -> None:
-        self.siblings, self.growth, self.sampling, self.noise = siblings, growth, sampling, noise
+        self.siblings, self.growth, self.sampling, self.rng = siblings, growth, sampling, rng
         self.q: list[Tensor] = []
         self.lacking: list[Tensor] = []
 
@@ -178,7 +178,7 @@ class _Children:
             return tokens[:, level.parents * level.widest + level.ranks]
         probs = self.sampling.probs(logits)
         self.q.append(self.growth.whole(probs))
-        uniforms = self.noise.uniforms(Noise.DRAFT, level.first, len(level.orders))
+        uniforms = self.rng.uniforms(CounterRNG.DRAFT, level.first, len(level.orders))
         tokens = torch.zeros_like(level.orders.expand(len(probs), -1))
         if self.siblings == "independent":
             for at in level.with_order:

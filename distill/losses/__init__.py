@@ -76,7 +76,7 @@ class Term:
     loss: Loss
 
 
-class Terms:
+class WeightedLoss:
     """A weighted sum of losses: {name: weight} or {name: {"weight": w, option: value}}.
 
     teacher_temperature and drafter_temperature divide the logits from which p and q are computed.

@@ -284,7 +284,7 @@ def _shards(directory: Path) -> list[tuple[int, Path]]:
 def _heads(made_for: dict[str, Any] | None) -> str:
     if made_for is None:
         return "a small language model"
-    return f"{made_for['count']} heads on the hidden states {made_for['taps']}"
+    return f"{made_for['count']} heads on the hidden states {made_for['captured_layers']}"
 
 
 def _store(path: Path, records: Sequence[Record]) -> None:

@@ -22,7 +22,7 @@ from decode.drafters.new_weights import require_weights
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.target.cached_model import sliding_window
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.module import Distillation
 from distill.replay.buffer import Record, signal_of
 
@@ -34,17 +34,17 @@ class OnlineStudent(ABC):
     that require a gradient are trained. window: the max number of tokens of a text. ids: int64
     [V'], ascending, a reduced draft vocabulary; None means all tokens.
 
-    For heads on the target only: heads is the number of heads, taps are the layers whose hidden
-    states are captured for them, and features is the total size of these hidden states.
+    For heads on the target only: heads is the number of heads, captured_layers are the layers whose
+    hidden states are captured for them, and features is the total size of these hidden states.
     """
 
     kind: str
     module: nn.Module
-    terms: Terms
+    terms: WeightedLoss
     window: int
     ids: Tensor | None
     heads: int = 0
-    taps: tuple[int, ...] = ()
+    captured_layers: tuple[int, ...] = ()
     features: int = 0
 
     @property
@@ -115,7 +115,7 @@ class SmallLMStudent(OnlineStudent):
     def __init__(
         self,
         model: PreTrainedModel,
-        terms: Terms,
+        terms: WeightedLoss,
         vocabulary: ReducedVocabulary | None = None,
         *,
         max_length: int | None = None,
@@ -130,7 +130,7 @@ class SmallLMStudent(OnlineStudent):
         self.pad_id = pad_id if tokenizer is None else tokenizer.pad_token_id or 0
         sizes: Any = {"chunk": chunk, "vocabulary": ids, "tokens": tokens}
         self.module = Distillation(model, terms, **sizes)
-        judged = Terms({"total_variation": 1.0})
+        judged = WeightedLoss({"total_variation": 1.0})
         self._judge = Distillation(model, judged, **sizes)
         config = model.config.get_text_config()
         limits = [

@@ -51,10 +51,10 @@ class Collector:
     Otherwise they cover the first `vocab_size` rows, because later rows are padding. k ≥ V keeps
     the full distribution.
 
-    taps: for heads on the target, the layers whose hidden states are captured. Then only positions
-    for which a head drafted are recorded, with the number of the head and the hidden states that it
-    read. After a text of L tokens, head d drafts for position L + d − 1 from the hidden states of
-    the token at L − 2.
+    captured_layers: for heads on the target, the layers whose hidden states are captured. Then only
+    positions for which a head drafted are recorded, with the number of the head and the hidden
+    states that it read. After a text of L tokens, head d drafts for position L + d − 1 from the
+    hidden states of the token at L − 2.
 
     Each row of a decode is a request. A new request begins if the text of a row does not continue
     the text before. `begin` sets the request numbers for the rows of the next decode. Without it,
@@ -73,10 +73,10 @@ class Collector:
         holdout_every: int = 0,
         vocabulary: Tensor | None = None,
         eos_token_ids: Sequence[int] = (),
-        taps: Sequence[int] = (),
+        captured_layers: Sequence[int] = (),
         seed: int = 0,
     ) -> None:
-        self.vocabulary, self.taps = vocabulary, tuple(taps)
+        self.vocabulary, self.captured_layers = vocabulary, tuple(captured_layers)
         self.vocab_size = vocab_size
         self.k = min(k, vocab_size if vocabulary is None else len(vocabulary))
         self._ids = np.uint16 if vocab_size <= 1 << 16 else np.int32
@@ -132,7 +132,7 @@ class Collector:
         rejected = emitted & (columns == accepted[:, None]) & (reached > accepted)[:, None]
         drawn = np.stack([row.random.random(depth) for row in rows])
         shares = np.array([1.0 if row.held_out else self.accepted for row in rows])
-        others = emitted & (columns < accepted[:, None]) if self.taps else emitted
+        others = emitted & (columns < accepted[:, None]) if self.captured_layers else emitted
         picked = np.nonzero(rejected | (others & (drawn < shares[:, None])))
         ids, log_p, tail = self._distributions(seen, *picked)
         for at, (place, column) in enumerate(zip(*picked, strict=True)):
@@ -141,12 +141,12 @@ class Collector:
             row.rejected.append(bool(rejected[place, column]))
             row.signals.append((ids[at], log_p[at], tail[at]))
             self.rejections += bool(rejected[place, column]) and not row.held_out
-            if self.taps:
+            if self.captured_layers:
                 row.depths.append(int(column) + 1)
-        if self.taps and len(picked[0]):
+        if self.captured_layers and len(picked[0]):
             assert seen.read is not None, "a draft by heads follows hidden states"
             drafted = np.unique(picked[0])
-            newest = seen.read.newest(self.taps)
+            newest = seen.read.newest(self.captured_layers)
             features = to_numpy(newest[torch.as_tensor(drafted, device=newest.device)])
             for at, place in enumerate(drafted):
                 rows[place].read.append(int(lengths[place]) - 2)
@@ -203,7 +203,7 @@ class Collector:
             return
         ids, log_p, tail = (np.stack(parts) for parts in zip(*row.signals, strict=True))
         drafted = None
-        if self.taps:
+        if self.captured_layers:
             depths, read = np.array(row.depths, dtype=np.uint8), np.array(row.read, dtype=np.int32)
             drafted = Drafted(depths, read, np.stack(row.features))
         record = Record(

@@ -14,7 +14,7 @@ from distill.teacher.output_layer import SplitModel
 class CachedStatesTeacher(LiveTeacher):
     """A `LiveTeacher` that runs only the target's output layer, on cached hidden states.
 
-    states: must contain the tap `FINAL`. vocabulary, tokens, timed: as for `LiveTeacher`.
+    states: must contain the layer `FINAL`. vocabulary, tokens, timed: as for `LiveTeacher`.
     """
 
     def __init__(

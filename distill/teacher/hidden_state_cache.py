@@ -16,10 +16,10 @@ from distill.teacher.parts import Parts, describe_target, require_same_target, w
 WHAT = "feature cache"
 
 
-def bytes_per_token(target: Target, taps: Sequence[int]) -> int:
+def bytes_per_token(target: Target, captured_layers: Sequence[int]) -> int:
     """Bytes of a token on disk."""
     hidden: int = target.model.config.get_text_config().hidden_size
-    return len(taps) * hidden * target.dtype.itemsize
+    return len(captured_layers) * hidden * target.dtype.itemsize
 
 
 def write_features(
@@ -31,41 +31,42 @@ def write_features(
 ) -> None:
     """Write part `number` of the cache.
 
-    samples: (id, `distill.teacher.parts.text_sha256`) of each sample. features: by tap, [T, H] of
-    each sample, in the target's dtype.
+    samples: (id, `distill.teacher.parts.text_sha256`) of each sample. features: by captured layer,
+    [T, H] of each sample, in the target's dtype.
     """
-    tensors = {_name(tap): x for tap, x in features.items()}
-    meta = {"teacher": describe_target(target), "taps": list(features)}
+    tensors = {_name(layer): x for layer, x in features.items()}
+    meta = {"teacher": describe_target(target), "captured_layers": list(features)}
     write_part(directory, number, samples, tensors, meta)
 
 
-def _name(tap: int) -> str:
-    return f"tap{tap}"
+def _name(layer: int) -> str:
+    return f"layer{layer}"
 
 
 def holds_features(directory: Path) -> bool:
     """Whether a cache holds hidden states. Raises UserError for a directory without a cache."""
-    return all("taps" in meta for meta in Parts(directory, "cache").metas.values())
+    return all("captured_layers" in meta for meta in Parts(directory, "cache").metas.values())
 
 
 class CachedFeatures:
     """Hidden states from a cache. Replaces `distill.teacher.live_hidden_states.LiveFeatures`.
 
     Raises UserError if the cache was made from another target, revision or dtype, lacks one of the
-    taps, or is damaged. `require` raises UserError for texts that are not in the cache.
+    captured_layers, or is damaged. `require` raises UserError for texts that are not in the cache.
     """
 
-    def __init__(self, directory: Path, target: Target, taps: Sequence[int]) -> None:
+    def __init__(self, directory: Path, target: Target, captured_layers: Sequence[int]) -> None:
         self.parts = Parts(directory, WHAT)
-        self._taps = list(taps)
+        self._captured_layers = list(captured_layers)
         for part, meta in self.parts.metas.items():
             what = f"the {WHAT} {directory}"
             require_same_target(meta["teacher"], target, what, f"the target of {what}")
-            lacking = [tap for tap in taps if tap not in meta["taps"]]
+            lacking = [layer for layer in captured_layers if layer not in meta["captured_layers"]]
             if lacking:
                 raise UserError(
-                    f"the feature cache {part} holds the taps {meta['taps']} and these heads read "
-                    f"{lacking} as well; make it with taps: {self._taps}"
+                    f"feature cache {part} holds the layers {meta['captured_layers']} and these "
+                    f"heads read {lacking} as well; make it with "
+                    f"captured_layers: {self._captured_layers}"
                 )
 
     def require(self, samples: Sequence[tuple[str, str]]) -> None:
@@ -81,21 +82,21 @@ class CachedFeatures:
         to train on.
         """
         device = input_ids.device
-        names = [_name(tap) for tap in self._taps]
+        names = [_name(layer) for layer in self._captured_layers]
         rows = [self.parts.read(sample, names) for sample in ids]
         if not rows:
             # Take the sizes and the dtype from any sample.
             some = self.parts.read(next(iter(self.parts.samples)), names)
             rows = [[x[:1].expand(input_ids.shape[1], -1) for x in some]]
         return {
-            tap: pad_sequence([row[i] for row in rows], batch_first=True).to(device)
-            for i, tap in enumerate(self._taps)
+            layer: pad_sequence([row[i] for row in rows], batch_first=True).to(device)
+            for i, layer in enumerate(self._captured_layers)
         }
 
 
 def split_rows(features: Mapping[int, Tensor], lengths: Sequence[int]) -> list[dict[int, Tensor]]:
-    """Split a padded batch into rows without padding: [T, H] by tap for each row, on the CPU."""
+    """Split a padded batch into rows without padding, on the CPU: [T, H] by layer, row by row."""
     return [
-        {tap: x[row, :length].to("cpu", copy=True) for tap, x in features.items()}
+        {layer: x[row, :length].to("cpu", copy=True) for layer, x in features.items()}
         for row, length in enumerate(lengths)
     ]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.teacher.output_layer import SplitModel
-from distill.teacher.signal import Teacher, Whole
+from distill.teacher.signal import Teacher, TeacherLogits
 
 
 class TeacherSource(Protocol):
@@ -65,15 +65,15 @@ class LiveTeacher:
     @torch.no_grad()
     def signal(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
-    ) -> Callable[[slice], Whole]:
+    ) -> Callable[[slice], TeacherLogits]:
         """See `TeacherSource`. The logits of a slice are computed on request."""
         with self._timed():
             hidden = self.hidden(input_ids, attention_mask, loss_mask, ids)
 
         @torch.no_grad()
-        def teacher(part: slice) -> Whole:
+        def teacher(part: slice) -> TeacherLogits:
             with self._timed():
-                return Whole(F.linear(hidden[part], self._weight, self._bias))
+                return TeacherLogits(F.linear(hidden[part], self._weight, self._bias))
 
         return teacher
 

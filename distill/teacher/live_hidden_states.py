@@ -18,28 +18,29 @@ class FeatureSource(Protocol):
     def features(
         self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
     ) -> Mapping[int, Tensor]:
-        """Return [B, T, H] by tap, in the target's dtype, for a batch [B, T] of samples `ids`."""
+        """Return [B, T, H] by captured layer, in the target's dtype, for a batch [B, T] of samples
+        `ids`."""
         ...
 
 
 class LiveFeatures:
     """Runs the frozen target over each batch, once, without gradients and without logits.
 
-    taps: the layers whose hidden states are captured. remember: keep the hidden states of each
-    sample in CPU memory, H numbers per token and tap, so that later epochs need no forward.
-    timed(): a context in which the work is done.
+    captured_layers: the layers whose hidden states are captured. remember: keep the hidden states
+    of each sample in CPU memory, H numbers per token and layer, so that later epochs need no
+    forward. timed(): a context in which the work is done.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        taps: Sequence[int],
+        captured_layers: Sequence[int],
         *,
         remember: bool = False,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._model, self._taps, self._timed = model, taps, timed
-        self._recorder = Recorder(model, taps)
+        self._model, self._captured_layers, self._timed = model, captured_layers, timed
+        self._recorder = Recorder(model, captured_layers)
         self._kept: dict[str, dict[int, Tensor]] | None = {} if remember else None
 
     @torch.no_grad()
@@ -52,10 +53,10 @@ class LiveFeatures:
             if kept and ids and all(sample in kept for sample in ids):
                 rows = [kept[sample] for sample in ids]
                 return {
-                    tap: pad_sequence([row[tap] for row in rows], batch_first=True).to(
+                    layer: pad_sequence([row[layer] for row in rows], batch_first=True).to(
                         input_ids.device
                     )
-                    for tap in self._taps
+                    for layer in self._captured_layers
                 }
             with self._recorder.recording() as found:
                 self._model.base_model(
@@ -64,5 +65,5 @@ class LiveFeatures:
             if kept is not None:
                 lengths = attention_mask.sum(1).tolist()
                 for row, (sample, length) in enumerate(zip(ids, lengths, strict=False)):
-                    kept[sample] = {tap: x[row, :length].cpu() for tap, x in found.items()}
+                    kept[sample] = {layer: x[row, :length].cpu() for layer, x in found.items()}
             return found

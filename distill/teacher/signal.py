@@ -44,7 +44,7 @@ Teacher = Callable[[slice], Signal]
 
 
 @dataclass(frozen=True)
-class Whole:
+class TeacherLogits:
     """The teacher's logits over the full (draft) vocabulary, [n, V]."""
 
     logits: Tensor
@@ -56,8 +56,8 @@ class Whole:
     def pull_back(self, gradient: Tensor, logits: Tensor, temperature: float) -> Tensor:
         return gradient
 
-    def __getitem__(self, rows: slice) -> "Whole":
-        return Whole(self.logits[rows])
+    def __getitem__(self, rows: slice) -> "TeacherLogits":
+        return TeacherLogits(self.logits[rows])
 
 
 @dataclass(frozen=True)

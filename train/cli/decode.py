@@ -43,7 +43,7 @@ def evaluate(
     import heads  # noqa: F401  (makes its drafters known)
     from decode.artifact import write_file
     from decode.drafters.directory import open_drafter
-    from decode.measure.evaluation import Protocol
+    from decode.measure.evaluation import EvaluationProtocol
     from decode.measure.evaluation import evaluate as measure
     from train.console import Reporter
     from train.data.chat import prompt_tokens
@@ -54,7 +54,7 @@ def evaluate(
     from train.run import describe_process
 
     quieten()
-    protocol = Protocol(
+    protocol = EvaluationProtocol(
         **decoding.settings,
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,

@@ -13,7 +13,7 @@ from decode.target.loading import Target, load_target
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import Example, read_examples, spread
-from train.export.engines import Task
+from train.export.engines import EngineTask
 from train.export.hub import push, push_target
 from train.export.verify import MIN_DRAFTED, Verified, engine_for, verify
 from train.export.write import Measuring, check_export, export_drafter, target_repository
@@ -72,7 +72,7 @@ def run(asked: Asked, reporter: Reporter) -> bool:
         engine_for(asked.engine, record["layout"])
         spec = str(asked.target or asked.backbone or record["drafter"]["target"]["name"])
         target = load_target(spec, dtype="float32")
-        task = Task(
+        task = EngineTask(
             target,
             spec,
             export,

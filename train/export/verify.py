@@ -12,7 +12,7 @@ from decode.loop import Decoder
 from decode.target.identity import require_same_vocabulary
 from decode.target.loading import Target
 from decode.trace import TraceStep
-from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task
+from train.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
 from train.export.source import made_for
 from train.export.write import check_export, reload
 
@@ -88,7 +88,7 @@ def engine_for(name: str, layout: str) -> Engine:
 
 
 def verify(
-    name: str, task: Task, *, min_drafted: int = MIN_DRAFTED, tolerance: float = TOLERANCE
+    name: str, task: EngineTask, *, min_drafted: int = MIN_DRAFTED, tolerance: float = TOLERANCE
 ) -> Verified:
     """Run the prompts in the engine and in our loop, greedily at the same γ, and compare.
 
@@ -132,7 +132,7 @@ def verify(
     )
 
 
-def count_ours(task: Task, drafter: Drafter, counting: Counting) -> tuple[int, int]:
+def count_ours(task: EngineTask, drafter: Drafter, counting: Counting) -> tuple[int, int]:
     """Return the numbers of tokens that our loop drafts and accepts, counted as in `counting`."""
     target = task.target
     decoder = Decoder(

@@ -13,7 +13,7 @@ from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_d
 from decode.drafters import Drafter
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
-from decode.measure.evaluation import Protocol, evaluate
+from decode.measure.evaluation import EvaluationProtocol, evaluate
 from decode.target.identity import require_same_vocabulary
 from decode.target.loading import DTYPES, Target, load_target
 from decode.trees.chain import Chain
@@ -236,7 +236,7 @@ def _measured(
     assert target is not None
     prompts = measuring.prompts(target)
     # Always as a chain, even if the drafter is stored with a tree: layouts describe only chains.
-    protocol = Protocol(
+    protocol = EvaluationProtocol(
         gamma=job.gamma,
         shape="chain",
         max_new_tokens=measuring.max_new_tokens,

@@ -16,7 +16,7 @@ from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.target.loading import Target, load_model_and_tokenizer
 from decode.trees.stored import stored_shape
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.replay.learner import OnlineStudent, SmallLMStudent
 from heads.base import HEADS
 from heads.online_learner import HeadStudent
@@ -48,7 +48,7 @@ class Learning:
     whether to train a small language model's token embeddings and output layer too."""
 
     device: torch.device
-    terms: Terms
+    terms: WeightedLoss
     max_length: int | None
     chunk: int
     embeddings: bool

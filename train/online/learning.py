@@ -147,12 +147,15 @@ class Online:
             holdout_every=settings.holdout_every,
             vocabulary=vocabulary,
             eos_token_ids=eos_token_ids,
-            taps=student.taps,
+            captured_layers=student.captured_layers,
             seed=settings.seed,
         )
         made_with = made_with | {"k": self.collector.k}
         if student.heads:
-            made_with["heads"] = {"count": student.heads, "taps": list(student.taps)}
+            made_with["heads"] = {
+                "count": student.heads,
+                "captured_layers": list(student.captured_layers),
+            }
         most = int(settings.buffer_mib * 2**20)
         self.buffer, self.held_out = (
             ReplayBuffer(most, made_with, directory / name if directory else None)

@@ -17,7 +17,7 @@ from train.data.read import Example
 from train.online.background import Background
 from train.online.config import OnlineStageConfig
 from train.online.learning import Online, Round
-from train.online.stream import COUNTS, Progress, rate
+from train.online.stream import COUNTS, StreamProgress, rate
 from train.online.versions import Versions
 from train.stage import StageContext
 from train.training.stopping import Stopped, StopRequest
@@ -38,7 +38,7 @@ class Serving:
     drafter: Drafter
     online: Online | None
     versions: Versions
-    at: Progress
+    at: StreamProgress
     saves: int
 
     def serve(self) -> None:

@@ -12,7 +12,7 @@ COUNTS = ("steps", "emitted", "reached", "accepted")
 
 
 @dataclass
-class Progress:
+class StreamProgress:
     """The progress of a stream; stored with every save.
 
     served: the number of answered requests. version: of the decoding weights. counts: for every

@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from train.report.words import NONE, duration, percent
-from train.stage import Shown
+from train.stage import ReportSection
 from train.stages import STAGES
 
 # Endings of keys that determine how a value is written.
@@ -24,7 +24,7 @@ def stage_part(number: int, stage: dict[str, Any]) -> dict[str, Any]:
     if kind in STAGES:
         shown = STAGES[kind].show(summary, number)
     else:  # The config no longer has this stage, so its kind is unknown.
-        shown = Shown({k: v for k, v in summary.items() if not isinstance(v, dict | list)})
+        shown = ReportSection({k: v for k, v in summary.items() if not isinstance(v, dict | list)})
     figures = {}
     for key, value in shown.figures.items():
         unit = next((end for end in UNITS if key.endswith(end)), "")

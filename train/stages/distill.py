@@ -31,7 +31,7 @@ from train.data.samples import check_text, fitting_samples, planned_tokens, stag
 from train.dev import DevConfig, DevSlice, Judging
 from train.online.learners import heads_stage
 from train.schema import StageConfig, closest_stage
-from train.stage import STAGES, Outcome, Plan, StageContext
+from train.stage import STAGES, Outcome, StageContext, StagePlan
 from train.taught import TaughtConfig
 from train.teacher import Cache, TargetModel, open_cache, teacher_of
 from train.trained import TrainedStage, describe
@@ -45,7 +45,7 @@ from train.training.load_student import (
     make_student,
 )
 from train.training.optimizer import OptimizerConfig
-from train.training.trainer import LoopConfig, Task, Trainer
+from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
 
 class DistillConfig(TaughtConfig):
@@ -86,7 +86,7 @@ class DistillStage(TrainedStage):
 
     def check(self, earlier: Sequence[StageConfig]) -> None:
         settings: DistillConfig = self.config
-        terms = settings.terms
+        terms = settings.weighted_loss
         check_text(settings, earlier)
         if settings.dev is not None:
             for name in stages_of(settings.dev.text):
@@ -152,7 +152,7 @@ class DistillStage(TrainedStage):
     def _cached(self) -> bool:
         return self.config.teacher != "live"
 
-    def plan(self, context: StageContext) -> Plan:
+    def plan(self, context: StageContext) -> StagePlan:
         settings: DistillConfig = self.config
         target = context.target.model
         tokens = planned_tokens(context, settings) * settings.loop.epochs
@@ -163,8 +163,8 @@ class DistillStage(TrainedStage):
         if settings.drafter.stage is not None:
             begun = context.plans[settings.drafter.stage]
             what = f"goes on with the drafter of {settings.drafter.stage}"
-            return Plan(
-                f"{what}; {settings.terms_in_words}; {amount}",
+            return StagePlan(
+                f"{what}; {settings.losses_in_words}; {amount}",
                 begun.trained_parameters,
                 tokens,
                 begun.memory_bytes,
@@ -178,9 +178,9 @@ class DistillStage(TrainedStage):
         weights = 4 * sum(p.numel() for p in student.parameters()) + 12 * trained
         teacher = sum(p.numel() * p.element_size() for p in target.parameters())
         chunk = 2 * 4 * settings.chunk_tokens * context.target.vocab_size
-        return Plan(
+        return StagePlan(
             f"{type(model).__name__} of {student.num_parameters() / 1e6:.1f}M parameters; "
-            f"{settings.terms_in_words}; {amount}",
+            f"{settings.losses_in_words}; {amount}",
             trained_parameters=trained,
             tokens=tokens,
             memory_bytes=weights + (0 if self._cached else teacher) + chunk,
@@ -207,7 +207,7 @@ class DistillStage(TrainedStage):
         clock = Clock(device)
         with TargetModel(context, shard=settings.shard_teacher) as target:
             teacher: TeacherSource | None = None
-            if settings.terms.needs_teacher:
+            if settings.weighted_loss.needs_teacher:
                 teacher = teacher_of(
                     target,
                     cache,
@@ -231,17 +231,17 @@ class DistillStage(TrainedStage):
             trainer = Trainer(
                 context.accelerator,
                 context.reporter,
-                Task(
+                TrainingTask(
                     settings.name,
                     Distillation(
                         model,
-                        settings.terms,
+                        settings.weighted_loss,
                         chunk=settings.chunk_tokens,
                         vocabulary=ids,
                         tokens=tokens,
                     ),
                     step,
-                    settings.terms.names,
+                    settings.weighted_loss.names,
                     self._text(context, student, samples),
                     context.target.tokenizer.pad_token_id or 0,
                     measure=dev.measure if dev else None,

@@ -18,16 +18,16 @@ from train.data.chat import Sample
 from train.data.samples import TextConfig, check_text, fitting_samples, planned_tokens, read_samples
 from train.data.write_parts import batches_of, size, write_parts
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, Plan, Stage, StageContext
+from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
 
 
 class FeatureCacheConfig(TextConfig):
-    """taps: the layers whose hidden states are captured, by number; −1 for the hidden states that
-    the output layer reads. part_samples: the number of samples per written part; a killed stage
-    loses at most one part."""
+    """captured_layers: the layers whose hidden states are captured, by number; −1 for the hidden
+    states that the output layer reads. part_samples: the number of samples per written part; a
+    killed stage loses at most one part."""
 
     kind: Literal["feature_cache"] = "feature_cache"
-    taps: list[int] = Field([FINAL], min_length=1)
+    captured_layers: list[int] = Field([FINAL], min_length=1)
     tokens_per_batch: int = Field(2048, ge=1)
     part_samples: int = Field(256, ge=1)
 
@@ -41,22 +41,23 @@ class FeatureCacheStage(Stage):
     def check(self, earlier: Sequence[StageConfig]) -> None:
         settings: FeatureCacheConfig = self.config
         check_text(settings, earlier)
-        if len(set(settings.taps)) < len(settings.taps):
+        if len(set(settings.captured_layers)) < len(settings.captured_layers):
             raise UserError(
-                f"stage {settings.name}: taps {settings.taps} name a layer twice; name it once"
+                f"stage {settings.name}: captured_layers {settings.captured_layers} name a layer "
+                "twice; name it once"
             )
 
-    def plan(self, context: StageContext) -> Plan:
+    def plan(self, context: StageContext) -> StagePlan:
         settings: FeatureCacheConfig = self.config
-        Recorder(context.target.model, settings.taps)  # refuses layers that do not exist
-        each = bytes_per_token(context.target, settings.taps)
+        Recorder(context.target.model, settings.captured_layers)  # refuses layers that do not exist
+        each = bytes_per_token(context.target, settings.captured_layers)
         tokens = planned_tokens(context, settings)
-        what = f"{len(settings.taps)} hidden states: {each} bytes a token, prompts too"
+        what = f"{len(settings.captured_layers)} hidden states: {each} bytes a token, prompts too"
         if settings.text == "data":
             samples = read_samples(context, "data")
             total = sum(min(len(s.tokens), settings.max_length) for s in samples)
             what += f"; {size(each * total)} on disk"
-        return Plan(
+        return StagePlan(
             what,
             tokens=tokens,
             memory_bytes=sum(
@@ -67,9 +68,9 @@ class FeatureCacheStage(Stage):
     def run(self, context: StageContext) -> Outcome:
         settings: FeatureCacheConfig = self.config
         target = context.target
-        source = LiveFeatures(target.model, settings.taps)
+        source = LiveFeatures(target.model, settings.captured_layers)
         samples, counts = fitting_samples(context, settings)
-        each = bytes_per_token(target, settings.taps)
+        each = bytes_per_token(target, settings.captured_layers)
         tokens = sum(len(sample.tokens) for sample in samples)
         context.reporter.say(f"  {each} bytes a token, {tokens} tokens: {size(each * tokens)}")
 
@@ -80,18 +81,21 @@ class FeatureCacheStage(Stage):
                 features = source.features(ids, mask, batch["ids"])
                 lengths = [len(part[i].tokens) for i in rows]
                 found |= dict(zip(rows, split_rows(features, lengths), strict=True))
-            by_tap = {tap: [found[i][tap] for i in range(len(part))] for tap in settings.taps}
+            by_tap = {
+                layer: [found[i][layer] for i in range(len(part))]
+                for layer in settings.captured_layers
+            }
             write_features(context.directory, number, names, by_tap, target)
             return sum(len(sample.tokens) for sample in part)
 
         speed = write_parts(context, samples, settings.part_samples, write)
         # Checks that the cache is complete and belongs to this target.
-        CachedFeatures(context.directory, target, settings.taps)
+        CachedFeatures(context.directory, target, settings.captured_layers)
         return Outcome(
             summary={
                 "samples": counts,
                 "tokens": tokens,
-                "taps": settings.taps,
+                "captured_layers": settings.captured_layers,
                 "bytes_per_token": each,
                 "tokens_per_second": speed,
             }

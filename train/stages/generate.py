@@ -21,7 +21,7 @@ from train.data.answers import PART, read_answers
 from train.data.chat import prompt_tokens
 from train.data.read import Example, spread
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, Plan, Stage, StageContext
+from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
 
 
 class GenerateConfig(StageConfig):
@@ -59,10 +59,10 @@ class GenerateStage(Stage):
 
     Config = GenerateConfig
 
-    def plan(self, context: StageContext) -> Plan:
+    def plan(self, context: StageContext) -> StagePlan:
         settings: GenerateConfig = self.config
         count = len(self._jobs(context))
-        return Plan(
+        return StagePlan(
             f"{count} answers of at most {settings.max_new_tokens} tokens",
             tokens=count * settings.max_new_tokens,
             memory_bytes=sum(

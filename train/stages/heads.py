@@ -35,14 +35,14 @@ from train.data.samples import check_text, fitting_samples, planned_tokens, stag
 from train.dev import DevConfig, DevSlice, Judging
 from train.head_tree import TreeConfig, calibrated_tree, require_tree
 from train.schema import StageConfig, closest_stage
-from train.stage import STAGES, Outcome, Plan, StageContext
+from train.stage import STAGES, Outcome, StageContext, StagePlan
 from train.taught import TaughtConfig
 from train.teacher import open_features
 from train.trained import TrainedStage, describe
 from train.training.clock import Clock
 from train.training.load_student import frequent_tokens
 from train.training.optimizer import OptimizerConfig
-from train.training.trainer import LoopConfig, Task, Trainer
+from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
 
 class HeadsConfig(TaughtConfig):
@@ -88,7 +88,7 @@ class HeadsStage(TrainedStage):
 
     def check(self, earlier: Sequence[StageConfig]) -> None:
         settings: HeadsConfig = self.config
-        terms = settings.terms
+        terms = settings.weighted_loss
         if settings.teacher_temperature != 1 and not terms.needs_teacher:
             raise UserError(
                 f"stage {settings.name}: no loss reads the teacher, so teacher_temperature would "
@@ -140,7 +140,7 @@ class HeadsStage(TrainedStage):
                 "hidden states change with every step; leave it out"
             )
 
-    def plan(self, context: StageContext) -> Plan:
+    def plan(self, context: StageContext) -> StagePlan:
         settings: HeadsConfig = self.config
         target = context.target
         heads = build_heads(settings.heads, target, self._planned_vocabulary(context), "meta")
@@ -160,7 +160,7 @@ class HeadsStage(TrainedStage):
             # The trained float32 copy of the target, and a second copy that is never sharded.
             memory += 12 * own + 2 * 4 * target.model.num_parameters()
             what += f"the target too ({'LoRA' if settings.backbone.lora else 'all weights'}); "
-        return Plan(
+        return StagePlan(
             f"{what}{settings.loop.epochs} epochs",
             trained_parameters=trained,
             tokens=planned_tokens(context, settings) * settings.loop.epochs,
@@ -196,7 +196,9 @@ class HeadsStage(TrainedStage):
         # Without autocast, matrix products are float32, so the borrowed weights must be too.
         heads.borrow(target.model, torch.float32 if accelerator.mixed_precision == "no" else None)
         clock = Clock(device)
-        training = HeadTraining(heads, settings.terms, target.model, chunk=settings.chunk_tokens)
+        training = HeadTraining(
+            heads, settings.weighted_loss, target.model, chunk=settings.chunk_tokens
+        )
         module: HeadTraining | JointTraining = training
         backbone: Backbone | None = None
         optimizer = settings.optimizer
@@ -205,12 +207,12 @@ class HeadsStage(TrainedStage):
             module = backbone.join(training, settings.chunk_tokens)
             optimizer = settings.backbone.optimizer(optimizer)
         else:
-            source = self._source(context, training.taps, samples, clock)
+            source = self._source(context, training.captured_layers, samples, clock)
 
         def step(module: nn.Module, given: Inputs, names: Sequence[str]) -> tuple[Tensor, Tensor]:
             # Draws from torch's random state, which checkpoints store. It is the same on all ranks
             # (except after draws for an adapter's dropout).
-            losses = heads.sub_losses(float(torch.rand(())))
+            losses = heads.loss_weights(float(torch.rand(())))
             if backbone is None:
                 return self._forward(module, source, given, names, losses)
             # Never 0: self-distillation begins with a loss of 0, so the gradient would be only
@@ -222,7 +224,7 @@ class HeadsStage(TrainedStage):
         trainer = Trainer(
             accelerator,
             context.reporter,
-            Task(
+            TrainingTask(
                 settings.name,
                 module,
                 step,
@@ -280,17 +282,21 @@ class HeadsStage(TrainedStage):
         return Outcome(context.directory / "drafter", summary, moved)
 
     def _source(
-        self, context: StageContext, taps: Sequence[int], samples: Sequence[Sample], clock: Clock
+        self,
+        context: StageContext,
+        captured_layers: Sequence[int],
+        samples: Sequence[Sample],
+        clock: Clock,
     ) -> FeatureSource:
         settings: HeadsConfig = self.config
         if settings.features == "live":
             return LiveFeatures(
                 context.target.model,
-                taps,
+                captured_layers,
                 remember=settings.remember_features,
                 timed=lambda: clock("teacher"),
             )
-        return open_features(settings.features, context, samples, taps)
+        return open_features(settings.features, context, samples, captured_layers)
 
     @staticmethod
     def _forward(
@@ -366,7 +372,7 @@ class HeadsStage(TrainedStage):
         losses = dict.fromkeys(range(1, whole.depth + 1), 1.0)
         names = module.sums
         if isinstance(module, HeadTraining):
-            source = LiveFeatures(context.target.model, module.taps, remember=True)
+            source = LiveFeatures(context.target.model, module.captured_layers, remember=True)
 
         def sums(prepared: nn.Module, given: Inputs, ids: Sequence[str]) -> Tensor:
             if backbone is not None:

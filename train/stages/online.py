@@ -13,7 +13,7 @@ from decode.errors import UserError
 from decode.loop import require_prompts
 from decode.rules import RULES
 from decode.target.cached_model import require_trees
-from distill.losses import Terms
+from distill.losses import WeightedLoss
 from distill.replay.buffer import bytes_per_draft, bytes_per_position
 from distill.replay.learner import OnlineStudent
 from distill.teacher.top_k_cache import describe_teacher
@@ -24,11 +24,11 @@ from train.online.config import OnlineStageConfig
 from train.online.learners import Learning, heads_stage
 from train.online.learning import Online
 from train.online.serving import Serving
-from train.online.stream import Progress
+from train.online.stream import StreamProgress
 from train.online.versions import Versions
 from train.plots import lines
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, Plan, Shown, Stage, StageContext, StagePlot
+from train.stage import STAGES, Outcome, ReportSection, Stage, StageContext, StagePlan, StagePlot
 from train.training.load_student import choose_trained, make_student
 
 STREAM = "Acceptance over the stream, by windows of requests in their order."
@@ -49,7 +49,7 @@ class OnlineStage(Stage):
 
     def check(self, earlier: Sequence[StageConfig]) -> None:
         settings: OnlineStageConfig = self.config
-        Terms(settings.losses)
+        WeightedLoss(settings.losses)
         rule = RULES[settings.rule]
         if settings.drafter.stage is None:
             return
@@ -69,7 +69,7 @@ class OnlineStage(Stage):
                 f"{heads.name}"
             )
 
-    def plan(self, context: StageContext) -> Plan:
+    def plan(self, context: StageContext) -> StagePlan:
         settings: OnlineStageConfig = self.config
         stream = self._stream(context)
         self._device(context)
@@ -92,14 +92,14 @@ class OnlineStage(Stage):
         target = sum(p.numel() * p.element_size() for p in context.target.model.parameters())
         if settings.drafter.stage is not None:
             begun = context.plans[settings.drafter.stage]
-            return Plan(what, begun.trained_parameters, tokens, begun.memory_bytes)
+            return StagePlan(what, begun.trained_parameters, tokens, begun.memory_bytes)
         model, _ = make_student(settings.drafter, context)
         choose_trained(model, embeddings=settings.train_embeddings)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         # Drafter and learning copy; gradients and AdamW's two moments; the last version's weights
         # and two moments.
         memory = 8 * model.num_parameters() + 24 * trained + target
-        return Plan(what, trained, tokens, memory)
+        return StagePlan(what, trained, tokens, memory)
 
     def run(self, context: StageContext) -> Outcome:
         settings: OnlineStageConfig = self.config
@@ -112,9 +112,9 @@ class OnlineStage(Stage):
             versions.recover()
         accelerator.wait_for_everyone()
         found = versions.load()
-        number, at = 0, Progress(accelerator.num_processes)
+        number, at = 0, StreamProgress(accelerator.num_processes)
         if found is not None:
-            number, at = found[0], Progress(**found[1])
+            number, at = found[0], StreamProgress(**found[1])
             self._require_same_ranks(context, at)
             context.reporter.say(
                 f"  going on after {at.served} of {len(stream)} requests, version {at.version}"
@@ -151,12 +151,12 @@ class OnlineStage(Stage):
         return Outcome(context.directory / "drafter", summary)
 
     @classmethod
-    def show(cls, summary: dict[str, Any], number: int) -> Shown:
+    def show(cls, summary: dict[str, Any], number: int) -> ReportSection:
         """The figures, and a plot of the stream by windows."""
         figures = {k: v for k, v in summary.items() if k not in ("windows", "rounds")}
         name = f"stream-{number}"
         drawn = lines.stream(name, summary.get("windows") or [], summary.get("rounds") or [])
-        return Shown(figures, [StagePlot(name, STREAM, drawn)])
+        return ReportSection(figures, [StagePlot(name, STREAM, drawn)])
 
     def _stream(self, context: StageContext) -> list[Example]:
         settings: OnlineStageConfig = self.config
@@ -192,7 +192,7 @@ class OnlineStage(Stage):
                 f"stage {settings.name} cannot learn on device {settings.device!r}: {error}"
             ) from error
 
-    def _require_same_ranks(self, context: StageContext, at: Progress) -> None:
+    def _require_same_ranks(self, context: StageContext, at: StreamProgress) -> None:
         now = context.accelerator.num_processes
         if at.ranks == now:
             return
@@ -209,7 +209,7 @@ class OnlineStage(Stage):
         settings: OnlineStageConfig = self.config
         how = Learning(
             self._device(context),
-            Terms(settings.losses),
+            WeightedLoss(settings.losses),
             settings.learning.max_length if settings.learning else None,
             settings.chunk_tokens,
             settings.train_embeddings,
@@ -247,7 +247,7 @@ class OnlineStage(Stage):
         )
 
     def _resume(
-        self, context: StageContext, online: Online, at: Progress, versions: Versions
+        self, context: StageContext, online: Online, at: StreamProgress, versions: Versions
     ) -> None:
         rank = context.accelerator.process_index
         if rank < len(at.online):

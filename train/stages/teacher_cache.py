@@ -23,7 +23,7 @@ from train.data.chat import Sample
 from train.data.samples import TextConfig, check_text, fitting_samples, planned_tokens
 from train.data.write_parts import batches_of, size, write_parts
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, Plan, Stage, StageContext
+from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
 from train.training.load_student import frequent_tokens
 
 
@@ -58,11 +58,11 @@ class TeacherCacheStage(Stage):
                 f"{settings.draft_vocabulary} tokens; expected at most as many"
             )
 
-    def plan(self, context: StageContext) -> Plan:
+    def plan(self, context: StageContext) -> StagePlan:
         settings: TeacherCacheConfig = self.config
         tokens = planned_tokens(context, settings)
         each = bytes_per_token(settings.k, self._vocabulary_size(context))
-        return Plan(
+        return StagePlan(
             f"the target's top {settings.k}: {each} bytes a token, {size(each * tokens)} on disk",
             tokens=tokens,
             memory_bytes=sum(

@@ -86,7 +86,7 @@ def learning_rate_factor(step: int, total: int, config: OptimizerConfig) -> floa
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
 
 
-class Average:
+class EMA:
     """The EMA of the weights. shares: this rank's shares of the weights, in float32."""
 
     def __init__(self, shares: Sequence[Tensor], decay: float) -> None:

@@ -23,7 +23,7 @@ from train.training import parallel
 from train.training.checkpoint import KEEP, Checkpoints
 from train.training.clock import Clock
 from train.training.memory import peak_memory
-from train.training.optimizer import Average, OptimizerConfig, learning_rate_factor, make_optimizer
+from train.training.optimizer import EMA, OptimizerConfig, learning_rate_factor, make_optimizer
 from train.training.stopping import Stopped, StopRequest
 
 # (module, batch, its samples' ids) → (loss summed over its tokens, each term's sum [terms])
@@ -48,7 +48,7 @@ class LoopConfig(Strict):
 
 
 @dataclass
-class Task:
+class TrainingTask:
     """The inputs of the trainer from a stage.
 
     label: the stage's name, a prefix of every logged figure. terms: the names of the loss terms.
@@ -69,11 +69,11 @@ class Task:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """The progress of a training; stored in every checkpoint.
 
-    history: figures of logged steps. dev: figures of `Task.measure`. seconds: total wall time.
-    clock: seconds by activity, as far as they were measured.
+    history: figures of logged steps. dev: figures of `TrainingTask.measure`. seconds: total wall
+    time. clock: seconds by activity, as far as they were measured.
     """
 
     step: int = 0
@@ -112,7 +112,7 @@ class Trainer:
         self,
         accelerator: Accelerator,
         reporter: Reporter,
-        task: Task,
+        task: TrainingTask,
         loop: LoopConfig,
         optimizer: OptimizerConfig,
         directory: Path,
@@ -133,21 +133,21 @@ class Trainer:
         )
         self.average = None
         if optimizer.ema is not None:
-            self.average = Average(parallel.local_weights(accelerator, self.module), optimizer.ema)
+            self.average = EMA(parallel.local_weights(accelerator, self.module), optimizer.ema)
         self.checkpoints = Checkpoints(
             accelerator, directory / "checkpoints", reporter, allow_changes=allow_changes
         )
         self.total_steps = 0
-        self.at = Progress()  # the current progress
+        self.at = TrainingProgress()  # the current progress
 
-    def fit(self) -> Progress:
+    def fit(self) -> TrainingProgress:
         """Train to the end.
 
         Raises UserError instead of taking a step whose loss or gradient is not finite. Raises
         Stopped, after saving a checkpoint, if the process was asked to stop.
         """
         stored = self.checkpoints.load(self._load_average)
-        self.at = at = Progress(**stored) if stored else Progress()
+        self.at = at = TrainingProgress(**stored) if stored else TrainingProgress()
         self.clock.seconds |= at.clock
         begin = time.perf_counter() - at.seconds
         self.total_steps = self._total_steps()
@@ -217,7 +217,7 @@ class Trainer:
         return parallel.gathered_weights(self.accelerator, self.module, prefix)
 
     def _optimizer_step(
-        self, at: Progress, current: _Round, request: StopRequest
+        self, at: TrainingProgress, current: _Round, request: StopRequest
     ) -> tuple[dict[str, float], bool]:
         """Take one step over `accumulation` global batches. Returns the step's figures, such as the
         mean loss per token and its terms, and whether any rank was asked to stop."""

@@ -33,7 +33,7 @@ class Counting:
 
 
 @dataclass(frozen=True)
-class Task:
+class EngineTask:
     """A job for an engine. target_spec: the target as `load_target` takes it. prompts: token ids.
     say: called with progress messages."""
 
@@ -80,7 +80,7 @@ class Engine(ABC):
         """Return a message that names the missing package; None if the engine can run."""
 
     @abstractmethod
-    def run(self, task: Task) -> EngineRun:
+    def run(self, task: EngineTask) -> EngineRun:
         """Run all prompts one by one, without and with the drafter. Raises UserError if the engine
         dies, never gets ready, or cannot serve this target. Leaves no process behind."""
 

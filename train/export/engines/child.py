@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError
-from train.export.engines import Task, home
+from train.export.engines import EngineTask, home
 from train.export.engines.process import ending, start, stop
 
 # The longest time without progress. Loading a model counts as one step of progress.
@@ -69,7 +69,7 @@ def version_of(name: str, package: str) -> str | None:
     )
 
 
-def model_directory(task: Task, place: Path) -> Path:
+def model_directory(task: EngineTask, place: Path) -> Path:
     """Return the target as a Hugging Face directory: the one it was loaded from, else `place`, into
     which the loaded weights are saved."""
     given = Path(task.target_spec).expanduser()

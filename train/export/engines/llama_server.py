@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 
 from decode.errors import UserError
-from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task, home
+from train.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask, home
 from train.export.engines.server import Server, serving
 from train.export.formats import EXPORT_FILE, FORMATS
 from train.export.formats.in_gguf import FILE, InGGUF, target_gguf
@@ -38,7 +38,7 @@ class LlamaServer(Engine):
     def missing(self) -> str | None:
         return None if _binary() else "llama-server is not installed"
 
-    def run(self, task: Task) -> EngineRun:
+    def run(self, task: EngineTask) -> EngineRun:
         file = target_gguf(task.target_spec)
         model = ["-m", str(file), *(FLOAT32 if _is_float32(file) else ())]
         layout = FORMATS[json.loads((task.export / EXPORT_FILE).read_text())["layout"]]
@@ -60,7 +60,9 @@ class LlamaServer(Engine):
             drafted[1],
         )
 
-    def _texts(self, task: Task, model: list[str], how: str) -> tuple[list[dict[str, Any]], float]:
+    def _texts(
+        self, task: EngineTask, model: list[str], how: str
+    ) -> tuple[list[dict[str, Any]], float]:
         binary = _binary()
         assert binary is not None
         threads = os.environ.get("OMP_NUM_THREADS", "2")

@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task
+from train.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
 from train.export.engines.child import model_directory, python_of, run_child, version_of
 
 PACKAGE = "openvino_genai"
@@ -23,7 +23,7 @@ class OpenVINO(Engine):
         found = python_of("openvino").exists() and version_of("openvino", PACKAGE)
         return None if found else "OpenVINO GenAI is not installed"
 
-    def run(self, task: Task) -> EngineRun:
+    def run(self, task: EngineTask) -> EngineRun:
         task.say("OpenVINO: converting, then without and with the drafter")
         with tempfile.TemporaryDirectory() as place, tempfile.TemporaryDirectory() as converted:
             job = {

@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from decode.sampling import Sampling
 from decode.target.generation_config import nothing_filled_in, stated_config
 from decode.target.loading import load_model_and_tokenizer
-from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task
+from train.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
 
 
 class Transformers(Engine):
@@ -27,7 +27,7 @@ class Transformers(Engine):
     def missing(self) -> str | None:
         return None
 
-    def run(self, task: Task) -> EngineRun:
+    def run(self, task: EngineTask) -> EngineRun:
         target = task.target
         dtype = str(target.dtype).removeprefix("torch.")
         assistant = load_model_and_tokenizer(
@@ -62,7 +62,7 @@ Drafts = list[list[tuple[int, list[int]]]]  # for each text: (start of the draft
 
 
 def _generate(
-    task: Task, assistant: PreTrainedModel | None, drafts: Drafts | None = None
+    task: EngineTask, assistant: PreTrainedModel | None, drafts: Drafts | None = None
 ) -> tuple[list[list[int]], float]:
     # Greedy like our loop, whatever the checkpoint's generation_config says.
     settings = stated_config(

