@@ -25,7 +25,7 @@ from benchmarks.common import describe_machine, write_json
 from benchmarks.decode_drafter import PROMPTS
 from decode.drafters import DRAFTERS
 from decode.drafters.directory import open_drafter
-from decode.drafters.shaped import ShapedDrafter
+from decode.drafters.trained import ShapedDrafter
 from decode.loop import Decoder
 from decode.measure.evaluation import identical
 from decode.target.attention import SLOTS, attention_forward, each_token_alone

@@ -21,7 +21,7 @@ import heads  # noqa: F401  (makes its drafters known)
 from benchmarks.common import describe_machine, in_fresh_process, write_json
 from benchmarks.decode_drafter import PROMPTS
 from decode.drafters.directory import open_drafter
-from decode.drafters.shaped import ShapedDrafter
+from decode.drafters.trained import ShapedDrafter
 from decode.measure.calibrate_tree import calibrate_tree
 from decode.measure.evaluation import EvaluationProtocol, evaluate
 from decode.target.loading import load_target

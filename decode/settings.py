@@ -1,23 +1,20 @@
 """Decode settings by names and options. Configs and commands build a `Decoder` from them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decode.drafters import Drafter
-from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.costs import Costs
 from decode.measure.time_costs import measure_costs
-from decode.policies import POLICIES, Policy
-from decode.registry import Choice, options_of
-from decode.rules import RULES, Rule, default_rule, require_fitting, used_rule
+from decode.parts import Part, make_policy, make_rule, make_shape, plans_by_costs
+from decode.policies import Policy
+from decode.registry import Choice
+from decode.rules import default_rule
 from decode.sampling import Sampling
 from decode.stops import Stop
 from decode.target.loading import Target
-from decode.trees import SHAPES, Shape
-
-Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +42,15 @@ class DecodeSettings:
     draft_temperature: float | None = None
 
     def __post_init__(self) -> None:
-        rule, policy, sampling = self.make_rule(), self.make_policy(), self.draft_sampling
+        policy, draft_sampling = self.make_policy(), self.draft_sampling
         if self.shape is None:
+            make_rule(self.rule, self.sampling, "a chain", False, "chosen")
             return
-        shape = self.make_shape()
-        rule = self.make_rule(shape.branches)
+        shape = make_shape(self.shape, policy.most)
         name = f"shape {Choice.of(self.shape)}"
-        require_fitting(rule, name, shape.branches, shape.siblings(sampling))
-        if policy.watches and shape.branches:
-            raise UserError(
-                f"the draft-length policy {Choice.of(self.policy or 'fixed').name} watches a chain "
-                f"grow, and the {name} is a tree; leave one of them out"
-            )
+        siblings = shape.siblings(draft_sampling)
+        make_rule(self.rule, self.sampling, name, shape.branches, siblings)
+        make_policy(policy, policy.most, name, shape.branches)
 
     @property
     def draft_sampling(self) -> Sampling:
@@ -64,44 +58,24 @@ class DecodeSettings:
             return self.sampling
         return replace(self.sampling, temperature=self.draft_temperature)
 
+    @property
+    def branches(self) -> bool | None:
+        """Whether the shape drafts trees. None: no shape is named."""
+        return None if self.shape is None else make_shape(self.shape, self.gamma).branches
+
     def for_drafter(self, drafter: Drafter) -> "DecodeSettings":
         """The same settings. If no rule was named, they get the default rule for this drafter."""
-        branches = self.make_shape().branches if self.shape is not None else drafter.branches
+        branches = drafter.branches if self.branches is None else self.branches
         return replace(self, rule=self.rule or default_rule(branches))
 
-    def make_rule(self, branches: bool = False) -> Rule:
-        """The rule in use. branches: whether drafts may be trees. At temperature 0 most rules are
-        equivalent to exact match, which is then used."""
-        rule: Rule = RULES.make(self.rule or default_rule(branches))
-        return used_rule(rule, self.sampling)
-
-    def make_policy(self, most: int | None = None) -> Policy:
-        """most: the max depth of a draft, if the policy's options do not set it. None: γ."""
-        policy: Policy = POLICIES.make(self.policy or "fixed", most=most or self.gamma)
-        return policy
-
-    def make_shape(self, costs: Costs | None = None) -> Shape:
-        """costs: for shapes that plan by costs, unless their options give the costs. Such shapes
-        plan for drafts as deep as the policy allows."""
-        assert self.shape is not None
-        planned: dict[str, Any] = {"depth": self.make_policy().most}
-        if costs is not None:
-            pairs = list(zip(costs.widths, costs.v, strict=True))
-            planned |= {"draft_cost": costs.c, "verify_costs": pairs}
-        shape: Shape = SHAPES.make(self.shape, **planned)
-        return shape
+    def make_policy(self) -> Policy:
+        return make_policy(self.policy, self.gamma)
 
     @property
     def needs_costs(self) -> bool:
         """Whether the policy or the shape uses costs that are measured before decoding begins."""
-        return self.make_policy().needs_costs or self._shape_needs_costs
-
-    @property
-    def _shape_needs_costs(self) -> bool:
-        if self.shape is None:
-            return False
-        choice = Choice.of(self.shape)
-        return "verify_costs" in {*options_of(SHAPES[choice.name])} - {*choice.options}
+        planned = self.shape is not None and plans_by_costs(self.shape)
+        return planned or self.make_policy().needs_costs
 
     def decoder(
         self,
@@ -117,29 +91,31 @@ class DecodeSettings:
         measured. Raises UserError as `Decoder` does, and if a shape is given for a drafter that
         cannot change its shape.
         """
-        made = self._decoder(target, drafter, None, stop)
+        decoder = self._decoder(target, drafter, None, stop)
         if prompt is None or not self.needs_costs:
-            return made, None
+            return decoder, None
         # One level of a tree takes one pass of the drafter, like one token of a chain.
         plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
-        most = made.drafter.most_nodes(made.policy.most)
-        trees = made.drafter.branches
-        costs = measure_costs(plain, [prompt], most=made.policy.most, widest=most + 1, trees=trees)
+        depth = decoder.policy.most
+        widest = decoder.drafter.most_nodes(depth) + 1
+        trees = decoder.drafter.branches
+        costs = measure_costs(plain, [prompt], most=depth, widest=widest, trees=trees)
         return self._decoder(target, drafter, costs, stop), costs
 
     def _decoder(
         self, target: Target, drafter: Drafter, costs: Costs | None, stop: Stop | None = None
     ) -> Decoder:
         if self.shape is not None:
-            drafter = drafter.with_shape(self.make_shape(costs))
-        policy = self.make_policy(drafter.deepest(self.gamma))
+            shape = make_shape(self.shape, self.make_policy().most, costs)
+            drafter = drafter.with_shape(shape)
+        policy = make_policy(self.policy, drafter.deepest(self.gamma))
         if costs is not None:
             policy.use_costs(costs)
         return Decoder(
             target.model,
             drafter,
             eos_token_ids=target.eos_token_ids,
-            rule=self.make_rule(drafter.branches),
+            rule=self.rule,
             sampling=self.sampling,
             draft_sampling=self.draft_sampling,
             policy=policy,

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from decode.verification import Verification
+
 
 @dataclass
 class Counts:
@@ -118,14 +120,8 @@ class Timing:
     overhead: float = 0.0
     draft_prefill: float = 0.0
     steps: int = 0  # verification passes
-    draft_depth: int = 0  # sum of the draft depths of all passes: the number of draft steps
-    width: int = 0  # sum over all passes of the tokens fed per row
-
-    def count(self, step: "Step") -> None:
-        """Count a pass. Its seconds are already added."""
-        self.steps += 1
-        self.draft_depth += step.depth
-        self.width += step.width
+    draft_steps: int = 0  # passes of the drafter
+    tokens_fed: int = 0  # sum over all verification passes of the tokens fed per row
 
     @property
     def total(self) -> float:
@@ -147,8 +143,8 @@ class Timing:
         return {
             **{f"{part}_ms": 1000 * getattr(self, part) for part in parts},
             "steps": self.steps,
-            "draft_steps": self.draft_depth,
-            "tokens_fed": self.width,
+            "draft_steps": self.draft_steps,
+            "tokens_fed": self.tokens_fed,
         }
 
     def __add__(self, other: "Timing") -> "Timing":
@@ -157,67 +153,7 @@ class Timing:
         )
 
 
-@dataclass
-class Step:
-    """One verification pass over B rows, for policies and reports.
-
-    rows: int [B], the prompt of each row. depths: int [B], the max depth allowed for each draft.
-    drafted, accepted, emitted: int [B], nodes drafted, draft tokens kept and tokens emitted.
-    reached: int [B], draft positions that were judged with all before them accepted. width: tokens
-    fed per row. depth: the number of draft steps. The times are seconds for the batch as a unit.
-    signals: the numbers that a policy looked at, float64 [B, D] by name, NaN where it did not look.
-    """
-
-    rows: np.ndarray
-    depths: np.ndarray
-    drafted: np.ndarray
-    reached: np.ndarray
-    accepted: np.ndarray
-    emitted: np.ndarray
-    width: int
-    depth: int
-    draft_s: float
-    verify_s: float
-    overhead_s: float
-    signals: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def longest(self) -> np.ndarray:
-        """int [B]: the most draft tokens of a row that could be accepted. In a tree, they are on
-        one path."""
-        return np.minimum(self.drafted, np.minimum(self.depths, self.depth))
-
-    def kept_share(self) -> np.ndarray:
-        """float64 [B]: la/k, accepted tokens / draft tokens (for a tree: / the draft's depth). It
-        is 0 for a row without a draft."""
-        share: np.ndarray = self.accepted / np.maximum(self.longest(), 1)
-        return share
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values, times in milliseconds. gamma: the max depth allowed for each row's draft.
-        la_k: None for a row without a draft. Each signal is one list per row, without the places
-        where the policy did not look."""
-        shares = np.where(self.drafted > 0, self.kept_share(), np.nan)
-        return {
-            "rows": self.rows.tolist(),
-            "gamma": self.depths.tolist(),
-            "drafted": self.drafted.tolist(),
-            "reached": self.reached.tolist(),
-            "accepted": self.accepted.tolist(),
-            "emitted": self.emitted.tolist(),
-            "la_k": [finite(share) for share in shares],
-            "width": self.width,
-            "draft_steps": self.depth,
-            "draft_ms": 1000 * self.draft_s,
-            "verify_ms": 1000 * self.verify_s,
-            "overhead_ms": 1000 * self.overhead_s,
-            **{
-                name: [row[~np.isnan(row)].round(4).tolist() for row in values]
-                for name, values in self.signals.items()
-            },
-        }
-
-
-def summary(steps: Iterable[Step]) -> dict[str, Any]:
+def summary(steps: Iterable[Verification]) -> dict[str, Any]:
     """Many steps in a few JSON values. A figure is None if its denominator is 0.
 
     gamma_histogram: number of row-steps per max depth allowed. mean_gamma: mean of that depth.
@@ -238,7 +174,7 @@ def summary(steps: Iterable[Step]) -> dict[str, Any]:
         "mean_gamma": _mean(gammas),
         "plain_share": _mean(gammas == 0),
         "la_k": _mean(np.concatenate(shares or [np.zeros(0)])),
-        "signals": {name: _mean(np.concatenate(found)) for name, found in signals.items()},
+        "signals": {name: _mean(np.concatenate(values)) for name, values in signals.items()},
         "ms_per_step": {
             part: _mean(1000 * np.array([getattr(step, f"{part}_s") for step in steps]))
             for part in ("draft", "verify", "overhead")
@@ -252,7 +188,7 @@ def _mean(values: np.ndarray) -> float | None:
 
 @dataclass
 class Tally:
-    """The loop's running counts for B rows, updated once per step."""
+    """Counts of B rows, one verification pass after the other."""
 
     rows: int
     depth: int = 0
@@ -270,31 +206,23 @@ class Tally:
             setattr(self, name, np.zeros((self.rows, self.depth), dtype=np.int64))
         self.by_accepted = np.zeros((self.rows, self.depth + 1), dtype=np.int64)
 
-    def step(
-        self,
-        rows: np.ndarray,
-        nodes_by_depth: np.ndarray,
-        reached: np.ndarray,
-        accepted: np.ndarray,
-        emitted: np.ndarray,
-        ended: np.ndarray,
-    ) -> None:
-        """Count one pass of the given rows. nodes_by_depth: int [B', D]; ended: bool [B']; the
-        others: int [B'].
+    def add(self, verification: Verification) -> None:
+        """Count one pass.
 
         A row whose text ended in this pass counts no positions deeper than the tokens it emitted.
         """
-        depth = nodes_by_depth.shape[1]
+        rows, emitted = verification.rows, verification.emitted
+        depth = verification.nodes_by_depth.shape[1]
         self._grow(depth)
         positions = np.arange(depth)[None, :]
-        counts = (positions < np.where(ended, emitted, depth)[:, None]).astype(np.int64)
-        kept = np.minimum(accepted, emitted)
+        inside = positions < np.where(verification.ended, emitted, depth)[:, None]
+        accepted = np.minimum(verification.accepted, emitted)
         self.steps[rows] += 1
         self.emitted[rows] += emitted
-        self.drafted[rows, :depth] += nodes_by_depth * counts
-        self.reached[rows, :depth] += (positions < reached[:, None]) * counts
-        self.accepted[rows, :depth] += positions < kept[:, None]
-        self.by_accepted[rows, kept] += 1
+        self.drafted[rows, :depth] += verification.nodes_by_depth * inside
+        self.reached[rows, :depth] += (positions < verification.reached[:, None]) & inside
+        self.accepted[rows, :depth] += positions < accepted[:, None]
+        self.by_accepted[rows, accepted] += 1
 
     def row(self, row: int) -> Counts:
         """The counts of one row up to now."""

@@ -17,14 +17,15 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.logits import LogitsProcessor
 from decode.loop import Decoded, Decoder
-from decode.policies import POLICIES, Policy
+from decode.parts import Part, make_policy, make_shape
+from decode.policies import Policy
 from decode.rules import Rule
 from decode.stops import StopStrings
 from decode.target.generation_config import sampling_as_generate
 from decode.target.identity import eos_token_ids, fingerprint
 from decode.target.loading import Target
-from decode.trace import TraceStep
-from decode.trees import SHAPES, Shape
+from decode.trees import Shape
+from decode.verification import Observer
 
 # Text to continue without a template, messages to answer, or token ids.
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -56,8 +57,8 @@ class SpeculativeGenerator:
     """A target, its tokenizer and a drafter: prompt → text.
 
     drafter: a `Drafter`, a smaller model with the target's vocabulary, or a name for
-    `open_drafter`. gamma, rule: as for `Decoder`. policy, shape: parts, or names of parts with
-    options in the format of `Choice`. Only some drafters take a shape. eos_token_ids: the ids that
+    `open_drafter`. gamma, rule, policy: as for `Decoder`. shape: a shape, or its name with options
+    in the format of `Choice`. Only some drafters take a shape. eos_token_ids: the ids that
     end a text. Default: the ids in the tokenizer and the model's configs. decoded: tokens, counts
     and times of the last call.
 
@@ -72,9 +73,9 @@ class SpeculativeGenerator:
         drafter: Drafter | PreTrainedModel | str = "ngram",
         *,
         gamma: int = 4,
-        rule: str | Rule | None = None,
-        policy: Policy | str | None = None,
-        shape: Shape | str | None = None,
+        rule: Part | Rule | None = None,
+        policy: Part | Policy | None = None,
+        shape: Part | Shape | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -84,12 +85,11 @@ class SpeculativeGenerator:
         elif not isinstance(drafter, Drafter):
             drafter = _of_model(drafter, _target(model, tokenizer))
         if shape is not None:
-            made = SHAPES.make(shape, depth=gamma) if isinstance(shape, str) else shape
-            drafter = drafter.with_shape(made)
-        if isinstance(policy, str):
-            policy = POLICIES.make(policy, most=drafter.deepest(gamma))
+            drafter = drafter.with_shape(make_shape(shape, gamma))
         self.drafter = drafter
-        self._options: dict[str, Any] = {"gamma": gamma, "rule": rule, "policy": policy}
+        # The policy stays over all calls, with what it has learnt.
+        policy = make_policy(policy, drafter.deepest(gamma))
+        self._parts: dict[str, Any] = {"gamma": gamma, "rule": rule, "policy": policy}
         self.decoded: Decoded | None = None
 
     def generate(
@@ -107,7 +107,7 @@ class SpeculativeGenerator:
         streamer: BaseStreamer | None = None,
         seed: int = 0,
         num_beams: int | None = None,
-        on_step: Callable[[TraceStep], None] | None = None,
+        observers: Sequence[Observer] = (),
     ) -> str | list[str]:
         """The answer's text without special tokens. For a list of prompts, a list of texts.
 
@@ -124,7 +124,7 @@ class SpeculativeGenerator:
         stop: strings that end a text. They stay in it, with all of the token that completed one.
         logits_processor: a `LogitsProcessorList`. streamer: as `TextStreamer`, for one prompt only.
         It gets the prompt, then each block of new tokens. seed: a text depends on the seed and on
-        the index of its prompt, not on the batch. on_step: see `decode.trace`.
+        the index of its prompt, not on the batch. observers: as for `Decoder`.
 
         For beam search use `model.generate()`. Raises UserError for num_beams other than 1, for a
         streamer with several prompts, for messages without a chat template, and for a setting of
@@ -160,7 +160,8 @@ class SpeculativeGenerator:
             sampling=sampling,
             processors=logits_processor,
             stop=StopStrings(self.tokenizer, stop) if stop else None,
-            **self._options,
+            observers=observers,
+            **self._parts,
         )
 
         def on_tokens(_: int, tokens: list[int]) -> None:
@@ -169,9 +170,7 @@ class SpeculativeGenerator:
 
         if streamer is not None:
             streamer.put(torch.tensor(ids))
-        self.decoded = decoder.decode(
-            ids, max_new_tokens, seed=seed, on_tokens=on_tokens, on_step=on_step
-        )
+        self.decoded = decoder.decode(ids, max_new_tokens, seed=seed, on_tokens=on_tokens)
         if streamer is not None:
             streamer.end()
         texts = [decode(self.tokenizer, output) for output in self.decoded.outputs]

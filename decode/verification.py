@@ -1,102 +1,251 @@
-"""One verification pass: the verdict on the host, and the pass as observers see it.
+"""One verification pass: what was drafted, what the target said, and what was accepted.
 
-Shapes: B rows, D draft tokens on the longest path.
+Shapes: B rows, N draft nodes, R = N+1 positions where a token is predicted (position 0 follows the
+committed text, position i+1 follows node i), D draft tokens on the longest path, V vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from decode.contexts import Contexts
-from decode.draft import Draft
+from decode.draft import Contexts, Draft
 from decode.errors import UserError
-from decode.logits import Scores
-from decode.rules import Verdict
+from decode.logits import LogitsProcessor, penalise, process, tokens_before
+from decode.sampling import Sampling
 from decode.target.hidden_states import Features
 
 
-@dataclass
-class Judged:
-    """accepted, reached: int [B], as in `Verdict`. block: int64 [B, D+1], the accepted tokens of
-    each row, then the target's next token. broken: bool [B], whether any logits along the accepted
-    path were NaN, infinite or all masked.
+class Scores:
+    """The target's logits for a draft. Computes only what a rule asks for: all distributions, one
+    distribution per row, or tokens.
+
+    logits: [B, R, V], after processors, before temperature and filters. float32 if a penalty or a
+    processor changed them, else in the model's dtype. raw: the logits as the model returned them.
     """
 
+    def __init__(
+        self,
+        logits: Tensor,
+        sampling: Sampling,
+        draft: Draft | None = None,
+        contexts: Contexts | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        self.raw = logits
+        self.sampling = sampling
+        if sampling.repetition_penalty != 1 or processors:
+            assert draft is not None
+            assert contexts is not None
+            ancestors = draft.ancestors()
+            # Not `pad`: before torch 2.10 it refuses a draft without nodes.
+            root = ancestors.new_zeros(len(ancestors), 1, ancestors.shape[2])
+            before = torch.cat([root, ancestors], 1)  # [B, R, N]
+            text = (contexts.tokens, contexts.lengths, draft.tokens, before)
+            if sampling.repetition_penalty != 1:
+                logits = penalise(logits, tokens_before(*text), sampling.repetition_penalty)
+            if processors:
+                logits = process(processors, logits, *text)
+        self.logits = logits
+        self._probs: Tensor | None = None
+
+    def probs(self) -> Tensor:
+        """float32 [B, R, V]: the distributions that tokens are drawn from."""
+        if self._probs is None:
+            self._probs = self.sampling.probs(self.logits)
+        return self._probs
+
+    def probs_at(self, positions: Tensor) -> Tensor:
+        """float32 [B, V]: the distribution at one position of each row, int64 [B]. A tree has many
+        more positions than a walk through it visits."""
+        return self.sampling.probs(self.logits_at(positions))
+
+    def logits_at(self, positions: Tensor) -> Tensor:
+        """[B, V]: the processed logits at one position of each row, int64 [B]."""
+        return self.logits[torch.arange(len(positions), device=positions.device), positions]
+
+    def peaks_at(self, positions: Tensor) -> Tensor:
+        """[B, P]: the largest processed logit at some positions of each row, int64 [B, P]. It is
+        not finite if the model's logits are NaN or the processors mask all tokens."""
+        if positions.shape[1] >= self.logits.shape[1]:
+            return self.logits.amax(-1).gather(1, positions)
+        rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
+        return self.logits[rows_B1, positions].amax(-1)
+
+    def pick(self, uniforms: Tensor) -> Tensor:
+        """int64 [B, R]: the token that the target picks at every position (greedy: the argmax)."""
+        return self.sampling.pick(self.logits, uniforms)
+
+
+def _no_rows() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
+
+
+@dataclass(eq=False, repr=False)
+class Verification:
+    """One verification pass over B rows. Integer arrays are on the host.
+
+    A rule makes it (`of`) and fills the first part:
+
+    draft: the draft. scores: the target's logits after the text and after each node.
+    path: int64 [B, D] on the device, the accepted nodes by depth. Past accepted[b] it is padding.
+    accepted: int [B], the number of accepted draft tokens.
+    reached: int [B], the number of judged draft positions whose predecessors were all accepted.
+    block: int64 [B, D+1], the accepted tokens of each row, then the target's next token. A text
+        that ends inside the block is not cut here.
+    broken: bool [B], whether any logits along the accepted path were NaN, infinite or all masked.
+
+    The loop adds what became of it:
+
+    number: the number of the pass. 0 is the prefill: the verification of an empty draft.
+    rows: int [B], the prompt of each row.
+    contexts: the committed texts, which already end with the emitted tokens.
+    lengths: int [B], the length of each text before the pass.
+    depths: int [B], the max depth allowed for each draft. drafted: int [B], nodes drafted.
+        nodes_by_depth: int [B, D'], how many of them at depth 1, 2, ….
+    emitted: int [B], how many tokens of the block the text got. ended: bool [B], whether it ended.
+    width: tokens fed per row. draft_steps: passes of the drafter.
+    features: the target's hidden states of the tokens fed and kept, if the drafter captures layers.
+        previous_features: those of the pass before. They end with the text's second-to-last token,
+        at position lengths − 2. The draft was made from them.
+    draft_s, verify_s, overhead_s: seconds, for the batch as a unit.
+    signals: the numbers that a policy looked at, float64 [B, D] by name, NaN where it did not look.
+
+    Tensors and contexts belong to the loop. They are for the observers of this pass: read them
+    during the call, do not keep or change them. `release` drops them afterwards.
+    """
+
+    draft: Draft
+    scores: Scores
+    path: Tensor
     accepted: np.ndarray
     reached: np.ndarray
     block: np.ndarray
     broken: np.ndarray
+    number: int = 0
+    rows: np.ndarray = field(default_factory=_no_rows)
+    contexts: Contexts = field(default_factory=lambda: Contexts(_no_rows()[:, None], _no_rows()))
+    lengths: np.ndarray = field(default_factory=_no_rows)
+    depths: np.ndarray = field(default_factory=_no_rows)
+    drafted: np.ndarray = field(default_factory=_no_rows)
+    nodes_by_depth: np.ndarray = field(default_factory=lambda: _no_rows()[:, None])
+    emitted: np.ndarray = field(default_factory=_no_rows)
+    ended: np.ndarray = field(default_factory=_no_rows)
+    width: int = 1
+    draft_steps: int = 0
+    features: Features | None = None
+    previous_features: Features | None = None
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    overhead_s: float = 0.0
+    signals: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, draft: Draft, scores: Scores, verdict: Verdict) -> "Judged":
-        """Copies the verdict to the host, in one transfer."""
-        path_tokens = draft.tokens.gather(1, verdict.path)
-        peaks = scores.peaks_at(verdict.places())
-        visited = torch.arange(peaks.shape[1], device=peaks.device) <= verdict.accepted[:, None]
-        packed = torch.cat(
-            [
-                verdict.accepted[:, None],
-                verdict.reached[:, None],
-                verdict.next_token[:, None],
-                (visited & ~peaks.isfinite()).any(1, keepdim=True),
-                path_tokens,
-            ],
-            dim=1,
-        )
-        host = packed.cpu().numpy()
-        accepted, reached, following, broken = host[:, 0], host[:, 1], host[:, 2], host[:, 3]
-        block = np.concatenate([host[:, 4:], np.zeros_like(host[:, :1])], axis=1)
-        np.put_along_axis(block, accepted[:, None], following[:, None], axis=1)
-        return cls(accepted, reached, block, broken.astype(bool))
+    def of(
+        cls,
+        draft: Draft,
+        scores: Scores,
+        *,
+        path: Tensor,
+        accepted: Tensor,
+        reached: Tensor,
+        next_token: Tensor,
+    ) -> "Verification":
+        """The decision of a rule, copied to the host in one transfer.
 
-    def require_usable(
-        self, scores: Scores, verdict: Verdict, rows: np.ndarray, contexts: Contexts, step: int
-    ) -> None:
+        path: int64 [B, D]. accepted, reached: int64 [B], as above. next_token: int64 [B], the token
+        after the accepted ones.
+        """
+        peaks = scores.peaks_at(_positions(path))
+        visited = torch.arange(peaks.shape[1], device=peaks.device) <= accepted[:, None]
+        broken = (visited & ~peaks.isfinite()).any(1)
+        decision = torch.stack([accepted, reached, next_token, broken.long()], 1)
+        packed = torch.cat([decision, draft.tokens.gather(1, path)], 1)
+        host = packed.cpu().numpy()
+        kept, following = host[:, 0], host[:, 2]
+        block = np.concatenate([host[:, 4:], np.zeros_like(host[:, :1])], axis=1)
+        np.put_along_axis(block, kept[:, None], following[:, None], axis=1)
+        return cls(draft, scores, path, kept, host[:, 1], block, host[:, 3].astype(bool))
+
+    @property
+    def next_token(self) -> np.ndarray:
+        """int64 [B]: the token after the accepted ones."""
+        return np.take_along_axis(self.block, self.accepted[:, None], axis=1)[:, 0]
+
+    def positions(self) -> Tensor:
+        """int64 [B, D+1] on the device: the positions of `scores` along the path, first the one
+        after the committed text. Past accepted[b] they are padding."""
+        return _positions(self.path)
+
+    def require_usable(self, rows: np.ndarray, contexts: Contexts, number: int) -> None:
         """Raise UserError if a row is broken. The message describes the first broken row, and says
-        whether the model or a logits processor is the cause. rows: int [B], the prompt of each row.
-        step: 0 is the prefill."""
+        whether the model or a logits processor is the cause. contexts: the texts before the pass.
+        rows, number: as above."""
         if not self.broken.any():
             return
-        place = int(self.broken.argmax())
+        row = int(self.broken.argmax())
         where = (
-            f"in step {step} ({'prefill' if step == 0 else 'verification'}) for prompt "
-            f"{rows[place]}, after {contexts.lengths[place]} tokens of text"
+            f"in step {number} ({'verification' if number else 'prefill'}) for prompt "
+            f"{rows[row]}, after {contexts.lengths[row]} tokens of text"
         )
-        on_path = verdict.places()[place, : int(verdict.accepted[place]) + 1]
-        if not scores.raw[place, on_path].amax(-1).isfinite().all():
+        on_path = self.positions()[row, : int(self.accepted[row]) + 1]
+        if not self.scores.raw[row, on_path].amax(-1).isfinite().all():
+            dtype = str(self.scores.raw.dtype).removeprefix("torch.")
             raise UserError(
                 f"the target's logits are NaN or infinite {where}; check its weights, or use a "
-                f"dtype with more range than {str(scores.raw.dtype).removeprefix('torch.')}"
+                f"dtype with more range than {dtype}"
             )
         raise UserError(
             f"the logits processors leave no token to choose {where}; at least one logit must be "
             "finite: take the processor away that masks all, or let it spare a token"
         )
 
+    def release(self) -> None:
+        """Drop the tensors and the texts. The figures stay."""
+        del self.draft, self.scores, self.path, self.contexts
+        self.features = self.previous_features = None
 
-@dataclass
-class Verified:
-    """One verification pass over B rows; D is the depth of the longest accepted path.
+    def longest(self) -> np.ndarray:
+        """int [B]: the most draft tokens of a row that could be accepted. In a tree, they are on
+        one path."""
+        return np.minimum(self.drafted, np.minimum(self.depths, self.draft_steps))
 
-    rows: int [B], the prompt of each row. contexts: the committed texts before the draft's accepted
-    tokens are appended. scores: the target's logits after the text and after each node.
-    `verdict.places()` gives the places along the accepted path. accepted: int [B] on the host.
-    block: int [B, D+1] on the host, the accepted tokens, then the target's next token. A text that
-    ends inside the block is not cut yet. read: if the drafter reads the target's hidden states, the
-    last ones it got before it drafted. They end with the text's second-to-last token, at position
-    lengths − 2. The loop owns all of this: read it during the call, do not keep or change it.
-    """
+    def kept_share(self) -> np.ndarray:
+        """float64 [B]: la/k, accepted tokens / draft tokens (for a tree: / the draft's depth). It
+        is 0 for a row without a draft."""
+        share: np.ndarray = self.accepted / np.maximum(self.longest(), 1)
+        return share
 
-    rows: np.ndarray
-    contexts: Contexts
-    draft: Draft
-    scores: Scores
-    verdict: Verdict
-    accepted: np.ndarray
-    block: np.ndarray
-    read: Features | None = None
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as JSON values, times in milliseconds. gamma: the max depth allowed for each
+        row's draft. la_k: None for a row without a draft. Each signal is one list per row, without
+        the positions where the policy did not look."""
+        shares = np.where(self.drafted > 0, self.kept_share(), np.nan)
+        return {
+            "rows": self.rows.tolist(),
+            "gamma": self.depths.tolist(),
+            "drafted": self.drafted.tolist(),
+            "reached": self.reached.tolist(),
+            "accepted": self.accepted.tolist(),
+            "emitted": self.emitted.tolist(),
+            "la_k": [None if np.isnan(share) else float(share) for share in shares],
+            "width": self.width,
+            "draft_steps": self.draft_steps,
+            "draft_ms": 1000 * self.draft_s,
+            "verify_ms": 1000 * self.verify_s,
+            "overhead_ms": 1000 * self.overhead_s,
+            **{
+                name: [row[~np.isnan(row)].round(4).tolist() for row in values]
+                for name, values in self.signals.items()
+            },
+        }
 
 
-Observer = Callable[[Verified], None]
+def _positions(path: Tensor) -> Tensor:
+    return torch.nn.functional.pad(path + 1, (1, 0))
+
+
+Observer = Callable[[Verification], None]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.contexts import Contexts
+from decode.draft import Contexts
 from decode.target.hidden_states import Features
 from decode.target.slots import Slots
 from heads.base import Heads

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.contexts import Contexts
+from decode.draft import Contexts
 from decode.sampling import Sampling
 from decode.trees.growth import Growth
 from heads.attending import AttendingDrafter, AttendingHeads

@@ -12,16 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draft import Draft
-from decode.drafters import Contexts, Limits
-from decode.drafters.new_weights import take_weights
-from decode.drafters.shaped import ShapedDrafter
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import Features
 from decode.target.loading import DTYPES, Target
 from decode.trees import Shape
 from decode.trees.growth import Growth
+from decode.verification import Verification
 from heads.base import Heads
 from heads.store import load_heads
 
@@ -70,7 +69,12 @@ class HeadsDrafter(ShapedDrafter):
     def start(self, contexts: Contexts) -> None:
         self._read = np.zeros(len(contexts.lengths), dtype=bool)
 
+    def observe(self, done: Verification) -> None:
+        if done.features is not None:
+            self.read(done.features)
+
     def read(self, features: Features) -> None:
+        """Take the target's hidden states of new tokens, in the order of the text."""
         self.last = features.newest(self.captured_layers).to(next(self.heads.parameters()).dtype)
         self._read = features.counts > 0
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 from transformers import PreTrainedModel
 
-from decode.contexts import Contexts
+from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.sampling import Sampling
 from decode.trees.growth import Growth

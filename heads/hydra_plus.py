@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from decode.contexts import Contexts
+from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.sampling import Sampling
 from decode.trees.growth import Growth

@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from decode.contexts import Contexts
+from decode.draft import Contexts
 from decode.sampling import Sampling
 from decode.trees.growth import Growth
 from heads.base import Given, Heads, Prediction, trained_places

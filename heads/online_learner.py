@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decode.drafters import Drafter
-from decode.drafters.new_weights import require_weights
+from decode.drafters.trained import require_weights
 from decode.errors import UserError
 from decode.target.loading import Target
 from decode.trees.structure import Structure

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Siblings
-from decode.logits import Scores
-from decode.rules import Rule, Verdict
+from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling
+from decode.verification import Scores, Verification
 
 TOKENS = 3
 PLAIN = Sampling(temperature=1.0)
 # (accept [R, N], next [R]) → the rule's verdict on R drafts with these uniforms.
-Judge = Callable[[np.ndarray, np.ndarray], Verdict]
+Judge = Callable[[np.ndarray, np.ndarray], Verification]
 HALVINGS = 22  # thresholds to 2⁻²²
 LOW, HIGH = 0.0, 1 - 2.0**-53
 
@@ -217,7 +217,7 @@ class _Probe:
             accept[:, i] = at
             verdict = judge(accept, np.zeros(len(accept)))
             path = verdict.path.numpy()
-            inside = np.arange(path.shape[1]) < verdict.accepted.numpy()[:, None]
+            inside = np.arange(path.shape[1]) < verdict.accepted[:, None]
             # The accepted nodes as a number; they are fewer than eight.
             return (np.where(inside, path + 1, 0) * 8 ** np.arange(path.shape[1])).sum(1)
 
@@ -238,7 +238,7 @@ class _Probe:
             low, high = np.zeros(len(rows)), np.ones(len(rows))
             for _ in range(HALVINGS):
                 middle = (low + high) / 2
-                less = judge(accept, middle).next_token.numpy() < v
+                less = judge(accept, middle).next_token < v
                 low, high = np.where(less, middle, low), np.where(less, high, middle)
             # Thresholds of 0 and 1 are met exactly, so that what must not be drawn has no chance.
             cdf[:, v] = np.where(low == 0, 0.0, np.where(high == 1, 1.0, (low + high) / 2))
@@ -257,18 +257,18 @@ class _Probe:
         )
         scores = Scores(self.logits[at], PLAIN)
 
-        def judge(accept: np.ndarray, following: np.ndarray) -> Verdict:
+        def judge(accept: np.ndarray, following: np.ndarray) -> Verification:
             padded = np.concatenate([accept, np.zeros((len(rows), 1))], 1)
             return self.rule.verify(draft, scores, SetNoise(padded, following[:, None]))
 
         return judge
 
     def _pool(
-        self, drafts: np.ndarray, weight: np.ndarray, verdict: Verdict, following: np.ndarray
+        self, drafts: np.ndarray, weight: np.ndarray, verdict: Verification, following: np.ndarray
     ) -> Enumerated:
         joint = np.zeros((TOKENS,) * 3)
         paths = verdict.path.numpy()
-        accepted = verdict.accepted.numpy()
+        accepted = verdict.accepted
         for row in range(len(drafts)):
             path = tuple(int(drafts[row, node]) for node in paths[row, : accepted[row]])
             add_outcome(joint, self.p, path, following[row], float(weight[row]))

@@ -14,18 +14,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from decode.contexts import Contexts, Limits
-from decode.draft import Draft, Siblings
+from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
-from decode.drafters.several import SeveralDrafters
+from decode.drafters.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.logits import Scores
 from decode.loop import Decoded, Decoder
-from decode.rules import Rule, Verdict
+from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.stats import Counts
 from decode.trees import Shape
 from decode.trees.growth import Growth
+from decode.verification import Scores, Verification
 from tests.tiny import tiny_model
 
 VOCAB = 16
@@ -220,12 +219,12 @@ class Watched(Rule):
     def __init__(self, rule: Rule) -> None:
         self.rule, self.rounds, self.rejecting = rule, 0, 0
 
-    def verify(self, draft: Draft, scores: Scores, noise: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, noise: CounterRNG) -> Verification:
         verdict = self.rule.verify(draft, scores, noise)
         above = draft.parent_rows()
         elders = (above[:, :, None] == above[:, None, :]).tril(-1).any(2).gather(1, verdict.path)
-        inside = torch.arange(elders.shape[1]) < verdict.accepted[:, None]
-        rejected = (elders & inside).any(1) | (verdict.reached > verdict.accepted)
+        inside = np.arange(elders.shape[1]) < verdict.accepted[:, None]
+        rejected = (elders.numpy() & inside).any(1) | (verdict.reached > verdict.accepted)
         self.rounds += len(rejected)
         self.rejecting += int(rejected.sum())
         return verdict

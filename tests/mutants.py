@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.contexts import Contexts, Limits
-from decode.draft import Draft
+from decode.draft import Contexts, Draft, Limits
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.logits import Scores
-from decode.rules import RULES, Rule, Verdict
+from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.target.cached_model import CachedLM
+from decode.verification import Scores, Verification
 
 
 class PlainSpeculative(SpeculativeSampling):
@@ -34,7 +33,7 @@ class PlainSpeculative(SpeculativeSampling):
     def bonus_row(self, accepted: Tensor) -> Tensor:
         return accepted
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         rows, nodes = draft.tokens.shape
         p = scores.probs()
         q = draft.q
@@ -60,7 +59,10 @@ class PlainSpeculative(SpeculativeSampling):
             weights = torch.where(fallen[:, None], p[all_rows, row], weights)
         following = draw(weights, rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0])
         path = torch.arange(nodes).expand(rows, -1)
-        return Verdict(path, accepted, torch.minimum(accepted + 1, sizes), following)
+        reached = torch.minimum(accepted + 1, sizes)
+        return Verification.of(
+            draft, scores, path=path, accepted=accepted, reached=reached, next_token=following
+        )
 
 
 class ClampedRatio(PlainSpeculative):
@@ -101,7 +103,7 @@ class _Wrapped(Rule):
     def told(self, draft: Draft) -> Draft:
         raise NotImplementedError
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         return self.rule.verify(self.told(draft), scores, rng)
 
 
@@ -135,7 +137,7 @@ class TakenForOneQ(_Wrapped):
 class SharedStreams(_Wrapped):
     """Accepts by the very random numbers that the draft was drawn with."""
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         return self.rule.verify(draft, scores, _DraftersOwn(rng))
 
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from decode.errors import UserError
+from decode.parts import make_rule
 from decode.sampling import Sampling
 from train.config import differences, dump_config, load_config, validate_config
 
@@ -160,7 +161,7 @@ def test_parts_take_options(tmp_path):
     )
     config = load(tmp_path, text, "evaluation.gamma=7")
     protocol = config.evaluation.protocol()
-    assert protocol.make_rule().lenience == 0.7
+    assert make_rule(protocol.rule, protocol.sampling, "", False, "chosen").lenience == 0.7
     assert protocol.make_policy().table == {1: 8, 4: 2}
     assert protocol.sampling == Sampling(0.8, min_p=0.05, repetition_penalty=1.2)
     assert protocol.draft_sampling.temperature == 0.5

@@ -12,7 +12,7 @@ from decode import loop
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.loop import Decoded, Decoder
+from decode.loop import Decoder, Decoding
 from decode.measure.costs import Costs
 from decode.measure.evaluation import EvaluationProtocol, evaluate
 from decode.measure.time_costs import measure_costs
@@ -201,14 +201,12 @@ def test_time_between_passes_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> 
     clock = Clock(monkeypatch)
     decoder = Decoder(model("llama"), DRAFTERS["none"]())
     clock.charge(decoder.lm, 1.0, 0.0)
-    passes, said = decoder.decoding([PROMPT, [7]], 5), []
-    while True:
-        try:
-            said.append(next(passes))
-        except StopIteration as end:
-            done: Decoded = end.value
-            break
+    decoding, said = Decoding(decoder, [PROMPT, [7]], 5), []
+    while not decoding.finished:
+        said.append(decoding.emitted)
         clock.now += 100
+        decoding.step()
+    done = decoding.result()
     assert said == [2, 4, 6, 8]
     assert done.timing.total == 5
     assert done.outputs == decoder.decode([PROMPT, [7]], 5).outputs
@@ -222,7 +220,7 @@ def test_the_cost_model_in_the_loop(monkeypatch: pytest.MonkeyPatch, c: float) -
     decoder = timed_decoder(clock, c, 0.03, policy=policy)
     run = decoder.decode([PROMPT], 240)
     assert run.counts.acceptance_rate < 0.2
-    steps, drafted = len(run.steps), [s for s in run.steps if s.depth]
+    steps, drafted = len(run.steps), [s for s in run.steps if s.draft_steps]
     assert 0 < len(drafted) < steps / 2
     # Once it reads the prompt, which no policy can spare it: that is counted apart.
     assert run.timing.draft_prefill >= c * (1 + 0.03 * (len(PROMPT) - 1))

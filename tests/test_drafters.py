@@ -9,21 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from decode.draft import Draft, Siblings
-from decode.drafters import DRAFTERS, Contexts, Drafter, Limits, Verified
-from decode.drafters.composite import CompositeDrafter
-from decode.drafters.ngram import NgramDrafter
-from decode.drafters.ngram_store import NgramStore, StoreDrafter
-from decode.drafters.several import SeveralDrafters
+from decode.draft import Contexts, Draft, Limits, Siblings
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.ngram import NgramDrafter, NgramStore, StoreDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.rules import RULES
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES
+from decode.verification import Verification
 from tests import lossless
 from tests.test_loop import RandomTrees
-from tests.tiny import FAMILIES, padded, tiny_model
+from tests.tiny import FAMILIES, after, padded, tiny_model
 
 GREEDY = Sampling()
 model = functools.cache(tiny_model)
@@ -112,7 +111,7 @@ def test_ngram_equals_a_search_of_the_whole_text(vocab: int, min_n: int, max_n: 
         new = [random.integers(0, vocab, random.integers(1, 6)).tolist() for _ in texts]
         texts = [text + tokens for text, tokens in zip(texts, new, strict=True)]
         append(contexts, new)
-        drafter.commit(contexts)
+        drafter.observe(after(contexts))
         if step == 15:
             going = np.array([2, 0])
             texts = [texts[row] for row in going]
@@ -194,7 +193,7 @@ def test_what_a_drafter_lacks_after_full_acceptance() -> None:
         draft = drafter.draft(contexts, limits_of(contexts, 3), GREEDY, noise_for(2))
         tokens = draft.tokens.tolist()
         append(contexts, [[*tokens[row][: kept[row]], 100 + row] for row in range(2)])
-        drafter.commit(contexts)
+        drafter.observe(after(contexts))
     drafter.keep_rows(torch.tensor([1]))
     contexts.keep_rows(np.array([1]))
     drafter.draft(contexts, limits_of(contexts, 3), GREEDY, noise_for(1))
@@ -219,7 +218,7 @@ def test_a_text_longer_than_the_drafters_context_is_read_from_its_last_part(
         assert draft.sizes.tolist() == [3, 3, 3]
         begins.append(drafter._begin.tolist())
         append(contexts, [[9], [9], [9]])
-        drafter.commit(contexts)
+        drafter.observe(after(contexts))
     assert drafter.drafts == 3 * 24
     # Of 12 tokens 3 are drafted; half a context is left out at a time, in each row by itself.
     assert [b for b, _, _ in begins] == [0] * 2 + [6] * 6 + [12] * 6 + [18] * 6 + [24] * 4
@@ -266,7 +265,7 @@ def test_a_row_that_did_not_draft_is_fed_later_what_it_lacks() -> None:
         draft.limit_depth(limits.depths)
         # In the rows left out, what another drafter drafted.
         append(contexts, [[*(tokens[:1] or [50, 60, 70]), 100] for tokens in drafted(draft)])
-        drafter.commit(contexts)
+        drafter.observe(after(contexts))
     assert drafter.drafts > 40
 
 
@@ -282,9 +281,9 @@ def test_the_store_drafts_what_followed_most_often() -> None:
     assert drafted(draft) == [[3, 1, 2], [7, 7, 7]]
     assert draft.q is None
     append(contexts, [[4], [5]])
-    store.commit(contexts)
+    store.observe(after(contexts))
     append(contexts, [[1, 2], [6]])
-    store.commit(contexts)
+    store.observe(after(contexts))
     draft = store.draft(contexts, Limits(np.array([1, 1])), GREEDY, noise_for(2))
     assert drafted(draft) == [[4], []]  # now the 4 stands twice
     # The next request knows it too.
@@ -319,17 +318,17 @@ class Watched(StoreDrafter):
 
     shown = 0
 
-    def verified(self, seen: Verified) -> None:
-        super().verified(seen)
-        for row, length in enumerate(seen.contexts.lengths):
-            text = seen.contexts.tokens[row, :length].tolist()
-            for place in range(int(seen.accepted[row]) + 1):
+    def observe(self, done: Verification) -> None:
+        super().observe(done)
+        for row, length in enumerate(done.lengths if done.number else []):
+            text = done.contexts.tokens[row, :length].tolist()
+            for place in range(int(done.accepted[row]) + 1):
                 with torch.inference_mode():
                     logits = model("llama")(torch.tensor([text])).logits[0, -1]
                 best = logits.topk(3).indices.tolist()
                 # Filed last under this ending, so it is there.
                 assert set(best) <= self.store._followers[tuple(text[-4:])].keys()
-                text.append(int(seen.block[row, place]))
+                text.append(int(done.block[row, place]))
                 self.shown += 1
 
 
@@ -358,10 +357,10 @@ def test_a_store_beside_others_is_fed_too(kind: Any) -> None:
 def test_an_observer_sees_every_pass() -> None:
     texts: dict[int, list[int]] = {0: [], 1: []}
 
-    def observe(seen: Verified) -> None:
-        for row, accepted, block in zip(seen.rows, seen.accepted, seen.block, strict=True):
+    def observe(done: Verification) -> None:
+        for row, accepted, block in zip(done.rows, done.accepted, done.block, strict=True):
             texts[int(row)] += block[: accepted + 1].tolist()
-        assert seen.verdict.places().shape[0] == len(seen.rows)
+        assert done.positions().shape[0] == len(done.rows)
 
     decoder = Decoder(model("llama"), SmallLMDrafter(model("llama")), observers=[observe])
     outputs = decoder.decode([[5, 6], [7]], 20).outputs
@@ -617,7 +616,7 @@ def test_a_row_with_a_token_that_the_drafter_lacks_drafts_nothing() -> None:
         draft = drafter.draft(contexts, limits_of(contexts, 2), GREEDY, noise_for(3))
         assert draft.sizes.tolist() == expected
         append(contexts, [[20], [300 if number == 0 else 20], [275]])
-        drafter.commit(contexts)
+        drafter.observe(after(contexts))
     assert drafter.drafts == 7
 
 
@@ -712,7 +711,7 @@ def mismatches(
             assert draft.q.dtype == torch.float32
         total += int(draft.sizes.sum())
         append(contexts, [[token] for token in random.integers(3, vocab, rows).tolist()])
-        drafter.commit(contexts)
+        drafter.observe(after(contexts))
     return wrong, total
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from decode.contexts import Contexts
+from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.drafters.composite import CompositeDrafter
+from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import open_drafter
 from decode.drafters.ngram import NgramDrafter
 from decode.errors import UserError
@@ -34,7 +34,7 @@ from heads.layer import Rotary, layer_config
 from heads.store import new_heads, save_heads
 from heads.training import HeadTraining
 from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
-from tests.tiny import EOS_ID, VOCAB, tiny_target
+from tests.tiny import EOS_ID, VOCAB, after, tiny_target
 from tests.training import assert_equal
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -361,7 +361,7 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
             places = torch.as_tensor(lengths - 1)[:, None] + torch.arange(max(grown))
             drafter.read(padded(found, places, who, np.array(grown)))
             contexts.lengths = lengths + np.array(grown)
-            drafter.commit(contexts)
+            drafter.observe(after(contexts))
             if grown == [2, 4, 1]:
                 kept = np.array([2, 0])
                 contexts = Contexts(contexts.tokens[kept], contexts.lengths[kept])

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from decode.draft import Draft
-from decode.drafters import Contexts, Drafter, Limits
-from decode.drafters.composite import CompositeDrafter
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import Drafter, NoDrafter
+from decode.drafters.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.ngram import NgramDrafter
-from decode.drafters.none import NoDrafter
-from decode.drafters.several import SeveralDrafters
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import CounterRNG, Sampling
-from decode.target.hidden_states import FINAL, Features, Recorder
+from decode.target.hidden_states import FINAL, Recorder
+from decode.verification import Verification
 from tests.tiny import tiny_model
 
 model = functools.cache(tiny_model)
@@ -49,15 +48,15 @@ class Reader(Drafter):
         self.given = [[] for _ in contexts.lengths]
         self.texts = contexts
 
-    def read(self, features: Features) -> None:
-        values = features.of(self.captured_layers)
-        for row, count in enumerate(features.counts):
-            self.given[row] += list(values[row, :count])
-            self.depths.add(int(count))
-
-    def commit(self, contexts: Contexts) -> None:
-        for row, length in enumerate(contexts.lengths):
-            self.done.append((contexts.tokens[row, :length].tolist(), list(self.given[row])))
+    def observe(self, done: Verification) -> None:
+        if done.features is not None:
+            values = done.features.of(self.captured_layers)
+            for row, count in enumerate(done.features.counts):
+                self.given[row] += list(values[row, :count])
+                self.depths.add(int(count))
+        for row, length in enumerate(done.contexts.lengths if done.number else []):
+            text = done.contexts.tokens[row, :length].tolist()
+            self.done.append((text, list(self.given[row])))
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self.given = [self.given[row] for row in rows.tolist()]

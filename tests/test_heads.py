@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from decode.drafters import DRAFTERS, Contexts
-from decode.drafters.composite import CompositeDrafter
+from decode.draft import Contexts
+from decode.drafters import DRAFTERS
+from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import open_drafter, save_drafter
 from decode.drafters.ngram import NgramDrafter
 from decode.errors import UserError

@@ -13,17 +13,16 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-from decode.draft import Draft
-from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.logits import Scores
 from decode.loop import Decoded, Decoder
 from decode.policies import POLICIES
-from decode.rules import Verdict
 from decode.sampling import CounterRNG, Sampling
 from decode.stats import Counts
-from decode.trace import RowTrace, TraceStep, format_trace, trace_rows
+from decode.trace import DraftedToken, drafted_tokens, format_trace
+from decode.verification import Observer, Scores, Verification
 from tests.tiny import FAMILIES, PAD_ID, VOCAB, tiny_model, tiny_tokenizer
 
 # Ragged; the last one repeats itself, so that prompt lookup finds something at once.
@@ -213,17 +212,18 @@ def test_trees_equal_generate(family: str, gamma: int, attention: str) -> None:
     if attention == "eager":
         whole = tiny_model(family)
         whole.set_attn_implementation("eager")
-    steps: list[TraceStep] = []
-    decoder = Decoder(whole, RandomTrees(family, seed=gamma), gamma=gamma, rule="exact")
-    run = decoder.decode(PROMPTS, NEW, on_step=steps.append)
+    steps, watch = traced()
+    trees = RandomTrees(family, seed=gamma)
+    decoder = Decoder(whole, trees, gamma=gamma, rule="exact", observers=[watch])
+    run = decoder.decode(PROMPTS, NEW)
     assert run.outputs == answers(family)
 
     deep = 0  # accepted nodes at depth ≥ 2 that are not their parent's first child
-    for row in (row for step in steps for row in step):
-        first = {node.parent: node.node for node in reversed(row.drafted)}
+    for _, nodes, _ in steps:
+        first = {node.parent: node.node for node in reversed(nodes)}
         deep += sum(
             node.verdict == "accepted" and node.parent >= 0 and first[node.parent] != node.node
-            for node in row.drafted
+            for node in nodes
         )
     assert deep >= 5 or gamma == 1
     assert run.counts.nodes_per_step > 1
@@ -420,16 +420,27 @@ def test_streamed_tokens_add_up_to_the_outputs(name: str) -> None:
     assert len(calls) == run.counts.steps + len(PROMPTS)
 
 
-def check_trace(row: RowTrace, follows: list[int]) -> int:
+def traced() -> tuple[list[tuple[int, list[DraftedToken], int]], Observer]:
+    """An observer, and the list that it fills: (row, draft tokens, next token) of each row."""
+    steps: list[tuple[int, list[DraftedToken], int]] = []
+
+    def watch(done: Verification) -> None:
+        rows, added = done.rows.tolist(), done.next_token.tolist()
+        steps.extend(zip(rows, drafted_tokens(done), added, strict=True))
+
+    return steps, watch
+
+
+def check_trace(nodes: list[DraftedToken], next_token: int, follows: list[int]) -> int:
     """A row's trace against the text that follows; the number of tokens accepted."""
-    path = [node for node in row.drafted if node.verdict == "accepted"]
+    path = [node for node in nodes if node.verdict == "accepted"]
     assert [node.parent for node in path] == [-1, *(node.node for node in path)][: len(path)]
     kept = {-1, *(node.node for node in path)}
-    for node in row.drafted:
+    for node in nodes:
         assert (node.parent in kept) or node.verdict == "not reached"
         assert 0 <= node.p <= 1
         assert node.q == 1
-    block = [node.token for node in path] + [row.next_token]
+    block = [node.token for node in path] + [next_token]
     assert block[: len(follows)] == follows[: len(block)]
     return len(path)
 
@@ -441,21 +452,21 @@ def test_traces_agree_with_the_text_and_the_counts(name: str) -> None:
         if name == "trees"
         else ChainDrafter("llama", lambda row, place: (place + row) % 5 == 0)
     )
-    steps: list[TraceStep] = []
-    run = decode("llama", which, gamma=4, on_step=steps.append)
+    steps, watch = traced()
+    run = Decoder(model("llama"), which, gamma=4, observers=[watch]).decode(PROMPTS, NEW)
     said = [1] * len(PROMPTS)
     accepted = []
-    for row in (row for step in steps for row in step):
-        accepted.append(check_trace(row, run.outputs[row.row][said[row.row] :]))
-        said[row.row] += accepted[-1] + 1
+    for row, nodes, next_token in steps:
+        accepted.append(check_trace(nodes, next_token, run.outputs[row][said[row] :]))
+        said[row] += accepted[-1] + 1
     assert said == [NEW] * len(PROMPTS)
     counted = np.bincount(accepted, minlength=len(run.counts.by_accepted))
     assert counted.tolist() == run.counts.by_accepted.tolist()
-    assert sum(len(row.drafted) for step in steps for row in step) == run.counts.drafted.sum()
+    assert sum(len(nodes) for _, nodes, _ in steps) == run.counts.drafted.sum()
     reached = 0  # depths with a node that was judged, all before it accepted
-    for row in (row for step in steps for row in step):
-        path = [node.node for node in row.drafted if node.verdict == "accepted"]
-        parents = {node.parent for node in row.drafted}
+    for _, nodes, _ in steps:
+        path = [node.node for node in nodes if node.verdict == "accepted"]
+        parents = {node.parent for node in nodes}
         reached += sum(node in parents for node in [-1, *path])
     assert reached == run.counts.reached.sum()
 
@@ -465,10 +476,13 @@ def test_a_trace_follows_the_path_that_was_taken_among_equal_siblings() -> None:
     draft = Draft(torch.tensor([[7, 7, 5]]), np.array([3]), parents=torch.tensor([[-1, -1, 1]]))
     contexts = Contexts(np.array([[1, 2]]), np.array([2]))
     scores = Scores(torch.zeros(1, 4, 16), Sampling(), draft, contexts)
-    verdict = Verdict(torch.tensor([[1, 2]]), *(torch.tensor([n]) for n in (2, 2, 9)))
-    (row,) = trace_rows(np.array([0]), draft, scores, verdict, np.array([[7, 5, 9]]))
-    assert [node.verdict for node in row.drafted] == ["rejected", "accepted", "accepted"]
-    assert row.next_token == 9
+    two, nine = torch.tensor([2]), torch.tensor([9])
+    path = torch.tensor([[1, 2]])
+    done = Verification.of(draft, scores, path=path, accepted=two, reached=two, next_token=nine)
+    (nodes,) = drafted_tokens(done)
+    assert [node.verdict for node in nodes] == ["rejected", "accepted", "accepted"]
+    assert done.block.tolist() == [[7, 5, 9]]
+    assert done.next_token == [9]
 
 
 def test_a_policy_that_watches_a_chain_is_refused_with_trees() -> None:
@@ -479,25 +493,28 @@ def test_a_policy_that_watches_a_chain_is_refused_with_trees() -> None:
 def test_a_trace_shows_the_probabilities_that_were_compared() -> None:
     sampling = Sampling(temperature=0.8, top_k=40)
     small = SmallLMDrafter(model("llama", seed=7, layers=1))
-    steps: list[TraceStep] = []
-    decoder = Decoder(model("llama"), small, gamma=2, rule="speculative", sampling=sampling)
+    steps, watch = traced()
+    shown: list[str] = []
+    observers = [watch, lambda done: shown.append(format_trace(done, tiny_tokenizer()))]
+    settings: Any = {"rule": "speculative", "sampling": sampling, "observers": observers}
+    decoder = Decoder(model("llama"), small, gamma=2, **settings)
     prompt = list(PROMPTS[0])
-    run = decoder.decode([prompt], 12, on_step=steps.append)
+    run = decoder.decode([prompt], 12)
     text = prompt + run.outputs[0][:1]
-    for (row,) in steps:
-        for node in row.drafted:
-            before = [other.token for other in row.drafted[: node.node]]
+    for _, nodes, next_token in steps:
+        for node in nodes:
+            before = [other.token for other in nodes[: node.node]]
             ids = torch.tensor([text + before])
             for name, lm in (("p", model("llama")), ("q", small.lm.model)):
                 with torch.inference_mode():
                     probs = sampling.probs(lm(ids).logits[0, -1])
                 # float32 sums in another order: a few units in the last place of the logits.
                 assert getattr(node, name) == pytest.approx(float(probs[node.token]), abs=1e-5)
-        kept = [node.token for node in row.drafted if node.verdict == "accepted"]
-        text += [*kept, row.next_token]
+        kept = [node.token for node in nodes if node.verdict == "accepted"]
+        text += [*kept, next_token]
     assert text == prompt + run.outputs[0]
 
-    shown = format_trace(steps[0], tiny_tokenizer()).splitlines()
-    assert len(shown) == len(steps[0][0].drafted) + 1
-    assert steps[0][0].drafted[0].verdict in shown[0]
-    assert shown[-1].startswith("  row 0 target adds '")
+    nodes, lines = steps[0][1], shown[0].splitlines()
+    assert len(lines) == len(nodes) + 1
+    assert nodes[0].verdict in lines[0]
+    assert lines[-1].startswith("  row 0 target adds '")

@@ -12,13 +12,13 @@ import torch
 
 from decode.draft import Draft
 from decode.drafters import Drafter
-from decode.drafters.composite import CompositeDrafter
+from decode.drafters.combined import CompositeDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.logits import Scores
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import CounterRNG, draw
+from decode.verification import Scores
 from tests.controls import CONTROLS, SEEDS, Control
 from tests.lossless import (
     LONGER,

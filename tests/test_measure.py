@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from decode.draft import Draft, Siblings
-from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
+from decode.draft import Contexts, Draft, Limits, Siblings
+from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
@@ -30,10 +30,11 @@ from decode.measure.evaluation import (
 )
 from decode.policies import POLICIES
 from decode.sampling import CounterRNG, Sampling
-from decode.stats import Counts, Step, Tally, Timing, summary
+from decode.stats import Counts, Tally, Timing, summary
 from decode.trees import SHAPES
 from decode.trees.chain import Chain
-from tests.tiny import tiny_model, tiny_target
+from decode.verification import Verification
+from tests.tiny import tiny_model, tiny_target, verification
 
 model = functools.cache(tiny_model)
 
@@ -146,21 +147,24 @@ def test_one_token_left_is_not_drafted_for() -> None:
 def test_a_tally_by_hand() -> None:
     """Two rows, the second with a tree of 2 + 3 nodes, then with a deeper draft than promised."""
     tally = Tally(2, depth=1)
-    tally.step(
-        rows=np.array([0, 1]),
-        nodes_by_depth=np.array([[1, 1], [2, 3]]),
-        reached=np.array([1, 2]),
-        accepted=np.array([0, 2]),
-        emitted=np.array([1, 3]),
-        ended=np.array([False, False]),
+    tally.add(
+        verification(
+            [0, 2],
+            nodes_by_depth=np.array([[1, 1], [2, 3]]),
+            reached=np.array([1, 2]),
+            emitted=np.array([1, 3]),
+            ended=np.array([False, False]),
+        )
     )
-    tally.step(
-        rows=np.array([1]),
-        nodes_by_depth=np.array([[1, 1, 1]]),
-        reached=np.array([3]),
-        accepted=np.array([3]),
-        emitted=np.array([2]),  # EOS was the second accepted token
-        ended=np.array([True]),
+    tally.add(
+        verification(
+            [3],
+            rows=np.array([1]),
+            nodes_by_depth=np.array([[1, 1, 1]]),
+            reached=np.array([3]),
+            emitted=np.array([2]),  # EOS was the second accepted token
+            ended=np.array([True]),
+        )
     )
     assert figures(tally.row(0)) == (1, 1, [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 0, 0, 0])
     assert figures(tally.row(1)) == (2, 5, [3, 4, 0], [2, 2, 0], [2, 2, 0], [0, 0, 2, 0])
@@ -245,13 +249,20 @@ def run_with(timing: Timing, output: list[int], tally: Tally | None = None) -> D
 def test_costs_from_timings_by_hand() -> None:
     # Plain: 10 passes in 1.0 s of verify, 0.1 of draft and 0.9 of overhead: a step is 0.2 s.
     # Drafted: 4 passes of 5 tokens; 16 draft steps in 0.32 s: c = 0.02/0.2. v = 0.24/0.2.
-    plain = Timing(0.5, 0.1, 1.0, 0.9, steps=10, width=10)
-    drafted = Timing(0.5, 0.32, 0.80, 0.16, steps=4, draft_depth=16, width=20)
-    slow = Timing(0.5, 0.1, 3.0, 0.9, steps=20, width=20)
-    quick = Timing(0.5, 0.32, 0.80, 0.16, steps=4, draft_depth=16, width=20)
+    plain = Timing(0.5, 0.1, 1.0, 0.9, steps=10, tokens_fed=10)
+    drafted = Timing(0.5, 0.32, 0.80, 0.16, steps=4, draft_steps=16, tokens_fed=20)
+    slow = Timing(0.5, 0.1, 3.0, 0.9, steps=20, tokens_fed=20)
+    quick = Timing(0.5, 0.32, 0.80, 0.16, steps=4, draft_steps=16, tokens_fed=20)
     looping = [7] * 20
     tally = Tally(1, depth=4)
-    tally.step(*(np.array(x) for x in ([0], [[1] * 4], [4], [4], [5], [False])))
+    tally.add(
+        verification(
+            [4],
+            nodes_by_depth=np.array([[1] * 4]),
+            emitted=np.array([5]),
+            ended=np.array([False]),
+        )
+    )
 
     def evaluation(plain_runs: list[Decoded], drafted_runs: list[Decoded]) -> dict[str, Any]:
         whole = Evaluation(
@@ -318,7 +329,7 @@ def test_costs_from_timings_by_hand() -> None:
 def test_texts_of_different_length_are_compared_by_time_per_token(
     lossless: bool, temperature: float
 ) -> None:
-    plain, drafted = (Timing(prefill=1.0, verify=x, steps=9, width=9) for x in (19.0, 9.0))
+    plain, drafted = (Timing(prefill=1.0, verify=x, steps=9, tokens_fed=9) for x in (19.0, 9.0))
     found = Evaluation(
         protocol=EvaluationProtocol(sampling=Sampling(temperature)),
         lossless=lossless,
@@ -358,13 +369,23 @@ def test_the_interval_of_times_per_token() -> None:
 def test_decoders_take_turns_of_a_few_tokens() -> None:
     said: list[str] = []
 
-    def passes(name: str, by: int, total: int) -> Generator[int, None, Any]:
-        for tokens in range(by, total, by):
-            said.append(name)
-            yield tokens
-        return name
+    class Passes:
+        def __init__(self, name: str, by: int, total: int) -> None:
+            self.name, self.by, self.total, self.emitted = name, by, total, 0
 
-    assert in_turns([passes("a", 1, 7), passes("b", 2, 13)], 4) == ["a", "b"]
+        @property
+        def finished(self) -> bool:
+            return self.emitted >= self.total
+
+        def step(self) -> None:
+            said.append(self.name)
+            self.emitted += self.by
+
+        def result(self) -> str:
+            return self.name
+
+    decodings: Any = [Passes("a", 1, 6), Passes("b", 2, 12)]
+    assert in_turns(decodings, 4) == ["a", "b"]
     assert "".join(said) == "aaaabbaabbbb"
 
 
@@ -408,20 +429,15 @@ def test_timed_prompts_fill_whole_batches(size: int) -> None:
 
 
 def test_a_step_and_a_summary_by_hand() -> None:
-    def step(depths: list[int], drafted: list[int], accepted: list[int], ms: float) -> Step:
-        kept, drawn = np.array(accepted), np.array(drafted)
-        return Step(
-            np.arange(len(depths)),
-            np.array(depths),
-            drawn,
-            np.minimum(kept + 1, drawn),
-            kept,
-            kept + 1,
+    def step(depths: list[int], drafted: list[int], accepted: list[int], ms: float) -> Any:
+        return verification(
+            accepted,
+            depths=np.array(depths),
+            drafted=np.array(drafted),
             width=1 + max(drafted),
-            depth=max(drafted),
+            draft_steps=max(drafted),
             draft_s=ms / 1000,
             verify_s=2 * ms / 1000,
-            overhead_s=0.0,
         )
 
     first, second = step([4, 2], [4, 0], [3, 0], 1.0), step([0, 2], [0, 2], [0, 2], 3.0)
@@ -470,9 +486,9 @@ def test_a_pass_of_the_drafter_for_a_token_that_was_held_back_counts() -> None:
     small.lm.forward = counted  # type: ignore[method-assign]
     policy = POLICIES.make("confidence:most=5,threshold=0.4")
     run = Decoder(model("llama"), small, policy=policy).decode([PROMPT, [7]], 30)
-    assert any(0 < step.drafted.max() < step.depth for step in run.steps)
+    assert any(0 < step.drafted.max() < step.draft_steps for step in run.steps)
     # The first of them read the prompts.
-    assert run.timing.draft_depth == len(passes) - 1
+    assert run.timing.draft_steps == len(passes) - 1
 
 
 # --- the whole evaluation -------------------------------------------------------------------------
@@ -537,9 +553,9 @@ def test_texts_that_differ_are_counted() -> None:
     target = tiny_target()
 
     class Breaking(SmallLMDrafter):
-        def commit(self, contexts: Contexts) -> None:
-            contexts.tokens[0, contexts.lengths[0] - 1] = 8  # vandalism
-            super().commit(contexts)
+        def observe(self, done: Verification) -> None:
+            done.contexts.tokens[0, done.contexts.lengths[0] - 1] = 8  # vandalism
+            super().observe(done)
 
     protocol = EvaluationProtocol(
         max_new_tokens=4, timed_prompts=2, timed_tokens=12, generate=False
@@ -640,7 +656,7 @@ def test_parts_that_do_not_go_together_are_refused_before_anything_is_loaded(
     monkeypatch.setitem(SHAPES._parts, "bush", Bush)
     with pytest.raises(UserError, match=r"shape bush drafts trees.*chains only"):
         EvaluationProtocol(shape="bush", rule="block", sampling=Sampling(1.0))
-    with pytest.raises(UserError, match="watches a chain grow, and the shape bush is a tree"):
+    with pytest.raises(UserError, match="watches a chain grow, and shape bush drafts trees"):
         EvaluationProtocol(shape="bush", rule="exact", policy="confidence")
 
 

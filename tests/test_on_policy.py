@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from decode.artifact import CorruptArtifact
+from decode.drafters import NoDrafter
 from decode.drafters.draft_vocabulary import reduce_output
-from decode.drafters.none import NoDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,19 +19,16 @@ import torch
 from torch import Tensor
 
 from decode.artifact import CorruptArtifact
-from decode.contexts import Contexts, Limits
-from decode.draft import Draft
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import NoDrafter
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.ngram import NgramDrafter
-from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.logits import Scores
 from decode.loop import Decoder
-from decode.rules import Verdict
 from decode.sampling import CounterRNG, Sampling
 from decode.trees.static import Static
-from decode.verification import Verified
+from decode.verification import Scores, Verification
 from distill.losses import LOSSES, WeightedLoss
 from distill.replay.buffer import Record, ReplayBuffer, bytes_per_position, signal_of
 from distill.replay.learner import SmallLMStudent
@@ -54,7 +52,7 @@ def verified(
     following: Sequence[int],
     *,
     seed: int = 0,
-) -> Verified:
+) -> Verification:
     """A pass over chains, with random logits."""
     width, longest = max(map(len, drafts)), max(map(len, texts))
     tokens = torch.zeros(len(drafts), width, dtype=torch.int64)
@@ -65,18 +63,18 @@ def verified(
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(len(texts), width + 1, VOCAB, generator=generator)
     kept, sizes = np.array(accepted), np.array([len(draft) for draft in drafts])
-    verdict = Verdict(
-        torch.arange(width).expand(len(texts), -1),
-        torch.as_tensor(kept),
-        torch.as_tensor(np.minimum(kept + 1, sizes)),
-        torch.tensor(following),
-    )
-    block = np.concatenate([tokens.numpy(), np.zeros((len(texts), 1), dtype=np.int64)], 1)
-    np.put_along_axis(block, kept[:, None], np.array(following)[:, None], 1)
     contexts = Contexts(context, np.array([len(text) for text in texts]))
     draft = Draft(tokens, sizes)
-    scores = Scores(logits, Sampling(), draft, contexts)
-    return Verified(np.arange(len(texts)), contexts, draft, scores, verdict, kept, block)
+    done = Verification.of(
+        draft,
+        Scores(logits, Sampling(), draft, contexts),
+        path=torch.arange(width).expand(len(texts), -1),
+        accepted=torch.as_tensor(kept),
+        reached=torch.as_tensor(np.minimum(kept + 1, sizes)),
+        next_token=torch.tensor(following),
+    )
+    done.rows, done.contexts, done.lengths = np.arange(len(texts)), contexts, contexts.lengths
+    return done
 
 
 def test_a_rejection_is_recorded_at_its_place_and_nothing_else() -> None:
@@ -568,8 +566,8 @@ def test_a_swap_computes_again_what_was_cached_of_the_old_weights() -> None:
     drafter = SmallLMDrafter(copy.deepcopy(small).requires_grad_(False))
     drafts: dict[str, list[Any]] = {"swapped": [], "fresh": []}
 
-    def watch(name: str, swap_at: int) -> Callable[[Verified], None]:
-        def observer(seen: Verified) -> None:
+    def watch(name: str, swap_at: int) -> Callable[[Verification], None]:
+        def observer(seen: Verification) -> None:
             if seen.draft.q is None:  # the last token is not worth a draft
                 return
             drafts[name].append((seen.contexts.lengths.copy(), seen.draft.q.clone()))
@@ -756,23 +754,20 @@ def test_two_processes_learn_what_one_does_of_all_their_requests() -> None:
 # --- the output's distribution --------------------------------------------------------------------
 
 
-def some_rows(seen: Verified, count: int) -> Verified:
+def some_rows(done: Verification, count: int) -> Verification:
     """The pass as it was for the first rows only: Python's part of recording takes time."""
-    verdict = seen.verdict
-    return Verified(
-        seen.rows[:count],
-        Contexts(seen.contexts.tokens[:count], seen.contexts.lengths[:count]),
-        seen.draft,
-        SimpleNamespace(raw=seen.scores.raw[:count]),  # type: ignore[arg-type]
-        Verdict(
-            verdict.path[:count],
-            verdict.accepted[:count],
-            verdict.reached[:count],
-            verdict.next_token[:count],
-        ),
-        seen.accepted[:count],
-        seen.block[:count],
-        seen.read and seen.read.keep_rows(np.arange(min(count, len(seen.rows)))),
+    features = done.previous_features
+    return replace(
+        done,
+        rows=done.rows[:count],
+        contexts=Contexts(done.contexts.tokens[:count], done.contexts.lengths[:count]),
+        lengths=done.lengths[:count],
+        scores=SimpleNamespace(raw=done.scores.raw[:count]),  # type: ignore[arg-type]
+        path=done.path[:count],
+        accepted=done.accepted[:count],
+        reached=done.reached[:count],
+        block=done.block[:count],
+        previous_features=features and features.keep_rows(np.arange(min(count, len(done.rows)))),
     )
 
 
@@ -783,7 +778,7 @@ class Learning:
         self.drafter, self.online = drafter, online
         self.swaps = self.passes = 0
 
-    def __call__(self, seen: Verified) -> None:
+    def __call__(self, seen: Verification) -> None:
         self.passes += 1
         self.online.observe(some_rows(seen, 16))
         self.online.learn()

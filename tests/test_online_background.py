@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from decode.drafters import NoDrafter
 from decode.drafters.directory import open_drafter
-from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.verification import Verified
+from decode.verification import Verification
 from tests.stages import run_stage
 from tests.test_online import online_of, pair, prompts_of
 from tests.test_online_stage import LEARNING, REQUESTS, context, online_stage, target
@@ -34,7 +34,7 @@ def test_texts_stay_the_targets_own_while_versions_arrive_in_their_midst() -> No
     online = online_of(drafter, vocab=40)
     swapped = []
 
-    def watch(_: Verified) -> None:
+    def watch(_: Verification) -> None:
         swapped.append(online.version)
 
     with Background(online) as background:

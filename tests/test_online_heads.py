@@ -14,18 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.contexts import Contexts, Limits
-from decode.draft import Draft
-from decode.drafters import DRAFTERS
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS, NoDrafter
 from decode.drafters.directory import open_drafter, save_drafter
-from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import FINAL, Features, Recorder
 from decode.trees.static import Static
-from decode.verification import Verified
+from decode.verification import Verification
 from distill.losses import LOSSES, WeightedLoss
 from distill.replay.buffer import (
     Record,
@@ -102,14 +100,14 @@ def states(heads: Any, hidden: Tensor, depth: int) -> Tensor:
 
 def seen_by_heads(
     texts: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]], *args: Any, seed: int = 0
-) -> Verified:
+) -> Verification:
     """`verified`, with random hidden states as those that the drafts were made of; each row has
     read as many tokens as it is long, so that the last of them counts, not the last column."""
     seen = verified(texts, drafts, *args, seed=seed)
     counts = np.array([len(text) for text in texts])
     g = torch.Generator().manual_seed(100 + seed)
     values = torch.randn(len(texts), max(counts), 32, generator=g)
-    return replace(seen, read=Features({FINAL: values}, counts))
+    return replace(seen, previous_features=Features({FINAL: values}, counts))
 
 
 def test_which_head_was_wrong_from_which_hidden_states() -> None:
@@ -126,10 +124,10 @@ def test_which_head_was_wrong_from_which_hidden_states() -> None:
     # head the one at 0.
     assert [d.depths.tolist() for d in drafted if d] == [[1], [2]]
     assert [d.read.tolist() for d in drafted if d] == [[1], [0]]
-    assert seen.read is not None
+    assert seen.previous_features is not None
     for row, own in enumerate(drafted):
         assert own is not None
-        last = seen.read.values[FINAL][row, len(texts[row]) - 1]
+        last = seen.previous_features.values[FINAL][row, len(texts[row]) - 1]
         assert torch.equal(from_numpy(own.features)[0], last)
 
 
@@ -165,11 +163,11 @@ def test_in_the_loop_each_rejection_is_of_the_head_and_the_state_that_made_it(
     collector = Collector(VOCAB, VOCAB, captured_layers=(FINAL,), accepted=1.0)
     wrong: dict[tuple[int, int], int] = {}
 
-    def watch(seen: Verified) -> None:
+    def watch(seen: Verification) -> None:
         for at, row in enumerate(seen.rows):
             done = int(seen.accepted[at])
-            if int(seen.verdict.reached[at]) > done:  # a chain, also where it is called a tree
-                place = int(seen.contexts.lengths[at]) + done
+            if int(seen.reached[at]) > done:  # a chain, also where it is called a tree
+                place = int(seen.lengths[at]) + done
                 wrong[int(row), place] = int(seen.draft.tokens[at, done])
 
     decoder = Decoder(on.model, drafter_of(heads, on, shape), gamma=3, observers=[watch, collector])
@@ -220,9 +218,10 @@ def test_a_record_of_heads_takes_the_bytes_that_are_stated(tmp_path: Path) -> No
     """In memory, with bfloat16 kept to the bit, and on disk."""
     collector = Collector(4, FEW, captured_layers=(FINAL,), accepted=1.0)
     seen = seen_by_heads([[1, 2]], [[3, 4, 6]], [2], [5])
-    assert seen.read is not None
-    half = {FINAL: seen.read.values[FINAL].bfloat16()}
-    collector(replace(seen, read=Features(half, seen.read.counts)))
+    features = seen.previous_features
+    assert features is not None
+    half = {FINAL: features.values[FINAL].bfloat16()}
+    collector(replace(seen, previous_features=Features(half, features.counts)))
     (record,), _ = collector.take()
     each, draft = bytes_per_position(4, FEW) + 1, bytes_per_draft(32, torch.bfloat16)
     assert draft == 2 * 32 + 4
@@ -311,10 +310,10 @@ def test_the_loss_is_the_divergence_of_that_head_at_that_place_by_hand(
     seen = seen_by_heads([[1, 2, 3], [4, 5, 6, 7, 8]], [[9, 2], [3, 8]], [1, 0], [4, 5], seed=3)
     collector(seen)
     records, _ = collector.take()
-    assert seen.read is not None
+    assert seen.previous_features is not None
     expected = torch.zeros(())
     for row, depth, text in ((0, 2, 3), (1, 1, 5)):
-        hidden = seen.read.values[FINAL][row, text - 1]
+        hidden = seen.previous_features.values[FINAL][row, text - 1]
         weight, bias = student.module.output.of(depth)
         logits = torch.nn.functional.linear(states(student.module, hidden, depth), weight, bias)
         raw = seen.scores.raw[row, depth - 1]
@@ -407,7 +406,7 @@ def test_swapped_in_at_every_pass_the_drafter_is_the_copy_that_learns() -> None:
     online = online_of(drafter, heads, on, accepted=1.0, every_requests=1)
     swaps, compared = 0, 0
 
-    def observer(seen: Verified) -> None:
+    def observer(seen: Verification) -> None:
         nonlocal swaps, compared
         online.observe(seen)
         online.learn()

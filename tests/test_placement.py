@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import heads  # noqa: F401  (registers its kinds)
-from decode.drafters import Drafter
+from decode.drafters import Drafter, NoDrafter
 from decode.drafters.directory import open_drafter
 from decode.drafters.ngram import NgramDrafter
-from decode.drafters.none import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder

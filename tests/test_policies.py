@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
-from decode.drafters.composite import CompositeDrafter
+from decode.draft import Contexts, Limits
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.combined import CompositeDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.costs import Costs
-from decode.policies import POLICIES, Policy
-from decode.policies.adaptive_confidence import AdaptiveConfidence
+from decode.policies import POLICIES, Fixed, Policy
+from decode.policies.confidence import AdaptiveConfidence
 from decode.policies.cost_model import CostModel
-from decode.policies.fixed import Fixed
-from decode.policies.heuristic import Heuristic
+from decode.policies.feedback import Heuristic
 from decode.sampling import CounterRNG, Sampling
-from decode.stats import Step
+from decode.verification import Verification
 from tests import lossless
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, verification
 
 model = functools.cache(tiny_model)
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12, 13, 14] * 3]
@@ -38,23 +38,21 @@ def step(
     draft_s: float = 0.0,
     pass_s: float = 1.0,
     width: int | None = None,
-) -> Step:
+) -> Verification:
     """What the loop would report of chains so deep, of which so many tokens were accepted."""
     allowed, kept = np.array(depths), np.array(accepted)
     drawn = allowed if drafted is None else np.array(drafted)
     deepest = int(drawn.max(initial=0))
-    return Step(
-        np.arange(len(allowed)),
-        allowed,
-        drawn,
-        np.minimum(kept + 1, drawn),
-        kept,
-        kept + 1,
+    return verification(
+        accepted,
+        depths=allowed,
+        drafted=drawn,
+        reached=np.minimum(kept + 1, drawn),
+        emitted=kept + 1,
         width=1 + deepest if width is None else width,
-        depth=deepest,
+        draft_steps=deepest,
         draft_s=draft_s,
         verify_s=pass_s,
-        overhead_s=0.0,
     )
 
 
@@ -374,10 +372,10 @@ class Dropping(SmallLMDrafter):
         return draft
 
 
-def fits(drafter: Drafter, policy: Policy, rows: int) -> tuple[Any, list[Step]]:
+def fits(drafter: Drafter, policy: Policy, rows: int) -> tuple[Any, list[Verification]]:
     runs = Decoder(lossless.model(0.0), drafter, policy=policy, sampling=lossless.SAMPLING)
     texts: list[list[int]] = []
-    steps: list[Step] = []
+    steps: list[Verification] = []
     for begin in range(0, rows, lossless.BATCH):
         places = range(begin, min(begin + lossless.BATCH, rows))
         run = runs.decode([lossless.PROMPT] * len(places), lossless.NEW, row_ids=places)

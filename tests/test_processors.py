@@ -11,17 +11,15 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from decode.contexts import Contexts
-from decode.draft import Draft
+from decode.draft import Contexts, Draft
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.logits import Scores
 from decode.loop import Decoder
 from decode.rules.exact import ExactMatch
 from decode.sampling import Sampling
 from decode.trees.growth import Growth
-from decode.verification import Verified
+from decode.verification import Scores, Verification
 from tests.test_loop import ChainDrafter, RandomTrees
 from tests.tiny import PAD_ID, VOCAB, tiny_model
 
@@ -400,7 +398,7 @@ def test_nan_after_a_rejected_draft_is_none_of_the_texts_business() -> None:
     wrong = ChainDrafter("llama", lambda row, place: True)
     shown = []
 
-    def observe(seen: Verified) -> None:
+    def observe(seen: Verification) -> None:
         shown.append(bool(seen.scores.raw.isnan().any()))
 
     decoder = Decoder(broken, wrong, gamma=3, observers=[observe])

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from decode.contexts import Contexts, Limits
-from decode.draft import Draft, Siblings
+from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.logits import Scores
 from decode.loop import Decoder
-from decode.rules import RULES, Rule, Verdict
+from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG, Sampling
+from decode.verification import Scores, Verification
 from tests.enumeration import (
     PLAIN,
     TOKENS,
@@ -226,7 +225,7 @@ def only(draft: Draft, row: int) -> Draft:
     )
 
 
-def outcome(verdict: Verdict, row: int) -> tuple[list[int], int, int]:
+def outcome(verdict: Verification, row: int) -> tuple[list[int], int, int]:
     accepted = int(verdict.accepted[row])
     path = verdict.path[row, :accepted].tolist()
     return path, int(verdict.reached[row]), int(verdict.next_token[row])
@@ -304,7 +303,9 @@ def tree_of(tokens: list[int], parents: list[int], q: list[float] | None, **fiel
     )
 
 
-def judged(rule: str, draft: Draft, p: list[float], accept: float, following: float) -> Verdict:
+def judged(
+    rule: str, draft: Draft, p: list[float], accept: float, following: float
+) -> Verification:
     nodes = draft.tokens.shape[1]
     logits = logits_of(np.tile(np.array(p), (1, nodes + 1, 1)))
     rng = SetNoise(np.full((1, nodes), accept), np.array([[following]]))
@@ -325,7 +326,7 @@ def test_a_residual_of_nothing_falls_back_to_p(rule: str) -> None:
     for draft in drafts:
         for following, token in ((0.25, 0), (0.75, 1)):
             verdict = judged(rule, draft, p, 0.5, following)
-            assert (int(verdict.accepted), int(verdict.next_token)) == (0, token)
+            assert (int(verdict.accepted[0]), int(verdict.next_token[0])) == (0, token)
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
@@ -334,29 +335,37 @@ def test_a_certain_token_always_stays(rule: str) -> None:
     almost = 1 - 2.0**-53
     for q in ([0.0, 1.0, 0.0], None):
         verdict = judged(rule, tree_of([1, 1], [-1, 0], q), [0.0, 1.0, 0.0], almost, almost)
-        assert (int(verdict.accepted), int(verdict.next_token)) == (2, 1)
+        assert (int(verdict.accepted[0]), int(verdict.next_token[0])) == (2, 1)
     verdict = judged(rule, tree_of([0, 1], [-1, 0], [0.5, 0.5]), [0.5, 0.5], almost, 0.0)
-    assert (int(verdict.accepted), int(verdict.reached), int(verdict.next_token)) == (2, 2, 0)
+    assert (int(verdict.accepted[0]), int(verdict.reached[0]), int(verdict.next_token[0])) == (
+        2,
+        2,
+        0,
+    )
 
 
 @pytest.mark.parametrize("rule", [name for name in LOSSLESS if RULES[name].trees])
 def test_children_that_hold_all_of_p_leave_nothing_to_reject(rule: str) -> None:
     if "chosen" in RULES[rule].siblings:
         draft = tree_of([0, 1], [-1, -1], None)
-        assert int(judged(rule, draft, [0.5, 0.5, 0.0], 1 - 2.0**-53, 0.0).accepted) == 1
+        assert int(judged(rule, draft, [0.5, 0.5, 0.0], 1 - 2.0**-53, 0.0).accepted[0]) == 1
 
 
 def test_threshold_compares_p_itself() -> None:
     draft = tree_of([0, 1, 1], [-1, 0, 1], None)
     p = [0.3, 0.7]
-    assert int(judged("threshold", draft, p, 0.99, 0.5).accepted) == 3
+    assert int(judged("threshold", draft, p, 0.99, 0.5).accepted[0]) == 3
     rule = RULES["threshold"](threshold=0.4)
     logits = logits_of(np.tile(np.array(p), (1, 4, 1)))
     rng = SetNoise(np.zeros((1, 3)), np.array([[0.1]]))
     sampled = rule.verify(draft, Scores(logits, PLAIN), rng)
-    assert (int(sampled.accepted), int(sampled.reached), int(sampled.next_token)) == (0, 1, 0)
+    assert (int(sampled.accepted[0]), int(sampled.reached[0]), int(sampled.next_token[0])) == (
+        0,
+        1,
+        0,
+    )
     greedy = rule.verify(draft, Scores(logits, Sampling()), rng)
-    assert (int(greedy.accepted), int(greedy.next_token)) == (0, 1)
+    assert (int(greedy.accepted[0]), int(greedy.next_token[0])) == (0, 1)
 
 
 def test_typical_acceptance_takes_the_longest_path_then_the_likeliest() -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import train.evaluate
 from decode.artifact import CorruptArtifact
-from decode.drafters.composite import CompositeDrafter
+from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import describe_drafter
 from decode.errors import UserError
 from distill.losses import Rows, WeightedLoss

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.composite import CompositeDrafter
+from decode.drafters.combined import CompositeDrafter
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError

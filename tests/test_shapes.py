@@ -12,8 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from decode.contexts import Limits
-from decode.draft import Draft, Siblings
+from decode.draft import Draft, Limits, Siblings
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -23,7 +22,7 @@ from decode.trees.growth import Growth
 from decode.trees.operations import best, first_equal, merged, pack
 from decode.trees.structure import Structure
 from tests.test_drafters import append, contexts_of, limits_of, model, noise_for
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import FAMILIES, after, tiny_model
 
 GREEDY = Sampling()
 PLAIN = Sampling(1.0)
@@ -538,7 +537,7 @@ def test_a_row_that_was_left_out_catches_up() -> None:
     for depths in ([3, 3, 3], [3, 0, 3], [3, 0, 0], [0, 0, 0], [1, 3, 0], [3, 3, 3]):
         drafter.draft(contexts, Limits(np.array(depths)), GREEDY, noise_for(3))
         append(contexts, [[8, 9, 10], [11, 12], [13]])
-        drafter.commit(contexts)
+        drafter.observe(after(contexts))
     assert checking.checked > 50
 
 
@@ -559,7 +558,7 @@ def test_trees_up_to_the_end_of_the_context(name: str, limit: str) -> None:
         draft = drafter.draft(contexts, limits_of(contexts, 3), GREEDY, noise_for(2))
         depths.append((draft.nodes_by_depth() > 0).sum(1).tolist())
         append(contexts, [[9], [9]])
-        drafter.commit(contexts)
+        drafter.observe(after(contexts))
     deepest = min(3, int(draft_depth := max(depth for depth, _ in depths)))
     assert draft_depth == deepest
     # Past the end too: the drafter then reads the last part of the text.
@@ -607,6 +606,6 @@ def test_q_of_a_tree_is_honest(name: str, sampling: Sampling) -> None:
         wrong += int((again(draft, rng, full) != draft.tokens[full]).sum())
         total += 7 * len(full)
         append(contexts, [[token] for token in random.integers(3, 300, rows).tolist()])
-        drafter.commit(contexts)
+        drafter.observe(after(contexts))
     assert wrong == 0
     assert total >= 100_000

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.contexts import Contexts, Limits
-from decode.draft import Draft, Siblings
+from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
+from decode.drafters.combined import SeveralDrafters
 from decode.drafters.ngram import NgramDrafter
-from decode.drafters.several import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder

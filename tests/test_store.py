@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from decode.artifact import CorruptArtifact, write_directory
-from decode.drafters.composite import CompositeDrafter
+from decode.drafters import NoDrafter
+from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter, save_drafter
 from decode.drafters.draft_vocabulary import reduce_output, save_with_vocabulary
-from decode.drafters.ngram import NgramDrafter
-from decode.drafters.ngram_store import StoreDrafter
-from decode.drafters.none import NoDrafter
+from decode.drafters.ngram import NgramDrafter, StoreDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder

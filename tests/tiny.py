@@ -6,17 +6,23 @@ greedy decoding never ties, and text depends on all of its prefix.
 
 import copy
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from decode.draft import Contexts, Draft
+from decode.sampling import Sampling
 from decode.target.embedded import EMBEDDED
+from decode.target.hidden_states import Features
 from decode.target.identity import fingerprint
 from decode.target.loading import Target, load_target
+from decode.verification import Scores, Verification
 
 # Ids 0, 1 and 2: padding, beginning and end of a turn.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -200,3 +206,24 @@ def save_tiny(directory: Path, family: str = "llama", **shape: Any) -> Path:
     tiny_model(family, **shape).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
+
+
+def verification(accepted: Sequence[int], **fields: Any) -> Verification:
+    """A verification pass that accepted so many tokens in each row, with other fields as given and
+    no draft to look at."""
+    rows = len(accepted)
+    none = torch.zeros(rows, 0, dtype=torch.int64)
+    scores = Scores(torch.zeros(rows, 1, 1), Sampling())
+    kept, block = np.array(accepted), np.zeros((rows, 1), dtype=np.int64)
+    broken = np.zeros(rows, dtype=bool)
+    done = Verification(Draft.none(rows, "cpu"), scores, none, kept, kept, block, broken)
+    done.rows = np.arange(rows)
+    for name, value in fields.items():
+        assert hasattr(done, name)
+        setattr(done, name, value)
+    return done
+
+
+def after(contexts: Contexts, features: Features | None = None) -> Verification:
+    """The pass after which the texts are `contexts`, for a drafter to observe."""
+    return verification([0] * len(contexts.lengths), contexts=contexts, features=features)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from decode.drafters import DRAFTERS
 from decode.errors import UserError, nearest
 from decode.measure.evaluation import EvaluationProtocol
-from decode.rules import require_fitting
+from decode.parts import make_rule
 from decode.sampling import Sampling
 from train.online.learners import heads_stage
 from train.schema import StageConfig, Strict
@@ -218,7 +218,7 @@ def _check_evaluation(config: RunConfig, stages: Sequence[StageConfig]) -> None:
         if not judged or not _drafts_trees(stage, stages):
             continue
         name = f"the drafter of stage {stage.name}"
-        require_fitting(protocol.make_rule(True), name, True, "chosen")
+        make_rule(protocol.rule, protocol.sampling, name, True, "chosen")
         if protocol.make_policy().watches:
             raise UserError(
                 f"evaluation.policy {settings.policy} watches a chain grow, and {name} drafts in "

@@ -104,7 +104,7 @@ class Run(Resources):
         prompts = self.prompts(spread(examples[settings.split], settings.prompts))
         require_prompts(prompts, target.max_positions, target.vocab_size)
         protocol = settings.protocol()
-        if protocol.shape is not None and protocol.make_shape().branches:
+        if protocol.branches:
             require_trees(target.model)
         self._plan(examples)
 

@@ -9,30 +9,27 @@ from pathlib import Path
 
 import torch
 
-from decode.contexts import Contexts, Limits
-from decode.draft import Draft, Siblings
+from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.errors import UserError
 from decode.registry import Registry
 from decode.sampling import CounterRNG, Sampling
-from decode.target.hidden_states import Features
 from decode.target.loading import Target
 from decode.trees import Shape
-from decode.verification import Verified
+from decode.verification import Verification
 
 
 class Drafter(ABC):
     """Base class of drafters.
 
-    Order of the calls in one decode: start → prefill → (draft → verified → commit)*, with
-    keep_rows in between. If passes without drafts come first, `commit` is called before `prefill`.
+    Order of the calls in one decode: start → observe → prefill → (draft → observe)*, with
+    keep_rows in between. If passes without drafts come first, `observe` is called more than once
+    before `prefill`.
 
-    observes: the drafter learns from the target's scores. `verified` is called only for such
-    drafters. captured_layers: the layers whose hidden states are captured for the drafter
-    (`decode.target.hidden_states`). They come from the target's normal passes and go to `read`.
+    captured_layers: the layers whose hidden states are captured for the drafter
+    (`decode.target.hidden_states`). They come from the target's normal passes.
     trained: the drafter can only be loaded from a directory.
     """
 
-    observes: bool = False
     captured_layers: tuple[int, ...] = ()
     trained: bool = False
 
@@ -92,22 +89,14 @@ class Drafter(ABC):
         `q` must be the distribution that the tokens were really drawn from.
         """
 
-    def verified(self, seen: Verified) -> None:
-        """Receives the verdict on its draft and the target's scores. Called before `commit`."""
-        return None
+    def observe(self, done: Verification) -> None:
+        """Hears of every pass, once: first of the prefill (the verification of an empty draft),
+        after `start`; then of each verification. `contexts` already ends with the emitted tokens.
 
-    def read(self, features: Features) -> None:
-        """Receives the target's hidden states at `captured_layers`. Called only if the drafter has
-        captured_layers.
-
-        The first call comes after `start`, with the prompt's tokens. The later ones come after each
-        verification and before `commit`, with the last token of the text so far and the accepted
-        tokens. So each token is read once and in order. The hidden states of a text's last token
-        come with the next call."""
-        return None
-
-    def commit(self, contexts: Contexts) -> None:
-        """Called after verification: `contexts` now ends with the accepted tokens and one more."""
+        A drafter with captured layers gets the target's hidden states in `done.features`: first
+        those of the prompt's tokens, later those of the last token of the text so far and of the
+        accepted tokens. So each token comes once and in order. The hidden states of a text's last
+        token come with the next call. They are None if the prefill fed nothing."""
         return None
 
     def keep_rows(self, rows: torch.Tensor) -> None:
@@ -115,8 +104,20 @@ class Drafter(ABC):
         return None
 
 
-__all__ = ["DRAFTERS", "Contexts", "Drafter", "Limits", "Verified"]
-
 DRAFTERS: Registry[type[Drafter]] = Registry("drafter")
 
-from decode.drafters import ngram, ngram_store, none, small_lm  # noqa: E402, F401  (each registers itself)
+
+@DRAFTERS.register("none")
+class NoDrafter(Drafter):
+    """Drafts nothing, so that each verification pass emits one token."""
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        return Draft.none(len(contexts.lengths), "cpu")
+
+
+from decode.drafters import ngram, small_lm  # noqa: E402, F401  (each registers itself)

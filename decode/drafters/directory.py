@@ -13,8 +13,7 @@ import torch
 
 from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.composite import CompositeDrafter
-from decode.drafters.several import SeveralDrafters
+from decode.drafters.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError, nearest
 from decode.target.identity import Fingerprint, fingerprint, require_same_vocabulary

@@ -1,11 +1,16 @@
-"""Prompt lookup: drafts the tokens that followed an earlier copy of the text's last few tokens."""
+"""Drafters that look up n-grams: in the row's own text, and in a store kept across requests."""
 
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
-from decode.draft import Draft
-from decode.drafters import DRAFTERS, Contexts, Drafter, Limits
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS, Drafter
 from decode.errors import UserError
-from decode.sampling import CounterRNG, Sampling
+from decode.sampling import CounterRNG, Sampling, top
+from decode.verification import Verification
 
 
 class NgramIndex:
@@ -68,3 +73,133 @@ class NgramDrafter(Drafter):
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self._rows = [self._rows[row] for row in rows.tolist()]
+
+
+class NgramStore:
+    """The tokens that followed each n-gram so far, with weights, for n in min_n … max_n.
+
+    The store keeps at most `capacity` n-grams. Beyond that it drops the least recently used one;
+    storing and looking up both count as use. An n-gram keeps its `width` heaviest tokens.
+    """
+
+    def __init__(self, min_n: int, max_n: int, capacity: int, width: int) -> None:
+        self.sizes = range(max_n, min_n - 1, -1)
+        self.capacity, self.width = capacity, width
+        self._followers: OrderedDict[tuple[int, ...], dict[int, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._followers)
+
+    def file(self, text: Sequence[int], tokens: Sequence[int]) -> None:
+        """Stores tokens that may follow the end of a text, likeliest first. Token i adds weight
+        1/(i+1)."""
+        for n in self.sizes:
+            if n > len(text):
+                continue
+            ending = tuple(text[-n:])
+            known = self._followers.setdefault(ending, {})
+            self._followers.move_to_end(ending)
+            for rank, token in enumerate(tokens, 1):
+                known[token] = known.get(token, 0.0) + 1 / rank
+            while len(known) > self.width:
+                # Of tokens with equal weight the oldest entry goes, so that new tokens can enter.
+                del known[min(known, key=known.__getitem__)]
+        while len(self._followers) > self.capacity:
+            self._followers.popitem(last=False)
+
+    def next(self, text: Sequence[int]) -> int | None:
+        """The heaviest token after the longest known suffix of a text."""
+        for n in self.sizes:
+            ending = tuple(text[-n:])
+            known = self._followers.get(ending) if n <= len(text) else None
+            if known:
+                self._followers.move_to_end(ending)
+                return max(known, key=known.__getitem__)
+        return None
+
+
+@DRAFTERS.register("store")
+class StoreDrafter(Drafter):
+    """Drafts a chain of the tokens that most often followed the last few, in any request so far.
+
+    The store learns from the texts. It also learns from the target, after Adaptive N-gram Parallel
+    Decoding (2404.08698) and NASD: after each accepted token it stores the target's `top_k`
+    likeliest next tokens with weights 1, 1/2, 1/3 …, because a near miss here may be right
+    elsewhere. The store is kept across requests. Its memory is bounded by `capacity` n-grams of at
+    most `width` tokens, about 0.3 kB each (`NgramStore` describes which ones are dropped).
+
+    Drafts depend on other rows and earlier requests. Under rules that accept at random, the text
+    for a seed therefore depends on them too; its distribution does not. Under `exact`, and in
+    greedy decoding, the text does not depend on drafts. Raises UserError unless 1 ≤ min_n ≤ max_n
+    and the other sizes are at least 1.
+    """
+
+    def __init__(
+        self,
+        min_n: int = 2,
+        max_n: int = 4,
+        top_k: int = 3,
+        capacity: int = 200_000,
+        width: int = 8,
+    ) -> None:
+        if not 1 <= min_n <= max_n:
+            raise UserError(
+                f"n-gram sizes min_n={min_n}, max_n={max_n}; expected 1 ≤ min_n ≤ max_n"
+            )
+        if min(top_k, capacity, width) < 1:
+            raise UserError(
+                f"top_k={top_k}, capacity={capacity}, width={width}; expected at least 1 each"
+            )
+        self.store = NgramStore(min_n, max_n, capacity, width)
+        self.max_n, self.top_k = max_n, top_k
+        self._filed = np.zeros(0, dtype=np.int64)  # [B]: tokens of each text that are in the store
+
+    def start(self, contexts: Contexts) -> None:
+        self._filed = np.ones(len(contexts.lengths), dtype=np.int64)
+        self._file_texts(contexts)
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        drafts = []
+        for tokens, length, depth in zip(
+            contexts.tokens, contexts.lengths, limits.depths, strict=True
+        ):
+            text = tokens[max(length - self.max_n, 0) : length].tolist()
+            known = len(text)
+            while len(text) < known + depth and (token := self.store.next(text)) is not None:
+                text.append(token)
+            drafts.append(text[known:])
+        return Draft.chosen(drafts)
+
+    def observe(self, done: Verification) -> None:
+        if done.number:  # the prefill judged no draft
+            self._file_likeliest(done)
+        self._file_texts(done.contexts)
+
+    def _file_likeliest(self, done: Verification) -> None:
+        """Store the target's likeliest tokens after the text and after each accepted token."""
+        positions = done.positions()
+        rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
+        logits = done.scores.logits[rows_B1, positions]
+        likeliest = top(logits, min(self.top_k, logits.shape[-1]))[1].tolist()
+        for row, length in enumerate(done.lengths):
+            text = done.contexts.tokens[row, max(length - self.max_n, 0) : length].tolist()
+            known, accepted = len(text), int(done.accepted[row])
+            text += done.block[row, :accepted].tolist()
+            for place in range(accepted + 1):
+                end = known + place
+                self.store.file(text[max(end - self.max_n, 0) : end], likeliest[row][place])
+
+    def _file_texts(self, contexts: Contexts) -> None:
+        """Store the tokens of the texts that are not stored yet."""
+        ends = zip(self._filed.tolist(), contexts.lengths.tolist(), strict=True)
+        for tokens, (filed, length) in zip(contexts.tokens, ends, strict=True):
+            begin = max(filed - self.max_n, 0)
+            text = tokens[begin:length].tolist()
+            for end in range(filed - begin, length - begin):
+                self.store.file(text[max(end - self.max_n, 0) : end], text[end : end + 1])
+        self._filed = contexts.lengths.copy()
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        self._filed = self._filed[rows.cpu().numpy()]

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.draft import Draft
-from decode.drafters import DRAFTERS, Contexts, Limits
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import load_vocabulary
-from decode.drafters.new_weights import take_weights
-from decode.drafters.shaped import ShapedDrafter
+from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM, require_trees, sliding_window
@@ -21,6 +20,7 @@ from decode.target.loading import Target, load_model_and_tokenizer
 from decode.trees import Shape
 from decode.trees.growth import Growth
 from decode.trees.stored import stored_shape
+from decode.verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -190,9 +190,9 @@ class SmallLMDrafter(ShapedDrafter):
         inside = np.arange(contexts.tokens.shape[1]) < contexts.lengths[:, None]
         return np.logical_not(((contexts.tokens >= self.known) & inside).any(axis=1))
 
-    def commit(self, contexts: Contexts) -> None:
+    def observe(self, done: Verification) -> None:
         # All committed tokens except the last one, which is the target's, were drafted or cached.
-        self._cached = np.minimum(self._cached, contexts.lengths - 1)
+        self._cached = np.minimum(self._cached, done.contexts.lengths - 1)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self.lm.keep_rows(rows.to(self.lm.device))

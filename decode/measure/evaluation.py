@@ -23,7 +23,7 @@ The meaning of each figure:
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,13 +32,14 @@ import torch
 
 from decode.drafters import DRAFTERS, Drafter
 from decode.errors import UserError
-from decode.loop import Decoded, Decoder
+from decode.loop import Decoded, Decoder, Decoding
 from decode.measure.costs import Costs
 from decode.measure.other_processes import OtherProcesses, busy
 from decode.settings import DecodeSettings
-from decode.stats import Counts, Step, Timing, finite, summary
+from decode.stats import Counts, Timing, finite, summary
 from decode.target.generation_config import nothing_filled_in, stated_config
 from decode.target.loading import Target
+from decode.verification import Verification
 
 OnProgress = Callable[[str, int, int], None]  # name of the measurement, number done, total
 REPEATED = 8
@@ -98,7 +99,7 @@ class Evaluation:
     generate_seconds: list[float] | None
     identical: float | None
     identical_within_rounding: float | None
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Verification] = field(default_factory=list)
     measured_costs: Costs | None = None
     drafts: str = "chain"
     generate_tokens: list[int] | None = None
@@ -178,7 +179,7 @@ class Evaluation:
             names = ("c", "v", "v_interval", "verify_width", "overhead_ms")
             return dict.fromkeys(names)
         return {
-            "c": drafted.draft / drafted.draft_depth / step if drafted.draft_depth else 0.0,
+            "c": drafted.draft / drafted.draft_steps / step if drafted.draft_steps else 0.0,
             "v": (drafted.verify + drafted.overhead) / drafted.steps / step,
             "v_interval": ratio_of_totals(
                 _array(run.timing.verify + run.timing.overhead for run in self.drafted),
@@ -188,7 +189,7 @@ class Evaluation:
                     _array(run.timing.steps for run in self.plain),
                 ),
             ),
-            "verify_width": drafted.width / drafted.steps,
+            "verify_width": drafted.tokens_fed / drafted.steps,
             "overhead_ms": 1000 * drafted.overhead / drafted.steps,
         }
 
@@ -262,11 +263,12 @@ def evaluate(
         # Each goes first in turn, so that a drift of the machine does not affect the ratio.
         order = pair if done % 2 == 0 else pair[::-1]
         decodings = [
-            which.decoding(texts, protocol.timed_tokens, seed=protocol.seed, row_ids=batch)
+            Decoding(which, texts, protocol.timed_tokens, seed=protocol.seed, row_ids=batch)
             for _, which in order
         ]
         for (name, _), run in zip(order, in_turns(decodings, TURN * len(batch)), strict=True):
-            run.steps = [replace(step, rows=np.array(batch)[step.rows]) for step in run.steps]
+            for step in run.steps:
+                step.rows = np.array(batch)[step.rows]
             runs[name].append(run)
         if protocol.generate:
             generated.append(time_generate(target, texts, protocol))
@@ -314,20 +316,16 @@ def _timed(prompts: Sequence[Sequence[int]], protocol: EvaluationProtocol) -> li
     return [chosen[begin : begin + size] for begin in range(0, count, size)]
 
 
-def in_turns(decodings: Sequence[Generator[int, None, Decoded]], tokens: int) -> list[Decoded]:
-    """Runs several `Decoder.decoding`s to the end, in turns. In one turn, each emits about `tokens`
-    more tokens before the next one continues."""
-    done: dict[int, Decoded] = {}
+def in_turns(decodings: Sequence[Decoding], tokens: int) -> list[Decoded]:
+    """Runs several decodings to their ends, in turns. In one turn, each emits about `tokens` more
+    tokens before the next one continues."""
     turn = 0
-    while len(done) < len(decodings):
+    while not all(decoding.finished for decoding in decodings):
         turn += tokens
-        for place, passes in enumerate(decodings):
-            try:
-                while place not in done and next(passes) < turn:
-                    pass
-            except StopIteration as end:
-                done[place] = end.value
-    return [done[place] for place in range(len(decodings))]
+        for decoding in decodings:
+            while not decoding.finished and decoding.emitted < turn:
+                decoding.step()
+    return [decoding.result() for decoding in decodings]
 
 
 def _decode_all(
@@ -335,7 +333,7 @@ def _decode_all(
     prompts: Sequence[Sequence[int]],
     protocol: EvaluationProtocol,
     report: OnProgress,
-) -> tuple[list[list[int]], Counts, list[Step]]:
+) -> tuple[list[list[int]], Counts, list[Verification]]:
     # Prompts of similar length go together: less padding in the prefill.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -350,7 +348,9 @@ def _decode_all(
             row_ids=batch,
         )
         counts = counts + run.counts
-        steps += [replace(step, rows=np.array(batch)[step.rows]) for step in run.steps]
+        for step in run.steps:
+            step.rows = np.array(batch)[step.rows]
+        steps += run.steps
         for index, output in zip(batch, run.outputs, strict=True):
             outputs[index] = output
     report("acceptance", len(order), len(order))

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from decode.draft import Draft
-from decode.drafters import Contexts, Drafter, Limits
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.costs import Costs
@@ -19,7 +19,7 @@ from decode.measure.other_processes import OtherProcesses
 from decode.policies import Policy
 from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG, Sampling
-from decode.stats import Step
+from decode.verification import Verification
 
 # The number of times that each width and each depth is timed, in turns. The mean of the fastest
 # third counts, because slow passes come from other load on the machine.
@@ -58,8 +58,8 @@ def measure_costs(
     # The first draft of a text is cold and is left out.
     drafting = _Turns([1, *depths])
     watch = OtherProcesses()
-    passes: list[list[Step]] = []
-    drafts: list[list[Step]] = []
+    passes: list[list[Verification]] = []
+    drafts: list[list[Verification]] = []
     # In turns, so that other load on the machine affects both kinds of passes.
     for _ in range(1 + repeats):
         passes.append(_steps(decoder, prompts, filler, exact, verifying))
@@ -79,7 +79,9 @@ def measure_costs(
 
 
 def _estimate(
-    passes: Sequence[Sequence[Step]], drafts: Sequence[Sequence[Step]], widths: Sequence[int]
+    passes: Sequence[Sequence[Verification]],
+    drafts: Sequence[Sequence[Verification]],
+    widths: Sequence[int],
 ) -> tuple[float, float, np.ndarray]:
     """Seconds of a plain step, c, and v by width, float64 [W], from the steps of several
     decodes."""
@@ -90,8 +92,10 @@ def _estimate(
         ]
     )
     # The fastest at each depth. The fastest overall could all be of one depth.
-    depths = sorted({step.depth for run in drafts for step in run if step.depth})
-    taken = [_quick([s.draft_s / n for run in drafts for s in run if s.depth == n]) for n in depths]
+    depths = sorted({step.draft_steps for run in drafts for step in run if step.draft_steps})
+    taken = [
+        _quick([s.draft_s / n for run in drafts for s in run if s.draft_steps == n]) for n in depths
+    ]
     c = float(np.mean(taken)) / seconds[0] if taken else 0.0
     return float(seconds[0]), c, np.maximum.accumulate(seconds / seconds[0])
 
@@ -125,7 +129,7 @@ def _steps(
     drafter: Drafter,
     rule: Rule,
     turns: "_Turns",
-) -> list[Step]:
+) -> list[Verification]:
     """The steps of one decode. The depths of its drafts come from `turns`."""
     other = copy.copy(decoder)
     other.drafter, other.rule, other.policy = drafter, rule, turns
@@ -146,7 +150,7 @@ class _Turns(Policy):
     def __init__(self, turns: Sequence[int]) -> None:
         super().__init__(max(1, *turns))
         self.turns = list(turns)
-        self.steps: list[Step] = []
+        self.steps: list[Verification] = []
 
     def start(self, rows: int) -> None:
         super().start(rows)
@@ -157,7 +161,7 @@ class _Turns(Policy):
             raise _Enough
         return np.full(self.rows, self.turns[len(self.steps)])
 
-    def observe(self, step: Step) -> None:
+    def observe(self, step: Verification) -> None:
         self.steps.append(step)
 
 

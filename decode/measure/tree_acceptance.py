@@ -14,16 +14,15 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.drafters import Drafter
-from decode.drafters.shaped import ShapedDrafter
+from decode.drafters.trained import ShapedDrafter
 from decode.errors import UserError
-from decode.logits import Scores
 from decode.loop import Decoded, Decoder
-from decode.rules import Verdict
 from decode.rules.exact import ExactMatch
 from decode.sampling import CounterRNG, Sampling
 from decode.trees import require_whole
 from decode.trees.static import FixedTree
 from decode.trees.structure import Structure
+from decode.verification import Scores, Verification
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,10 @@ class _Watching(ExactMatch):
     def __init__(self) -> None:
         self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
-        verdict = super().verify(draft, scores, rng)
-        self.seen.append((draft.sizes, verdict.accepted.cpu().numpy(), verdict.path.cpu().numpy()))
-        return verdict
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
+        done = super().verify(draft, scores, rng)
+        self.seen.append((draft.sizes, done.accepted, done.path.cpu().numpy()))
+        return done
 
 
 def _count(

@@ -19,7 +19,7 @@ from torch import Tensor
 from decode.errors import UserError
 from decode.measure.costs import Costs
 from decode.registry import Registry
-from decode.stats import Step
+from decode.verification import Verification
 
 
 class Policy(ABC):
@@ -60,7 +60,7 @@ class Policy(ABC):
         """
         raise NotImplementedError
 
-    def observe(self, step: Step) -> None:
+    def observe(self, done: Verification) -> None:
         """Learn from the result of the draft."""
         return None
 
@@ -76,8 +76,8 @@ class Policy(ABC):
 class Watcher(Policy):
     """A policy that looks at one number per draft token, computed from the drafter's logits.
 
-    signal: the name of that number in `Step.signals`. least: a draft is never stopped before it has
-    this many tokens. Raises UserError unless 1 ≤ least ≤ most.
+    signal: the name of that number in `Verification.signals`. least: a draft is never stopped
+    before it has this many tokens. Raises UserError unless 1 ≤ least ≤ most.
     """
 
     watches = True
@@ -108,7 +108,7 @@ class Watcher(Policy):
         """bool [B]: the rows whose draft ends before this place. value: the number there, [B], NaN
         in rows that are not drafting."""
 
-    def learn(self, step: Step, values: np.ndarray, asked: np.ndarray) -> None:
+    def learn(self, done: Verification, values: np.ndarray, asked: np.ndarray) -> None:
         """values: float64 [B, D], the number at each place. asked: int [B], at how many places
         `stops` was called for a row. These are the first places; after them, values are NaN."""
         return None
@@ -131,24 +131,32 @@ class Watcher(Policy):
         ended = self.ends(place, value) & asked
         return ended if place >= self.least else torch.zeros_like(ended)
 
-    def observe(self, step: Step) -> None:
+    def observe(self, done: Verification) -> None:
         if not self._seen:
             return
         values = torch.stack(self._seen, 1).double().cpu().numpy()
-        step.signals[self.signal] = values
-        self.learn(step, values, np.stack(self._drafting, 1).sum(1))
+        done.signals[self.signal] = values
+        self.learn(done, values, np.stack(self._drafting, 1).sum(1))
         self._forget()
 
 
 POLICIES: Registry[type[Policy]] = Registry("draft-length policy")
 
+
+@POLICIES.register("fixed")
+class Fixed(Policy):
+    """Every draft is `most` deep. Acceptance rates are compared with this policy."""
+
+    constant = True
+
+    def depths(self) -> np.ndarray:
+        return np.full(self.rows, self.most)
+
+
 from decode.policies import (  # noqa: E402, F401  (each registers itself)
-    adaptive_confidence,
     by_batch,
     confidence,
     cost_model,
     entropy,
     feedback,
-    fixed,
-    heuristic,
 )

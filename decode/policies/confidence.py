@@ -1,9 +1,12 @@
 """A draft ends when the drafter is no longer confident."""
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from decode.errors import UserError
 from decode.policies import POLICIES, Watcher
+from decode.verification import Verification
 
 
 @POLICIES.register("confidence")
@@ -36,3 +39,96 @@ def largest_probability(logits: Tensor) -> Tensor:
     """float32 [B]: the largest probability of the distribution at temperature 1."""
     logits = logits.float()
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+
+
+@POLICIES.register("adaptive_confidence")
+class AdaptiveConfidence(Watcher):
+    """As `confidence`, with a threshold θ for each row, learnt from its last `window` pairs
+    (confidence, accepted) of tokens that were judged.
+
+    Criterion: drafting one more token costs `price` plain steps and saves one step if the token is
+    accepted. So θ maximises Σ (accepted − price) over the pairs with a confidence of at least θ. If
+    several values of θ are equally good, the lowest one is used, at the middle between two
+    neighbouring confidences. In `transformers`, a missed token weighs three times a wasted one,
+    which is price 0.25.
+
+    The first token of a draft is always drafted. It keeps θ correct: without it, the policy would
+    learn nothing about confidences below θ. threshold: θ before there are 8 pairs.
+    """
+
+    signal = "confidence"
+    WARM = 8  # with fewer pairs, `threshold` is used
+
+    def __init__(
+        self,
+        most: int = 8,
+        threshold: float = 0.4,
+        window: int = 128,
+        price: float = 0.25,
+        least: int = 1,
+    ) -> None:
+        super().__init__(most, least)
+        if not 0 <= threshold <= 1:
+            raise UserError(f"threshold is {threshold}; expected a probability, 0 to 1")
+        if window < self.WARM:
+            raise UserError(f"window is {window}; expected at least {self.WARM} pairs")
+        if not 0 < price < 1:
+            raise UserError(f"price is {price}; expected plain steps, above 0 and below 1")
+        self.threshold, self.window, self.price = threshold, window, price
+        self._start(0)
+
+    def _start(self, rows: int) -> None:
+        self.thresholds = np.full(rows, self.threshold)
+        # The latest pairs of each row, oldest first; empty places have confidence NaN.
+        self._confidence = np.full((rows, self.window), np.nan)
+        self._gain = np.zeros((rows, self.window))
+
+    def start(self, rows: int) -> None:
+        super().start(rows)
+        self._start(rows)
+
+    def measure(self, logits: Tensor) -> Tensor:
+        return largest_probability(logits)
+
+    def ends(self, place: int, value: Tensor) -> Tensor:
+        return value < torch.as_tensor(self.thresholds, dtype=value.dtype, device=value.device)
+
+    def learn(self, done: Verification, values: np.ndarray, asked: np.ndarray) -> None:
+        judged = np.minimum(np.minimum(done.reached, asked), done.drafted)
+        for place in range(int(judged.max(initial=0))):
+            row = np.flatnonzero(judged > place)
+            for past, new in (
+                (self._confidence, values[row, place]),
+                (self._gain, (done.accepted[row] > place) - self.price),
+            ):
+                past[row, :-1] = past[row, 1:]
+                past[row, -1] = new
+        changed = np.flatnonzero(judged > 0)
+        if len(changed):
+            self.thresholds[changed] = self._best(changed)
+
+    def _best(self, rows: np.ndarray) -> np.ndarray:
+        """float64 [rows]: the θ that the criterion selects, or `threshold` with too few pairs."""
+        order = np.argsort(-self._confidence[rows], axis=1, kind="stable")  # NaN comes last
+        confidence = np.take_along_axis(self._confidence[rows], order, 1)
+        known = ~np.isnan(confidence)
+        gain = np.where(known, np.take_along_axis(self._gain[rows], order, 1), 0.0).cumsum(1)
+        following = np.pad(confidence[:, 1:], ((0, 0), (0, 1)), constant_values=np.nan)
+        # θ may lie only between two different confidences, or below the lowest.
+        cut = known & ~(following == confidence)
+        worth = np.where(cut, gain, -np.inf)
+        # Searched from low θ to high, so the lowest of equally good values is found first.
+        at = worth.shape[1] - 1 - worth[:, ::-1].argmax(1)
+        row = np.arange(len(rows))
+        low = following[row, at]
+        middle = (confidence[row, at] + np.where(np.isnan(low), 0.0, low)) / 2
+        # If nothing pays, θ is the next float32 above the highest confidence, so only the first
+        # token is drafted.
+        above = np.nextafter(confidence[:, 0].astype(np.float32), np.float32(2))
+        middle = np.where(worth[row, at] > 0, middle, above)
+        return np.where(known.sum(1) < self.WARM, self.threshold, middle)
+
+    def keep_rows(self, rows: np.ndarray) -> None:
+        super().keep_rows(rows)
+        self.thresholds = self.thresholds[rows]
+        self._confidence, self._gain = self._confidence[rows], self._gain[rows]

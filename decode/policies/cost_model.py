@@ -5,7 +5,7 @@ import numpy as np
 from decode.errors import UserError
 from decode.measure.costs import Costs, straight_on
 from decode.policies import POLICIES, Policy
-from decode.stats import Step
+from decode.verification import Verification
 
 # Seconds: the minimum of every measured time, because times are divided by each other.
 INSTANT = 1e-9
@@ -108,23 +108,23 @@ class CostModel(Policy):
         assert self._draft_s is not None
         return gammas * self._draft_s + passes
 
-    def observe(self, step: Step) -> None:
-        rows, emitted = len(step.rows), float(step.emitted.mean())
-        self._passes.see(rows * step.width, step.verify_s + step.overhead_s)
+    def observe(self, done: Verification) -> None:
+        rows, emitted = len(done.rows), float(done.emitted.mean())
+        self._passes.see(rows * done.width, done.verify_s + done.overhead_s)
         faded = self.memory**emitted
         self._accepted *= faded
         self._tried *= faded
-        if not step.depth:
+        if not done.draft_steps:
             # No draft was allowed, or the drafter drafted nothing: there is no acceptance to learn.
-            self._waited = 0.0 if step.depths.any() else self._waited + emitted
+            self._waited = 0.0 if done.depths.any() else self._waited + emitted
             return
         places = np.arange(self.most)
-        tried = (step.depths[:, None] > places) & (step.accepted[:, None] >= places)
+        tried = (done.depths[:, None] > places) & (done.accepted[:, None] >= places)
         self._tried += tried.sum(0)
-        self._accepted += (tried & (step.accepted[:, None] > places)).sum(0)
-        self._nodes = (step.width - 1) / step.depth
-        self._see_draft(step.draft_s, step.depth)
-        self._hopeful = bool((step.accepted > 0).mean() > 0.5)
+        self._accepted += (tried & (done.accepted[:, None] > places)).sum(0)
+        self._nodes = (done.width - 1) / done.draft_steps
+        self._see_draft(done.draft_s, done.draft_steps)
+        self._hopeful = bool((done.accepted > 0).mean() > 0.5)
         self._waited, self._new_text = 0.0, False
 
     def _see_draft(self, seconds: float, depth: int) -> None:

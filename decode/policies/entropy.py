@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.policies import POLICIES, Watcher
-from decode.stats import Step
+from decode.verification import Verification
 
 
 @POLICIES.register("entropy")
@@ -52,8 +52,8 @@ class Entropy(Watcher):
         gamma = self.most - (self.most - self.least) * (value / self.flat).clamp(max=1.0)
         return place >= gamma.round()
 
-    def learn(self, step: Step, values: np.ndarray, asked: np.ndarray) -> None:
-        kept = np.minimum(asked, step.accepted + 1)
+    def learn(self, done: Verification, values: np.ndarray, asked: np.ndarray) -> None:
+        kept = np.minimum(asked, done.accepted + 1)
         for place in range(values.shape[1] if self.ema else 0):
             now = values[:, place]
             average = np.where(

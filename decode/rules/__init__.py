@@ -5,38 +5,13 @@ parameters. It knows nothing about drafters or the loop.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import get_args
-
-import torch
-from torch import Tensor
 
 from decode.draft import Draft, Siblings
 from decode.errors import UserError
-from decode.logits import Scores
 from decode.registry import Registry
 from decode.sampling import CounterRNG, Sampling
-
-
-@dataclass
-class Verdict:
-    """The decision of a rule for B rows of N nodes. D ≤ N: the length of the longest accepted path.
-
-    path: int64 [B, D], the accepted nodes by depth. Past accepted[b] it is padding.
-    accepted: int64 [B], the number of accepted draft tokens.
-    reached: int64 [B], the number of judged draft positions whose predecessors were all accepted.
-    next_token: int64 [B], the token after the accepted ones.
-    """
-
-    path: Tensor
-    accepted: Tensor
-    reached: Tensor
-    next_token: Tensor
-
-    def places(self) -> Tensor:
-        """int64 [B, D+1]: the rows of p along the path, first the row of the committed text. Past
-        accepted[b] they are padding."""
-        return torch.nn.functional.pad(self.path + 1, (1, 0))
+from decode.verification import Scores, Verification
 
 
 class Rule(ABC):
@@ -60,7 +35,7 @@ class Rule(ABC):
         return not branches or (cls.trees and siblings in cls.siblings)
 
     @abstractmethod
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         """Judges a draft by the target's scores."""
 
 
@@ -97,9 +72,7 @@ def require_fitting(rule: Rule, drafter: str, branches: bool, siblings: Siblings
 from decode.rules import (  # noqa: E402, F401  (each registers itself)
     block,
     exact,
-    lenience,
     multi_round,
-    skip_residual,
     spectr,
     speculative,
     threshold,

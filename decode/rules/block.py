@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.logits import Scores
-from decode.rules import RULES, Rule, Verdict
-from decode.rules.residual import TINY, residual
+from decode.rules import RULES, Rule
+from decode.rules.speculative import TINY, residual
 from decode.sampling import CounterRNG, draw
+from decode.verification import Scores, Verification
 
 
 @RULES.register("block")
@@ -23,13 +23,20 @@ class BlockVerification(Rule):
 
     lossless, trees = True, False
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         rows, nodes = draft.tokens.shape
         p = scores.probs()
         uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         drafted = draft.valid().sum(1)
         if nodes == 0:
-            return Verdict(draft.tokens, drafted, drafted, draw(p[:, 0], uniform))
+            return Verification.of(
+                draft,
+                scores,
+                path=draft.tokens,
+                accepted=drafted,
+                reached=drafted,
+                next_token=draw(p[:, 0], uniform),
+            )
         p_x = p[:, :-1].gather(2, draft.tokens[..., None])[..., 0].double()
         q_x = draft.q_of_tokens()
         # Products of quotients, in float64. Tokens with p = 0 have ratio 0, also if q = 0.
@@ -64,7 +71,14 @@ class BlockVerification(Rule):
         left = residual(p_next, q_next / scale)[0]
         weights = torch.where((accepted < drafted)[:, None], left, p_next)
         path = torch.arange(nodes, device=p.device).expand(rows, -1)
-        return Verdict(path, accepted, torch.minimum(accepted + 1, drafted), draw(weights, uniform))
+        return Verification.of(
+            draft,
+            scores,
+            path=path,
+            accepted=accepted,
+            reached=torch.minimum(accepted + 1, drafted),
+            next_token=draw(weights, uniform),
+        )
 
     @staticmethod
     def last(stays: Tensor) -> Tensor:

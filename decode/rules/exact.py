@@ -1,13 +1,37 @@
-"""Exact match: a draft token is accepted if it is exactly the token the target emits there."""
+"""Exact match: a draft token is accepted if it is exactly the token the target emits there.
+
+Shapes: B rows, N nodes, D depth.
+"""
 
 import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.logits import Scores
-from decode.rules import RULES, Rule, Verdict
-from decode.rules.longest import longest_path
+from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG
+from decode.verification import Scores, Verification
+
+
+def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(path, accepted, reached) as in `Verification.of`, and the position after the path, int64
+    [B].
+
+    passes: bool [B, N]. A node is accepted if it and all its ancestors pass. If several paths have
+    the same length, the one drafted first is taken.
+    """
+    passes = passes & draft.valid()
+    rows, nodes = draft.tokens.shape
+    if draft.is_chain:
+        accepted = passes.long().cumprod(1).sum(1)
+        path = torch.arange(nodes, device=passes.device).expand(rows, -1)
+        return path, accepted, torch.minimum(accepted + 1, draft.valid().sum(1)), accepted
+    ancestors = draft.ancestors()
+    stays = ((ancestors & ~passes[:, None, :]).sum(2) == 0) & passes
+    accepted, deepest = (ancestors.sum(2) * stays).max(1)
+    path = draft.path_to(torch.where(accepted > 0, deepest, -1))
+    last_row = torch.where(accepted > 0, deepest + 1, 0)
+    went_on = ((draft.parent_rows() == last_row[:, None]) & draft.valid()).any(1)
+    return path, accepted, accepted + went_on, last_row
 
 
 @RULES.register("exact")
@@ -19,17 +43,31 @@ class ExactMatch(Rule):
 
     lossless, trees = True, True
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
         greedy = scores.sampling.greedy
         emitted = scores.pick(scores.logits if greedy else rng.of_text(_depths(draft)))  # [B, N+1]
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=device)
-            return Verdict(draft.tokens, zero, zero, emitted[:, 0])
+            return Verification.of(
+                draft,
+                scores,
+                path=draft.tokens,
+                accepted=zero,
+                reached=zero,
+                next_token=emitted[:, 0],
+            )
         matches = draft.tokens == emitted.gather(1, draft.parent_rows())
         path, accepted, reached, last_row = longest_path(draft, matches)
-        return Verdict(path, accepted, reached, emitted.gather(1, last_row[:, None])[:, 0])
+        return Verification.of(
+            draft,
+            scores,
+            path=path,
+            accepted=accepted,
+            reached=reached,
+            next_token=emitted.gather(1, last_row[:, None])[:, 0],
+        )
 
 
 def _depths(draft: Draft) -> Tensor:

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.rules import RULES
-from decode.rules.descent import Descent
-from decode.rules.residual import residual
+from decode.rules.multi_round import Descent
+from decode.rules.speculative import residual
 
 # The precision of ρ is (k − 1)·2⁻¹⁶. Any resulting ρ is lossless; a coarse one accepts less.
 HALVINGS = 16

@@ -1,13 +1,40 @@
-"""Speculative sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318)."""
+"""Speculative sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318), its residual, and
+two variants that are LOSSY: with lenience, and without the residual."""
 
 import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.logits import Scores
-from decode.rules import RULES, Rule, Verdict
-from decode.rules.residual import residual
+from decode.errors import UserError
+from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG, draw
+from decode.verification import Scores, Verification
+
+# Replaces a divisor of 0 if only the sign of the quotient matters.
+TINY = 1e-30
+
+
+def residual(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """((p − q)₊, float32 [..., V], and its sum, float64 [...]) for weights p, q ≥ 0 [..., V].
+
+    If p ≈ q leaves nothing in float32, the sum is 0 and the weights are p, the limit of the
+    residual. The weights are also p if q of a broken drafter is NaN: its tokens are always
+    rejected.
+    """
+    left = (p - q).clamp_(min=0)
+    mass = left.sum(-1, dtype=torch.float64)
+    empty = ~(mass > 0)
+    if settled(empty):
+        return left, mass
+    return torch.where(empty[..., None], p, left), mass
+
+
+def settled(open_: Tensor) -> bool:
+    """Whether no row of open_, bool [B], is still open, so that a pass over them can be skipped.
+
+    On an accelerator it always returns False, because the check costs more than the pass.
+    """
+    return open_.device.type == "cpu" and not open_.any()
 
 
 @RULES.register("speculative")
@@ -19,13 +46,20 @@ class SpeculativeSampling(Rule):
 
     lossless, trees = True, False
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         rows, nodes = draft.tokens.shape
         p = scores.probs()
         last_uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=p.device)
-            return Verdict(draft.tokens, zero, zero, draw(p[:, 0], last_uniform))
+            return Verification.of(
+                draft,
+                scores,
+                path=draft.tokens,
+                accepted=zero,
+                reached=zero,
+                next_token=draw(p[:, 0], last_uniform),
+            )
         p_x = p[:, :-1].gather(2, draft.tokens[..., None])[..., 0].double()
         stays = self.accepts(rng.uniforms(CounterRNG.ACCEPT, 0, nodes), p_x, draft.q_of_tokens())
         accepted = (stays & draft.valid()).long().cumprod(1).sum(1)
@@ -37,8 +71,13 @@ class SpeculativeSampling(Rule):
         rejected = (accepted < drafted)[:, None]
         weights = torch.where(rejected, self.after_rejection(p_next, q_next), p_next)
         path = torch.arange(nodes, device=p.device).expand(rows, -1)
-        return Verdict(
-            path, accepted, torch.minimum(accepted + 1, drafted), draw(weights, last_uniform)
+        return Verification.of(
+            draft,
+            scores,
+            path=path,
+            accepted=accepted,
+            reached=torch.minimum(accepted + 1, drafted),
+            next_token=draw(weights, last_uniform),
         )
 
     def accepts(self, uniforms: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
@@ -50,3 +89,37 @@ class SpeculativeSampling(Rule):
     def after_rejection(self, p: Tensor, q: Tensor) -> Tensor:
         """[B, V]: the weights of the token that replaces a rejected one."""
         return residual(p, q)[0]
+
+
+@RULES.register("lenience")
+class Lenience(SpeculativeSampling):
+    """Lossy: accepts with probability min(1, p(x)/(l·q(x))); the rest is speculative sampling.
+
+    lenience: l in (0, 1]; 1 is speculative sampling. No token gets more than 1/l times its
+    probability under the target. It can be changed at any time, also during decoding. Raises
+    UserError outside this range.
+    """
+
+    lossless = False
+
+    def __init__(self, lenience: float = 0.5) -> None:
+        if not 0 < lenience <= 1:
+            raise UserError(
+                f"lenience is {lenience}; expected a number in (0, 1], where 1 is lossless"
+            )
+        self.lenience = lenience
+
+    def accepts(self, uniforms: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
+        return uniforms * (self.lenience * q_x) < p_x
+
+
+@RULES.register("speculative_skip_residual")
+class SkipResidual(SpeculativeSampling):
+    """Lossy: draws from p after a rejection, not from norm((p − q)₊). Acceptance is the same as in
+    speculative sampling, so any difference between the two comes from the residual.
+    """
+
+    lossless = False
+
+    def after_rejection(self, p: Tensor, q: Tensor) -> Tensor:
+        return p

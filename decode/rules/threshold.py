@@ -4,9 +4,9 @@ import torch
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.logits import Scores
-from decode.rules import RULES, Rule, Verdict
+from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG, Sampling
+from decode.verification import Scores, Verification
 
 
 @RULES.register("threshold")
@@ -27,7 +27,7 @@ class Threshold(Rule):
             raise UserError(f"threshold is {threshold}; expected a probability, from 0 to 1")
         self.threshold = threshold
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         rows, nodes = draft.tokens.shape
         sampling = Sampling(temperature=1.0) if scores.sampling.greedy else scores.sampling
         judged = sampling.probs(scores.logits[:, :-1])
@@ -37,4 +37,11 @@ class Threshold(Rule):
         uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         next_token = scores.sampling.pick(scores.logits_at(accepted), uniform)
         path = torch.arange(nodes, device=p_x.device).expand(rows, -1)
-        return Verdict(path, accepted, torch.minimum(accepted + 1, drafted), next_token)
+        return Verification.of(
+            draft,
+            scores,
+            path=path,
+            accepted=accepted,
+            reached=torch.minimum(accepted + 1, drafted),
+            next_token=next_token,
+        )

@@ -4,11 +4,11 @@ import torch
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.logits import Scores
-from decode.rules import RULES, Rule, Verdict
-from decode.rules.longest import longest_path
+from decode.rules import RULES, Rule
+from decode.rules.exact import longest_path
 from decode.sampling import CounterRNG
 from decode.trees import require_whole
+from decode.verification import Scores, Verification
 
 
 @RULES.register("top_k")
@@ -29,7 +29,7 @@ class TopKAcceptance(Rule):
             raise UserError(f"least is {least!r}; expected a whole number ≥ 0")
         self.k, self.least = k, least
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
         row_B1 = torch.arange(rows, device=device)[:, None]
@@ -37,10 +37,14 @@ class TopKAcceptance(Rule):
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=device)
             picked = scores.sampling.pick(scores.logits[:, 0], uniform)
-            return Verdict(draft.tokens, zero, zero, picked)
+            return Verification.of(
+                draft, scores, path=draft.tokens, accepted=zero, reached=zero, next_token=picked
+            )
         logits = scores.logits[row_B1, draft.parent_rows()]  # [B, N, V]
         own = logits.gather(2, draft.tokens[..., None])
         passes = ((logits > own).sum(2) < self.k) | (draft.ancestors().sum(2) <= self.least)
         path, accepted, reached, last_row = longest_path(draft, passes)
         picked = scores.sampling.pick(scores.logits_at(last_row), uniform)
-        return Verdict(path, accepted, reached, picked)
+        return Verification.of(
+            draft, scores, path=path, accepted=accepted, reached=reached, next_token=picked
+        )

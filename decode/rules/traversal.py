@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.logits import Scores
-from decode.rules import RULES, Rule, Verdict
+from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
-from decode.rules.residual import TINY, residual, settled
+from decode.rules.speculative import TINY, residual, settled
 from decode.sampling import CounterRNG, draw
+from decode.verification import Scores, Verification
 
 
 @RULES.register("traversal")
@@ -29,7 +29,7 @@ class Traversal(Rule):
 
     lossless, trees = True, True
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         if draft.is_chain:
             # The same verdict from the same random numbers, all positions at once.
             return BlockVerification().verify(draft, scores, rng)
@@ -42,7 +42,14 @@ class Traversal(Rule):
         weights = walk.p[walk.row, depth]
         went_on = walk.table[walk.row, walk.at[walk.row, depth], 0] >= 0
         next_token = draw(weights, rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0])
-        return Verdict(path.clamp(min=0), depth, depth + went_on, next_token)
+        return Verification.of(
+            draft,
+            scores,
+            path=path.clamp(min=0),
+            accepted=depth,
+            reached=depth + went_on,
+            next_token=next_token,
+        )
 
 
 class _Walk:

@@ -4,9 +4,9 @@ import torch
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.logits import Scores
-from decode.rules import RULES, Rule, Verdict
+from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG, draw
+from decode.verification import Scores, Verification
 
 
 @RULES.register("typical")
@@ -27,7 +27,7 @@ class TypicalAcceptance(Rule):
             raise UserError(f"delta is {delta}; expected a number > 0")
         self.epsilon, self.delta = epsilon, delta
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
         above, valid = draft.parent_rows(), draft.valid()
@@ -55,4 +55,11 @@ class TypicalAcceptance(Rule):
         went_on = ((above == last[:, None]) & valid).any(1)
         uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         next_token = draw(scores.probs_at(last), uniform)
-        return Verdict(draft.path_to(last - 1), accepted, accepted + went_on, next_token)
+        return Verification.of(
+            draft,
+            scores,
+            path=draft.path_to(last - 1),
+            accepted=accepted,
+            reached=accepted + went_on,
+            next_token=next_token,
+        )

@@ -8,8 +8,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from decode.contexts import Limits
-from decode.draft import Draft, Siblings
+from decode.draft import Draft, Limits, Siblings
 from decode.errors import UserError
 from decode.registry import Registry
 from decode.sampling import CounterRNG, Sampling

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from decode.contexts import Limits
-from decode.draft import Draft, Siblings
+from decode.draft import Draft, Limits, Siblings
 from decode.sampling import CounterRNG, Sampling, argmax, draw
 from decode.trees import SHAPES, Shape
 from decode.trees.growth import Growth

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.contexts import Limits
-from decode.draft import Draft, Siblings
+from decode.draft import Draft, Limits, Siblings
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
 from decode.trees.growth import Growth

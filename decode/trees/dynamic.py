@@ -6,8 +6,7 @@ Shapes: B rows, k nodes expanded per layer, M candidates, V' vocabulary of the d
 import torch
 from torch import Tensor
 
-from decode.contexts import Limits
-from decode.draft import Draft, Siblings
+from decode.draft import Draft, Limits, Siblings
 from decode.sampling import CounterRNG, Sampling
 from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
 from decode.trees.growth import Growth

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from decode.contexts import Contexts
+from decode.draft import Contexts
 from decode.logits import penalise, tokens_before
 from decode.sampling import Sampling
 

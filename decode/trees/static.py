@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.contexts import Limits
-from decode.draft import Draft, Siblings
+from decode.draft import Draft, Limits, Siblings
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES, Shape, likeliest

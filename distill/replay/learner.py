@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from decode.drafters import Drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, save_with_vocabulary
-from decode.drafters.new_weights import require_weights
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.trained import require_weights
 from decode.errors import UserError
 from decode.target.cached_model import sliding_window
 from distill.losses import WeightedLoss

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.verification import Verified
+from decode.verification import Verification
 from distill.replay.buffer import LEAST, Drafted, Record, to_numpy
 from distill.teacher.top_k_cache import top_k
 
@@ -112,29 +112,28 @@ class Collector:
             self._close()
             self._numbers = None
 
-    def __call__(self, seen: Verified) -> None:
+    def __call__(self, done: Verification) -> None:
         with self._lock:
-            self._observe(seen)
+            self._observe(done)
 
-    def _observe(self, seen: Verified) -> None:
-        lengths, accepted = seen.contexts.lengths, seen.accepted
+    def _observe(self, done: Verification) -> None:
+        lengths, accepted = done.lengths, done.accepted
         rows = [
-            self._row(int(row), seen.contexts.tokens[place, : lengths[place]])
-            for place, row in enumerate(seen.rows)
+            self._row(int(row), done.contexts.tokens[place, : lengths[place]])
+            for place, row in enumerate(done.rows)
         ]
-        depth = seen.block.shape[1]
+        depth = done.block.shape[1]
         columns = np.arange(depth)
         # A text ends at its first EOS, even if tokens after it were accepted.
-        over = np.isin(seen.block, self._eos).cumsum(1) - np.isin(seen.block, self._eos) > 0
+        over = np.isin(done.block, self._eos).cumsum(1) - np.isin(done.block, self._eos) > 0
         emitted = (columns <= accepted[:, None]) & ~over
-        reached = seen.verdict.reached.cpu().numpy()
         # The position after the accepted tokens is a rejection if one more token was verified.
-        rejected = emitted & (columns == accepted[:, None]) & (reached > accepted)[:, None]
+        rejected = emitted & (columns == accepted[:, None]) & (done.reached > accepted)[:, None]
         drawn = np.stack([row.random.random(depth) for row in rows])
         shares = np.array([1.0 if row.held_out else self.accepted for row in rows])
         others = emitted & (columns < accepted[:, None]) if self.captured_layers else emitted
         picked = np.nonzero(rejected | (others & (drawn < shares[:, None])))
-        ids, log_p, tail = self._distributions(seen, *picked)
+        ids, log_p, tail = self._distributions(done, *picked)
         for at, (place, column) in enumerate(zip(*picked, strict=True)):
             row = rows[place]
             row.places.append(int(lengths[place] + column))
@@ -144,15 +143,15 @@ class Collector:
             if self.captured_layers:
                 row.depths.append(int(column) + 1)
         if self.captured_layers and len(picked[0]):
-            assert seen.read is not None, "a draft by heads follows hidden states"
+            assert done.previous_features is not None, "a draft by heads follows hidden states"
             drafted = np.unique(picked[0])
-            newest = seen.read.newest(self.captured_layers)
+            newest = done.previous_features.newest(self.captured_layers)
             features = to_numpy(newest[torch.as_tensor(drafted, device=newest.device)])
             for at, place in enumerate(drafted):
                 rows[place].read.append(int(lengths[place]) - 2)
                 rows[place].features.append(features[at])
         for place, row in enumerate(rows):
-            row.text += seen.block[place, : accepted[place] + 1].tolist()
+            row.text += done.block[place, : accepted[place] + 1].tolist()
 
     def _row(self, number: int, text: np.ndarray) -> _Open:
         row = self._open.get(number)
@@ -168,15 +167,15 @@ class Collector:
         return self._open[number]
 
     def _distributions(
-        self, seen: Verified, rows: np.ndarray, columns: np.ndarray
+        self, done: Verification, rows: np.ndarray, columns: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return ids [n, k], log_p float16 [n, k] and log_tail float32 [n].
 
         rows, columns: rows of the batch and positions on the accepted path.
         """
-        raw = seen.scores.raw
+        raw = done.scores.raw
         which = torch.as_tensor(rows, device=raw.device)
-        places = seen.verdict.places()[which, torch.as_tensor(columns, device=raw.device)]
+        places = done.positions()[which, torch.as_tensor(columns, device=raw.device)]
         found = []
         for begin in range(0, len(rows), CHUNK):
             part = slice(begin, begin + CHUNK)

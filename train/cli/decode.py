@@ -117,7 +117,7 @@ def generate(
     from decode.settings import DecodeSettings
     from decode.stops import StopStrings
     from decode.text import TextPieces
-    from decode.trace import TraceStep, format_trace
+    from decode.trace import format_trace
     from train.data.chat import prompt_tokens
     from train.data.read import Example
 
@@ -139,15 +139,13 @@ def generate(
     def stream(_: int, tokens: list[int]) -> None:
         pieces.put(torch.tensor(tokens))
 
-    def show(step: TraceStep) -> None:
-        typer.echo(format_trace(step, loaded.tokenizer))
-
+    if trace:
+        decoder.observers.append(lambda done: typer.echo(format_trace(done, loaded.tokenizer)))
     done = decoder.decode(
         [ids],
         max_new_tokens,
         seed=decoding.seed,
         on_tokens=None if trace else stream,
-        on_step=show if trace else None,
     )
     if trace:
         pieces.put(torch.tensor(done.outputs[0]))

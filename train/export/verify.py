@@ -11,7 +11,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.target.identity import require_same_vocabulary
 from decode.target.loading import Target
-from decode.trace import TraceStep
+from decode.verification import Verification
 from train.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
 from train.export.source import made_for
 from train.export.write import check_export, reload
@@ -141,6 +141,7 @@ def count_ours(task: EngineTask, drafter: Drafter, counting: Counting) -> tuple[
         eos_token_ids=target.eos_token_ids,
         gamma=task.gamma,
         first_target=not counting.first_drafted,
+        observers=[lambda done: count(done)],
     )
     eos = set(target.eos_token_ids)
     drafted = accepted = 0
@@ -148,20 +149,20 @@ def count_ours(task: EngineTask, drafter: Drafter, counting: Counting) -> tuple[
     room = task.max_new_tokens + (task.gamma if counting.past_length else 0)
     lengths: dict[int, int] = {}  # of the texts so far
 
-    def count(step: TraceStep) -> None:
+    def count(done: Verification) -> None:
         nonlocal drafted, accepted
-        for row in step:
-            tokens = [token.token for token in row.drafted]
-            kept = sum(token.verdict == "accepted" for token in row.drafted)
-            length = lengths.get(row.row, int(decoder.first_target))
-            lengths[row.row] = length + kept + 1
+        for place, row in enumerate(done.rows.tolist()):
+            tokens = done.draft.tokens[place, : done.drafted[place]].tolist()
+            kept = int(done.accepted[place])
+            length = lengths.get(row, int(decoder.first_target))
+            lengths[row] = length + kept + 1
             if length >= task.max_new_tokens:
                 continue
             first_eos = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
             if counting.stops_at_eos:
                 tokens = tokens[: first_eos + 1]
             if not counting.past_end:
-                block = [*tokens[:kept], row.next_token]
+                block = done.block[place, : kept + 1].tolist()
                 end = next((i + 1 for i, token in enumerate(block) if token in eos), None)
                 tokens = tokens[:end]
                 kept = min(kept, len(tokens))
@@ -170,7 +171,7 @@ def count_ours(task: EngineTask, drafter: Drafter, counting: Counting) -> tuple[
 
     for begin in range(0, len(task.prompts), BATCH):
         lengths.clear()
-        decoder.decode(task.prompts[begin : begin + BATCH], room, on_step=count)
+        decoder.decode(task.prompts[begin : begin + BATCH], room)
     return drafted, accepted
 
 

@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from decode.drafters import Drafter
-from decode.verification import Verified
+from decode.verification import Verification
 from distill.replay.buffer import Record, ReplayBuffer
 from distill.replay.learner import OnlineStudent
 from distill.replay.rejections import Collector
@@ -170,9 +170,9 @@ class Online:
 
     # Called by a server.
 
-    def observe(self, seen: Verified) -> None:
+    def observe(self, done: Verification) -> None:
         """Record a verification pass; an observer of `decode.loop.Decoder`."""
-        self.collector(seen)
+        self.collector(done)
 
     def due(self) -> bool:
         """Whether it is time to learn."""

@@ -1,0 +1,288 @@
+"""Drafters made of several drafters: asked in turn (A+B), or merged into one tree (A++B).
+
+Shapes: B rows, N nodes of all drafts together, R rows of q, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from decode.draft import Contexts, Draft, Drawn, Limits, Siblings
+from decode.drafters import Drafter
+from decode.errors import UserError
+from decode.sampling import CounterRNG, Sampling
+from decode.trees import Shape
+from decode.trees.operations import first_equal, merged, pack
+from decode.verification import Verification
+
+
+class Group(Drafter):
+    """Several drafters that receive all calls. Subclasses define how their drafts become one.
+
+    Raises UserError for an empty list, and for different vocabularies.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if not drafters:
+            raise UserError("several drafters, but none is named; give at least one")
+        self.drafters = list(drafters)
+        sizes = {size for drafter in drafters if (size := drafter.vocab_size) is not None}
+        if len(sizes) > 1:
+            raise UserError(
+                f"drafters that are to draft together have vocabularies of {sorted(sizes)} tokens; "
+                "expected one and the same, the target's"
+            )
+        self._vocab_size = next(iter(sizes), None)
+        self.captured_layers = tuple(
+            sorted({layer for drafter in drafters for layer in drafter.captured_layers})
+        )
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self._vocab_size
+
+    def deepest(self, gamma: int) -> int:
+        return max(drafter.deepest(gamma) for drafter in self.drafters)
+
+    def start(self, contexts: Contexts) -> None:
+        for drafter in self.drafters:
+            drafter.start(contexts)
+
+    def prefill(self, contexts: Contexts) -> None:
+        for drafter in self.drafters:
+            drafter.prefill(contexts)
+
+    def observe(self, done: Verification) -> None:
+        for drafter in self.drafters:
+            drafter.observe(done)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        for drafter in self.drafters:
+            drafter.keep_rows(rows)
+
+
+class CompositeDrafter(Group):
+    """Each row takes the draft of the first drafter that has one for it: for example prompt lookup,
+    then the trained drafter if lookup finds nothing. A drafter is asked only if some row has no
+    draft yet.
+
+    The drafter of a row depends only on the row's text, so decoding stays lossless. If some
+    drafters draw and others choose their tokens, chosen tokens declare q = 1; if those drafts are
+    trees, siblings are mixed. Raises UserError as `Group` does, and if one drafter draws the
+    siblings of its trees without replacement and another makes trees in a different way.
+    """
+
+    @property
+    def branches(self) -> bool:
+        return any(drafter.branches for drafter in self.drafters)
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        kinds = [(drafter.siblings(sampling), drafter.branches) for drafter in self.drafters]
+        together = _siblings(kinds)
+        if together is None:
+            said = ", ".join(
+                f"{type(drafter).__name__}: {kind}{' trees' * branches}"
+                for drafter, (kind, branches) in zip(self.drafters, kinds, strict=True)
+            )
+            raise UserError(
+                f"the drafters of a composite do not go together ({said}); trees whose siblings "
+                "are distinct go with chains, and with trees of the same kind"
+            )
+        return together
+
+    def describe_drafts(self, most: int | None = None) -> str:
+        return " or ".join(dict.fromkeys(x.describe_drafts(most) for x in self.drafters))
+
+    def most_nodes(self, gamma: int) -> int:
+        return max(drafter.most_nodes(gamma) for drafter in self.drafters)
+
+    def with_shape(self, shape: Shape) -> "CompositeDrafter":
+        """Gives the shape to all drafters that take shapes. Raises UserError if none does."""
+        shaped: list[Drafter] = []
+        refused = []
+        for drafter in self.drafters:
+            try:
+                shaped.append(drafter.with_shape(shape))
+            except UserError as error:
+                shaped.append(drafter)
+                refused.append(error)
+        if len(refused) == len(shaped):
+            raise refused[0]
+        return CompositeDrafter(shaped)
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        depths = limits.depths.copy()
+        drafts: list[Draft] = []
+        for drafter in self.drafters:
+            if not depths.any():
+                break
+            draft = drafter.draft(contexts, Limits(depths.copy(), limits.stops), sampling, rng)
+            # Drop drafts in rows that did not ask for one.
+            draft.sizes = np.where(depths > 0, draft.sizes, 0)
+            depths[draft.sizes > 0] = 0
+            if draft.sizes.any():
+                drafts.append(draft)
+        if not drafts:
+            return Draft.none(len(depths), "cpu")
+        return _merged(drafts)
+
+
+def _siblings(kinds: Sequence[tuple[Siblings, bool]]) -> Siblings | None:
+    """The kind of siblings of one draft that joins different rows. kinds: (kind, whether it
+    branches) of the drafts. None if no kind describes the mix. A chain has no siblings, so for
+    chains only drawn or chosen matters."""
+    if all(kind == "chosen" for kind, _ in kinds):
+        return "chosen"
+    trees = {kind for kind, branches in kinds if branches}
+    if not trees:
+        return "independent"
+    if len(trees) > 1:
+        return None if "distinct" in trees else "mixed"
+    kind = trees.pop()
+    # In one draft with drawn tokens, each chosen token needs its own q.
+    return "mixed" if kind == "chosen" else kind
+
+
+def _merged(drafts: list[Draft]) -> Draft:
+    """Joins drafts that have nodes in different rows into one draft."""
+    if len(drafts) == 1:
+        return drafts[0]
+    # Use the device of the drafts with q; drafts of chosen tokens are small to move.
+    device = next((x.q.device for x in drafts if x.q is not None), drafts[0].tokens.device)
+    drafts = [draft.to(device) for draft in drafts]
+    rows = len(drafts[0].sizes)
+    nodes = max(draft.tokens.shape[1] for draft in drafts)
+    sizes = np.zeros(rows, dtype=np.int64)
+    tokens = torch.zeros(rows, nodes, dtype=torch.int64, device=device)
+    order = torch.arange(nodes, device=device)
+    trees = any(not draft.is_chain for draft in drafts)
+    parents = torch.full_like(tokens, -1) if trees else None
+    drawn = [draft.q for draft in drafts if draft.q is not None]
+    q = q_rows = None
+    if drawn:
+        depth = max(nodes, *(x.shape[1] for x in drawn))
+        q = drawn[0].new_zeros(rows, depth, drawn[0].shape[2])
+        q_rows = order.repeat(rows, 1)
+    for draft in drafts:
+        own = torch.as_tensor(np.flatnonzero(draft.sizes), device=device)
+        count = draft.tokens.shape[1]
+        sizes = np.maximum(sizes, draft.sizes)
+        tokens[own, :count] = draft.tokens[own]
+        if parents is not None:
+            parents[own, :count] = (draft.parent_rows() - 1)[own]
+        if q is None or q_rows is None:
+            continue
+        if draft.q is None:
+            q[own, :count] = torch.nn.functional.one_hot(draft.tokens[own], q.shape[2]).to(q.dtype)
+        else:
+            q[own, : draft.q.shape[1]] = draft.q[own]
+            q_rows[own, :count] = draft.rows_of_q()[own]
+    if not trees:
+        q_rows = None  # row i for node i, as in any chain
+    kind = _siblings([(draft.siblings, not draft.is_chain) for draft in drafts])
+    assert kind is not None, "the drafters do not draft what they said"
+    return Draft(tokens, sizes, q, parents, q_rows, "independent" if kind == "chosen" else kind)
+
+
+class SeveralDrafters(Group):
+    """Each drafter drafts alone. Paths with the same beginning share their nodes.
+
+    If any drafter draws its tokens, each node has the q of its drafter (1 for a chosen token), and
+    siblings are mixed: independent draws from different q's. A token equal to an earlier sibling
+    then stays as a leaf, and its children move to the earlier one (`decode.trees.chains` explains
+    why). If all drafters choose their tokens, equal nodes become one.
+
+    Siblings are in the order of the drafters. Raises UserError as `Group` does, and if one drafter
+    draws without replacement: together with other draws this is not one kind of siblings.
+    """
+
+    @property
+    def branches(self) -> bool:
+        return True
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        kinds = [drafter.siblings(sampling) for drafter in self.drafters]
+        if "distinct" in kinds:
+            name = type(self.drafters[kinds.index("distinct")]).__name__
+            raise UserError(
+                f"{name} draws siblings without replacement, which cannot be merged with the "
+                "drafts of others; give its shape another draw (independent or top)"
+            )
+        if len(kinds) > 1 and set(kinds) != {"chosen"}:
+            return "mixed"
+        return kinds[0]
+
+    def most_nodes(self, gamma: int) -> int:
+        return sum(drafter.most_nodes(gamma) for drafter in self.drafters)
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        # With the same random numbers, drafters would not draw independently.
+        drafts = [
+            drafter.draft(contexts, Limits(limits.depths), sampling, rng.fork(part))
+            for part, drafter in enumerate(self.drafters)
+        ]
+        devices = [draft.tokens.device for draft in drafts if draft.tokens.shape[1]]
+        if not devices:
+            return drafts[0]
+        drafts = [draft.to(devices[0]) for draft in drafts if draft.sizes.any()]
+        depth = max(draft.nodes_by_depth().shape[1] for draft in drafts)
+        tokens, parents = _joined(drafts)
+        keep = torch.cat([draft.valid() for draft in drafts], 1)
+        depths = torch.cat([draft.ancestors().sum(2) for draft in drafts], 1)
+        q, q_rows = _joined_q(drafts)
+
+        # Shallow nodes first; at one depth, in the order of the drafters.
+        by_depth = torch.where(keep, depths, depth + 1).sort(dim=1, stable=True).indices
+        tokens, keep = tokens.gather(1, by_depth), keep.gather(1, by_depth)
+        place = by_depth.argsort(1)
+        above = parents.gather(1, by_depth)
+        above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
+        first = first_equal(tokens, torch.where(keep, above, -1), depth)
+        above = merged(above, first)
+        if q is None:
+            keep &= first == torch.arange(tokens.shape[1], device=tokens.device)
+        order, above, sizes = pack(keep, above)
+        if q_rows is not None:
+            q_rows = q_rows.gather(1, by_depth).gather(1, order)
+        drawn: Drawn = "independent" if len(self.drafters) == 1 else "mixed"
+        return Draft(tokens.gather(1, order), sizes, q, above, q_rows, drawn)
+
+
+def _joined(drafts: list[Draft]) -> tuple[Tensor, Tensor]:
+    """Tokens and parents, int64 [B, N] each: the drafts side by side."""
+    parents = []
+    before = 0
+    for draft in drafts:
+        above = draft.parent_rows() - 1
+        parents.append(torch.where(above < 0, -1, above + before))
+        before += above.shape[1]
+    return torch.cat([draft.tokens for draft in drafts], 1), torch.cat(parents, 1)
+
+
+def _joined_q(drafts: list[Draft]) -> tuple[Tensor | None, Tensor | None]:
+    """(q [B, R, V], q_rows int64 [B, N]). (None, None) if no token was drawn."""
+    drawn = next((draft.q for draft in drafts if draft.q is not None), None)
+    if drawn is None:
+        return None, None
+    q = []
+    q_rows = []
+    before = 0
+    for draft in drafts:
+        if draft.q is not None:
+            q.append(draft.q)
+            rows = draft.rows_of_q()
+        else:
+            # A chosen token is a draw from a one-hot distribution.
+            q.append(one_hot(draft.tokens, drawn.shape[2]).to(drawn.dtype))
+            rows = torch.arange(draft.tokens.shape[1], device=drawn.device)
+            rows = rows.expand_as(draft.tokens)
+        q_rows.append(rows + before)
+        before += q[-1].shape[1]
+    return torch.cat(q, 1), torch.cat(q_rows, 1)

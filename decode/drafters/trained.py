@@ -1,0 +1,73 @@
+"""The base of trained drafters: they draft in any shape, and take new weights while they serve."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from decode.draft import Siblings
+from decode.drafters import Drafter
+from decode.errors import UserError
+from decode.sampling import Sampling
+from decode.target.packed import PackedLinear
+from decode.trees import Shape
+from decode.trees.chain import Chain
+
+
+class ShapedDrafter(Drafter):
+    """A drafter that gives logits after any node, and therefore works with any shape.
+
+    shape: default a chain. farthest: the max depth of its drafts; None: no limit.
+    """
+
+    def __init__(
+        self, vocab_size: int, shape: Shape | None = None, farthest: int | None = None
+    ) -> None:
+        self._vocab_size = vocab_size
+        self.shape = shape or Chain()
+        self.farthest = farthest
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def branches(self) -> bool:
+        return self.shape.branches
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return self.shape.siblings(sampling)
+
+    def deepest(self, gamma: int) -> int:
+        return self.shape.depth or min(gamma, self.farthest or gamma)
+
+    def most_nodes(self, gamma: int) -> int:
+        return self.shape.most_nodes(min(gamma, self.farthest or gamma))
+
+    def describe_drafts(self, most: int | None = None) -> str:
+        return self.shape.describe(most)
+
+
+def require_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raises UserError unless the module has parameters with these names and shapes."""
+    own = dict(module.named_parameters())
+    for name, tensor in weights.items():
+        if name not in own or own[name].shape != tensor.shape:
+            found = f"one of shape {tuple(own[name].shape)}" if name in own else "none"
+            raise UserError(
+                f"new weights bring {name} of shape {tuple(tensor.shape)} and the drafter "
+                f"{type(module).__name__} has {found}; use weights of the same model"
+            )
+
+
+@torch.no_grad()
+def take_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copies the values in, converted to the module's dtype and device, and repacks packed layers.
+    Raises UserError as `require_weights` does, and then changes nothing."""
+    require_weights(module, weights)
+    own = dict(module.named_parameters())
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)
+    for part in module.modules():
+        if isinstance(part, PackedLinear):
+            part.refresh()
