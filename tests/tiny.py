@@ -14,9 +14,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from decode.target.embedded import EMBEDDED
 from decode.target.identity import fingerprint
-from decode.target.loading import Target, load_target
+from decode.target.loading import EMBEDDED, Target, load_target
 
 # Ids 0, 1 and 2: padding, beginning and end of a turn.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -17,7 +17,7 @@ from decode.errors import UserError
 from decode.target.attention import LONGEST_CHAIN, SLOTS, each_token_alone
 from decode.target.hidden_states import Recorder, layer_list_name
 from decode.target.packed import prepare
-from decode.target.placement import input_device
+from decode.target.pretrained import input_device
 from decode.target.slots import Slots
 from decode.target.tree_support import reason_against_trees
 

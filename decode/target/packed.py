@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decode.target import attention
-from decode.target.placement import is_hooked
+from decode.target.pretrained import is_hooked
 
 _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
     torch.float32: lambda: True,
