@@ -21,9 +21,9 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
+from decode.target.cpu_kernels import PackedModel, can_pack
 from decode.target.generation_config import nothing_filled_in
 from decode.target.loading import Target
-from decode.target.packed import PackedModel, can_pack
 
 MAX_N = 3  # the longest n-gram that every prompt lookup tries
 

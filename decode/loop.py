@@ -22,9 +22,9 @@ from decode.policies.fixed import Fixed
 from decode.rules import RULES, Rule, Verdict, default_rule, require_fitting, used_rule
 from decode.sampling import CounterRNG, Sampling
 from decode.stats import Counts, Step, Tally, Timing
-from decode.stops import Stop
 from decode.target.cached_model import CachedLM
 from decode.target.hidden_states import Features
+from decode.text_stream import Stop
 from decode.trace import TraceStep, trace_rows
 from decode.verification import Judged, Observer, Verified
 

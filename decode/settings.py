@@ -13,8 +13,8 @@ from decode.policies import POLICIES, Policy
 from decode.registry import Choice, options_of
 from decode.rules import RULES, Rule, default_rule, require_fitting, used_rule
 from decode.sampling import Sampling
-from decode.stops import Stop
 from decode.target.loading import Target
+from decode.text_stream import Stop
 from decode.trees import SHAPES, Shape
 
 Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it

@@ -26,7 +26,7 @@ from decode.target.loading import load_target
 from decode.text import SpeculativeGenerator
 from decode.trees.calibrated import grow_greedily
 from decode.trees.sequoia import TreePlan
-from decode.trees.stored import TREE, store_tree, stored_shape
+from decode.trees.static import TREE, store_tree, stored_shape
 from decode.trees.structure import Structure
 from distill.losses import WeightedLoss
 from distill.teacher.live_hidden_states import LiveFeatures

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.errors import UserError
-from decode.target.packed import PackedLinear
+from decode.target.cpu_kernels import PackedLinear
 
 
 def require_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from decode.drafters import Contexts, Limits
 from decode.drafters.group import Group
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
-from decode.trees.operations import first_equal, merged, pack
+from decode.trees.growth import first_equal, merged, pack
 
 
 class SeveralDrafters(Group):

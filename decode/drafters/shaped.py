@@ -4,7 +4,7 @@ from decode.draft import Siblings
 from decode.drafters import Drafter
 from decode.sampling import Sampling
 from decode.trees import Shape
-from decode.trees.chain import Chain
+from decode.trees.chains import Chain
 
 
 class ShapedDrafter(Drafter):

@@ -1,23 +1,37 @@
-"""Chooses a tree for a drafter, by acceptance and costs measured on dev prompts."""
+"""Chooses a tree for a drafter, by acceptance and costs measured on dev prompts.
+
+To measure how often the target accepts each candidate of the drafter, the loop decodes the prompts
+with exact match and a probe tree of the drafter's likeliest tokens. So the counts are about the
+tokens that the target emits (greedy or drawn).
+
+Shapes: D depths, K ranks, N nodes of the probe.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+from transformers import PreTrainedModel
+
+from decode.draft import Draft
 from decode.drafters import Drafter
+from decode.drafters.shaped import ShapedDrafter
 from decode.errors import UserError
-from decode.measure.costs import Costs
-from decode.measure.other_processes import busy
+from decode.logits import Scores
+from decode.loop import Decoded, Decoder
+from decode.measure.costs import Costs, busy
 from decode.measure.time_costs import CAREFUL, measure_costs
-from decode.measure.tree_acceptance import Acceptance, measure_acceptance, probe, require_shaped
-from decode.sampling import Sampling
+from decode.rules import Verdict
+from decode.rules.exact import ExactMatch
+from decode.sampling import CounterRNG, Sampling
 from decode.settings import DecodeSettings
 from decode.stats import Counts
 from decode.target.cached_model import require_trees
 from decode.target.loading import Target
-from decode.trees import Shape
+from decode.trees import Shape, require_whole
 from decode.trees.calibrated import grow_greedily
-from decode.trees.chain import Chain
+from decode.trees.chains import Chain
 from decode.trees.sequoia import TreePlan, plan_tree, smallest_within
 from decode.trees.static import FixedTree
 from decode.trees.structure import Structure
@@ -26,6 +40,135 @@ Method = Literal["calibrated", "sequoia"]
 OnProgress = Callable[[str], None]  # called with the name of the next phase
 MOST_NODES = 64
 WIDE = 3  # nodes on each level of the tree that is used to time drafting
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """hits, reached: int [D, K], for candidates of rank r at depth d + 1. hits: how often the
+    candidate was the next token. reached: how often one was judged after all before it were
+    accepted."""
+
+    hits: np.ndarray
+    reached: np.ndarray
+
+    def table(self) -> list[list[float]]:
+        """[D, K]: the share of right candidates, 0 if none was judged. For `calibrated`."""
+        return _share(self.hits, self.reached)
+
+    def by_rank(self) -> list[float]:
+        """[K]: the same share over all depths. For `sequoia`."""
+        return _share(self.hits.sum(0), self.reached.sum(0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts the counts and the table to JSON values."""
+        return {
+            "hits": self.hits.tolist(),
+            "reached": self.reached.tolist(),
+            "table": self.table(),
+        }
+
+
+def _share(hits: np.ndarray, reached: np.ndarray) -> Any:
+    return (hits / np.maximum(reached, 1)).tolist()
+
+
+def probe(width: int, depth: int) -> Structure:
+    """A tree with `width` candidates at each depth, all children of nodes on the likeliest path.
+
+    >>> probe(2, 2).paths
+    [(0,), (1,), (0, 0), (0, 1)]
+    """
+    require_whole(width=width, depth=depth)
+    return Structure([(*[0] * above, rank) for above in range(depth) for rank in range(width)])
+
+
+def require_shaped(drafter: Drafter) -> ShapedDrafter:
+    """Returns the drafter. Raises UserError if it does not take shapes."""
+    if not isinstance(drafter, ShapedDrafter):
+        raise UserError(
+            f"{type(drafter).__name__} drafts in no shape, so there is no tree to calibrate"
+        )
+    return drafter
+
+
+def measure_acceptance(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tree: Structure,
+    max_new_tokens: int = 64,
+    eos_token_ids: Sequence[int] = (),
+    sampling: Sampling | None = None,
+    batch_size: int = 16,
+    seed: int = 0,
+) -> Acceptance:
+    """Measures the acceptance of the nodes of `tree` (see `probe`) on these prompts. Use dev
+    prompts.
+
+    drafter: a drafter that takes shapes. Its shape is restored afterwards. Paths outside `tree` are
+    not measured: with `probe`, deeper candidates are counted only after the likeliest ones. Tokens
+    past the end of a text are not counted. Raises UserError for a drafter without a shape, for no
+    prompts, and as `Decoder` does.
+    """
+    shaped = require_shaped(drafter)
+    shape = shaped.shape
+    if not prompts:
+        raise UserError("there are no prompts to measure acceptance on")
+    counts = np.zeros((2, tree.depth, int(tree.ranks.max()) + 1), dtype=np.int64)
+    shaped.shape = FixedTree(tree)
+    try:
+        rule = _Watching()
+        decoder = Decoder(
+            model,
+            drafter,
+            eos_token_ids=eos_token_ids,
+            gamma=tree.depth,
+            rule=rule,
+            sampling=sampling,
+        )
+        for begin in range(0, len(prompts), batch_size):
+            rule.seen.clear()
+            batch = prompts[begin : begin + batch_size]
+            places = range(begin, begin + len(batch))
+            run = decoder.decode(batch, max_new_tokens, seed=seed, row_ids=places)
+            _count(counts, tree, rule.seen, run)
+    finally:
+        shaped.shape = shape
+    return Acceptance(*counts)
+
+
+class _Watching(ExactMatch):
+    """Exact match that keeps its verdicts: sizes and accepted [B], paths [B, D]."""
+
+    exact_when_greedy = False  # it is exact match already and must not be replaced
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verdict:
+        verdict = super().verify(draft, scores, rng)
+        self.seen.append((draft.sizes, verdict.accepted.cpu().numpy(), verdict.path.cpu().numpy()))
+        return verdict
+
+
+def _count(
+    counts: np.ndarray,
+    tree: Structure,
+    seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    run: Decoded,
+) -> None:
+    """Adds the verdicts of one decode to counts, int [2, D, K]: hits and reached."""
+    hits, reached = counts
+    for (sizes, accepted, paths), step in zip(seen, run.steps, strict=True):
+        for size, kept, path, emitted in zip(sizes, accepted, paths, step.emitted, strict=True):
+            nodes = [-1, *path[:kept].tolist()]
+            # If the block was cut, the last emitted token ends the text and nothing follows it.
+            for depth in range(min(kept + 1, int(emitted), tree.depth)):
+                judged = np.flatnonzero(tree.parents[:size] == nodes[depth])
+                reached[depth, tree.ranks[judged]] += 1
+                if depth < kept:
+                    hits[depth, tree.ranks[nodes[depth + 1]]] += 1
 
 
 class NothingAccepted(UserError):

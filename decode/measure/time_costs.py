@@ -14,8 +14,7 @@ from decode.draft import Draft
 from decode.drafters import Contexts, Drafter, Limits
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.costs import Costs
-from decode.measure.other_processes import OtherProcesses
+from decode.measure.costs import Costs, OtherProcesses
 from decode.policies import Policy
 from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG, Sampling

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from decode.errors import UserError
-from decode.target.attention import LONGEST_CHAIN, SLOTS, each_token_alone
+from decode.target.cpu_kernels import LONGEST_CHAIN, SLOT_STEP, each_token_alone, prepare
 from decode.target.hidden_states import Recorder, layer_list_name
-from decode.target.packed import prepare
 from decode.target.pretrained import input_device
 from decode.target.slots import Slots
 from decode.target.tree_support import reason_against_trees
 
-# Models that passed the trial, with the attention implementation and dtype they passed it in.
+# Models that passed the trial for trees, with the attention implementation and dtype they passed it
+# in. No other object remembers this.
 _PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, torch.dtype]]] = WeakKeyDictionary()
 
 
@@ -73,9 +73,8 @@ def require_trees(model: PreTrainedModel) -> None:
     if kind in _PASSED.get(model, ()):
         return
     layers = range(model.config.get_text_config().num_hidden_layers)
-    lm = CachedLM(model, captured_layers=layers if layer_list_name(model) else ())
-    lm._tried = True
-    reason = reason_against_trees(lm)
+    captured_layers = layers if layer_list_name(model) else ()
+    reason = reason_against_trees(CachedLM(model, captured_layers=captured_layers, trial=True))
     if reason is not None:
         raise UserError(
             f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
@@ -94,12 +93,19 @@ class CachedLM:
     chunked attention (llama4) and flash attention. `require_trees` rejects models that compute
     masks or positions themselves (ALiBi: bloom, mpt), at the latest when the first tree is fed.
 
-    It runs the model in its prepared form (`decode.target.packed.prepare`).
+    It runs the model in its prepared form (`decode.target.cpu_kernels.prepare`).
     captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
     Each forward stores them in `features`, [B, n, H].
+    trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.
     """
 
-    def __init__(self, model: PreTrainedModel, *, captured_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        captured_layers: Sequence[int] = (),
+        trial: bool = False,
+    ) -> None:
         self.model = model
         self._prepared = prepare(model)
         self._runs = self._prepared.model
@@ -112,7 +118,7 @@ class CachedLM:
         self._mask_dtype = model.dtype
         self._slots: Slots | None = None
         self._cache: Cache | None = None
-        self._tried = False
+        self._trial = trial
         self.capacity = 0  # slots of each row
 
     def reset(self, rows: int, capacity: int, *, longest: int | None = None) -> None:
@@ -125,7 +131,7 @@ class CachedLM:
         self.capacity = capacity
         self.refresh()
         layers = self.model.config.get_text_config().num_hidden_layers
-        step = SLOTS if self._prepared.row_exact else 1
+        step = SLOT_STEP if self._prepared.row_exact else 1
         self._slots = Slots(layers, rows, capacity, self.device, step=step)
         self._cache = Cache(layers=self._slots.layers)
 
@@ -154,9 +160,8 @@ class CachedLM:
         """
         assert self._slots is not None, "reset() comes before forward()"
         n = ids_BN.shape[1]
-        if ancestors_BNM is not None and not self._tried:
+        if ancestors_BNM is not None and not self._trial:
             require_trees(self.model)
-            self._tried = True
         self._slots.place(start, n)
         base = start if ancestors_BNM is None else start + n - ancestors_BNM.shape[2]
         base_B1 = torch.as_tensor(base, device=self.device)[:, None]

@@ -138,7 +138,7 @@ class Slots:
         self, layers: int, rows: int, capacity: int, device: torch.device, *, step: int = 1
     ) -> None:
         self.device, self._step = device, step
-        capacity = _round_up(capacity, step)
+        capacity = round_up_slots(capacity, step)
         self._window = _Window()
         self._stores = _Store(layers, rows, capacity), _Store(layers, rows, capacity)
         self.layers = [
@@ -150,7 +150,7 @@ class Slots:
         window = self._window
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
         end = int(start.max()) + n
-        window.end = _round_up(end, self._step) if start.any() else end
+        window.end = round_up_slots(end, self._step) if start.any() else end
         window.begin = int(start[0]) if bool((start == start[0]).all()) else None
         if window.begin is None:
             first = torch.as_tensor(start, device=self.device)[:, None]
@@ -208,5 +208,6 @@ class Slots:
             layer.look_up()
 
 
-def _round_up(count: int, step: int) -> int:
+def round_up_slots(count: int, step: int) -> int:
+    """The smallest multiple of `step` that holds `count` slots."""
     return -(-count // step) * step

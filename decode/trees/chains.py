@@ -1,4 +1,4 @@
-"""k chains from one text as one tree with a node budget (SpecInfer, 2305.09781).
+"""Chains: one, the default shape (2211.17192), or k from one text as one tree (2305.09781).
 
 Shapes: B rows, k chains, N nodes, V' vocabulary of the drafter.
 """
@@ -9,15 +9,57 @@ from torch import Tensor
 
 from decode.contexts import Limits
 from decode.draft import Draft, Siblings
-from decode.sampling import CounterRNG, Sampling, draw
+from decode.sampling import CounterRNG, Sampling, argmax, draw
 from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
-from decode.trees.growth import Growth
-from decode.trees.operations import best, first_equal, merged, pack
+from decode.trees.growth import Growth, best, first_equal, merged, pack
+
+
+@SHAPES.register("chain")
+class Chain(Shape):
+    """A tree without branches: γ tokens, one after the other, drawn or, if greedy, the argmax.
+
+    The only shape that a draft-length policy can stop while it grows.
+    """
+
+    branches = False
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return "chosen" if sampling.greedy else "independent"
+
+    def most_nodes(self, gamma: int) -> int:
+        return gamma
+
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
+        sizes = limits.depths.copy()
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
+        logits = growth.first()
+        for place in range(limits.deepest):
+            if limits.stops is not None:
+                # One device transfer per token, only for policies that read the logits.
+                ended = limits.stops(place, logits, sizes > place).cpu().numpy()
+                sizes[ended & (sizes > place)] = place
+                if not (sizes > place).any():
+                    break
+            if sampling.greedy:
+                drawn = argmax(logits)
+            else:
+                probs = sampling.probs(logits)
+                drawn = draw(probs, rng.uniforms(CounterRNG.DRAFT, place, 1)[:, 0])
+                q.append(growth.whole(probs))
+            tokens.append(drawn)
+            if place + 1 < int(sizes.max()):
+                logits = growth.extend(drawn[:, None])[:, 0]
+        if not tokens:
+            return Draft.none(growth.rows, growth.device)
+        return Draft(growth.ids(torch.stack(tokens, 1)), sizes, q=torch.stack(q, 1) if q else None)
 
 
 @SHAPES.register("chains")
 class Chains(Shape):
-    """chains: the number of chains, k ≥ 1. budget: the max number of nodes, ≥ 1; None: no limit.
+    """k chains from one text as one tree with a node budget, as in SpecInfer.
+
+    chains: the number of chains, k ≥ 1. budget: the max number of nodes, ≥ 1; None: no limit.
 
     With sampling, each chain draws from q independently, and chains with the same beginning share
     their nodes. A rule for independent siblings is exact only if it judges every draw. So a token

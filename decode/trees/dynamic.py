@@ -10,8 +10,7 @@ from decode.contexts import Limits
 from decode.draft import Draft, Siblings
 from decode.sampling import CounterRNG, Sampling
 from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
-from decode.trees.growth import Growth
-from decode.trees.operations import best, pack
+from decode.trees.growth import Growth, best, pack
 
 
 @SHAPES.register("dynamic")

@@ -1,25 +1,31 @@
-"""A tree of fixed structure (Medusa 2401.10774; SpecInfer 2305.09781).
+"""Trees of fixed structure (Medusa 2401.10774; SpecInfer 2305.09781), and those in directories.
+
+A drafter directory may hold a tree: the drafter's default shape.
 
 Shapes: B rows, N nodes, n nodes of one level, e expanded nodes of one level (those with children),
 V' vocabulary of the drafter.
 """
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from decode.artifact import MANIFEST, verify_directory, write_directory
 from decode.contexts import Limits
 from decode.draft import Draft, Siblings
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES, Shape, likeliest
-from decode.trees.growth import Growth
-from decode.trees.operations import pack
+from decode.trees.growth import Growth, pack
 from decode.trees.structure import Structure
+
+TREE = "tree.json"  # the tree of a drafter directory
 
 # How the tokens of a node's children are picked.
 Draws = Literal["top", "distinct", "independent"]
@@ -256,3 +262,26 @@ class Static(FixedTree):
             assert file is not None
             structure = Structure.load(file)
         super().__init__(structure, draw)
+
+
+def stored_shape(path: Path) -> Static | None:
+    """The shape stored in a drafter directory, with the likeliest tokens as children. None if there
+    is no such file. Raises UserError if the file is not a tree."""
+    return Static(file=str(path / TREE)) if (path / TREE).exists() else None
+
+
+def store_tree(path: Path, tree: Structure, about: dict[str, Any]) -> None:
+    """Stores this tree in the drafter directory `path`, in place of an existing one. The directory
+    and its manifest are rewritten atomically.
+
+    about: how the tree was made, as JSON values. Raises UserError (CorruptArtifact) if the
+    directory does not match its manifest, and then changes nothing.
+    """
+    meta = verify_directory(path)
+
+    def fill(directory: Path) -> None:
+        kept = shutil.ignore_patterns(MANIFEST, TREE)
+        shutil.copytree(path, directory, ignore=kept, dirs_exist_ok=True)
+        tree.save(directory / TREE, about)
+
+    write_directory(path, fill, meta=meta)

@@ -1,24 +1,46 @@
-"""Packs weights into the layout of the CPU's matrix kernels, for models that only decode.
+"""What makes decoding fast on a CPU: weights packed for its matrix kernels, and attention.
 
 A decode step multiplies a few rows by every weight of the model. On every call, PyTorch's CPU
 kernels first convert each weight to their layout. For so few rows, that costs more than the
 product. Converting once makes a step of a small model a third to a half shorter. The results come
 from the same kernels.
+
+The attention replaces transformers' `sdpa`. It copies no keys and values: the query heads that
+share a key head are rows of one query. For chains, a token also gets the same bits for any number
+of tokens fed with it.
+
+Shapes of attention: B rows, n tokens fed per row, H query heads, K key heads, G = H / K, S slots,
+D head size.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import psutil
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
-from decode.target import attention
 from decode.target.pretrained import is_hooked
+
+ATTENTION = "draftsmith"
+
+# Keys are padded to a multiple of this many slots. The kernel sums the slots one vector width at a
+# time. With this padding, masked slots at the end do not change any partial sum.
+SLOT_STEP = 16
+
+# Arguments that some models pass in addition to the mask; `attention_forward` does not take them.
+LEFT_TO_TRANSFORMERS = ("position_bias", "softcap", "s_aux", "cache")
+
+# Nobody drafts longer chains, and more tokens one by one would take long.
+LONGEST_CHAIN = 32
 
 _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
     torch.float32: lambda: True,
@@ -81,14 +103,14 @@ class PackedModel:
 class PreparedModel:
     """A model as the loop runs it: a packed copy if possible, else the model itself.
 
-    model: the model to run. row_exact: the packed copy uses `decode.target.attention`. Then a chain
-    may be fed with `each_token_alone`, over keys padded to a multiple of its `SLOTS`.
+    model: the model to run. row_exact: the packed copy uses `attention_forward`. Then a chain may
+    be fed with `each_token_alone`, over keys padded to a multiple of `SLOT_STEP`.
     """
 
     def __init__(self, model: PreTrainedModel, packed: PackedModel | None) -> None:
         self._packed = packed
         self.model: PreTrainedModel = packed.model if packed else model
-        self.row_exact = self.model.config._attn_implementation == attention.NAME
+        self.row_exact = self.model.config._attn_implementation == ATTENTION
 
     def refresh(self) -> None:
         """Use weights that were changed in place, for example by an optimizer."""
@@ -112,7 +134,7 @@ def prepare(model: PreTrainedModel) -> PreparedModel:
         packed = None
         if can_pack(model):
             packed = PackedModel(model)
-            attention.use_own_attention(packed.model)
+            replace_attention(packed.model)
         _PREPARED[model] = state, packed
     return PreparedModel(model, _PREPARED[model][1])
 
@@ -144,3 +166,77 @@ def can_pack(model: nn.Module) -> bool:
     if is_hooked(model) or getattr(model, "is_quantized", False):
         return False
     return 2 * sum(p.nbytes for p in parameters) < psutil.virtual_memory().available
+
+
+_each_token_alone: ContextVar[bool] = ContextVar("each_token_alone", default=False)
+
+
+@contextmanager
+def each_token_alone() -> Iterator[None]:
+    """Inside this context, a token's attention has the same bits for any number of tokens fed with
+    it.
+
+    Holds for 16-bit weights, and keys padded to a multiple of `SLOT_STEP`.
+    """
+    token = _each_token_alone.set(True)
+    try:
+        yield
+    finally:
+        _each_token_alone.reset(token)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Same interface as transformers' attention functions: query [B, H, n, D], key and value
+    [B, K, S, D], an additive mask [B, 1, n, S] or None; returns [B, n, H, D]. Cases that it does
+    not support (no mask, a mask per head, a position bias) go to the function of transformers."""
+    others = any(kwargs.get(name) is not None for name in LEFT_TO_TRANSFORMERS)
+    if attention_mask is None or attention_mask.shape[1] != 1 or others:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+    rows, heads, fed, _ = query.shape
+    shared, slots = key.shape[1], key.shape[2]
+    group = heads // shared
+    query = query.unflatten(1, (shared, group))
+    mask = attention_mask.expand(rows, 1, fed, slots)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    if _each_token_alone.get():
+        # The kernel sees n batches of one token each, so the products are the same for any n. Rows
+        # and key heads are one dimension, so all n batches share the keys without a copy.
+        query = query.permute(3, 0, 1, 2, 4).flatten(1, 2)  # [n, B·K, G, D]
+        key, value = (
+            x.flatten(0, 1).expand(fed, rows * shared, slots, x.shape[3]) for x in (key, value)
+        )
+        mask = mask.permute(2, 0, 1, 3)  # [n, B, 1, S]
+        if rows > 1:
+            mask = mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2)
+        out = attend(query, key, value, attn_mask=mask, scale=scaling)
+        out = out.unflatten(1, (rows, shared)).transpose(0, 1)  # [B, n, K, G, D]
+        return out.reshape(rows, fed, heads, value.shape[3]), None
+    mask = mask.repeat(1, 1, group, 1)
+    out = attend(query.flatten(2, 3), key, value, attn_mask=mask, scale=scaling)
+    out = out.unflatten(2, (group, fed)).permute(0, 3, 1, 2, 4)
+    return out.reshape(rows, fed, heads, value.shape[3]), None
+
+
+def replace_attention(model: PreTrainedModel) -> bool:
+    """Make a model use `attention_forward`. Returns False and changes nothing if the
+    model does not call attention by name, or was loaded with another implementation than `sdpa`."""
+    by_name = getattr(model, "_can_set_attn_implementation", lambda: False)
+    if model.config._attn_implementation != "sdpa" or not by_name():
+        return False
+    model.set_attn_implementation(ATTENTION)
+    return True
+
+
+AttentionInterface.register(ATTENTION, attention_forward)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
