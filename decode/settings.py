@@ -124,7 +124,9 @@ class DecodeSettings:
         plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
         most = made.drafter.most_nodes(made.policy.most)
         trees = made.drafter.branches
-        costs = measure_costs(plain, [prompt], most=made.policy.most, widest=most + 1, trees=trees)
+        costs = measure_costs(
+            plain, [prompt], max_depth=made.policy.most, max_width=most + 1, trees=trees
+        )
         return self._decoder(target, drafter, costs, stop), costs
 
     def _decoder(

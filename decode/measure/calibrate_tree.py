@@ -38,7 +38,7 @@ from decode.trees.structure import Structure
 
 Method = Literal["calibrated", "sequoia"]
 OnProgress = Callable[[str], None]  # called with the name of the next phase
-MOST_NODES = 64
+MAX_NODES = 64
 WIDE = 3  # nodes on each level of the tree that is used to time drafting
 
 
@@ -130,8 +130,8 @@ def measure_acceptance(
         for begin in range(0, len(prompts), batch_size):
             rule.seen.clear()
             batch = prompts[begin : begin + batch_size]
-            places = range(begin, begin + len(batch))
-            run = decoder.decode(batch, max_new_tokens, seed=seed, row_ids=places)
+            row_ids = range(begin, begin + len(batch))
+            run = decoder.decode(batch, max_new_tokens, seed=seed, row_ids=row_ids)
             _count(counts, tree, rule.seen, run)
     finally:
         shaped.shape = shape
@@ -204,25 +204,25 @@ class TreeCalibration:
     def verdict(self) -> str:
         tree = self.structure
         speed = 1 / self.plan.cost_per_token
-        found = (
+        text = (
             f"{len(tree)} nodes, {tree.depth} deep: {self.tree_tokens:.2f} tokens per step on "
             f"these prompts (promised: {self.plan.tokens_per_step:.2f}; chains {tree.depth} deep: "
             f"{self.chain_tokens:.2f}); at the measured costs {speed:.2f} times plain decoding"
         )
         if self.best.structure != tree:
-            found += (
+            text += (
                 f" (a tree of {len(self.best.structure)} nodes promises "
                 f"{1 / self.best.cost_per_token:.2f}; a difference of less than "
                 f"{self.tolerance:.1%} is not more than noise, so the smaller tree is taken)"
             )
         if speed <= 1:
-            found += ": drafting does not pay on this machine"
+            text += ": drafting does not pay on this machine"
         if busy(self.costs.others):
-            found += (
+            text += (
                 f". Other processes took {self.costs.others:.0%} of the processor while the costs "
                 "were measured: calibrate again on a machine that has nothing else to do"
             )
-        return found
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to JSON values: everything except the paths, which are in the tree's file."""
@@ -277,51 +277,52 @@ def calibrate_tree(
     require_shaped(drafter)
     require_trees(target.model)
     sampling = sampling or Sampling()
-    deepest = drafter.with_shape(Chain()).most_nodes(depth)
+    max_depth = drafter.with_shape(Chain()).most_nodes(depth)
     progress("acceptance")
-    found = measure_acceptance(
+    acceptance = measure_acceptance(
         target.model,
         drafter,
         prompts,
-        tree=probe(width, deepest),
+        tree=probe(width, max_depth),
         max_new_tokens=max_new_tokens,
         eos_token_ids=target.eos_token_ids,
         sampling=sampling,
         seed=seed,
     )
-    if not found.hits[0].any():
+    if not acceptance.hits[0].any():
         raise NothingAccepted(
             f"not one of the {width} likeliest first tokens was the target's in "
-            f"{int(found.reached[0, 0])} drafts, so no tree can be made; train the drafter more."
+            f"{int(acceptance.reached[0, 0])} drafts, so no tree can be made; train the drafter "
+            "more."
         )
     progress("costs")
-    settings = DecodeSettings(gamma=deepest, sampling=sampling)
+    settings = DecodeSettings(gamma=max_depth, sampling=sampling)
     # Drafting is timed with a tree too: a level of several nodes costs more than a chain token.
-    usual = FixedTree(Structure.of_widths([min(WIDE, width), *[1] * (deepest - 1)]))
-    decoder, _ = settings.decoder(target, drafter.with_shape(usual))
-    widest = (nodes or MOST_NODES) + 1
+    timed = FixedTree(Structure.of_widths([min(WIDE, width), *[1] * (max_depth - 1)]))
+    decoder, _ = settings.decoder(target, drafter.with_shape(timed))
+    max_width = (nodes or MAX_NODES) + 1
     shortest = min(prompts, key=len)
     costs = measure_costs(
-        decoder, [shortest], most=deepest, widest=widest, trees=True, repeats=CAREFUL
+        decoder, [shortest], max_depth=max_depth, max_width=max_width, trees=True, repeats=CAREFUL
     )
     tolerance = costs.noise
     if method == "sequoia":
         best, plan = (
             plan_tree(
-                found.by_rank(),
-                nodes=nodes or MOST_NODES,
-                depth=deepest,
+                acceptance.by_rank(),
+                nodes=nodes or MAX_NODES,
+                depth=max_depth,
                 draft_cost=costs.c,
                 verify_costs=list(zip(costs.widths, costs.v, strict=True)),
-                sizes=_sizes(costs, nodes or MOST_NODES),
+                sizes=_sizes(costs, nodes or MAX_NODES),
                 tolerance=share,
             )
             for share in (0.0, tolerance)
         )
     elif nodes is not None:
-        plan = best = _plan(found.table(), grow_greedily(found.table(), nodes), costs)
+        plan = best = _plan(acceptance.table(), grow_greedily(acceptance.table(), nodes), costs)
     else:
-        best, plan = (cheapest(found.table(), costs, tolerance=x) for x in (0.0, tolerance))
+        best, plan = (cheapest(acceptance.table(), costs, tolerance=x) for x in (0.0, tolerance))
 
     def tokens(what: str, shape: Shape) -> float:
         progress(what)
@@ -337,7 +338,7 @@ def calibrate_tree(
     return TreeCalibration(
         method,
         plan,
-        found,
+        acceptance,
         costs,
         tokens("the tree", FixedTree(plan.structure)),
         tokens("chains", Chain()),
@@ -348,31 +349,32 @@ def calibrate_tree(
     )
 
 
-def _sizes(costs: Costs, most: int) -> list[int]:
-    """Numbers of nodes with a timed pass, at most `most`: 1, 2, 4, …; always includes `most`.
+def _sizes(costs: Costs, max_nodes: int) -> list[int]:
+    """Numbers of nodes with a timed pass, at most `max_nodes`: 1, 2, 4, …; always includes
+    `max_nodes`.
 
     Sizes in between would save about 1%. That is less than the difference between two runs on one
     machine, which would then choose different trees.
     """
-    return sorted({min(width - 1, most) for width in costs.widths if width > 1} | {most})
+    return sorted({min(width - 1, max_nodes) for width in costs.widths if width > 1} | {max_nodes})
 
 
 def cheapest(
     table: Sequence[Sequence[float]],
     costs: Costs,
-    most: int = MOST_NODES,
+    max_nodes: int = MAX_NODES,
     tolerance: float = 0.0,
 ) -> TreePlan:
     """The smallest tree whose cost per token is at most `tolerance` (a share) above the least.
 
     The candidates are the trees that `grow_greedily` makes from a table of acceptance [D, K], with
-    at most `most` nodes, for the sizes with a timed pass.
+    at most `max_nodes` nodes, for the sizes with a timed pass.
 
     >>> costs = Costs(0.05, 1, 0.1, (1, 2, 3, 4), (1.0, 1.0, 1.0, 2.0))
     >>> cheapest([[0.5, 0.3], [0.4, 0.2]], costs).structure.paths
     [(0,), (1,)]
     """
-    plans = [_plan(table, grow_greedily(table, nodes), costs) for nodes in _sizes(costs, most)]
+    plans = [_plan(table, grow_greedily(table, nodes), costs) for nodes in _sizes(costs, max_nodes)]
     return plans[smallest_within([plan.cost_per_token for plan in plans], tolerance)]
 
 

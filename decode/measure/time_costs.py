@@ -31,22 +31,22 @@ def measure_costs(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     *,
-    most: int = 8,
-    widest: int = 16,
+    max_depth: int = 8,
+    max_width: int = 16,
     trees: bool = False,
     repeats: int = REPEATS,
 ) -> Costs:
     """Measures costs with the decoder's loop, for the rows of `prompts` (token ids) decoded
-    together: v from passes of up to `widest` tokens, c from drafts of up to `most` steps. trees:
-    the passes are over trees, which need a mask and a walk in addition.
+    together: v from passes of up to `max_width` tokens, c from drafts of up to `max_depth` steps.
+    trees: the passes are over trees, which need a mask and a walk in addition.
 
     Takes 2 · (`repeats` + 1) decodes. Each has one pass per width, or one draft per depth. The
     widest passes are left out if the target's context is too short for them and the prompts.
     Raises UserError if not even a pass of 2 tokens fits.
     """
     room = decoder.lm.max_positions - max(map(len, prompts)) - 1
-    widths = _fitting(sorted({min(n, widest) for n in _WIDTHS}), room)
-    depths = _fitting(sorted({1, max(1, most // 2), most}), room)
+    widths = _fitting(sorted({min(n, max_width) for n in _WIDTHS}), room)
+    depths = _fitting(sorted({1, max(1, max_depth // 2), max_depth}), room)
     if len(widths) < 2 or not depths:
         raise UserError(
             f"measuring costs needs a few tokens of context beside the prompt, and the target's "
@@ -72,7 +72,7 @@ def measure_costs(
         c,
         tuple(widths),
         tuple(v.tolist()),
-        _noise([most * c + v for c, v in halves]) if repeats > 1 else 0.0,
+        _noise([max_depth * c + v for c, v in halves]) if repeats > 1 else 0.0,
         watch.share(),
     )
 
@@ -90,17 +90,19 @@ def _estimate(
     )
     # The fastest at each depth. The fastest overall could all be of one depth.
     depths = sorted({step.depth for run in drafts for step in run if step.depth})
-    taken = [_quick([s.draft_s / n for run in drafts for s in run if s.depth == n]) for n in depths]
-    c = float(np.mean(taken)) / seconds[0] if taken else 0.0
+    step_seconds = [
+        _quick([s.draft_s / n for run in drafts for s in run if s.depth == n]) for n in depths
+    ]
+    c = float(np.mean(step_seconds)) / seconds[0] if step_seconds else 0.0
     return float(seconds[0]), c, np.maximum.accumulate(seconds / seconds[0])
 
 
 def _noise(halves: Sequence[np.ndarray]) -> float:
     """The relative standard error of the mean of two measurements, float64 [W] each: the root mean
-    square over the W places."""
+    square over the W widths."""
     one, other = halves
-    apart = (one - other) / (one + other)
-    return float(np.sqrt(np.mean(apart**2)))
+    differences = (one - other) / (one + other)
+    return float(np.sqrt(np.mean(differences**2)))
 
 
 # The last committed token and 1, 2, 4, … draft tokens: trees of these sizes are compared. Beyond

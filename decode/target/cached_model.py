@@ -167,12 +167,12 @@ class CachedLM:
         base_B1 = torch.as_tensor(base, device=self.device)[:, None]
         if depth_BN is None:
             depth_BN = torch.arange(n, device=self.device)[None, :]
-        taken: AbstractContextManager[Mapping[int, Tensor]] = (
+        recording: AbstractContextManager[Mapping[int, Tensor]] = (
             self._recorder.recording() if self._recorder else nullcontext({})
         )
         chain = ancestors_BNM is None and n <= LONGEST_CHAIN
         alone = each_token_alone() if chain else nullcontext()
-        with alone, taken as self.features, self._only(columns, n):
+        with alone, recording as self.features, self._only(columns, n):
             logits = self._runs(
                 input_ids=ids_BN,
                 # Only padding can be past the last position. It must not index past the end of a
@@ -199,8 +199,8 @@ class CachedLM:
             return
         assert columns is not None
 
-        def pick(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            hidden, *others = given
+        def pick(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            hidden, *others = inputs
             if hidden.shape[:2] != (len(columns), n):
                 return None
             return _columns_of(hidden, columns), *others

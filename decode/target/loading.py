@@ -204,14 +204,18 @@ def load_model_and_tokenizer(
     Weights are read from safetensors or GGUF, never from pickle files, which can run code.
     Raises UserError if the spec, the files or the settings do not work.
     """
-    place = resolve_device(device)
+    torch_device = resolve_device(device)
     if device_map is not None and device != "auto":
         raise UserError(
             f"device {device!r} and a device_map were given; a device_map says where each layer "
             "goes, so leave the device out"
         )
     options = LoadOptions(
-        resolve_dtype(dtype, place), attn_implementation, trust_remote_code, place, device_map
+        resolve_dtype(dtype, torch_device),
+        attn_implementation,
+        trust_remote_code,
+        torch_device,
+        device_map,
     )
     if "/" in attn_implementation and not trust_remote_code:
         raise UserError(
@@ -237,7 +241,7 @@ def load_model_and_tokenizer(
     loaded.model.eval().requires_grad_(False)
     # Some quantised models cannot be moved. They are already on the right device.
     if device_map is None and not getattr(loaded.model, "is_quantized", False):
-        loaded.model.to(place)
+        loaded.model.to(torch_device)
     return loaded
 
 

@@ -150,9 +150,9 @@ def _foreign_code(source: str) -> str:
 
 
 def no_safetensors(source: str, pickles: list[str]) -> str:
-    found = f"only {', '.join(sorted(pickles))}" if pickles else "none"
+    formats = f"only {', '.join(sorted(pickles))}" if pickles else "none"
     return (
-        f"{source} has no safetensors weights (found {found}). Pickle files (.bin) are not read, "
+        f"{source} has no safetensors weights (found {formats}). Pickle files (.bin) are not read, "
         "because loading one can run code. Convert them first: load the model with transformers "
         "where you trust it, and save_pretrained writes safetensors."
     )

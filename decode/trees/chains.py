@@ -34,21 +34,21 @@ class Chain(Shape):
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         logits = growth.first()
-        for place in range(limits.deepest):
+        for position in range(limits.deepest):
             if limits.stops is not None:
                 # One device transfer per token, only for policies that read the logits.
-                ended = limits.stops(place, logits, sizes > place).cpu().numpy()
-                sizes[ended & (sizes > place)] = place
-                if not (sizes > place).any():
+                ended = limits.stops(position, logits, sizes > position).cpu().numpy()
+                sizes[ended & (sizes > position)] = position
+                if not (sizes > position).any():
                     break
             if sampling.greedy:
                 drawn = argmax(logits)
             else:
                 probs = sampling.probs(logits)
-                drawn = draw(probs, rng.uniforms(CounterRNG.DRAFT, place, 1)[:, 0])
+                drawn = draw(probs, rng.uniforms(CounterRNG.DRAFT, position, 1)[:, 0])
                 q.append(growth.whole(probs))
             tokens.append(drawn)
-            if place + 1 < int(sizes.max()):
+            if position + 1 < int(sizes.max()):
                 logits = growth.extend(drawn[:, None])[:, 0]
         if not tokens:
             return Draft.none(growth.rows, growth.device)
@@ -94,8 +94,8 @@ class Chains(Shape):
         self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
         chains, rows, device = self.chains, growth.rows, growth.device
-        most = chains * limits.deepest
-        nodes = most if self.budget is None else min(self.budget, most)
+        all_nodes = chains * limits.deepest
+        nodes = all_nodes if self.budget is None else min(self.budget, all_nodes)
         logits = growth.first()[:, None]
         drawn: list[Tensor] = []
         q: list[Tensor] = []
@@ -135,15 +135,15 @@ class Chains(Shape):
                 scores.append(score + scores[-1] if depth else score)
             if depth + 1 < limits.deepest:
                 logits = _next(growth, tokens, (depth - 1) * chains)
-        found = growth.ids(torch.cat(drawn, 1))
-        order = torch.arange(found.shape[1], device=growth.device).expand(rows, -1)
+        all_tokens = growth.ids(torch.cat(drawn, 1))
+        order = torch.arange(all_tokens.shape[1], device=growth.device).expand(rows, -1)
         parents = (order - chains).clamp(min=-1)
         limit = torch.as_tensor(limits.depths, device=growth.device)[:, None]
         keep = order // chains < limit
         if self.budget is not None:
             keep = best(torch.cat(scores, 1), keep, self.budget)
         order, parents, sizes = pack(keep, parents)
-        return Draft(found.gather(1, order), sizes, parents=parents)
+        return Draft(all_tokens.gather(1, order), sizes, parents=parents)
 
 
 def _next(growth: Growth, tokens: Tensor, first: int) -> Tensor:

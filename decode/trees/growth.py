@@ -121,29 +121,29 @@ class Growth(ABC):
             return penalise(logits, ids, penalty)
         # Tokens outside the draft vocabulary go to an extra column, which is then removed.
         if self.vocabulary is None:
-            place = ids.clamp(max=size)
+            columns = ids.clamp(max=size)
         else:
-            place = torch.searchsorted(self.vocabulary, ids).clamp(max=size - 1)
-            place = torch.where(self.vocabulary[place] == ids, place, size)
-        return penalise(torch.nn.functional.pad(logits, (0, 1)), place, penalty)[..., :-1]
+            columns = torch.searchsorted(self.vocabulary, ids).clamp(max=size - 1)
+            columns = torch.where(self.vocabulary[columns] == ids, columns, size)
+        return penalise(torch.nn.functional.pad(logits, (0, 1)), columns, penalty)[..., :-1]
 
 
 def pack(keep: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, np.ndarray]:
     """(order [B, n], parents [B, n], sizes [B] on the host) of the kept nodes, in the same order.
 
     keep: bool [B, N]. A node may be kept only with its parent. order: the old index of the node at
-    each new place. n: the largest size of a row. Places past a row's size are padding.
+    each new index. n: the largest size of a row. Indices past a row's size are padding.
     """
     sizes = keep.sum(1).cpu().numpy()
     order = (
         keep.logical_not().long().sort(dim=1, stable=True).indices[:, : int(sizes.max(initial=0))]
     )
-    place = keep.long().cumsum(1) - 1
+    new_index = keep.long().cumsum(1) - 1
     above = parents.gather(1, order)
-    moved = place.gather(1, above.clamp(min=0)) if order.shape[1] else above
+    new_parents = new_index.gather(1, above.clamp(min=0)) if order.shape[1] else above
     # The parent of padding can be any kept node. The root is always kept.
     stands = keep.gather(1, order) & (above >= 0)
-    return order, torch.where(stands, moved, -1), sizes
+    return order, torch.where(stands, new_parents, -1), sizes
 
 
 def first_equal(tokens: Tensor, parents: Tensor, depth: int) -> Tensor:

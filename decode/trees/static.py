@@ -115,10 +115,10 @@ class FixedTree(Shape):
         self._plans: dict[tuple[int, torch.device], _Plan] = {}
 
     def describe(self, most: int | None = None) -> str:
-        whole = f"tree of {len(self.structure)} nodes, {self.depth} deep"
+        text = f"tree of {len(self.structure)} nodes, {self.depth} deep"
         if most is None or most >= self.structure.depth:
-            return whole
-        return f"{whole}, cut to {self.structure.within(most)} nodes, {most} deep"
+            return text
+        return f"{text}, cut to {self.structure.within(most)} nodes, {most} deep"
 
     def siblings(self, sampling: Sampling) -> Siblings:
         if sampling.greedy or self.draw == "top":
@@ -212,8 +212,8 @@ def _without(draft: Draft, lacking: Tensor) -> Draft:
     """
     assert draft.parents is not None
     assert draft.q_rows is not None
-    gone = (draft.ancestors() & lacking[:, None, :]).any(2)
-    keep = draft.valid() & ~gone
+    dropped = (draft.ancestors() & lacking[:, None, :]).any(2)
+    keep = draft.valid() & ~dropped
     order, parents, sizes = pack(keep, draft.parents)
     if (sizes == draft.sizes).all():
         return draft
@@ -244,14 +244,14 @@ class Static(FixedTree):
         file: str | None = None,
         draw: Draws = "top",
     ) -> None:
-        given = [
+        sources = [
             name
             for name, value in (("paths", paths), ("widths", widths), ("file", file))
             if value is not None
         ]
-        if len(given) != 1:
+        if len(sources) != 1:
             raise UserError(
-                f"a static tree is given by {' and '.join(given) or 'nothing'}; expected exactly "
+                f"a static tree is given by {' and '.join(sources) or 'nothing'}; expected exactly "
                 "one of paths, widths, file"
             )
         if paths is not None:
@@ -280,8 +280,8 @@ def store_tree(path: Path, tree: Structure, about: dict[str, Any]) -> None:
     meta = verify_directory(path)
 
     def fill(directory: Path) -> None:
-        kept = shutil.ignore_patterns(MANIFEST, TREE)
-        shutil.copytree(path, directory, ignore=kept, dirs_exist_ok=True)
+        replaced = shutil.ignore_patterns(MANIFEST, TREE)
+        shutil.copytree(path, directory, ignore=replaced, dirs_exist_ok=True)
         tree.save(directory / TREE, about)
 
     write_directory(path, fill, meta=meta)
