@@ -34,10 +34,10 @@ def test_one_column_is_what_all_columns_have_there(
     if not packed:
         monkeypatch.setattr("decode.target.cpu_kernels.can_pack", lambda model: False)
     lm = CachedLM(model, captured_layers=(0, FINAL))
-    assert (lm._runs is model) is not packed
+    assert (lm._prepared is model) is not packed
     whole = fed(lm)
     states = {layer: x.clone() for layer, x in lm.features.items()}
-    layer = lm._runs.get_output_embeddings()
+    layer = lm._prepared.get_output_embeddings()
     shapes: list[torch.Size] = []
     hook = layer.register_forward_hook(lambda _, given, out: shapes.append(out.shape))
     one = fed(lm, COLUMNS)

@@ -84,14 +84,17 @@ def _estimate(
     decodes."""
     seconds = np.array(
         [
-            _quick([s.verify_s + s.overhead_s for run in passes for s in run if s.width == n])
+            _mean_of_fastest(
+                [s.verify_s + s.overhead_s for run in passes for s in run if s.width == n]
+            )
             for n in widths
         ]
     )
     # The fastest at each depth. The fastest overall could all be of one depth.
     depths = sorted({step.depth for run in drafts for step in run if step.depth})
     step_seconds = [
-        _quick([s.draft_s / n for run in drafts for s in run if s.depth == n]) for n in depths
+        _mean_of_fastest([s.draft_s / n for run in drafts for s in run if s.depth == n])
+        for n in depths
     ]
     c = float(np.mean(step_seconds)) / seconds[0] if step_seconds else 0.0
     return float(seconds[0]), c, np.maximum.accumulate(seconds / seconds[0])
@@ -116,7 +119,7 @@ def _fitting(sizes: Sequence[int], room: int) -> list[int]:
     return [size for size, end in zip(sizes, total, strict=True) if end < room]
 
 
-def _quick(seconds: Sequence[float]) -> float:
+def _mean_of_fastest(seconds: Sequence[float]) -> float:
     return float(np.mean(sorted(seconds)[: -(-len(seconds) // 3)]))
 
 

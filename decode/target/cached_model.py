@@ -14,7 +14,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from decode.errors import UserError
-from decode.target.cpu_kernels import LONGEST_CHAIN, SLOT_STEP, each_token_alone, prepare
+from decode.target.cpu_kernels import (
+    LONGEST_CHAIN,
+    SLOT_STEP,
+    each_token_alone,
+    has_replaced_attention,
+    prepare,
+    refresh_packed,
+)
 from decode.target.hidden_states import Recorder, layer_list_name
 from decode.target.pretrained import input_device
 from decode.target.slots import Slots
@@ -108,13 +115,12 @@ class CachedLM:
     ) -> None:
         self.model = model
         self._prepared = prepare(model)
-        self._runs = self._prepared.model
-        self._recorder = Recorder(self._runs, captured_layers) if captured_layers else None
+        self._recorder = Recorder(self._prepared, captured_layers) if captured_layers else None
         self.features: Mapping[int, Tensor] = {}
         self.device = input_device(model)
         config = model.config.get_text_config()
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-        self._boolean_masks = self._runs.config._attn_implementation == "sdpa"
+        self._boolean_masks = self._prepared.config._attn_implementation == "sdpa"
         self._mask_dtype = model.dtype
         self._slots: Slots | None = None
         self._cache: Cache | None = None
@@ -131,13 +137,13 @@ class CachedLM:
         self.capacity = capacity
         self.refresh()
         layers = self.model.config.get_text_config().num_hidden_layers
-        step = SLOT_STEP if self._prepared.row_exact else 1
+        step = SLOT_STEP if has_replaced_attention(self._prepared) else 1
         self._slots = Slots(layers, rows, capacity, self.device, step=step)
         self._cache = Cache(layers=self._slots.layers)
 
     def refresh(self) -> None:
         """Use weights that were changed in place. Cached keys and values are not computed again."""
-        self._prepared.refresh()
+        refresh_packed(self._prepared)
 
     def forward(
         self,
@@ -173,7 +179,7 @@ class CachedLM:
         chain = ancestors_BNM is None and n <= LONGEST_CHAIN
         alone = each_token_alone() if chain else nullcontext()
         with alone, recording as self.features, self._only(columns, n):
-            logits = self._runs(
+            logits = self._prepared(
                 input_ids=ids_BN,
                 # Only padding can be past the last position. It must not index past the end of a
                 # learned table.
@@ -192,7 +198,7 @@ class CachedLM:
         """Inside this context, the output layer gets the hidden state of only one of n columns per
         row. Logits of all columns would be by far the largest tensor of a prefill. Later operations
         of the model on its logits (scaling, soft caps) are not affected."""
-        find = getattr(self._runs, "get_output_embeddings", None)
+        find = getattr(self._prepared, "get_output_embeddings", None)
         layer = find() if find and columns is not None and n > 1 else None
         if layer is None:
             yield

@@ -59,7 +59,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.transposed = isinstance(layer, Conv1D)
         self.weight, self.bias = layer.weight, layer.bias
-        self._made_of: tuple[int, int] | None = None
+        self._packed_state: tuple[int, int] | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -67,11 +67,11 @@ class PackedLinear(nn.Module):
         # Tensors created in inference mode have no version counter. They are not trained either.
         version = 0 if self.weight.is_inference() else self.weight._version
         state = (self.weight.data_ptr(), version)
-        if state != self._made_of:
+        if state != self._packed_state:
             weight = self.weight.detach()
             weight = weight.t().contiguous() if self.transposed else weight
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-            self._made_of = state
+            self._packed_state = state
 
     def forward(self, x: Tensor) -> Tensor:
         packed: Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -80,49 +80,36 @@ class PackedLinear(nn.Module):
         return packed
 
 
-class PackedModel:
+def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model with packed linear layers. The original model is not changed.
 
     The copy shares every parameter and buffer with the original, and its packed weights take about
-    the same memory again.
+    the same memory again. After weights were changed in place, call `refresh_packed`.
     """
+    shared: dict[int, Any] = {
+        id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]
+    }
+    packed: PreTrainedModel = copy.deepcopy(model, shared)
+    pack_layers(packed)
+    return packed
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        shared: dict[int, Any] = {
-            id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]
-        }
-        self.model = copy.deepcopy(model, shared)
-        self._layers = pack_layers(self.model)
 
-    def refresh(self) -> None:
-        """Use weights that were changed in place, for example by an optimizer."""
-        for layer in self._layers:
+def refresh_packed(module: nn.Module) -> None:
+    """Use weights that were changed in place, for example by an optimizer."""
+    for layer in module.modules():
+        if isinstance(layer, PackedLinear):
             layer.refresh()
 
 
-class PreparedModel:
-    """A model as the loop runs it: a packed copy if possible, else the model itself.
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """A model as the loop runs it: a packed copy with `attention_forward` if possible, else the
+    model itself. A chain may be fed with `each_token_alone`, over keys padded to a multiple of
+    `SLOT_STEP`, if `has_replaced_attention` is true for the result.
 
-    model: the model to run. row_exact: the packed copy uses `attention_forward`. Then a chain may
-    be fed with `each_token_alone`, over keys padded to a multiple of `SLOT_STEP`.
+    The copy is made once, and all decoders of the model share it while the model exists: packing
+    takes time and memory, and two decoders can be compared only if both run on the same kernels. It
+    is made again if the model was rebuilt, for example with an adapter or another output layer.
     """
-
-    def __init__(self, model: PreTrainedModel, packed: PackedModel | None) -> None:
-        self._packed = packed
-        self.model: PreTrainedModel = packed.model if packed else model
-        self.row_exact = self.model.config._attn_implementation == ATTENTION
-
-    def refresh(self) -> None:
-        """Use weights that were changed in place, for example by an optimizer."""
-        if self._packed:
-            self._packed.refresh()
-
-
-def prepare(model: PreTrainedModel) -> PreparedModel:
-    """The prepared form of a model. It is created once, and all decoders of the model share it
-    while the model exists: packing takes time and memory, and two decoders can be compared only if
-    both run on the same kernels. It is created again if the model was rebuilt, for example with an
-    adapter or another output layer."""
     state = (
         # The packed copy keeps the parameters alive, so no other object can get one of these ids.
         tuple(id(parameter) for parameter in model.parameters()),
@@ -130,28 +117,26 @@ def prepare(model: PreTrainedModel) -> PreparedModel:
         model.config._attn_implementation,
         is_hooked(model),
     )
-    if model not in _PREPARED or _PREPARED[model][0] != state:
+    if model not in _COPIES or _COPIES[model][0] != state:
         packed = None
         if can_pack(model):
-            packed = PackedModel(model)
-            replace_attention(packed.model)
-        _PREPARED[model] = state, packed
-    return PreparedModel(model, _PREPARED[model][1])
+            packed = packed_copy(model)
+            replace_attention(packed)
+        _COPIES[model] = state, packed
+    packed = _COPIES[model][1]
+    return model if packed is None else packed
 
 
 # The packed copy must not refer to the model. Otherwise neither would ever be freed.
-_PREPARED: WeakKeyDictionary[nn.Module, tuple[Any, PackedModel | None]] = WeakKeyDictionary()
+_COPIES: WeakKeyDictionary[nn.Module, tuple[Any, PreTrainedModel | None]] = WeakKeyDictionary()
 
 
-def pack_layers(module: nn.Module) -> list[PackedLinear]:
-    """Replace a module's linear layers with packed ones. Returns the packed layers."""
-    packed = []
+def pack_layers(module: nn.Module) -> None:
+    """Replace a module's linear layers with packed ones."""
     for part in list(module.modules()):
         for name, child in part.named_children():
             if type(child) in (nn.Linear, Conv1D):
-                packed.append(PackedLinear(child))
-                setattr(part, name, packed[-1])
-    return packed
+                setattr(part, name, PackedLinear(child))
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -198,15 +183,15 @@ def attention_forward(
     """Same interface as transformers' attention functions: query [B, H, n, D], key and value
     [B, K, S, D], an additive mask [B, 1, n, S] or None; returns [B, n, H, D]. Cases that it does
     not support (no mask, a mask per head, a position bias) go to the function of transformers."""
-    others = any(kwargs.get(name) is not None for name in LEFT_TO_TRANSFORMERS)
-    if attention_mask is None or attention_mask.shape[1] != 1 or others:
+    unsupported = any(kwargs.get(name) is not None for name in LEFT_TO_TRANSFORMERS)
+    if attention_mask is None or attention_mask.shape[1] != 1 or unsupported:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
     rows, heads, fed, _ = query.shape
-    shared, slots = key.shape[1], key.shape[2]
-    group = heads // shared
-    query = query.unflatten(1, (shared, group))
+    key_heads, slots = key.shape[1], key.shape[2]
+    group = heads // key_heads
+    query = query.unflatten(1, (key_heads, group))
     mask = attention_mask.expand(rows, 1, fed, slots)
     attend = torch.nn.functional.scaled_dot_product_attention
     if _each_token_alone.get():
@@ -214,18 +199,23 @@ def attention_forward(
         # and key heads are one dimension, so all n batches share the keys without a copy.
         query = query.permute(3, 0, 1, 2, 4).flatten(1, 2)  # [n, B·K, G, D]
         key, value = (
-            x.flatten(0, 1).expand(fed, rows * shared, slots, x.shape[3]) for x in (key, value)
+            x.flatten(0, 1).expand(fed, rows * key_heads, slots, x.shape[3]) for x in (key, value)
         )
         mask = mask.permute(2, 0, 1, 3)  # [n, B, 1, S]
         if rows > 1:
-            mask = mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2)
+            mask = mask[:, :, None].expand(-1, -1, key_heads, -1, -1).flatten(1, 2)
         out = attend(query, key, value, attn_mask=mask, scale=scaling)
-        out = out.unflatten(1, (rows, shared)).transpose(0, 1)  # [B, n, K, G, D]
+        out = out.unflatten(1, (rows, key_heads)).transpose(0, 1)  # [B, n, K, G, D]
         return out.reshape(rows, fed, heads, value.shape[3]), None
     mask = mask.repeat(1, 1, group, 1)
     out = attend(query.flatten(2, 3), key, value, attn_mask=mask, scale=scaling)
     out = out.unflatten(2, (group, fed)).permute(0, 3, 1, 2, 4)
     return out.reshape(rows, fed, heads, value.shape[3]), None
+
+
+def has_replaced_attention(model: PreTrainedModel) -> bool:
+    """Whether a model uses `attention_forward`."""
+    return bool(model.config._attn_implementation == ATTENTION)
 
 
 def replace_attention(model: PreTrainedModel) -> bool:

@@ -125,15 +125,17 @@ class EmbeddedModel:
         if spec is None or not spec.submodule_search_locations:
             return None
         path = Path(spec.submodule_search_locations[0]) / self.filename
-        mend = f"Install {self.requirement} again: {self.install} --force-reinstall"
+        remedy = f"Install {self.requirement} again: {self.install} --force-reinstall"
         if not path.is_file():
-            raise UserError(f"package {self.package} has no file {self.filename}. {mend}")
+            raise UserError(f"package {self.package} has no file {self.filename}. {remedy}")
         if path.stat().st_size != self.size:
-            raise UserError(f"{path} has {path.stat().st_size} bytes, expected {self.size}. {mend}")
+            raise UserError(
+                f"{path} has {path.stat().st_size} bytes, expected {self.size}. {remedy}"
+            )
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != self.sha256:
-            raise UserError(f"{path} has sha256 {digest}, expected {self.sha256}. {mend}")
+            raise UserError(f"{path} has sha256 {digest}, expected {self.sha256}. {remedy}")
         return path
 
 
@@ -327,7 +329,7 @@ def _load_gguf(path: Path, options: LoadOptions, revision: str) -> Loaded:
     metadata = gguf_file.read_header(path)
     with no_progress_bars(), gguf_read_once():
         model, tokenizer = from_pretrained(str(path.parent), options, gguf_file=path.name)
-    gguf_file.mend_tokenizer(tokenizer, metadata)
+    gguf_file.correct_tokenizer(tokenizer, metadata)
     for config in (model.config, model.generation_config):
         config.eos_token_id = gguf_file.eos_ids(metadata)
     # The weights are now plain tensors, but some versions of transformers still treat the model as

@@ -37,18 +37,18 @@ class _Level:
 
     first: the index of the first node in `Structure`. parents: int64 [n], the column of each node's
     parent in the logits, which cover the expanded nodes of the level above. ranks, orders: int64
-    [n], as in `Structure`. with_order: the nodes with 0, 1, … earlier siblings. inner: int64 [e],
-    the expanded nodes. hang: int64 [e], their parents, as numbers of fed nodes.
+    [n], as in `Structure`. with_order: the nodes with 0, 1, … earlier siblings. expanded: int64
+    [e], the expanded nodes. fed_parents: int64 [e], their parents, as numbers of fed nodes.
     """
 
     first: int
     parents: Tensor
     ranks: Tensor
-    widest: int  # the highest rank + 1
+    rank_count: int  # the highest rank + 1
     orders: Tensor
     with_order: list[Tensor]
-    inner: Tensor
-    hang: Tensor
+    expanded: Tensor
+    fed_parents: Tensor
 
 
 class _Plan:
@@ -138,9 +138,9 @@ class FixedTree(Shape):
         drawn: list[Tensor] = []
         for level in plan.levels:
             drawn.append(children.of(logits, level))
-            if len(level.inner):
+            if len(level.expanded):
                 logits = growth.extend(
-                    drawn[-1][:, level.inner], level.hang.expand(rows, -1).contiguous()
+                    drawn[-1][:, level.expanded], level.fed_parents.expand(rows, -1).contiguous()
                 )
         tokens = growth.ids(torch.cat(drawn, 1))
         sizes = np.array([self.structure.within(int(depth)) for depth in limits.depths])
@@ -180,8 +180,8 @@ class _Children:
     def of(self, logits: Tensor, level: _Level) -> Tensor:
         """int64 [B, n], rows of the draft vocabulary. logits: [B, e, V'], those of the parents."""
         if self.siblings == "chosen":
-            tokens = likeliest(logits, level.widest).flatten(1)
-            return tokens[:, level.parents * level.widest + level.ranks]
+            tokens = likeliest(logits, level.rank_count).flatten(1)
+            return tokens[:, level.parents * level.rank_count + level.ranks]
         probs = self.sampling.probs(logits)
         self.q.append(self.growth.whole(probs))
         uniforms = self.rng.uniforms(CounterRNG.DRAFT, level.first, len(level.orders))
