@@ -39,7 +39,7 @@ class Choice:
         if isinstance(spec, str):
             name, _, rest = spec.partition(":")
             options: dict[str, Any] = {}
-            for item in _split(rest):
+            for item in _split_options(rest):
                 key, equals, value = item.partition("=")
                 if not equals or not key.strip():
                     raise UserError(
@@ -47,7 +47,7 @@ class Choice:
                     )
                 if key.strip() in options:
                     raise UserError(f"option {key.strip()!r} stands twice in {spec!r}")
-                options[key.strip()] = _value(value.strip())
+                options[key.strip()] = _parse_value(value.strip())
             return cls(name.strip(), options)
         if isinstance(spec, Mapping) and isinstance(spec.get("name"), str):
             return cls(spec["name"], {k: v for k, v in spec.items() if k != "name"})
@@ -57,11 +57,11 @@ class Choice:
 
     def __str__(self) -> str:
         """The text form, which `of` parses."""
-        options = ",".join(f"{key}={_text(value)}" for key, value in self.options.items())
+        options = ",".join(f"{key}={_format_value(value)}" for key, value in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
 
-def _split(text: str) -> list[str]:
+def _split_options(text: str) -> list[str]:
     """Split at commas that are outside brackets and quotes."""
     items, depth, quote = [""], 0, ""
     for sign in text:
@@ -81,7 +81,7 @@ def _split(text: str) -> list[str]:
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
@@ -90,9 +90,10 @@ def _value(text: str) -> Any:
         return text
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, str):
-        return value if _value(value) == value and not set(value) & set(",([{\"'") else repr(value)
+        is_plain = _parse_value(value) == value and not set(value) & set(",([{\"'")
+        return value if is_plain else repr(value)
     return repr(value).replace(" ", "")
 
 

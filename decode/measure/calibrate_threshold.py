@@ -30,7 +30,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class ThresholdCalibration:
     """All trials, ascending by θ, and the chosen one.
 
     within: the requested range of acceptance rates. in_range: whether any θ was in this range.
@@ -68,7 +68,7 @@ class Calibration:
         }
 
 
-def choose(trials: Sequence[Trial], within: tuple[float, float] = WITHIN) -> Calibration:
+def choose(trials: Sequence[Trial], within: tuple[float, float] = WITHIN) -> ThresholdCalibration:
     """Chooses the trial with the lowest latency among those with an acceptance rate in the bounds.
     If there is none, it chooses the one nearest to the bounds; among equals, the faster one.
 
@@ -81,7 +81,7 @@ def choose(trials: Sequence[Trial], within: tuple[float, float] = WITHIN) -> Cal
     distance = [max(low - t.acceptance_rate, t.acceptance_rate - high, 0.0) for t in drafting]
     nearest = [t for t, d in zip(drafting, distance, strict=True) if d == min(distance)]
     chosen = min(nearest, key=lambda trial: trial.ms_per_token)
-    return Calibration(list(trials), chosen, within, min(distance) == 0)
+    return ThresholdCalibration(list(trials), chosen, within, min(distance) == 0)
 
 
 def calibrate_threshold(
@@ -95,7 +95,7 @@ def calibrate_threshold(
     max_new_tokens: int = 64,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
-) -> Calibration:
+) -> ThresholdCalibration:
     """Decodes each prompt (token ids, of the dev split) once with every θ, one prompt at a time,
     then calls `choose`. settings: everything except the rule.
 

@@ -21,7 +21,7 @@ from decode.errors import UserError
 from decode.logits import Scores
 from decode.loop import Decoded, Decoder
 from decode.measure.costs import Costs, busy
-from decode.measure.time_costs import CAREFUL, measure_costs
+from decode.measure.time_costs import CAREFUL_REPEATS, measure_costs
 from decode.rules import Verdict
 from decode.rules.exact import ExactMatch
 from decode.sampling import CounterRNG, Sampling
@@ -303,7 +303,12 @@ def calibrate_tree(
     max_width = (nodes or MAX_NODES) + 1
     shortest = min(prompts, key=len)
     costs = measure_costs(
-        decoder, [shortest], max_depth=max_depth, max_width=max_width, trees=True, repeats=CAREFUL
+        decoder,
+        [shortest],
+        max_depth=max_depth,
+        max_width=max_width,
+        trees=True,
+        repeats=CAREFUL_REPEATS,
     )
     tolerance = costs.noise
     if method == "sequoia":

@@ -24,7 +24,7 @@ from decode.stats import Step
 # third counts, because slow passes come from other load on the machine.
 REPEATS = 4
 # Used if the costs decide something that is kept, such as a tree.
-CAREFUL = 12
+CAREFUL_REPEATS = 12
 
 
 def measure_costs(
@@ -45,18 +45,18 @@ def measure_costs(
     Raises UserError if not even a pass of 2 tokens fits.
     """
     room = decoder.lm.max_positions - max(map(len, prompts)) - 1
-    widths = _fitting(sorted({min(n, max_width) for n in _WIDTHS}), room)
-    depths = _fitting(sorted({1, max(1, max_depth // 2), max_depth}), room)
+    widths = _that_fit(sorted({min(n, max_width) for n in _WIDTHS}), room)
+    depths = _that_fit(sorted({1, max(1, max_depth // 2), max_depth}), room)
     if len(widths) < 2 or not depths:
         raise UserError(
             f"measuring costs needs a few tokens of context beside the prompt, and the target's "
             f"{decoder.lm.max_positions} leave {room}; give a shorter prompt"
         )
-    filler, exact = _Filler(trees), RULES["exact"]()
-    verifying = _Turns([n - 1 for n in widths])
+    filler, exact = _FillerDrafter(trees), RULES["exact"]()
+    verifying = _PlannedDepths([n - 1 for n in widths])
     # The first draft of a text is cold and is left out.
-    drafting = _Turns([1, *depths])
-    watch = OtherProcesses()
+    drafting = _PlannedDepths([1, *depths])
+    other_processes = OtherProcesses()
     passes: list[list[Step]] = []
     drafts: list[list[Step]] = []
     # In turns, so that other load on the machine affects both kinds of passes.
@@ -73,7 +73,7 @@ def measure_costs(
         tuple(widths),
         tuple(v.tolist()),
         _noise([max_depth * c + v for c, v in halves]) if repeats > 1 else 0.0,
-        watch.share(),
+        other_processes.share(),
     )
 
 
@@ -113,7 +113,7 @@ def _noise(halves: Sequence[np.ndarray]) -> float:
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65, 129)
 
 
-def _fitting(sizes: Sequence[int], room: int) -> list[int]:
+def _that_fit(sizes: Sequence[int], room: int) -> list[int]:
     """The first sizes that fit into `room` together, each with one more token from the target."""
     total = np.cumsum(np.array(sizes) + 1)
     return [size for size, end in zip(sizes, total, strict=True) if end < room]
@@ -128,23 +128,23 @@ def _steps(
     prompts: Sequence[Sequence[int]],
     drafter: Drafter,
     rule: Rule,
-    turns: "_Turns",
+    turns: "_PlannedDepths",
 ) -> list[Step]:
     """The steps of one decode. The depths of its drafts come from `turns`."""
     other = copy.copy(decoder)
     other.drafter, other.rule, other.policy = drafter, rule, turns
     other.eos = np.zeros(0, dtype=np.int64)
-    with contextlib.suppress(_Enough):
+    with contextlib.suppress(_AllDepthsTimed):
         # Each pass can emit all draft tokens and one more.
         other.decode(prompts, sum(turns.turns) + len(turns.turns) + 2)
     return turns.steps
 
 
-class _Enough(Exception):
+class _AllDepthsTimed(Exception):
     """All turns are done. The rest of the text is not decoded."""
 
 
-class _Turns(Policy):
+class _PlannedDepths(Policy):
     """Takes the depths from a list, one per step, and keeps the steps."""
 
     def __init__(self, turns: Sequence[int]) -> None:
@@ -158,14 +158,14 @@ class _Turns(Policy):
 
     def depths(self) -> np.ndarray:
         if len(self.steps) == len(self.turns):
-            raise _Enough
+            raise _AllDepthsTimed
         return np.full(self.rows, self.turns[len(self.steps)])
 
     def observe(self, step: Step) -> None:
         self.steps.append(step)
 
 
-class _Filler(Drafter):
+class _FillerDrafter(Drafter):
     """Drafts as many tokens as requested, as a chain or as siblings. Their ids do not matter."""
 
     def __init__(self, trees: bool) -> None:

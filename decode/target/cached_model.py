@@ -178,7 +178,7 @@ class CachedLM:
         )
         chain = ancestors_BNM is None and n <= LONGEST_CHAIN
         alone = each_token_alone() if chain else nullcontext()
-        with alone, recording as self.features, self._only(columns, n):
+        with alone, recording as self.features, self._restricted_output(columns, n):
             logits = self._prepared(
                 input_ids=ids_BN,
                 # Only padding can be past the last position. It must not index past the end of a
@@ -188,18 +188,18 @@ class CachedLM:
                 past_key_values=self._cache,
                 use_cache=True,
             ).logits
-        # `_only` does nothing for a model without an accessible output layer.
+        # `_restricted_output` does nothing for a model without an accessible output layer.
         if columns is not None and logits.shape[1] != 1:
             logits = _columns_of(logits, columns)
         return logits
 
     @contextmanager
-    def _only(self, columns: np.ndarray | None, n: int) -> Iterator[None]:
+    def _restricted_output(self, columns: np.ndarray | None, n: int) -> Iterator[None]:
         """Inside this context, the output layer gets the hidden state of only one of n columns per
         row. Logits of all columns would be by far the largest tensor of a prefill. Later operations
         of the model on its logits (scaling, soft caps) are not affected."""
-        find = getattr(self._prepared, "get_output_embeddings", None)
-        layer = find() if find and columns is not None and n > 1 else None
+        get_layer = getattr(self._prepared, "get_output_embeddings", None)
+        layer = get_layer() if get_layer and columns is not None and n > 1 else None
         if layer is None:
             yield
             return

@@ -79,7 +79,7 @@ class Recorder:
         captured: dict[int, Tensor] = {}
         # Removed at the end: hooks that stay would affect other users of the model.
         hooks = [
-            module.register_forward_hook(partial(_keep, captured, layer, self._device))
+            module.register_forward_hook(partial(_store_output, captured, layer, self._device))
             for layer, module in self._modules.items()
         ]
         try:
@@ -89,7 +89,7 @@ class Recorder:
                 hook.remove()
 
 
-def _keep(
+def _store_output(
     captured: dict[int, Tensor],
     layer: int,
     device: torch.device,

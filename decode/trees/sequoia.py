@@ -50,19 +50,19 @@ def plan_tree(
     require_whole(nodes=nodes, depth=depth)
     v = _probabilities(acceptance)
     widths, costs = _costs(draft_cost, verify_costs)
-    programme = _Programme(v, nodes + 1, depth)
+    program = _DynamicProgram(v, nodes + 1, depth)
     allowed = range(1, nodes + 1) if sizes is None else sorted(set(sizes) & {*range(1, nodes + 1)})
     passes = np.array(allowed) + 1
     levels = np.arange(1, depth + 1)[:, None]
-    tokens = programme.tokens[levels, passes]  # −∞ for more nodes than fit into the levels
+    tokens = program.tokens[levels, passes]  # −∞ for more nodes than fit into the levels
     spent = levels * draft_cost + np.interp(passes, widths, costs)
     cost = np.where(tokens > 0, spent / tokens, np.inf)
     # Among trees of one size and equal cost, take the shallowest.
     shallow = cost.argmin(0)
     at = smallest_within(cost.min(0), tolerance)
     level, size = int(shallow[at]) + 1, int(passes[at])
-    structure = Structure(programme.paths(level, size))
-    return TreePlan(structure, float(programme.tokens[level, size]), float(cost[level - 1, at]))
+    structure = Structure(program.paths(level, size))
+    return TreePlan(structure, float(program.tokens[level, size]), float(cost[level - 1, at]))
 
 
 def smallest_within(costs: Sequence[float] | np.ndarray, tolerance: float) -> int:
@@ -71,7 +71,7 @@ def smallest_within(costs: Sequence[float] | np.ndarray, tolerance: float) -> in
     return int((cost <= (1 + tolerance) * cost.min()).argmax())
 
 
-class _Programme:
+class _DynamicProgram:
     """T[l, b, m]: the max number of tokens that a tree of m nodes can emit, if its root has b
     children and at most l levels below it. tokens[l, m]: the max over b.
 

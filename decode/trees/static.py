@@ -68,8 +68,6 @@ class _Plan:
         # of q; its number as a fed node is one less.
         expanded = np.concatenate([[-1], np.unique(above[above >= 0])]).astype(np.int64)
         rows = np.searchsorted(expanded, above)
-        self.nodes = nodes
-        self.depth_N = on_device(structure.depths[:nodes])
         self.parents, self.q_rows = on_device(above), on_device(rows)
         self.ancestors = on_device(structure.ancestors()[:nodes, :nodes])
         self.levels = []

@@ -106,11 +106,11 @@ class Structure:
     def orders(self) -> np.ndarray:
         """int [N]: the number of earlier siblings of each node. Equal to the rank if no rank is
         left out."""
-        born: dict[int, int] = {}
+        child_counts: dict[int, int] = {}
         orders = []
         for parent in self.parents.tolist():
-            orders.append(born.get(parent, 0))
-            born[parent] = orders[-1] + 1
+            orders.append(child_counts.get(parent, 0))
+            child_counts[parent] = orders[-1] + 1
         return np.array(orders, dtype=np.int64)
 
     @property
