@@ -21,9 +21,9 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
+from decode.target.cpu_kernels import can_pack, packed_copy
 from decode.target.generation_config import nothing_filled_in
 from decode.target.loading import Target
-from decode.target.packed import PackedModel, can_pack
 
 MAX_N = 3  # the longest n-gram that every prompt lookup tries
 
@@ -152,7 +152,7 @@ def _ours(decoder: Decoder) -> Contestant:
 def _pack(model: PreTrainedModel) -> PreTrainedModel:
     if not can_pack(model):
         raise RuntimeError("these weights are not packed on this device")
-    return PackedModel(model).model
+    return packed_copy(model)
 
 
 def _transformers(

@@ -3,7 +3,7 @@
     python -m benchmarks.exact [--drafter NAME|DIRECTORY …] [--quick] [--json FILE]
                                [--target T] [--dtype D] [--gamma N] [--prompts FILE] [--tokens N]
 
-First the attention of one layer, ours (`decode.target.attention`) and transformers' `sdpa`, on
+First the attention of one layer, ours (`decode.target.cpu_kernels`) and transformers' `sdpa`, on
 tensors of the target's shapes, taking turns; times the number of layers, as a share of a whole
 pass. Then the greedy texts of each drafter, in chains, beside those of plain decoding. CPU only.
 """
@@ -28,10 +28,11 @@ from decode.drafters.directory import open_drafter
 from decode.drafters.trained import ShapedDrafter
 from decode.loop import Decoder
 from decode.measure.evaluation import identical
-from decode.target.attention import SLOTS, attention_forward, each_token_alone
 from decode.target.cached_model import CachedLM
+from decode.target.cpu_kernels import SLOT_STEP, attention_forward, each_token_alone
 from decode.target.loading import Target, load_target
-from decode.trees.chain import Chain
+from decode.target.slots import round_up_slots
+from decode.trees.chains import Chain
 from train.cli.shared import cores, quieten, shows_errors
 from train.console import Reporter
 from train.data.chat import prompt_tokens
@@ -89,7 +90,7 @@ def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str
     module = nn.Module()
     module.num_key_value_groups = queries // shared
     generator = torch.Generator().manual_seed(0)
-    slots = -(-(context + max(FED)) // SLOTS) * SLOTS
+    slots = round_up_slots(context + max(FED), SLOT_STEP)
     keys, values = torch.randn(2, 1, shared, slots, size, generator=generator).to(target.dtype)
     lm = CachedLM(target.model)
     ids = torch.randint(3, config.vocab_size // 2, (1, slots), generator=generator)
@@ -100,7 +101,7 @@ def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str
         lm.forward(ids[:, :context], np.zeros(1, dtype=np.int64), columns=np.array([context - 1]))
         for fed in FED:
             query = torch.randn(1, queries, fed, size, generator=generator).to(target.dtype)
-            padded = -(-(context + fed) // SLOTS) * SLOTS
+            padded = round_up_slots(context + fed, SLOT_STEP)
             seen = torch.arange(padded) <= context + torch.arange(fed)[:, None]
             mask = torch.zeros(1, 1, fed, padded, dtype=target.dtype)
             mask.masked_fill_(~seen, torch.finfo(target.dtype).min)

@@ -137,13 +137,13 @@ def newest_complete(parent: Path, prefix: str) -> tuple[Path | None, list[Corrup
     `recover` first.
     """
     numbered = re.compile(re.escape(prefix) + "-([0-9]+)")
-    found = [
+    numbers = [
         (int(match[1]), parent / match[0])
         for match in map(numbered.fullmatch, os.listdir(parent) if parent.is_dir() else ())
         if match
     ]
     skipped = []
-    for _, entry in sorted(found, reverse=True):
+    for _, entry in sorted(numbers, reverse=True):
         try:
             verify_directory(entry)
         except CorruptArtifact as error:
@@ -302,8 +302,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CorruptArtifact(path, MANIFEST, "is damaged: it is not JSON") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        found = body.get("format") if isinstance(body, dict) else None
-        problem = f"has format {found!r}, this version of draftsmith reads {FORMAT}"
+        version = body.get("format") if isinstance(body, dict) else None
+        problem = f"has format {version!r}, this version of draftsmith reads {FORMAT}"
         raise CorruptArtifact(path, MANIFEST, problem)
     if body.pop("sha256", None) != _body_sha256(body):
         raise CorruptArtifact(path, MANIFEST, "is damaged: it does not match its own hash")
@@ -325,11 +325,11 @@ def _problem_of(directory: Path, name: str, entry: object, deep: bool) -> str | 
     steps = [directory.joinpath(*parts[: i + 1]) for i in range(len(parts))]
     if any(step.is_symlink() for step in steps):
         return "is refused: it is reached through a link"
-    found = os.lstat(steps[-1])
-    if not stat.S_ISREG(found.st_mode):
+    status = os.lstat(steps[-1])
+    if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
-    if found.st_size != size:
-        return f"has {found.st_size} bytes, the manifest says {size}"
+    if status.st_size != size:
+        return f"has {status.st_size} bytes, the manifest says {size}"
     if deep and _sha256(steps[-1]) != sha256:
         return "has another SHA-256 than the manifest says: its content was changed"
     return None

@@ -22,9 +22,9 @@ from decode.policies import Policy
 from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling
 from decode.stats import Counts, Tally, Timing
-from decode.stops import Stop
 from decode.target.cached_model import CachedLM
 from decode.target.hidden_states import Features
+from decode.text_stream import Stop
 from decode.verification import Observer, Scores, Verification
 
 OnTokens = Callable[[int, list[int]], None]

@@ -28,40 +28,40 @@ class Choice:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: "str | Mapping[str, Any] | Choice") -> "Choice":
+    def of(cls, spec: "str | Mapping[str, Any] | Choice") -> "Choice":
         """Parse `name` or `name:option=value,…`, or a mapping with `name` and the options.
 
         A value is a number, list or dictionary in Python syntax, or true, false or none. Any other
-        value is text. Raises UserError if `given` has another form.
+        value is text. Raises UserError if `spec` has another form.
         """
-        if isinstance(given, Choice):
-            return given
-        if isinstance(given, str):
-            name, _, rest = given.partition(":")
+        if isinstance(spec, Choice):
+            return spec
+        if isinstance(spec, str):
+            name, _, rest = spec.partition(":")
             options: dict[str, Any] = {}
-            for item in _split(rest):
+            for item in _split_options(rest):
                 key, equals, value = item.partition("=")
                 if not equals or not key.strip():
                     raise UserError(
-                        f"{item!r} in {given!r}; expected name or name:option=value,option=value"
+                        f"{item!r} in {spec!r}; expected name or name:option=value,option=value"
                     )
                 if key.strip() in options:
-                    raise UserError(f"option {key.strip()!r} stands twice in {given!r}")
-                options[key.strip()] = _value(value.strip())
+                    raise UserError(f"option {key.strip()!r} stands twice in {spec!r}")
+                options[key.strip()] = _parse_value(value.strip())
             return cls(name.strip(), options)
-        if isinstance(given, Mapping) and isinstance(given.get("name"), str):
-            return cls(given["name"], {k: v for k, v in given.items() if k != "name"})
+        if isinstance(spec, Mapping) and isinstance(spec.get("name"), str):
+            return cls(spec["name"], {k: v for k, v in spec.items() if k != "name"})
         raise UserError(
-            f"{given!r} names no part; expected a name, or a mapping with name and options"
+            f"{spec!r} names no part; expected a name, or a mapping with name and options"
         )
 
     def __str__(self) -> str:
         """The text form, which `of` parses."""
-        options = ",".join(f"{key}={_text(value)}" for key, value in self.options.items())
+        options = ",".join(f"{key}={_format_value(value)}" for key, value in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
 
-def _split(text: str) -> list[str]:
+def _split_options(text: str) -> list[str]:
     """Split at commas that are outside brackets and quotes."""
     items, depth, quote = [""], 0, ""
     for sign in text:
@@ -81,7 +81,7 @@ def _split(text: str) -> list[str]:
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
@@ -90,9 +90,10 @@ def _value(text: str) -> Any:
         return text
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, str):
-        return value if _value(value) == value and not set(value) & set(",([{\"'") else repr(value)
+        is_plain = _parse_value(value) == value and not set(value) & set(",([{\"'")
+        return value if is_plain else repr(value)
     return repr(value).replace(" ", "")
 
 
@@ -145,13 +146,15 @@ class Registry(Generic[T]):
             if key not in known:
                 has = f"its options are {', '.join(known)}" if known else "it has none"
                 raise UserError(f"{what} has no option {key!r}; {has}.{nearest(key, known)}")
-        given = {k: v for k, v in defaults.items() if k in known} | chosen.options
+        arguments = {k: v for k, v in defaults.items() if k in known} | chosen.options
         for key, parameter in known.items():
             if key in chosen.options:
-                given[key] = _checked(f"{what}: option {key}", given[key], parameter.annotation)
-            elif key not in given and parameter.default is parameter.empty:
+                arguments[key] = _checked(
+                    f"{what}: option {key}", arguments[key], parameter.annotation
+                )
+            elif key not in arguments and parameter.default is parameter.empty:
                 raise UserError(f"{what} needs the option {key}; give it as {chosen.name}:{key}=…")
-        return part(**given)
+        return part(**arguments)
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._parts))

@@ -13,8 +13,8 @@ from decode.policies import Policy
 from decode.registry import Choice
 from decode.rules import default_rule
 from decode.sampling import Sampling
-from decode.stops import Stop
 from decode.target.loading import Target
+from decode.text_stream import Stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +97,9 @@ class DecodeSettings:
         # One level of a tree takes one pass of the drafter, like one token of a chain.
         plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
         depth = decoder.policy.most
-        widest = decoder.drafter.most_nodes(depth) + 1
+        width = decoder.drafter.most_nodes(depth) + 1
         trees = decoder.drafter.branches
-        costs = measure_costs(plain, [prompt], most=depth, widest=widest, trees=trees)
+        costs = measure_costs(plain, [prompt], max_depth=depth, max_width=width, trees=trees)
         return self._decoder(target, drafter, costs, stop), costs
 
     def _decoder(

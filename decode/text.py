@@ -10,7 +10,6 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from decode.detokenize import TextStream, decode
 from decode.drafters import Drafter
 from decode.drafters.directory import open_drafter
 from decode.drafters.small_lm import SmallLMDrafter
@@ -20,10 +19,10 @@ from decode.loop import Decoded, Decoder
 from decode.parts import Part, make_policy, make_shape
 from decode.policies import Policy
 from decode.rules import Rule
-from decode.stops import StopStrings
 from decode.target.generation_config import sampling_as_generate
 from decode.target.identity import eos_token_ids, fingerprint
 from decode.target.loading import Target
+from decode.text_stream import StopStrings, TextStream, decode
 from decode.trees import Shape
 from decode.verification import Observer
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from decode.target.packed import PackedLinear
+from decode.target.cpu_kernels import PackedLinear
 
 Outputs = Literal["own", "shared", "target"]
 
@@ -65,7 +65,7 @@ class HeadOutput(nn.Module):
             self._lent = None
 
     def pack(self) -> None:
-        """Pack the borrowed layer (`decode.target.packed`).
+        """Pack the borrowed layer (`decode.target.cpu_kernels`).
 
         The module's own layers are packed elsewhere, like all other layers.
         """

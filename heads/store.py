@@ -16,11 +16,10 @@ from torch import Tensor
 from decode.artifact import CorruptArtifact
 from decode.drafters.directory import save_drafter
 from decode.errors import UserError
+from decode.target.cpu_kernels import can_pack, pack_layers
+from decode.target.identity import require_same_weights, sample_weights
 from decode.target.loading import Target
-from decode.target.packed import can_pack, pack_layers
-from decode.target.same_weights import require_same_weights, sample_weights
-from decode.trees.static import Static
-from decode.trees.stored import TREE, stored_shape
+from decode.trees.static import TREE, Static, stored_shape
 from decode.trees.structure import Structure
 from heads.base import HEADS, HeadOptions, Heads, output_layer
 

@@ -14,10 +14,15 @@ from torch import Tensor
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
-from decode.target.attention import SLOTS, attention_forward, each_token_alone
 from decode.target.cached_model import CachedLM
+from decode.target.cpu_kernels import (
+    SLOT_STEP,
+    attention_forward,
+    can_pack,
+    each_token_alone,
+    pack_layers,
+)
 from decode.target.loading import Target
-from decode.target.packed import can_pack, pack_layers
 from heads.base import HeadOptions
 from heads.store import new_heads
 from tests.tiny import FAMILIES, VOCAB, real_target, tiny_model
@@ -39,7 +44,7 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Te
 def case(rows: int, fed: int, heads: int, shared: int, past: int) -> tuple[Tensor, ...]:
     """Query, key, value and mask. Keys lie in a larger cache; row b's past is b slots longer."""
     g = torch.Generator().manual_seed(0)
-    slots = -(-(past + rows + fed) // SLOTS) * SLOTS
+    slots = -(-(past + rows + fed) // SLOT_STEP) * SLOT_STEP
     query = torch.randn(rows, fed, heads, 16, generator=g).transpose(1, 2)
     cache = torch.randn(2, rows, shared, slots + 32, 16, generator=g)
     last = past + torch.arange(rows)[:, None] + torch.arange(fed)
@@ -102,7 +107,7 @@ def test_a_chain_has_the_bits_of_its_tokens_fed_one_by_one(family: str, rows: in
 @torch.inference_mode()
 def test_transformers_attention_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without our attention the same comparison finds other bits."""
-    monkeypatch.setattr("decode.target.attention.use_own_attention", lambda model: False)
+    monkeypatch.setattr("decode.target.cpu_kernels.replace_attention", lambda model: False)
     model = model_of("llama")
     assert not torch.equal(chain_logits(model, 1, [1] * CHAIN), chain_logits(model, 1, [CHAIN]))
 

@@ -23,14 +23,14 @@ def test_of_those_within_the_bounds_the_quickest() -> None:
     trials = [trial(0.1, 0.9, 5), trial(0.2, 0.8, 9), trial(0.3, 0.7, 8), trial(0.4, 0.5, 3)]
     found = choose(trials)
     assert found.chosen.threshold == 0.3
-    assert found.kept
+    assert found.in_range
     assert "lowest latency" in found.verdict
     assert found.to_dict()["threshold"] == 0.3
 
 
 def test_of_none_within_the_bounds_the_nearest_and_it_says_so() -> None:
     found = choose([trial(0.1, 0.95, 1), trial(0.2, 0.45, 5), trial(0.3, 0.5, 9)])
-    assert (found.chosen.threshold, found.kept) == (0.3, False)
+    assert (found.chosen.threshold, found.in_range) == (0.3, False)
     assert "no θ has an acceptance rate of 0.6 to 0.8; this one, with 0.50" in found.verdict
     with pytest.raises(UserError, match="nothing was drafted"):
         choose([trial(0.1, float("nan"), 1)])

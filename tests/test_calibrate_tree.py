@@ -26,7 +26,7 @@ from decode.target.loading import load_target
 from decode.text import SpeculativeGenerator
 from decode.trees.calibrated import grow_greedily
 from decode.trees.sequoia import TreePlan
-from decode.trees.stored import TREE, store_tree, stored_shape
+from decode.trees.static import TREE, store_tree, stored_shape
 from decode.trees.structure import Structure
 from distill.losses import WeightedLoss
 from distill.teacher.live_hidden_states import LiveFeatures
@@ -284,11 +284,11 @@ def test_the_number_of_nodes_follows_the_costs() -> None:
     """Where wider passes cost nothing all nodes that add something pay; where they cost as much as
     a plain step, only those that bring more than that."""
     table = [[0.5, 0.25, 0.1], [0.4, 0.2, 0.0]]
-    free = cheapest(table, Costs(0.05, 1, 0.0, (1, 64), (1.0, 1.0)), most=20)
+    free = cheapest(table, Costs(0.05, 1, 0.0, (1, 64), (1.0, 1.0)), max_nodes=20)
     assert len(free.structure) == 9  # three first ones, and two that are ever right below each
     assert free.tokens_per_step == pytest.approx(1 + 0.85 + 0.85 * 0.6)
     assert free.cost_per_token == pytest.approx(1 / free.tokens_per_step)
-    dear = cheapest(table, Costs(0.05, 1, 0.3, (1, 2, 3), (1.0, 1.2, 2.2)), most=20)
+    dear = cheapest(table, Costs(0.05, 1, 0.3, (1, 2, 3), (1.0, 1.2, 2.2)), max_nodes=20)
     assert dear.structure.paths == [(0,)]
     assert dear.cost_per_token == pytest.approx((0.3 + 1.2) / 1.5)
     with pytest.raises(UserError, match="0 for all first tokens"):

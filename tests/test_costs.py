@@ -73,7 +73,7 @@ def test_measured_costs_are_the_real_ones(
     clock = Clock(monkeypatch)
     sampling = Sampling(temperature)
     decoder = timed_decoder(clock, 0.2, 0.1, sampling=sampling, eos_token_ids=range(100))
-    costs = measure_costs(decoder, [PROMPT] * rows, most=4, widest=6, trees=trees)
+    costs = measure_costs(decoder, [PROMPT] * rows, max_depth=4, max_width=6, trees=trees)
     assert costs.rows == rows
     assert costs.widths == (1, 2, 3, 5, 6)
     assert costs.noise < 0.01
@@ -93,7 +93,7 @@ def test_a_drafter_with_nothing_to_say_costs_nothing(monkeypatch: pytest.MonkeyP
     clock = Clock(monkeypatch)
     decoder = Decoder(model("llama"), DRAFTERS["ngram"](2, 3))
     clock.charge(decoder.lm, 1.0, 0.0)
-    costs = measure_costs(decoder, [PROMPT], most=2, widest=4)
+    costs = measure_costs(decoder, [PROMPT], max_depth=2, max_width=4)
     assert costs.c == 0
     # And where drafting takes no time at all, it is judged by what verifying costs.
     decoder.policy = CostModel(4)
@@ -108,12 +108,12 @@ def test_what_does_not_fit_into_the_context_is_not_measured(
     clock = Clock(monkeypatch)
     small = Decoder(tiny_model("llama", max_positions=32), DRAFTERS["ngram"]())
     clock.charge(small.lm, 1.0, 0.5)
-    costs = measure_costs(small, [PROMPT], most=16, widest=64)
+    costs = measure_costs(small, [PROMPT], max_depth=16, max_width=64)
     # With a token of the target's own each they take 25 of 26 places; 18 more are too many.
     assert costs.widths == (1, 2, 3, 5, 9)
     assert costs.v == pytest.approx([1, 1.5, 2, 3, 5])
     with pytest.raises(UserError, match="give a shorter prompt"):
-        measure_costs(small, [[5] * 29], most=4, widest=4)
+        measure_costs(small, [[5] * 29], max_depth=4, max_width=4)
 
 
 def test_what_varies_is_noise_and_the_quickest_passes_decide(
@@ -131,7 +131,7 @@ def test_what_varies_is_noise_and_the_quickest_passes_decide(
         return found
 
     decoder.lm.forward = disturbed  # type: ignore[method-assign]
-    costs = measure_costs(decoder, [PROMPT], most=2, widest=9, repeats=12)
+    costs = measure_costs(decoder, [PROMPT], max_depth=2, max_width=9, repeats=12)
     assert 0.001 < costs.noise < 0.05
     assert costs.v == pytest.approx([1, 1.1, 1.2, 1.4, 1.8], rel=0.05)
     assert costs.to_dict()["noise"] == costs.noise

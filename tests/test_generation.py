@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from decode.detokenize import decode
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -16,6 +15,7 @@ from decode.sampling import Sampling
 from decode.target.generation_config import nothing_filled_in, sampling_as_generate
 from decode.target.loading import Target
 from decode.text import SpeculativeGenerator
+from decode.text_stream import decode
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
 from train.export.engines import EngineTask
 from train.export.engines.transformers import _generate

@@ -17,7 +17,7 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
-from decode.measure import other_processes as others
+from decode.measure import costs as others
 from decode.measure.evaluation import (
     Evaluation,
     EvaluationProtocol,
@@ -32,7 +32,7 @@ from decode.policies import POLICIES
 from decode.sampling import CounterRNG, Sampling
 from decode.stats import Counts, Tally, Timing, summary
 from decode.trees import SHAPES
-from decode.trees.chain import Chain
+from decode.trees.chains import Chain
 from decode.verification import Verification
 from tests.tiny import tiny_model, tiny_target, verification
 

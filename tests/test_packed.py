@@ -12,7 +12,7 @@ from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.target.cached_model import CachedLM
-from decode.target.packed import PackedLinear, PackedModel, can_pack, prepare
+from decode.target.cpu_kernels import PackedLinear, can_pack, packed_copy, prepare
 from tests.tiny import FAMILIES, real_target, tiny_model
 
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -30,7 +30,7 @@ def test_results_are_those_of_the_model(family: str, dtype: torch.dtype) -> None
     model = tiny_model(family).to(dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert can_pack(model)
-    packed = PackedModel(model).model
+    packed = packed_copy(model)
     linear = [m for m in packed.modules() if isinstance(m, PackedLinear)]
     # Four of attention (gpt-2: two) and two or three of the MLP in each layer, and the output.
     assert len(linear) >= 2 * 4 + 1
@@ -50,10 +50,10 @@ def test_changed_weights_are_packed_again() -> None:
     lm = CachedLM(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(input_ids=IDS, labels=IDS).loss.backward()
-    stale = logits(lm._runs)
+    stale = logits(lm._prepared)
     optimizer.step()
     lm.reset(2, 16)
-    torch.testing.assert_close(logits(lm._runs), logits(model), rtol=0, atol=2e-4)
+    torch.testing.assert_close(logits(lm._prepared), logits(model), rtol=0, atol=2e-4)
     assert (stale - logits(model)).abs().max() > 0.1
 
 
@@ -78,16 +78,16 @@ def test_models_that_others_have_wrapped_stay_as_they_are() -> None:
     hooked.model.layers[0].register_forward_hook(lambda *args: None)
     assert not can_pack(hooked)
     assert not can_pack(tiny_model("llama").to(torch.float64))
-    assert prepare(hooked).model is hooked
+    assert prepare(hooked) is hooked
 
 
 def test_a_model_is_prepared_once_and_freed_with_it() -> None:
     model = tiny_model("llama")
     prepared = prepare(model)
-    assert prepared.model is not model
+    assert prepared is not model
     drafter = SmallLMDrafter(model)
-    assert Decoder(model, drafter).lm._runs is prepared.model is drafter.lm._runs
-    freed = weakref.ref(prepared.model)
+    assert Decoder(model, drafter).lm._prepared is prepared is drafter.lm._prepared
+    freed = weakref.ref(prepared)
     del model, prepared, drafter
     gc.collect()
     assert freed() is None
@@ -97,15 +97,15 @@ def test_free_memory_decides_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two decoders that are compared run on the same kernels, however memory changes meanwhile."""
     model = tiny_model("llama")
     plain = Decoder(model, DRAFTERS["none"]())
-    monkeypatch.setattr("decode.target.packed.can_pack", lambda model: False)
-    assert Decoder(model, DRAFTERS["ngram"]()).lm._runs is plain.lm._runs
+    monkeypatch.setattr("decode.target.cpu_kernels.can_pack", lambda model: False)
+    assert Decoder(model, DRAFTERS["ngram"]()).lm._prepared is plain.lm._prepared
 
 
 def test_a_model_that_was_rebuilt_is_prepared_again() -> None:
     model = tiny_model("llama", tie=False)
-    before = prepare(model).model
+    before = prepare(model)
     reduce_output(model, torch.arange(5, 50))
-    after = prepare(model).model
+    after = prepare(model)
     assert after is not before
     assert logits(after).shape[-1] == 45
 

@@ -21,16 +21,14 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from decode.target.identity import fingerprint
+from decode.target.cpu_kernels import can_pack
+from decode.target.identity import fingerprint, require_same_weights, sample_weights, weights_sha256
 from decode.target.loading import Target, load_target, resolve_device
-from decode.target.packed import can_pack
-from decode.target.placement import input_device
-from decode.target.same_weights import require_same_weights, sample_weights
+from decode.target.pretrained import input_device
 from decode.target.slots import Slots
 from decode.trees import SHAPES
 from distill.student import student_from_layers
 from distill.teacher.output_layer import split_model
-from distill.teacher.parts import weights_sha256
 from heads.base import HeadOptions
 from heads.store import new_heads, save_heads
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
@@ -115,8 +113,8 @@ def test_what_reads_offloaded_weights_is_refused(how: str, tmp_path: Path) -> No
         UserError, match=r"heads on the target must read .*LlamaForCausalLM's are off"
     ):
         open_drafter(str(tmp_path / "heads"), placed)
-    with pytest.raises(UserError, match="a cache of it, must read the target's weights"):
-        weights_sha256(placed)
+    with pytest.raises(UserError, match="a cache of them, must read the target's weights"):
+        weights_sha256(placed.model)
     with pytest.raises(UserError, match="training on the target's distribution must read"):
         split_model(placed.model)
     with pytest.raises(UserError, match="cannot be copied, as when they are quantised or offl"):
@@ -243,7 +241,7 @@ def test_quantised_targets(quantise: Callable[[Any], Any], tmp_path: Path) -> No
     require_plain_text(model, expected, {"small": SmallLMDrafter(model), "tree": tree})
     with pytest.raises(UserError, match="cannot be copied, as when they are quantised"):
         student_from_layers(model, [0])
-    assert weights_sha256(target) == weights_sha256(target) != weights_sha256(target_of(whole))
+    assert weights_sha256(model) == weights_sha256(model) != weights_sha256(whole)
     with pytest.raises(UserError, match=r"other weights|another model"):
         require_same_weights(sample_weights(model), "float32", whole, "it")
 

@@ -18,8 +18,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES, Shape
-from decode.trees.growth import Growth
-from decode.trees.operations import best, first_equal, merged, pack
+from decode.trees.growth import Growth, best, first_equal, merged, pack
 from decode.trees.structure import Structure
 from tests.test_drafters import append, contexts_of, limits_of, model, noise_for
 from tests.tiny import FAMILIES, after, tiny_model

@@ -23,8 +23,7 @@ from decode.loop import Decoder
 from decode.rules import RULES
 from decode.sampling import CounterRNG, Sampling
 from decode.trees import SHAPES, Shape
-from decode.trees.growth import Growth
-from decode.trees.operations import first_equal, pack
+from decode.trees.growth import Growth, first_equal, pack
 from tests.enumeration import TOKENS, Contextual, enumerate_drafts
 from tests.test_drafters import contexts_of, limits_of, model, noise_for
 from tests.test_shapes import Path, paths_of

@@ -8,13 +8,12 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from decode.detokenize import TextStream, decode
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from decode.stops import StopStrings
+from decode.text_stream import StopStrings, TextStream, decode
 from tests.tiny import PAD_ID, VOCAB, tiny_model, tiny_tokenizer
 
 tokenizer = functools.cache(tiny_tokenizer)

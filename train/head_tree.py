@@ -6,7 +6,7 @@ from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import require_prompts
 from decode.measure.calibrate_tree import (
-    MOST_NODES,
+    MAX_NODES,
     NothingAccepted,
     TreeCalibration,
     calibrate_tree,
@@ -48,7 +48,7 @@ def require_tree(settings: TreeConfig, context: StageContext, stage: str, heads:
         )
     target, prompts = context.target, _prompts(settings, context)
     require_prompts(prompts, target.max_positions, target.vocab_size)
-    nodes = max(settings.width * heads.depth, settings.nodes or MOST_NODES)
+    nodes = max(settings.width * heads.depth, settings.nodes or MAX_NODES)
     require_slots(target.model, max(map(len, prompts)) + settings.max_new_tokens + nodes)
     require_trees(target.model)
 

@@ -15,7 +15,7 @@ from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.trees import Shape
-from decode.trees.operations import first_equal, merged, pack
+from decode.trees.growth import first_equal, merged, pack
 from decode.verification import Verification
 
 

@@ -16,7 +16,7 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError, nearest
-from decode.target.identity import Fingerprint, fingerprint, require_same_vocabulary
+from decode.target.identity import describe_target, require_same_target, require_same_vocabulary
 from decode.target.loading import DTYPES, Target, load_model_and_tokenizer
 
 DRAFTER_FILE = "drafter.json"
@@ -39,11 +39,7 @@ def save_drafter(
     description = {
         "format": FORMAT,
         "kind": kind,
-        "target": {
-            "name": target.name,
-            "revision": target.revision,
-            "fingerprint": target.fingerprint.to_dict(),
-        },
+        "target": {"name": target.name, **describe_target(target)},
         "provenance": provenance,
     }
 
@@ -105,13 +101,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         return drafter
     if (path / DRAFTER_FILE).exists():
         description = describe_drafter(path)
-        made_for = Fingerprint.from_dict(description["target"]["fingerprint"])
-        require_same_vocabulary(
-            made_for,
-            target.fingerprint,
-            f"the target of drafter {spec}",
-            padding=description["kind"] == "small_lm",
-        )
+        padding = description["kind"] == "small_lm"
+        require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
         try:
             loader = DRAFTERS[description["kind"]]
         except UserError as error:
@@ -128,8 +119,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         loaded = load_model_and_tokenizer(spec, dtype=name, device=place)
     except UserError as error:
         raise UserError(f"{error}{nearest(spec, DRAFTERS)}") from error
-    own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
-    require_same_vocabulary(own, target.fingerprint, f"drafter {spec}", padding=True)
+    require_same_vocabulary(loaded.fingerprint, target.fingerprint, f"drafter {spec}", padding=True)
     return SmallLMDrafter.of_target(loaded.model, target)
 
 

@@ -9,9 +9,9 @@ from decode.draft import Siblings
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.sampling import Sampling
-from decode.target.packed import PackedLinear
+from decode.target.cpu_kernels import refresh_packed
 from decode.trees import Shape
-from decode.trees.chain import Chain
+from decode.trees.chains import Chain
 
 
 class ShapedDrafter(Drafter):
@@ -50,13 +50,15 @@ class ShapedDrafter(Drafter):
 
 def require_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Raises UserError unless the module has parameters with these names and shapes."""
-    own = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     for name, tensor in weights.items():
-        if name not in own or own[name].shape != tensor.shape:
-            found = f"one of shape {tuple(own[name].shape)}" if name in own else "none"
+        if name not in parameters or parameters[name].shape != tensor.shape:
+            shape = (
+                f"one of shape {tuple(parameters[name].shape)}" if name in parameters else "none"
+            )
             raise UserError(
                 f"new weights bring {name} of shape {tuple(tensor.shape)} and the drafter "
-                f"{type(module).__name__} has {found}; use weights of the same model"
+                f"{type(module).__name__} has {shape}; use weights of the same model"
             )
 
 
@@ -65,9 +67,7 @@ def take_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copies the values in, converted to the module's dtype and device, and repacks packed layers.
     Raises UserError as `require_weights` does, and then changes nothing."""
     require_weights(module, weights)
-    own = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     for name, tensor in weights.items():
-        own[name].copy_(tensor)
-    for part in module.modules():
-        if isinstance(part, PackedLinear):
-            part.refresh()
+        parameters[name].copy_(tensor)
+    refresh_packed(module)

@@ -30,26 +30,26 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class ThresholdCalibration:
     """All trials, ascending by θ, and the chosen one.
 
-    within: the requested range of acceptance rates. kept: whether any θ was in this range.
+    within: the requested range of acceptance rates. in_range: whether any θ was in this range.
     """
 
     trials: list[Trial]
     chosen: Trial
     within: tuple[float, float]
-    kept: bool
+    in_range: bool
 
     @property
     def verdict(self) -> str:
         low, high = self.within
-        found = f"θ = {self.chosen.threshold:g}: use --rule threshold:threshold="
-        found += f"{self.chosen.threshold:g}"
-        if self.kept:
-            return f"{found} (lowest latency with an acceptance rate of {low:g} to {high:g})"
+        text = f"θ = {self.chosen.threshold:g}: use --rule threshold:threshold="
+        text += f"{self.chosen.threshold:g}"
+        if self.in_range:
+            return f"{text} (lowest latency with an acceptance rate of {low:g} to {high:g})"
         return (
-            f"{found} (no θ has an acceptance rate of {low:g} to {high:g}; this one, with "
+            f"{text} (no θ has an acceptance rate of {low:g} to {high:g}; this one, with "
             f"{self.chosen.acceptance_rate:.2f}, is nearest)"
         )
 
@@ -60,7 +60,7 @@ class Calibration:
             "lossless": False,
             "threshold": self.chosen.threshold,
             "within": list(self.within),
-            "kept": self.kept,
+            "kept": self.in_range,
             "trials": [
                 {name: finite(value) for name, value in asdict(trial).items()}
                 for trial in self.trials
@@ -68,20 +68,20 @@ class Calibration:
         }
 
 
-def choose(trials: Sequence[Trial], within: tuple[float, float] = WITHIN) -> Calibration:
+def choose(trials: Sequence[Trial], within: tuple[float, float] = WITHIN) -> ThresholdCalibration:
     """Chooses the trial with the lowest latency among those with an acceptance rate in the bounds.
     If there is none, it chooses the one nearest to the bounds; among equals, the faster one.
 
     Raises UserError if no trial drafted anything.
     """
     low, high = within
-    found = [trial for trial in trials if np.isfinite(trial.acceptance_rate)]
-    if not found:
+    drafting = [trial for trial in trials if np.isfinite(trial.acceptance_rate)]
+    if not drafting:
         raise UserError("nothing was drafted, so there is no acceptance to calibrate by")
-    distance = [max(low - t.acceptance_rate, t.acceptance_rate - high, 0.0) for t in found]
-    nearest = [t for t, d in zip(found, distance, strict=True) if d == min(distance)]
+    distance = [max(low - t.acceptance_rate, t.acceptance_rate - high, 0.0) for t in drafting]
+    nearest = [t for t, d in zip(drafting, distance, strict=True) if d == min(distance)]
     chosen = min(nearest, key=lambda trial: trial.ms_per_token)
-    return Calibration(list(trials), chosen, within, min(distance) == 0)
+    return ThresholdCalibration(list(trials), chosen, within, min(distance) == 0)
 
 
 def calibrate_threshold(
@@ -95,7 +95,7 @@ def calibrate_threshold(
     max_new_tokens: int = 64,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
-) -> Calibration:
+) -> ThresholdCalibration:
     """Decodes each prompt (token ids, of the dev split) once with every θ, one prompt at a time,
     then calls `choose`. settings: everything except the rule.
 
@@ -105,24 +105,26 @@ def calibrate_threshold(
         raise UserError("calibrating needs at least one prompt and one threshold")
     if not 0 <= within[0] <= within[1] <= 1:
         raise UserError(f"acceptance is to be within {within}; expected low ≤ high, from 0 to 1")
-    tried = sorted(set(thresholds))
+    thetas = sorted(set(thresholds))
     shortest = min(prompts, key=len)
     decoders = []
-    for theta in tried:
+    for theta in thetas:
         rule = {"name": "threshold", "threshold": float(theta)}
         decoder, _ = replace(settings, rule=rule).decoder(target, drafter, shortest)
         decoder.decode([prompts[0]], min(8, max_new_tokens))  # warm-up, not part of any figure
         decoders.append(decoder)
-    runs: list[list[Decoded]] = [[] for _ in tried]
+    runs: list[list[Decoded]] = [[] for _ in thetas]
     for done, prompt in enumerate(prompts):
         # Each θ goes first in turn, so that a drift of the machine does not affect the comparison.
-        for turn in range(len(tried)):
-            which = (turn + done) % len(tried)
-            run = decoders[which].decode([prompt], max_new_tokens, seed=seed, row_ids=[done])
-            runs[which].append(run)
+        for turn in range(len(thetas)):
+            index = (turn + done) % len(thetas)
+            run = decoders[index].decode([prompt], max_new_tokens, seed=seed, row_ids=[done])
+            runs[index].append(run)
         if progress:
             progress(done + 1)
-    return choose([_trial(theta, found) for theta, found in zip(tried, runs, strict=True)], within)
+    return choose(
+        [_trial(theta, decodes) for theta, decodes in zip(thetas, runs, strict=True)], within
+    )
 
 
 def _trial(theta: float, runs: Sequence[Decoded]) -> Trial:

@@ -1,31 +1,173 @@
-"""Chooses a tree for a drafter, by acceptance and costs measured on dev prompts."""
+"""Chooses a tree for a drafter, by acceptance and costs measured on dev prompts.
+
+To measure how often the target accepts each candidate of the drafter, the loop decodes the prompts
+with exact match and a probe tree of the drafter's likeliest tokens. So the counts are about the
+tokens that the target emits (greedy or drawn).
+
+Shapes: D depths, K ranks, N nodes of the probe.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+from transformers import PreTrainedModel
+
+from decode.draft import Draft
 from decode.drafters import Drafter
+from decode.drafters.trained import ShapedDrafter
 from decode.errors import UserError
-from decode.measure.costs import Costs
-from decode.measure.other_processes import busy
-from decode.measure.time_costs import CAREFUL, measure_costs
-from decode.measure.tree_acceptance import Acceptance, measure_acceptance, probe, require_shaped
-from decode.sampling import Sampling
+from decode.loop import Decoded, Decoder
+from decode.measure.costs import Costs, busy
+from decode.measure.time_costs import CAREFUL_REPEATS, measure_costs
+from decode.rules.exact import ExactMatch
+from decode.sampling import CounterRNG, Sampling
 from decode.settings import DecodeSettings
 from decode.stats import Counts
 from decode.target.cached_model import require_trees
 from decode.target.loading import Target
-from decode.trees import Shape
+from decode.trees import Shape, require_whole
 from decode.trees.calibrated import grow_greedily
-from decode.trees.chain import Chain
+from decode.trees.chains import Chain
 from decode.trees.sequoia import TreePlan, plan_tree, smallest_within
 from decode.trees.static import FixedTree
 from decode.trees.structure import Structure
+from decode.verification import Scores, Verification
 
 Method = Literal["calibrated", "sequoia"]
 OnProgress = Callable[[str], None]  # called with the name of the next phase
-MOST_NODES = 64
+MAX_NODES = 64
 WIDE = 3  # nodes on each level of the tree that is used to time drafting
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """hits, reached: int [D, K], for candidates of rank r at depth d + 1. hits: how often the
+    candidate was the next token. reached: how often one was judged after all before it were
+    accepted."""
+
+    hits: np.ndarray
+    reached: np.ndarray
+
+    def table(self) -> list[list[float]]:
+        """[D, K]: the share of right candidates, 0 if none was judged. For `calibrated`."""
+        return _share(self.hits, self.reached)
+
+    def by_rank(self) -> list[float]:
+        """[K]: the same share over all depths. For `sequoia`."""
+        return _share(self.hits.sum(0), self.reached.sum(0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts the counts and the table to JSON values."""
+        return {
+            "hits": self.hits.tolist(),
+            "reached": self.reached.tolist(),
+            "table": self.table(),
+        }
+
+
+def _share(hits: np.ndarray, reached: np.ndarray) -> Any:
+    return (hits / np.maximum(reached, 1)).tolist()
+
+
+def probe(width: int, depth: int) -> Structure:
+    """A tree with `width` candidates at each depth, all children of nodes on the likeliest path.
+
+    >>> probe(2, 2).paths
+    [(0,), (1,), (0, 0), (0, 1)]
+    """
+    require_whole(width=width, depth=depth)
+    return Structure([(*[0] * above, rank) for above in range(depth) for rank in range(width)])
+
+
+def require_shaped(drafter: Drafter) -> ShapedDrafter:
+    """Returns the drafter. Raises UserError if it does not take shapes."""
+    if not isinstance(drafter, ShapedDrafter):
+        raise UserError(
+            f"{type(drafter).__name__} drafts in no shape, so there is no tree to calibrate"
+        )
+    return drafter
+
+
+def measure_acceptance(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tree: Structure,
+    max_new_tokens: int = 64,
+    eos_token_ids: Sequence[int] = (),
+    sampling: Sampling | None = None,
+    batch_size: int = 16,
+    seed: int = 0,
+) -> Acceptance:
+    """Measures the acceptance of the nodes of `tree` (see `probe`) on these prompts. Use dev
+    prompts.
+
+    drafter: a drafter that takes shapes. Its shape is restored afterwards. Paths outside `tree` are
+    not measured: with `probe`, deeper candidates are counted only after the likeliest ones. Tokens
+    past the end of a text are not counted. Raises UserError for a drafter without a shape, for no
+    prompts, and as `Decoder` does.
+    """
+    shaped = require_shaped(drafter)
+    shape = shaped.shape
+    if not prompts:
+        raise UserError("there are no prompts to measure acceptance on")
+    counts = np.zeros((2, tree.depth, int(tree.ranks.max()) + 1), dtype=np.int64)
+    shaped.shape = FixedTree(tree)
+    try:
+        rule = _Watching()
+        decoder = Decoder(
+            model,
+            drafter,
+            eos_token_ids=eos_token_ids,
+            gamma=tree.depth,
+            rule=rule,
+            sampling=sampling,
+        )
+        for begin in range(0, len(prompts), batch_size):
+            rule.seen.clear()
+            batch = prompts[begin : begin + batch_size]
+            row_ids = range(begin, begin + len(batch))
+            run = decoder.decode(batch, max_new_tokens, seed=seed, row_ids=row_ids)
+            _count(counts, tree, rule.seen, run)
+    finally:
+        shaped.shape = shape
+    return Acceptance(*counts)
+
+
+class _Watching(ExactMatch):
+    """Exact match that keeps its verdicts: sizes and accepted [B], paths [B, D]."""
+
+    exact_when_greedy = False  # it is exact match already and must not be replaced
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
+        done = super().verify(draft, scores, rng)
+        self.seen.append((draft.sizes, done.accepted, done.path.cpu().numpy()))
+        return done
+
+
+def _count(
+    counts: np.ndarray,
+    tree: Structure,
+    seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    run: Decoded,
+) -> None:
+    """Adds the verdicts of one decode to counts, int [2, D, K]: hits and reached."""
+    hits, reached = counts
+    for (sizes, accepted, paths), step in zip(seen, run.steps, strict=True):
+        for size, kept, path, emitted in zip(sizes, accepted, paths, step.emitted, strict=True):
+            nodes = [-1, *path[:kept].tolist()]
+            # If the block was cut, the last emitted token ends the text and nothing follows it.
+            for depth in range(min(kept + 1, int(emitted), tree.depth)):
+                judged = np.flatnonzero(tree.parents[:size] == nodes[depth])
+                reached[depth, tree.ranks[judged]] += 1
+                if depth < kept:
+                    hits[depth, tree.ranks[nodes[depth + 1]]] += 1
 
 
 class NothingAccepted(UserError):
@@ -61,25 +203,25 @@ class TreeCalibration:
     def verdict(self) -> str:
         tree = self.structure
         speed = 1 / self.plan.cost_per_token
-        found = (
+        text = (
             f"{len(tree)} nodes, {tree.depth} deep: {self.tree_tokens:.2f} tokens per step on "
             f"these prompts (promised: {self.plan.tokens_per_step:.2f}; chains {tree.depth} deep: "
             f"{self.chain_tokens:.2f}); at the measured costs {speed:.2f} times plain decoding"
         )
         if self.best.structure != tree:
-            found += (
+            text += (
                 f" (a tree of {len(self.best.structure)} nodes promises "
                 f"{1 / self.best.cost_per_token:.2f}; a difference of less than "
                 f"{self.tolerance:.1%} is not more than noise, so the smaller tree is taken)"
             )
         if speed <= 1:
-            found += ": drafting does not pay on this machine"
+            text += ": drafting does not pay on this machine"
         if busy(self.costs.others):
-            found += (
+            text += (
                 f". Other processes took {self.costs.others:.0%} of the processor while the costs "
                 "were measured: calibrate again on a machine that has nothing else to do"
             )
-        return found
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to JSON values: everything except the paths, which are in the tree's file."""
@@ -134,51 +276,57 @@ def calibrate_tree(
     require_shaped(drafter)
     require_trees(target.model)
     sampling = sampling or Sampling()
-    deepest = drafter.with_shape(Chain()).most_nodes(depth)
+    max_depth = drafter.with_shape(Chain()).most_nodes(depth)
     progress("acceptance")
-    found = measure_acceptance(
+    acceptance = measure_acceptance(
         target.model,
         drafter,
         prompts,
-        tree=probe(width, deepest),
+        tree=probe(width, max_depth),
         max_new_tokens=max_new_tokens,
         eos_token_ids=target.eos_token_ids,
         sampling=sampling,
         seed=seed,
     )
-    if not found.hits[0].any():
+    if not acceptance.hits[0].any():
         raise NothingAccepted(
             f"not one of the {width} likeliest first tokens was the target's in "
-            f"{int(found.reached[0, 0])} drafts, so no tree can be made; train the drafter more."
+            f"{int(acceptance.reached[0, 0])} drafts, so no tree can be made; train the drafter "
+            "more."
         )
     progress("costs")
-    settings = DecodeSettings(gamma=deepest, sampling=sampling)
+    settings = DecodeSettings(gamma=max_depth, sampling=sampling)
     # Drafting is timed with a tree too: a level of several nodes costs more than a chain token.
-    usual = FixedTree(Structure.of_widths([min(WIDE, width), *[1] * (deepest - 1)]))
-    decoder, _ = settings.decoder(target, drafter.with_shape(usual))
-    widest = (nodes or MOST_NODES) + 1
+    timed = FixedTree(Structure.of_widths([min(WIDE, width), *[1] * (max_depth - 1)]))
+    decoder, _ = settings.decoder(target, drafter.with_shape(timed))
+    max_width = (nodes or MAX_NODES) + 1
     shortest = min(prompts, key=len)
     costs = measure_costs(
-        decoder, [shortest], most=deepest, widest=widest, trees=True, repeats=CAREFUL
+        decoder,
+        [shortest],
+        max_depth=max_depth,
+        max_width=max_width,
+        trees=True,
+        repeats=CAREFUL_REPEATS,
     )
     tolerance = costs.noise
     if method == "sequoia":
         best, plan = (
             plan_tree(
-                found.by_rank(),
-                nodes=nodes or MOST_NODES,
-                depth=deepest,
+                acceptance.by_rank(),
+                nodes=nodes or MAX_NODES,
+                depth=max_depth,
                 draft_cost=costs.c,
                 verify_costs=list(zip(costs.widths, costs.v, strict=True)),
-                sizes=_sizes(costs, nodes or MOST_NODES),
+                sizes=_sizes(costs, nodes or MAX_NODES),
                 tolerance=share,
             )
             for share in (0.0, tolerance)
         )
     elif nodes is not None:
-        plan = best = _plan(found.table(), grow_greedily(found.table(), nodes), costs)
+        plan = best = _plan(acceptance.table(), grow_greedily(acceptance.table(), nodes), costs)
     else:
-        best, plan = (cheapest(found.table(), costs, tolerance=x) for x in (0.0, tolerance))
+        best, plan = (cheapest(acceptance.table(), costs, tolerance=x) for x in (0.0, tolerance))
 
     def tokens(what: str, shape: Shape) -> float:
         progress(what)
@@ -194,7 +342,7 @@ def calibrate_tree(
     return TreeCalibration(
         method,
         plan,
-        found,
+        acceptance,
         costs,
         tokens("the tree", FixedTree(plan.structure)),
         tokens("chains", Chain()),
@@ -205,31 +353,32 @@ def calibrate_tree(
     )
 
 
-def _sizes(costs: Costs, most: int) -> list[int]:
-    """Numbers of nodes with a timed pass, at most `most`: 1, 2, 4, …; always includes `most`.
+def _sizes(costs: Costs, max_nodes: int) -> list[int]:
+    """Numbers of nodes with a timed pass, at most `max_nodes`: 1, 2, 4, …; always includes
+    `max_nodes`.
 
     Sizes in between would save about 1%. That is less than the difference between two runs on one
     machine, which would then choose different trees.
     """
-    return sorted({min(width - 1, most) for width in costs.widths if width > 1} | {most})
+    return sorted({min(width - 1, max_nodes) for width in costs.widths if width > 1} | {max_nodes})
 
 
 def cheapest(
     table: Sequence[Sequence[float]],
     costs: Costs,
-    most: int = MOST_NODES,
+    max_nodes: int = MAX_NODES,
     tolerance: float = 0.0,
 ) -> TreePlan:
     """The smallest tree whose cost per token is at most `tolerance` (a share) above the least.
 
     The candidates are the trees that `grow_greedily` makes from a table of acceptance [D, K], with
-    at most `most` nodes, for the sizes with a timed pass.
+    at most `max_nodes` nodes, for the sizes with a timed pass.
 
     >>> costs = Costs(0.05, 1, 0.1, (1, 2, 3, 4), (1.0, 1.0, 1.0, 2.0))
     >>> cheapest([[0.5, 0.3], [0.4, 0.2]], costs).structure.paths
     [(0,), (1,)]
     """
-    plans = [_plan(table, grow_greedily(table, nodes), costs) for nodes in _sizes(costs, most)]
+    plans = [_plan(table, grow_greedily(table, nodes), costs) for nodes in _sizes(costs, max_nodes)]
     return plans[smallest_within([plan.cost_per_token for plan in plans], tolerance)]
 
 

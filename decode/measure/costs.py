@@ -1,12 +1,21 @@
-"""The costs of drafting and verifying on this machine: c and v(n), in plain steps.
+"""The costs of drafting and verifying on this machine, and how busy the machine is meanwhile.
 
-`decode.measure.time_costs` measures them.
+The costs are c and v(n), in plain steps. `decode.measure.time_costs` measures them.
 """
 
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
+
+# Above this share of the cores, other processes affect the measured times.
+BUSY = 0.05
+# Seconds. The system counts hundredths of a second per core: too coarse for shorter times.
+SHORTEST = 1.0
+_WORKING = ("user", "nice", "system", "irq", "softirq", "steal")
 
 
 @dataclass(frozen=True)
@@ -18,7 +27,7 @@ class Costs:
     costs v[i] plain steps; v at width 1 is 1. noise: the relative standard error of the cost of a
     draft and its verification, estimated from two halves of the measurement; 0 if unknown.
     others: the share of the processor that other processes used during the measurement
-    (`decode.measure.other_processes`).
+    (`OtherProcesses`).
 
     >>> costs = Costs(0.05, 1, 0.1, (1, 2, 4), (1.0, 1.1, 1.3))
     >>> costs.verify([3, 8]).round(2).tolist()
@@ -56,5 +65,53 @@ def straight_on(x: np.ndarray, known: np.ndarray, values: np.ndarray) -> np.ndar
     rising = np.maximum.accumulate(values)
     slope = (rising[-1] - rising[0]) / (known[-1] - known[0]) if len(known) > 1 else 0.0
     beyond = np.maximum(x - known[-1], 0)
-    found: np.ndarray = np.interp(x, known, rising) + slope * beyond
-    return found
+    interpolated: np.ndarray = np.interp(x, known, rising)
+    return interpolated + slope * beyond
+
+
+class OtherProcesses:
+    """The share of the processor that other processes use, measured from the moment this object is
+    created.
+
+    Works only on Linux, and only for the cores that this process may run on. Time used by other
+    guests of the same host counts if the host reports it (steal). In a container, the system's
+    counters are those of the host. If the container is limited to a set of cores (cpuset), only
+    these count. If it is limited by a quota, all cores of the host count, and so do processes
+    outside the container. Other users of a GPU are not counted.
+    """
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    def share(self) -> float | None:
+        """The share of the cores, 0 to 1, that other processes used since then. None if unknown."""
+        if self._begin is None:
+            return None
+        end = self._now()
+        assert end is not None
+        seconds, busy, ours = (b - a for a, b in zip(self._begin[:3], end[:3], strict=True))
+        # In some sandboxes the counters do not move.
+        if seconds < SHORTEST or busy < 0.5 * ours:
+            return None
+        return min(max(busy - ours, 0.0) / (seconds * end[3]), 1.0)
+
+    @staticmethod
+    def _now() -> tuple[float, float, float, int] | None:
+        """(time, busy seconds of all processes on our cores, busy seconds of this process, number
+        of cores)."""
+        if not sys.platform.startswith("linux"):
+            return None
+        process = psutil.Process()
+        all_cores = psutil.cpu_times(percpu=True)
+        numbers = process.cpu_affinity()
+        # If a container lists fewer cores than our core numbers need, the listed cores are ours.
+        fits = max(numbers) < len(all_cores)
+        cores = [all_cores[i] for i in numbers] if fits else all_cores
+        busy = sum(getattr(core, part, 0.0) for core in cores for part in _WORKING)
+        ours = process.cpu_times()
+        return time.perf_counter(), busy, ours.user + ours.system, len(cores)
+
+
+def busy(share: float | None) -> bool:
+    """Whether other processes used enough of the processor to affect the measured times."""
+    return share is not None and share > BUSY

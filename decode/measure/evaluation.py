@@ -16,7 +16,7 @@ The meaning of each figure:
   fixed γ. A pass over several tokens is never cheaper than a pass over one: a v below 1 is noise,
   and then there is no break-even.
 - others' share: the share of the processor that other processes used during timing
-  (`decode.measure.other_processes`).
+  (`decode.measure.costs`).
 - γ, la/k and milliseconds by part of a step: see `decode.stats.summary`. They are given separately
   for the acceptance run (batches of `batch_size`) and the timed run (`timed_batch_size`).
 - repetition: the share of a text's tokens inside an 8-gram that the text repeats.
@@ -33,8 +33,7 @@ import torch
 from decode.drafters import DRAFTERS, Drafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder, Decoding
-from decode.measure.costs import Costs
-from decode.measure.other_processes import OtherProcesses, busy
+from decode.measure.costs import Costs, OtherProcesses, busy
 from decode.settings import DecodeSettings
 from decode.stats import Counts, Timing, finite, summary
 from decode.target.generation_config import nothing_filled_in, stated_config
@@ -86,7 +85,7 @@ class Evaluation:
 
     plain, drafted: one run for each timed batch. generate_seconds, generate_tokens: the same for
     `generate()`. drafts: a short description, such as `chain`. others: see
-    `decode.measure.other_processes`."""
+    `decode.measure.costs`."""
 
     protocol: EvaluationProtocol
     dtype: str

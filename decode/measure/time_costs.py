@@ -14,8 +14,7 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.costs import Costs
-from decode.measure.other_processes import OtherProcesses
+from decode.measure.costs import Costs, OtherProcesses
 from decode.policies import Policy
 from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG, Sampling
@@ -25,39 +24,39 @@ from decode.verification import Verification
 # third counts, because slow passes come from other load on the machine.
 REPEATS = 4
 # Used if the costs decide something that is kept, such as a tree.
-CAREFUL = 12
+CAREFUL_REPEATS = 12
 
 
 def measure_costs(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     *,
-    most: int = 8,
-    widest: int = 16,
+    max_depth: int = 8,
+    max_width: int = 16,
     trees: bool = False,
     repeats: int = REPEATS,
 ) -> Costs:
     """Measures costs with the decoder's loop, for the rows of `prompts` (token ids) decoded
-    together: v from passes of up to `widest` tokens, c from drafts of up to `most` steps. trees:
-    the passes are over trees, which need a mask and a walk in addition.
+    together: v from passes of up to `max_width` tokens, c from drafts of up to `max_depth` steps.
+    trees: the passes are over trees, which need a mask and a walk in addition.
 
     Takes 2 · (`repeats` + 1) decodes. Each has one pass per width, or one draft per depth. The
     widest passes are left out if the target's context is too short for them and the prompts.
     Raises UserError if not even a pass of 2 tokens fits.
     """
     room = decoder.lm.max_positions - max(map(len, prompts)) - 1
-    widths = _fitting(sorted({min(n, widest) for n in _WIDTHS}), room)
-    depths = _fitting(sorted({1, max(1, most // 2), most}), room)
+    widths = _that_fit(sorted({min(n, max_width) for n in _WIDTHS}), room)
+    depths = _that_fit(sorted({1, max(1, max_depth // 2), max_depth}), room)
     if len(widths) < 2 or not depths:
         raise UserError(
             f"measuring costs needs a few tokens of context beside the prompt, and the target's "
             f"{decoder.lm.max_positions} leave {room}; give a shorter prompt"
         )
-    filler, exact = _Filler(trees), RULES["exact"]()
-    verifying = _Turns([n - 1 for n in widths])
+    filler, exact = _FillerDrafter(trees), RULES["exact"]()
+    verifying = _PlannedDepths([n - 1 for n in widths])
     # The first draft of a text is cold and is left out.
-    drafting = _Turns([1, *depths])
-    watch = OtherProcesses()
+    drafting = _PlannedDepths([1, *depths])
+    other_processes = OtherProcesses()
     passes: list[list[Verification]] = []
     drafts: list[list[Verification]] = []
     # In turns, so that other load on the machine affects both kinds of passes.
@@ -73,8 +72,8 @@ def measure_costs(
         c,
         tuple(widths),
         tuple(v.tolist()),
-        _noise([most * c + v for c, v in halves]) if repeats > 1 else 0.0,
-        watch.share(),
+        _noise([max_depth * c + v for c, v in halves]) if repeats > 1 else 0.0,
+        other_processes.share(),
     )
 
 
@@ -87,25 +86,28 @@ def _estimate(
     decodes."""
     seconds = np.array(
         [
-            _quick([s.verify_s + s.overhead_s for run in passes for s in run if s.width == n])
+            _mean_of_fastest(
+                [s.verify_s + s.overhead_s for run in passes for s in run if s.width == n]
+            )
             for n in widths
         ]
     )
     # The fastest at each depth. The fastest overall could all be of one depth.
     depths = sorted({step.draft_steps for run in drafts for step in run if step.draft_steps})
-    taken = [
-        _quick([s.draft_s / n for run in drafts for s in run if s.draft_steps == n]) for n in depths
+    step_seconds = [
+        _mean_of_fastest([s.draft_s / n for run in drafts for s in run if s.draft_steps == n])
+        for n in depths
     ]
-    c = float(np.mean(taken)) / seconds[0] if taken else 0.0
+    c = float(np.mean(step_seconds)) / seconds[0] if step_seconds else 0.0
     return float(seconds[0]), c, np.maximum.accumulate(seconds / seconds[0])
 
 
 def _noise(halves: Sequence[np.ndarray]) -> float:
     """The relative standard error of the mean of two measurements, float64 [W] each: the root mean
-    square over the W places."""
+    square over the W widths."""
     one, other = halves
-    apart = (one - other) / (one + other)
-    return float(np.sqrt(np.mean(apart**2)))
+    differences = (one - other) / (one + other)
+    return float(np.sqrt(np.mean(differences**2)))
 
 
 # The last committed token and 1, 2, 4, … draft tokens: trees of these sizes are compared. Beyond
@@ -113,13 +115,13 @@ def _noise(halves: Sequence[np.ndarray]) -> float:
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65, 129)
 
 
-def _fitting(sizes: Sequence[int], room: int) -> list[int]:
+def _that_fit(sizes: Sequence[int], room: int) -> list[int]:
     """The first sizes that fit into `room` together, each with one more token from the target."""
     total = np.cumsum(np.array(sizes) + 1)
     return [size for size, end in zip(sizes, total, strict=True) if end < room]
 
 
-def _quick(seconds: Sequence[float]) -> float:
+def _mean_of_fastest(seconds: Sequence[float]) -> float:
     return float(np.mean(sorted(seconds)[: -(-len(seconds) // 3)]))
 
 
@@ -128,23 +130,23 @@ def _steps(
     prompts: Sequence[Sequence[int]],
     drafter: Drafter,
     rule: Rule,
-    turns: "_Turns",
+    turns: "_PlannedDepths",
 ) -> list[Verification]:
     """The steps of one decode. The depths of its drafts come from `turns`."""
     other = copy.copy(decoder)
     other.drafter, other.rule, other.policy = drafter, rule, turns
     other.eos = np.zeros(0, dtype=np.int64)
-    with contextlib.suppress(_Enough):
+    with contextlib.suppress(_AllDepthsTimed):
         # Each pass can emit all draft tokens and one more.
         other.decode(prompts, sum(turns.turns) + len(turns.turns) + 2)
     return turns.steps
 
 
-class _Enough(Exception):
+class _AllDepthsTimed(Exception):
     """All turns are done. The rest of the text is not decoded."""
 
 
-class _Turns(Policy):
+class _PlannedDepths(Policy):
     """Takes the depths from a list, one per step, and keeps the steps."""
 
     def __init__(self, turns: Sequence[int]) -> None:
@@ -158,14 +160,14 @@ class _Turns(Policy):
 
     def depths(self) -> np.ndarray:
         if len(self.steps) == len(self.turns):
-            raise _Enough
+            raise _AllDepthsTimed
         return np.full(self.rows, self.turns[len(self.steps)])
 
     def observe(self, step: Verification) -> None:
         self.steps.append(step)
 
 
-class _Filler(Drafter):
+class _FillerDrafter(Drafter):
     """Drafts as many tokens as requested, as a chain or as siblings. Their ids do not matter."""
 
     def __init__(self, trees: bool) -> None:

@@ -14,14 +14,21 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from decode.errors import UserError
-from decode.target.attention import LONGEST_CHAIN, SLOTS, each_token_alone
+from decode.target.cpu_kernels import (
+    LONGEST_CHAIN,
+    SLOT_STEP,
+    each_token_alone,
+    has_replaced_attention,
+    prepare,
+    refresh_packed,
+)
 from decode.target.hidden_states import Recorder, layer_list_name
-from decode.target.packed import prepare
-from decode.target.placement import input_device
+from decode.target.pretrained import input_device
 from decode.target.slots import Slots
 from decode.target.tree_support import reason_against_trees
 
-# Models that passed the trial, with the attention implementation and dtype they passed it in.
+# Models that passed the trial for trees, with the attention implementation and dtype they passed it
+# in. No other object remembers this.
 _PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, torch.dtype]]] = WeakKeyDictionary()
 
 
@@ -73,9 +80,8 @@ def require_trees(model: PreTrainedModel) -> None:
     if kind in _PASSED.get(model, ()):
         return
     layers = range(model.config.get_text_config().num_hidden_layers)
-    lm = CachedLM(model, captured_layers=layers if layer_list_name(model) else ())
-    lm._tried = True
-    reason = reason_against_trees(lm)
+    captured_layers = layers if layer_list_name(model) else ()
+    reason = reason_against_trees(CachedLM(model, captured_layers=captured_layers, trial=True))
     if reason is not None:
         raise UserError(
             f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
@@ -94,25 +100,31 @@ class CachedLM:
     chunked attention (llama4) and flash attention. `require_trees` rejects models that compute
     masks or positions themselves (ALiBi: bloom, mpt), at the latest when the first tree is fed.
 
-    It runs the model in its prepared form (`decode.target.packed.prepare`).
+    It runs the model in its prepared form (`decode.target.cpu_kernels.prepare`).
     captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
     Each forward stores them in `features`, [B, n, H].
+    trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.
     """
 
-    def __init__(self, model: PreTrainedModel, *, captured_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        captured_layers: Sequence[int] = (),
+        trial: bool = False,
+    ) -> None:
         self.model = model
         self._prepared = prepare(model)
-        self._runs = self._prepared.model
-        self._recorder = Recorder(self._runs, captured_layers) if captured_layers else None
+        self._recorder = Recorder(self._prepared, captured_layers) if captured_layers else None
         self.features: Mapping[int, Tensor] = {}
         self.device = input_device(model)
         config = model.config.get_text_config()
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-        self._boolean_masks = self._runs.config._attn_implementation == "sdpa"
+        self._boolean_masks = self._prepared.config._attn_implementation == "sdpa"
         self._mask_dtype = model.dtype
         self._slots: Slots | None = None
         self._cache: Cache | None = None
-        self._tried = False
+        self._trial = trial
         self.capacity = 0  # slots of each row
 
     def reset(self, rows: int, capacity: int, *, longest: int | None = None) -> None:
@@ -125,13 +137,13 @@ class CachedLM:
         self.capacity = capacity
         self.refresh()
         layers = self.model.config.get_text_config().num_hidden_layers
-        step = SLOTS if self._prepared.row_exact else 1
+        step = SLOT_STEP if has_replaced_attention(self._prepared) else 1
         self._slots = Slots(layers, rows, capacity, self.device, step=step)
         self._cache = Cache(layers=self._slots.layers)
 
     def refresh(self) -> None:
         """Use weights that were changed in place. Cached keys and values are not computed again."""
-        self._prepared.refresh()
+        refresh_packed(self._prepared)
 
     def forward(
         self,
@@ -154,21 +166,20 @@ class CachedLM:
         """
         assert self._slots is not None, "reset() comes before forward()"
         n = ids_BN.shape[1]
-        if ancestors_BNM is not None and not self._tried:
+        if ancestors_BNM is not None and not self._trial:
             require_trees(self.model)
-            self._tried = True
         self._slots.place(start, n)
         base = start if ancestors_BNM is None else start + n - ancestors_BNM.shape[2]
         base_B1 = torch.as_tensor(base, device=self.device)[:, None]
         if depth_BN is None:
             depth_BN = torch.arange(n, device=self.device)[None, :]
-        taken: AbstractContextManager[Mapping[int, Tensor]] = (
+        recording: AbstractContextManager[Mapping[int, Tensor]] = (
             self._recorder.recording() if self._recorder else nullcontext({})
         )
         chain = ancestors_BNM is None and n <= LONGEST_CHAIN
         alone = each_token_alone() if chain else nullcontext()
-        with alone, taken as self.features, self._only(columns, n):
-            logits = self._runs(
+        with alone, recording as self.features, self._restricted_output(columns, n):
+            logits = self._prepared(
                 input_ids=ids_BN,
                 # Only padding can be past the last position. It must not index past the end of a
                 # learned table.
@@ -177,25 +188,25 @@ class CachedLM:
                 past_key_values=self._cache,
                 use_cache=True,
             ).logits
-        # `_only` does nothing for a model without an accessible output layer.
+        # `_restricted_output` does nothing for a model without an accessible output layer.
         if columns is not None and logits.shape[1] != 1:
             logits = _columns_of(logits, columns)
         return logits
 
     @contextmanager
-    def _only(self, columns: np.ndarray | None, n: int) -> Iterator[None]:
+    def _restricted_output(self, columns: np.ndarray | None, n: int) -> Iterator[None]:
         """Inside this context, the output layer gets the hidden state of only one of n columns per
         row. Logits of all columns would be by far the largest tensor of a prefill. Later operations
         of the model on its logits (scaling, soft caps) are not affected."""
-        find = getattr(self._runs, "get_output_embeddings", None)
-        layer = find() if find and columns is not None and n > 1 else None
+        get_layer = getattr(self._prepared, "get_output_embeddings", None)
+        layer = get_layer() if get_layer and columns is not None and n > 1 else None
         if layer is None:
             yield
             return
         assert columns is not None
 
-        def pick(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            hidden, *others = given
+        def pick(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            hidden, *others = inputs
             if hidden.shape[:2] != (len(columns), n):
                 return None
             return _columns_of(hidden, columns), *others

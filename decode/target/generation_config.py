@@ -70,25 +70,25 @@ def stated_config(
         drawn |= {key: getattr(sampling, key) for key in ("temperature", "top_k", "top_p")}
         drawn["min_p"] = sampling.min_p or None
     eos = list(eos_token_ids)
-    given = {
+    settings = {
         "max_new_tokens": max_new_tokens,
         "num_beams": 1,
         "repetition_penalty": sampling.repetition_penalty,
         "eos_token_id": eos or None,
         "pad_token_id": eos[0] if eos else 0,
     }
-    return GenerationConfig(**(given | drawn | more))
+    return GenerationConfig(**(settings | drawn | more))
 
 
 @contextmanager
 def nothing_filled_in(model: PreTrainedModel) -> Iterator[None]:
     """Inside this context, `model.generate()` uses only its arguments and its defaults."""
-    kept = model.generation_config
+    original = model.generation_config
     model.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = kept
+        model.generation_config = original
 
 
 def sampling_as_generate(
@@ -107,7 +107,7 @@ def sampling_as_generate(
     Raises UserError for a setting of the checkpoint that changes the text and that we do not have.
     """
 
-    given = {
+    arguments = {
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -117,7 +117,8 @@ def sampling_as_generate(
     values = DEFAULTS | {
         key: value
         for key in DEFAULTS
-        if (value := getattr(config, key, None) if given[key] is None else given[key]) is not None
+        if (value := getattr(config, key, None) if arguments[key] is None else arguments[key])
+        is not None
     }
     if temperature is None and not config.do_sample:
         values["temperature"] = 0.0
@@ -127,15 +128,15 @@ def sampling_as_generate(
 
 def _require_supported(config: GenerationConfig, greedy: bool) -> None:
     named = _REFUSED if greedy else _REFUSED | _REFUSED_WHEN_SAMPLED
-    found = {
+    unsupported = {
         key: value
         for key, off in named.items()
         if (value := getattr(config, key, None)) not in (None, [], off)
     }
-    if not found:
+    if not unsupported:
         return
-    listed = ", ".join(f"{key}={value!r}" for key, value in found.items())
-    off = ", ".join(f"model.generation_config.{key} = {named[key]}" for key in found)
+    listed = ", ".join(f"{key}={value!r}" for key, value in unsupported.items())
+    off = ", ".join(f"model.generation_config.{key} = {named[key]}" for key in unsupported)
     raise UserError(
         f"the checkpoint's generation_config sets {listed}, which generate() obeys and this loop "
         f"does not have. Switch it off ({off}), or use model.generate()"

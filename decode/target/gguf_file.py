@@ -134,18 +134,18 @@ def _smollm(tokenizer: Tokenizer) -> None:
 
 
 # Keyed by GGUF's name for the pre-tokenizer (`tokenizer.ggml.pre`).
-_MENDERS: dict[str, Callable[[Tokenizer], None]] = {"smollm": _smollm}
+_CORRECTIONS: dict[str, Callable[[Tokenizer], None]] = {"smollm": _smollm}
 
 
-def mend_tokenizer(tokenizer: Any, metadata: dict[str, Any]) -> None:
+def correct_tokenizer(tokenizer: Any, metadata: dict[str, Any]) -> None:
     """Corrects, in place, what transformers reads wrongly from a GGUF file's tokenizer.
 
     Corrects the pre-tokenizer, if it is one that is known to be read wrongly, and the special
     tokens, from the ids in the file.
     """
-    mend = _MENDERS.get(metadata.get("tokenizer.ggml.pre", ""))
-    if mend is not None:
-        mend(tokenizer.backend_tokenizer)
+    correct = _CORRECTIONS.get(metadata.get("tokenizer.ggml.pre", ""))
+    if correct is not None:
+        correct(tokenizer.backend_tokenizer)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.target.placement import input_device
+from decode.target.pretrained import input_device
 
 FINAL = -1
 
@@ -36,26 +36,26 @@ class Features:
             return self.values[captured_layers[0]]
         return torch.cat([self.values[layer] for layer in captured_layers], -1)
 
-    def at(self, places: Tensor, counts: np.ndarray) -> "Features":
-        """The hidden states at these places of each row, int64 [B, m]. The first counts[b] places
+    def at(self, columns: Tensor, counts: np.ndarray) -> "Features":
+        """The hidden states in these columns of each row, int64 [B, m]. The first counts[b] columns
         of row b are valid."""
-        rows_B1 = torch.arange(len(places), device=places.device)[:, None]
-        return Features({layer: x[rows_B1, places] for layer, x in self.values.items()}, counts)
+        rows_B1 = torch.arange(len(columns), device=columns.device)[:, None]
+        return Features({layer: x[rows_B1, columns] for layer, x in self.values.items()}, counts)
 
     def newest(self, captured_layers: Sequence[int]) -> Tensor:
         """[B, T·H]: the hidden states of each row's last valid token. Meaningless for a row with
         counts[b] = 0."""
         values = self.of(captured_layers)
-        places = torch.as_tensor(np.maximum(self.counts - 1, 0), device=values.device)
-        return values[torch.arange(len(places), device=values.device), places]
+        columns = torch.as_tensor(np.maximum(self.counts - 1, 0), device=values.device)
+        return values[torch.arange(len(columns), device=values.device), columns]
 
     def keep_rows(self, rows: np.ndarray) -> "Features":
         """The hidden states of only these rows, int [B'], in this order."""
-        chosen = {
+        values = {
             layer: x.index_select(0, torch.as_tensor(rows, device=x.device))
             for layer, x in self.values.items()
         }
-        return Features(chosen, self.counts[rows])
+        return Features(values, self.counts[rows])
 
 
 class Recorder:
@@ -76,21 +76,21 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[dict[int, Tensor]]:
         """Captures the forward inside this context: the hidden states of each layer, [B, n, H]."""
-        found: dict[int, Tensor] = {}
+        captured: dict[int, Tensor] = {}
         # Removed at the end: hooks that stay would affect other users of the model.
         hooks = [
-            module.register_forward_hook(partial(_keep, found, layer, self._device))
+            module.register_forward_hook(partial(_store_output, captured, layer, self._device))
             for layer, module in self._modules.items()
         ]
         try:
-            yield found
+            yield captured
         finally:
             for hook in hooks:
                 hook.remove()
 
 
-def _keep(
-    found: dict[int, Tensor],
+def _store_output(
+    captured: dict[int, Tensor],
     layer: int,
     device: torch.device,
     _: nn.Module,
@@ -98,7 +98,7 @@ def _keep(
     output: Any,
 ) -> None:
     # Layers may be on other devices than the inputs.
-    found[layer] = (output if isinstance(output, Tensor) else output[0]).to(device)
+    captured[layer] = (output if isinstance(output, Tensor) else output[0]).to(device)
 
 
 def _layer(model: PreTrainedModel, number: int) -> nn.Module:
@@ -123,10 +123,10 @@ def layer_list_name(model: PreTrainedModel) -> str | None:
     """The dotted name of the list that holds the model's layers, such as `model.layers`. None if
     there is not exactly one such list."""
     depth = model.config.get_text_config().num_hidden_layers
-    found = [
+    names = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == depth
     ]
-    outermost = [name for name in found if not any(name.startswith(f"{o}.") for o in found)]
+    outermost = [name for name in names if not any(name.startswith(f"{o}.") for o in names)]
     return outermost[0] if len(outermost) == 1 else None

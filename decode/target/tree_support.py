@@ -58,8 +58,8 @@ def reason_against_trees(lm: "CachedLM") -> str | None:
         plain = trial.feed()
         strangers = trial.feed(strange=True)
         parents = trial.feed(other_parents=True)
-        moved = trial.feed(shifted=True)
-        reason = _must_change(plain, parents, moved)
+        shifted = trial.feed(shifted=True)
+        reason = _must_change(plain, parents, shifted)
         for child in CHILDREN:
             if reason is None and not torch.equal(plain[-1][child], strangers[-1][child]):
                 reason = _must_not_see(trial, plain, strangers, parents, child)
@@ -110,9 +110,9 @@ class _Trial:
         children. shifted: with the children at another position. last_alone: feed the last parent
         and its child after the rest, and return the result of these two only."""
         ids, depth = self.ids.clone(), self.seen.sum(1) - 1
-        own = slice(1 + FIRST[0] if last_alone else 3, 1 + LAST[0])
+        strangers = slice(1 + FIRST[0] if last_alone else 3, 1 + LAST[0])
         if strange:
-            ids[own], depth[own] = ids[own].flip(0), depth[own].flip(0)
+            ids[strangers], depth[strangers] = ids[strangers].flip(0), depth[strangers].flip(0)
         if other_parents:
             ids[[1 + FIRST[0], 1 + LAST[0]]] = self.other_parent
         if shifted:
@@ -133,9 +133,9 @@ class _Trial:
         return [x[0].float() for x in (*(layers[layer] for layer in sorted(layers)), logits)]
 
 
-def _must_change(plain: Trace, parents: Trace, moved: Trace) -> str | None:
+def _must_change(plain: Trace, parents: Trace, shifted: Trace) -> str | None:
     for child in CHILDREN:
-        for what, other in (("parent", parents), ("position", moved)):
+        for what, other in (("parent", parents), ("position", shifted)):
             if torch.equal(plain[-1][child], other[-1][child]):
                 return f"gives the same logits for a token whatever its {what} is"
     return None
@@ -160,11 +160,11 @@ def _slot_matters(plain: Trace, parents: Trace, eps: float) -> bool:
     """Whether the two children differ by more than rounding."""
     one, other = CHILDREN
     for here, control in zip(plain, parents, strict=True):
-        apart = here[one] - here[other]
-        if not apart.any():
+        difference = here[one] - here[other]
+        if not difference.any():
             continue
-        beyond = bool(apart.abs().mean() > UNITS * eps * here[one].abs().mean())
-        if beyond and _share(apart, here[one] - control[one]) > LARGE:
+        beyond = bool(difference.abs().mean() > UNITS * eps * here[one].abs().mean())
+        if beyond and _share(difference, here[one] - control[one]) > LARGE:
             return True
         # In later layers the rounding grows. In float32 it stays far below the limit.
         if eps > torch.finfo(torch.float32).eps:
@@ -172,11 +172,11 @@ def _slot_matters(plain: Trace, parents: Trace, eps: float) -> bool:
     return False
 
 
-def _share(apart: Tensor, control: Tensor) -> float:
+def _share(difference: Tensor, control: Tensor) -> float:
     """The size of a difference, as a share of the control's size. 2 if the control is 0. A few
     hidden dimensions may be thousands of times as large as the others, so they are clipped."""
-    apart, control = apart.abs(), control.abs()
-    most = control.quantile(0.9)
-    if not most:
+    difference, control = difference.abs(), control.abs()
+    limit = control.quantile(0.9)
+    if not limit:
         return 2.0
-    return float(apart.clamp(max=most).mean() / control.clamp(max=most).mean())
+    return float(difference.clamp(max=limit).mean() / control.clamp(max=limit).mean())

@@ -79,7 +79,6 @@ SHAPES: Registry[type[Shape]] = Registry("shape")
 
 from decode.trees import (  # noqa: E402, F401  (each registers itself)
     calibrated,
-    chain,
     chains,
     dynamic,
     sequoia,

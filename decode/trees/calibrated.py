@@ -1,6 +1,6 @@
 """Medusa's calibrated tree (2401.10774, section 2.3.3): the nodes that were accepted most often.
 
-`decode.measure.tree_acceptance` measures the acceptance on dev prompts.
+`decode.measure.calibrate_tree` measures the acceptance on dev prompts.
 """
 
 import heapq
@@ -33,21 +33,21 @@ def grow_greedily(table: Sequence[Sequence[float]] | np.ndarray, nodes: int) -> 
     ranks = np.argsort(-table, axis=1, kind="stable")
     chances = np.take_along_axis(table, ranks, axis=1)
 
-    def entry(above: float, path: tuple[int, ...], place: int) -> tuple[float, int, tuple, tuple]:
-        """A heap entry for a child of `path`. place: its index in the sorted ranks of its depth."""
-        chance = above * float(chances[len(path), place])
-        child = (*path, int(ranks[len(path), place]))
-        return -chance, len(child), child, (above, path, place)
+    def entry(above: float, path: tuple[int, ...], index: int) -> tuple[float, int, tuple, tuple]:
+        """A heap entry for a child of `path`. index: where its rank is in the sorted ranks."""
+        chance = above * float(chances[len(path), index])
+        child = (*path, int(ranks[len(path), index]))
+        return -chance, len(child), child, (above, path, index)
 
     waiting = [entry(1.0, (), 0)]
     paths: list[tuple[int, ...]] = []
     while waiting and len(paths) < nodes:
-        negative, depth, path, (above, parent, place) = heapq.heappop(waiting)
+        negative, depth, path, (above, parent, index) = heapq.heappop(waiting)
         if negative == 0:
             break
         paths.append(path)
-        if place + 1 < table.shape[1]:
-            heapq.heappush(waiting, entry(above, parent, place + 1))
+        if index + 1 < table.shape[1]:
+            heapq.heappush(waiting, entry(above, parent, index + 1))
         if depth < len(table):
             heapq.heappush(waiting, entry(-negative, path, 0))
     if not paths:
@@ -57,21 +57,21 @@ def grow_greedily(table: Sequence[Sequence[float]] | np.ndarray, nodes: int) -> 
 
 def _checked(table: Sequence[Sequence[float]] | np.ndarray) -> np.ndarray:
     try:
-        found = np.array(table, dtype=np.float64)
+        values = np.array(table, dtype=np.float64)
     except (TypeError, ValueError):
-        found = np.zeros(0)
-    if found.ndim != 2 or not found.size:
+        values = np.zeros(0)
+    if values.ndim != 2 or not values.size:
         raise UserError(
-            f"a table of acceptance has the shape {list(found.shape)}; expected [D, K]: a row for "
+            f"a table of acceptance has the shape {list(values.shape)}; expected [D, K]: a row for "
             "each depth, a column for each rank, all of one length"
         )
     # At most one candidate is right at each depth.
-    if not (np.isfinite(found) & (found >= 0)).all() or (found.sum(1) > 1 + 1e-6).any():
+    if not (np.isfinite(values) & (values >= 0)).all() or (values.sum(1) > 1 + 1e-6).any():
         raise UserError(
             "a table of acceptance holds something else than probabilities; expected numbers in "
             "[0, 1] that sum to at most 1 at each depth"
         )
-    return found
+    return values
 
 
 @SHAPES.register("calibrated")

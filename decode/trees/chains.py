@@ -1,4 +1,4 @@
-"""k chains from one text as one tree with a node budget (SpecInfer, 2305.09781).
+"""Chains: one, the default shape (2211.17192), or k from one text as one tree (2305.09781).
 
 Shapes: B rows, k chains, N nodes, V' vocabulary of the drafter.
 """
@@ -8,15 +8,57 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Limits, Siblings
-from decode.sampling import CounterRNG, Sampling, draw
+from decode.sampling import CounterRNG, Sampling, argmax, draw
 from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
-from decode.trees.growth import Growth
-from decode.trees.operations import best, first_equal, merged, pack
+from decode.trees.growth import Growth, best, first_equal, merged, pack
+
+
+@SHAPES.register("chain")
+class Chain(Shape):
+    """A tree without branches: γ tokens, one after the other, drawn or, if greedy, the argmax.
+
+    The only shape that a draft-length policy can stop while it grows.
+    """
+
+    branches = False
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return "chosen" if sampling.greedy else "independent"
+
+    def most_nodes(self, gamma: int) -> int:
+        return gamma
+
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
+        sizes = limits.depths.copy()
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
+        logits = growth.first()
+        for position in range(limits.deepest):
+            if limits.stops is not None:
+                # One device transfer per token, only for policies that read the logits.
+                ended = limits.stops(position, logits, sizes > position).cpu().numpy()
+                sizes[ended & (sizes > position)] = position
+                if not (sizes > position).any():
+                    break
+            if sampling.greedy:
+                drawn = argmax(logits)
+            else:
+                probs = sampling.probs(logits)
+                drawn = draw(probs, rng.uniforms(CounterRNG.DRAFT, position, 1)[:, 0])
+                q.append(growth.whole(probs))
+            tokens.append(drawn)
+            if position + 1 < int(sizes.max()):
+                logits = growth.extend(drawn[:, None])[:, 0]
+        if not tokens:
+            return Draft.none(growth.rows, growth.device)
+        return Draft(growth.ids(torch.stack(tokens, 1)), sizes, q=torch.stack(q, 1) if q else None)
 
 
 @SHAPES.register("chains")
 class Chains(Shape):
-    """chains: the number of chains, k ≥ 1. budget: the max number of nodes, ≥ 1; None: no limit.
+    """k chains from one text as one tree with a node budget, as in SpecInfer.
+
+    chains: the number of chains, k ≥ 1. budget: the max number of nodes, ≥ 1; None: no limit.
 
     With sampling, each chain draws from q independently, and chains with the same beginning share
     their nodes. A rule for independent siblings is exact only if it judges every draw. So a token
@@ -51,8 +93,8 @@ class Chains(Shape):
         self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
         chains, rows, device = self.chains, growth.rows, growth.device
-        most = chains * limits.deepest
-        nodes = most if self.budget is None else min(self.budget, most)
+        all_nodes = chains * limits.deepest
+        nodes = all_nodes if self.budget is None else min(self.budget, all_nodes)
         logits = growth.first()[:, None]
         drawn: list[Tensor] = []
         q: list[Tensor] = []
@@ -92,15 +134,15 @@ class Chains(Shape):
                 scores.append(score + scores[-1] if depth else score)
             if depth + 1 < limits.deepest:
                 logits = _next(growth, tokens, (depth - 1) * chains)
-        found = growth.ids(torch.cat(drawn, 1))
-        order = torch.arange(found.shape[1], device=growth.device).expand(rows, -1)
+        all_tokens = growth.ids(torch.cat(drawn, 1))
+        order = torch.arange(all_tokens.shape[1], device=growth.device).expand(rows, -1)
         parents = (order - chains).clamp(min=-1)
         limit = torch.as_tensor(limits.depths, device=growth.device)[:, None]
         keep = order // chains < limit
         if self.budget is not None:
             keep = best(torch.cat(scores, 1), keep, self.budget)
         order, parents, sizes = pack(keep, parents)
-        return Draft(found.gather(1, order), sizes, parents=parents)
+        return Draft(all_tokens.gather(1, order), sizes, parents=parents)
 
 
 def _next(growth: Growth, tokens: Tensor, first: int) -> Tensor:

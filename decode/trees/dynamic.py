@@ -9,8 +9,7 @@ from torch import Tensor
 from decode.draft import Draft, Limits, Siblings
 from decode.sampling import CounterRNG, Sampling
 from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
-from decode.trees.growth import Growth
-from decode.trees.operations import best, pack
+from decode.trees.growth import Growth, best, pack
 
 
 @SHAPES.register("dynamic")
@@ -42,16 +41,17 @@ class Dynamic(Shape):
             growth.first()[:, None], torch.zeros(rows, 1, device=device), width
         )
         layers = [(tokens, scores, torch.full_like(tokens, -1))]
-        hangs = torch.full_like(tokens, -1)  # the fed node that is the parent of each candidate
+        # The fed node that is the parent of each candidate.
+        fed_parents = torch.full_like(tokens, -1)
         for depth in range(1, limits.deepest):
             scores_BK, chosen = scores.sort(dim=1, descending=True, stable=True)
             scores_BK, chosen = scores_BK[:, :width], chosen[:, :width]
             begin = 0 if depth == 1 else width + (depth - 2) * width**2
-            logits = growth.extend(tokens.gather(1, chosen), hangs.gather(1, chosen))
+            logits = growth.extend(tokens.gather(1, chosen), fed_parents.gather(1, chosen))
             tokens, scores = _children(logits, scores_BK, width)
             layers.append((tokens, scores, (begin + chosen).repeat_interleave(width, 1)))
             fed = torch.arange(growth.fed.shape[1] - width, growth.fed.shape[1], device=device)
-            hangs = fed.repeat_interleave(width).expand(rows, -1)
+            fed_parents = fed.repeat_interleave(width).expand(rows, -1)
         all_tokens, all_scores, parents = (torch.cat(part, 1) for part in zip(*layers, strict=True))
         depths = torch.cat(
             [torch.full_like(layer[0][0], depth + 1) for depth, layer in enumerate(layers)]

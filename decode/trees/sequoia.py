@@ -50,19 +50,19 @@ def plan_tree(
     require_whole(nodes=nodes, depth=depth)
     v = _probabilities(acceptance)
     widths, costs = _costs(draft_cost, verify_costs)
-    programme = _Programme(v, nodes + 1, depth)
+    program = _DynamicProgram(v, nodes + 1, depth)
     allowed = range(1, nodes + 1) if sizes is None else sorted(set(sizes) & {*range(1, nodes + 1)})
     passes = np.array(allowed) + 1
     levels = np.arange(1, depth + 1)[:, None]
-    tokens = programme.tokens[levels, passes]  # −∞ for more nodes than fit into the levels
+    tokens = program.tokens[levels, passes]  # −∞ for more nodes than fit into the levels
     spent = levels * draft_cost + np.interp(passes, widths, costs)
     cost = np.where(tokens > 0, spent / tokens, np.inf)
     # Among trees of one size and equal cost, take the shallowest.
     shallow = cost.argmin(0)
     at = smallest_within(cost.min(0), tolerance)
     level, size = int(shallow[at]) + 1, int(passes[at])
-    structure = Structure(programme.paths(level, size))
-    return TreePlan(structure, float(programme.tokens[level, size]), float(cost[level - 1, at]))
+    structure = Structure(program.paths(level, size))
+    return TreePlan(structure, float(program.tokens[level, size]), float(cost[level - 1, at]))
 
 
 def smallest_within(costs: Sequence[float] | np.ndarray, tolerance: float) -> int:
@@ -71,7 +71,7 @@ def smallest_within(costs: Sequence[float] | np.ndarray, tolerance: float) -> in
     return int((cost <= (1 + tolerance) * cost.min()).argmax())
 
 
-class _Programme:
+class _DynamicProgram:
     """T[l, b, m]: the max number of tokens that a tree of m nodes can emit, if its root has b
     children and at most l levels below it. tokens[l, m]: the max over b.
 
@@ -79,34 +79,34 @@ class _Programme:
     child's subtree has m − y of the nodes. Impossible cases are −∞.
     """
 
-    def __init__(self, v: np.ndarray, most: int, depth: int) -> None:
-        children = min(len(v), most - 1)
-        self.T = np.full((depth + 1, children + 1, most + 1), -np.inf)
+    def __init__(self, v: np.ndarray, max_nodes: int, depth: int) -> None:
+        children = min(len(v), max_nodes - 1)
+        self.T = np.full((depth + 1, children + 1, max_nodes + 1), -np.inf)
         self.split = np.zeros(self.T.shape, dtype=np.int64)  # the y of the maximum
-        self.tokens = np.full((depth + 1, most + 1), -np.inf)
-        self.children = np.zeros((depth + 1, most + 1), dtype=np.int64)  # the b of the maximum
+        self.tokens = np.full((depth + 1, max_nodes + 1), -np.inf)
+        self.children = np.zeros((depth + 1, max_nodes + 1), dtype=np.int64)  # the b of the maximum
         self.T[:, 0, 1] = self.tokens[0, 1] = 1.0
         for level in range(1, depth + 1):
             for b in range(1, children + 1):
                 elder, below = self.T[level, b - 1], self.tokens[level - 1]
                 # Impossible cases stay −∞ also if v_b is 0: 0·∞ would be NaN.
                 below = np.multiply(v[b - 1], below, where=below > 0, out=below.copy())
-                for m in range(b + 1, most + 1):
-                    found = elder[1:m] + below[m - 1 : 0 : -1]
-                    y = int(found.argmax())
-                    self.T[level, b, m], self.split[level, b, m] = found[y], y + 1
+                for m in range(b + 1, max_nodes + 1):
+                    tokens = elder[1:m] + below[m - 1 : 0 : -1]
+                    y = int(tokens.argmax())
+                    self.T[level, b, m], self.split[level, b, m] = tokens[y], y + 1
             self.children[level] = self.T[level].argmax(0)
             self.tokens[level] = self.T[level].max(0)
 
     def paths(self, level: int, size: int) -> list[tuple[int, ...]]:
         """The nodes of the best tree, without the root."""
-        found: list[tuple[int, ...]] = []
+        paths: list[tuple[int, ...]] = []
         for b in range(int(self.children[level, size]), 0, -1):
             y = int(self.split[level, b, size])
-            found.append((b - 1,))
-            found += [(b - 1, *path) for path in self.paths(level - 1, size - y)]
+            paths.append((b - 1,))
+            paths += [(b - 1, *path) for path in self.paths(level - 1, size - y)]
             size = y
-        return found
+        return paths
 
 
 def _probabilities(acceptance: Sequence[float]) -> np.ndarray:

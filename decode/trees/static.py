@@ -1,24 +1,30 @@
-"""A tree of fixed structure (Medusa 2401.10774; SpecInfer 2305.09781).
+"""Trees of fixed structure (Medusa 2401.10774; SpecInfer 2305.09781), and those in directories.
+
+A drafter directory may hold a tree: the drafter's default shape.
 
 Shapes: B rows, N nodes, n nodes of one level, e expanded nodes of one level (those with children),
 V' vocabulary of the drafter.
 """
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from decode.artifact import MANIFEST, verify_directory, write_directory
 from decode.draft import Draft, Limits, Siblings
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES, Shape, likeliest
-from decode.trees.growth import Growth
-from decode.trees.operations import pack
+from decode.trees.growth import Growth, pack
 from decode.trees.structure import Structure
+
+TREE = "tree.json"  # the tree of a drafter directory
 
 # How the tokens of a node's children are picked.
 Draws = Literal["top", "distinct", "independent"]
@@ -30,18 +36,18 @@ class _Level:
 
     first: the index of the first node in `Structure`. parents: int64 [n], the column of each node's
     parent in the logits, which cover the expanded nodes of the level above. ranks, orders: int64
-    [n], as in `Structure`. with_order: the nodes with 0, 1, … earlier siblings. inner: int64 [e],
-    the expanded nodes. hang: int64 [e], their parents, as numbers of fed nodes.
+    [n], as in `Structure`. with_order: the nodes with 0, 1, … earlier siblings. expanded: int64
+    [e], the expanded nodes. fed_parents: int64 [e], their parents, as numbers of fed nodes.
     """
 
     first: int
     parents: Tensor
     ranks: Tensor
-    widest: int  # the highest rank + 1
+    rank_count: int  # the highest rank + 1
     orders: Tensor
     with_order: list[Tensor]
-    inner: Tensor
-    hang: Tensor
+    expanded: Tensor
+    fed_parents: Tensor
 
 
 class _Plan:
@@ -61,8 +67,6 @@ class _Plan:
         # of q; its number as a fed node is one less.
         expanded = np.concatenate([[-1], np.unique(above[above >= 0])]).astype(np.int64)
         rows = np.searchsorted(expanded, above)
-        self.nodes = nodes
-        self.depth_N = on_device(structure.depths[:nodes])
         self.parents, self.q_rows = on_device(above), on_device(rows)
         self.ancestors = on_device(structure.ancestors()[:nodes, :nodes])
         self.levels = []
@@ -108,10 +112,10 @@ class FixedTree(Shape):
         self._plans: dict[tuple[int, torch.device], _Plan] = {}
 
     def describe(self, most: int | None = None) -> str:
-        whole = f"tree of {len(self.structure)} nodes, {self.depth} deep"
+        text = f"tree of {len(self.structure)} nodes, {self.depth} deep"
         if most is None or most >= self.structure.depth:
-            return whole
-        return f"{whole}, cut to {self.structure.within(most)} nodes, {most} deep"
+            return text
+        return f"{text}, cut to {self.structure.within(most)} nodes, {most} deep"
 
     def siblings(self, sampling: Sampling) -> Siblings:
         if sampling.greedy or self.draw == "top":
@@ -131,9 +135,9 @@ class FixedTree(Shape):
         drawn: list[Tensor] = []
         for level in plan.levels:
             drawn.append(children.of(logits, level))
-            if len(level.inner):
+            if len(level.expanded):
                 logits = growth.extend(
-                    drawn[-1][:, level.inner], level.hang.expand(rows, -1).contiguous()
+                    drawn[-1][:, level.expanded], level.fed_parents.expand(rows, -1).contiguous()
                 )
         tokens = growth.ids(torch.cat(drawn, 1))
         sizes = np.array([self.structure.within(int(depth)) for depth in limits.depths])
@@ -173,8 +177,8 @@ class _Children:
     def of(self, logits: Tensor, level: _Level) -> Tensor:
         """int64 [B, n], rows of the draft vocabulary. logits: [B, e, V'], those of the parents."""
         if self.siblings == "chosen":
-            tokens = likeliest(logits, level.widest).flatten(1)
-            return tokens[:, level.parents * level.widest + level.ranks]
+            tokens = likeliest(logits, level.rank_count).flatten(1)
+            return tokens[:, level.parents * level.rank_count + level.ranks]
         probs = self.sampling.probs(logits)
         self.q.append(self.growth.whole(probs))
         uniforms = self.rng.uniforms(CounterRNG.DRAFT, level.first, len(level.orders))
@@ -205,8 +209,8 @@ def _without(draft: Draft, lacking: Tensor) -> Draft:
     """
     assert draft.parents is not None
     assert draft.q_rows is not None
-    gone = (draft.ancestors() & lacking[:, None, :]).any(2)
-    keep = draft.valid() & ~gone
+    dropped = (draft.ancestors() & lacking[:, None, :]).any(2)
+    keep = draft.valid() & ~dropped
     order, parents, sizes = pack(keep, draft.parents)
     if (sizes == draft.sizes).all():
         return draft
@@ -237,14 +241,14 @@ class Static(FixedTree):
         file: str | None = None,
         draw: Draws = "top",
     ) -> None:
-        given = [
+        sources = [
             name
             for name, value in (("paths", paths), ("widths", widths), ("file", file))
             if value is not None
         ]
-        if len(given) != 1:
+        if len(sources) != 1:
             raise UserError(
-                f"a static tree is given by {' and '.join(given) or 'nothing'}; expected exactly "
+                f"a static tree is given by {' and '.join(sources) or 'nothing'}; expected exactly "
                 "one of paths, widths, file"
             )
         if paths is not None:
@@ -255,3 +259,26 @@ class Static(FixedTree):
             assert file is not None
             structure = Structure.load(file)
         super().__init__(structure, draw)
+
+
+def stored_shape(path: Path) -> Static | None:
+    """The shape stored in a drafter directory, with the likeliest tokens as children. None if there
+    is no such file. Raises UserError if the file is not a tree."""
+    return Static(file=str(path / TREE)) if (path / TREE).exists() else None
+
+
+def store_tree(path: Path, tree: Structure, about: dict[str, Any]) -> None:
+    """Stores this tree in the drafter directory `path`, in place of an existing one. The directory
+    and its manifest are rewritten atomically.
+
+    about: how the tree was made, as JSON values. Raises UserError (CorruptArtifact) if the
+    directory does not match its manifest, and then changes nothing.
+    """
+    meta = verify_directory(path)
+
+    def fill(directory: Path) -> None:
+        replaced = shutil.ignore_patterns(MANIFEST, TREE)
+        shutil.copytree(path, directory, ignore=replaced, dirs_exist_ok=True)
+        tree.save(directory / TREE, about)
+
+    write_directory(path, fill, meta=meta)

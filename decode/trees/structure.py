@@ -27,18 +27,18 @@ class Structure:
     """
 
     def __init__(self, paths: Iterable[Sequence[int]]) -> None:
-        found = _paths(paths)
-        known = set(found)
-        if len(known) < len(found):
-            twice = next(path for path in found if found.count(path) > 1)
+        nodes = _paths(paths)
+        distinct = set(nodes)
+        if len(distinct) < len(nodes):
+            twice = next(path for path in nodes if nodes.count(path) > 1)
             raise UserError(f"a tree has the path {list(twice)} twice; name each node once")
-        for path in found:
-            if len(path) > 1 and path[:-1] not in known:
+        for path in nodes:
+            if len(path) > 1 and path[:-1] not in distinct:
                 raise UserError(
                     f"a tree has the path {list(path)} without its parent {list(path[:-1])}; "
                     "add the parent or leave both out"
                 )
-        self.paths = sorted(found, key=lambda path: (len(path), path))
+        self.paths = sorted(nodes, key=lambda path: (len(path), path))
 
     @classmethod
     def of_widths(cls, widths: Sequence[int]) -> "Structure":
@@ -62,12 +62,13 @@ class Structure:
         """Loads a file written by `save`. Raises UserError if the file is not a tree."""
         try:
             stored = json.loads(Path(path).read_text())
-            found, paths = stored["format"], stored["paths"]
+            version, paths = stored["format"], stored["paths"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is no tree structure ({error!r})") from error
-        if found != FORMAT:
+        if version != FORMAT:
             raise UserError(
-                f"{path} has tree format {found}; this version of draftsmith reads format {FORMAT}"
+                f"{path} has tree format {version}; this version of draftsmith reads format "
+                f"{FORMAT}"
             )
         return cls(paths)
 
@@ -93,8 +94,8 @@ class Structure:
     @cached_property
     def parents(self) -> np.ndarray:
         """int [N], −1 for the root's children."""
-        place = {path: node for node, path in enumerate(self.paths)} | {(): -1}
-        return np.array([place[path[:-1]] for path in self.paths], dtype=np.int64)
+        index = {path: node for node, path in enumerate(self.paths)} | {(): -1}
+        return np.array([index[path[:-1]] for path in self.paths], dtype=np.int64)
 
     @cached_property
     def ranks(self) -> np.ndarray:
@@ -105,11 +106,11 @@ class Structure:
     def orders(self) -> np.ndarray:
         """int [N]: the number of earlier siblings of each node. Equal to the rank if no rank is
         left out."""
-        born: dict[int, int] = {}
+        child_counts: dict[int, int] = {}
         orders = []
         for parent in self.parents.tolist():
-            orders.append(born.get(parent, 0))
-            born[parent] = orders[-1] + 1
+            orders.append(child_counts.get(parent, 0))
+            child_counts[parent] = orders[-1] + 1
         return np.array(orders, dtype=np.int64)
 
     @property
@@ -138,12 +139,12 @@ def _whole_numbers(values: object) -> bool:
 def _paths(paths: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
     if not isinstance(paths, Iterable):
         raise UserError(f"tree paths are {paths!r}; expected a list of lists of ranks")
-    found = []
+    nodes = []
     for path in paths:
         if not _whole_numbers(path) or not len(path) or min(path) < 0:
             raise UserError(
                 f"a tree has the path {path!r}; expected a list of ranks (whole numbers ≥ 0), one "
                 "for each depth, such as [0, 2]"
             )
-        found.append(tuple(path))
-    return found
+        nodes.append(tuple(path))
+    return nodes

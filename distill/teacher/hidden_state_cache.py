@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode.errors import UserError
+from decode.target.identity import describe_target, require_same_target
 from decode.target.loading import Target
-from distill.teacher.parts import Parts, describe_target, require_same_target, write_part
+from distill.teacher.parts import Parts, write_part
 
 WHAT = "feature cache"
 
@@ -35,7 +36,8 @@ def write_features(
     [T, H] of each sample, in the target's dtype.
     """
     tensors = {_name(layer): x for layer, x in features.items()}
-    meta = {"teacher": describe_target(target), "captured_layers": list(features)}
+    teacher = {"target": target.name, **describe_target(target, weights=True)}
+    meta = {"teacher": teacher, "captured_layers": list(features)}
     write_part(directory, number, samples, tensors, meta)
 
 
@@ -59,8 +61,7 @@ class CachedFeatures:
         self.parts = Parts(directory, WHAT)
         self._captured_layers = list(captured_layers)
         for part, meta in self.parts.metas.items():
-            what = f"the {WHAT} {directory}"
-            require_same_target(meta["teacher"], target, what, f"the target of {what}")
+            require_same_target(meta["teacher"], target, f"the {WHAT} {directory}")
             lacking = [layer for layer in captured_layers if layer not in meta["captured_layers"]]
             if lacking:
                 raise UserError(

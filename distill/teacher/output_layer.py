@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.target.placement import input_device, require_present
+from decode.target.pretrained import input_device, require_present
 
 
 @dataclass

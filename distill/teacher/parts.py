@@ -19,38 +19,10 @@ from torch import Tensor
 
 from decode.artifact import verify_directory, write_directory
 from decode.errors import UserError
-from decode.target.identity import Fingerprint, require_same_vocabulary
-from decode.target.loading import Target
-from decode.target.placement import require_present, some_numbers
 
 PART = "part-"
 FILE = "cache.safetensors"
 ROWS = "samples.json"
-
-
-def describe_target(target: Target) -> dict[str, Any]:
-    """Return the values that identify a target, as JSON values."""
-    return {
-        "target": target.name,
-        "revision": target.revision,
-        "fingerprint": target.fingerprint.to_dict(),
-        "weights": weights_sha256(target),
-        "dtype": str(target.dtype).removeprefix("torch."),
-    }
-
-
-def weights_sha256(target: Target) -> str:
-    """Return a hash over some numbers of every weight.
-
-    It distinguishes targets with the same name and vocabulary.
-    """
-    found = hashlib.sha256()
-    require_present(target.model, "training on the target's word, or a cache of it,")
-    tensors = target.model.state_dict().items()
-    for name, tensor in sorted(tensors, key=lambda named: named[0]):
-        found.update(name.encode())
-        found.update(some_numbers(tensor, 64).contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 def text_sha256(tokens: Sequence[int], mask: Sequence[bool]) -> str:
@@ -133,36 +105,3 @@ class Parts:
         file, begin, end, _ = self._places[sample]
         with safe_open(file, "pt") as stored:
             return [stored.get_slice(name)[begin:end] for name in names]
-
-
-def require_same_target(found: dict[str, Any], target: Target, what: str, whose: str) -> None:
-    """Raise UserError unless `found`, a result of `describe_target`, describes this target.
-
-    what: for messages, the name of the object that holds `found`. whose: for messages, the name of
-    the owner of the compared vocabulary.
-    """
-    expected = describe_target(target)
-    made_for = Fingerprint.from_dict(found["fingerprint"])
-    require_same_vocabulary(made_for, target.fingerprint, whose)
-    for key, said in (
-        # A difference in revision or dtype also changes the weights, but its message says more.
-        ("revision", "another revision of the target"),
-        ("dtype", "the target in another dtype"),
-        ("weights", "a target with other weights"),
-    ):
-        require_same(found, expected, key, said, what)
-
-
-def require_same(
-    found: dict[str, Any], expected: dict[str, Any], key: str, said: str, what: str
-) -> None:
-    """Raise UserError unless two descriptions of targets agree in `key`.
-
-    said: for the message, what the object was made from instead.
-    """
-    if found[key] != expected[key]:
-        raise UserError(
-            f"{what} was made from {said}: found "
-            f"{found[key]!r} ({found['target']}), expected {expected[key]!r} "
-            f"({expected['target']}). Make it again, or use the target it was made from."
-        )

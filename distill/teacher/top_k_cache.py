@@ -17,9 +17,10 @@ from torch import Tensor
 
 from decode.artifact import verify_directory, write_directory
 from decode.errors import UserError
+from decode.target.identity import describe_target, require_equal, require_same_target
 from decode.target.loading import Target
 from distill.teacher import parts
-from distill.teacher.parts import Parts, require_same, require_same_target
+from distill.teacher.parts import Parts
 from distill.teacher.signal import Teacher, TopK
 
 WHAT = "teacher cache"
@@ -48,7 +49,8 @@ def describe_teacher(
 ) -> dict[str, Any]:
     """Return the settings that a cache depends on, besides the text, as JSON values."""
     return {
-        **parts.describe_target(target),
+        "target": target.name,
+        **describe_target(target, weights=True),
         "k": k,
         "temperature": temperature,
         "vocabulary": None if vocabulary is None else ids_sha256(vocabulary),
@@ -67,8 +69,8 @@ def require_same_teacher(
     Both are results of `describe_teacher`; k and temperature are not compared. what: for messages,
     the name of the object described by `found`.
     """
-    require_same_target(found, target, what, f"the teacher of {what}")
-    require_same(found, expected, "vocabulary", "another draft vocabulary", what)
+    require_same_target(found, target, what)
+    require_equal(found, expected, "vocabulary", "another draft vocabulary", what)
 
 
 def write_vocabulary(directory: Path, ids: Tensor) -> None:

@@ -115,8 +115,8 @@ def generate(
     import heads  # noqa: F401  (makes its drafters known)
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
-    from decode.stops import StopStrings
     from decode.text import TextPieces
+    from decode.text_stream import StopStrings
     from decode.trace import format_trace
     from train.data.chat import prompt_tokens
     from train.data.read import Example

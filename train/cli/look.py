@@ -67,7 +67,7 @@ def coverage(
 def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]) -> None:
     """Check a drafter directory against its manifest and print what it is."""
     from decode.drafters.directory import describe_drafter
-    from decode.trees.stored import stored_shape
+    from decode.trees.static import stored_shape
 
     description = describe_drafter(drafter)
     config = json.loads((drafter / "config.json").read_text())

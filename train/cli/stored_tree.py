@@ -11,7 +11,7 @@ from decode.errors import UserError
 from decode.measure.calibrate_tree import TreeCalibration, calibrate_tree
 from decode.sampling import Sampling
 from decode.target.loading import load_target
-from decode.trees.stored import TREE, store_tree
+from decode.trees.static import TREE, store_tree
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import read_examples, spread

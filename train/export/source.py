@@ -16,9 +16,13 @@ from decode.drafters.directory import DRAFTER_FILE, describe_drafter
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.target.embedded import EMBEDDED
-from decode.target.identity import Fingerprint
-from decode.target.loading import DTYPES, EMBEDDED_PREFIX, Target, load_model_and_tokenizer
+from decode.target.loading import (
+    DTYPES,
+    EMBEDDED,
+    EMBEDDED_PREFIX,
+    Target,
+    load_model_and_tokenizer,
+)
 
 # Untrained drafters have nothing to export. Engines have their own options for prompt lookup.
 BUILT_IN = (
@@ -120,10 +124,6 @@ def is_reduced(path: Path) -> bool:
     config = json.loads((path / "config.json").read_text())
     reduced = config.get("draft_vocab_size", config["vocab_size"]) < config["vocab_size"]
     return reduced or (path / "draft_vocabulary.safetensors").exists()
-
-
-def made_for(description: dict[str, Any]) -> Fingerprint:
-    return Fingerprint.from_dict(description["target"]["fingerprint"])
 
 
 def target_hub_id(name: str) -> str | None:

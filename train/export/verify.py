@@ -9,11 +9,10 @@ import torch
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.target.identity import require_same_vocabulary
+from decode.target.identity import require_same_target
 from decode.target.loading import Target
 from decode.verification import Verification
 from train.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
-from train.export.source import made_for
 from train.export.write import check_export, reload
 
 # Larger than noise: with 2,000 drafted tokens the standard error of a share is at most 0.011.
@@ -97,9 +96,7 @@ def verify(
     """
     record = check_export(task.export)
     engine = engine_for(name, record["layout"])
-    require_same_vocabulary(
-        made_for(record["drafter"]), task.target.fingerprint, f"the target of {task.export}"
-    )
+    require_same_target(record["drafter"]["target"], task.target, str(task.export))
     deepest = record["facts"].get("deepest")
     if deepest is not None and task.gamma > deepest:
         raise UserError(f"gamma is {task.gamma}, and {task.export} drafts at most {deepest} tokens")

@@ -14,13 +14,13 @@ from decode.drafters import Drafter
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.measure.evaluation import EvaluationProtocol, evaluate
-from decode.target.identity import require_same_vocabulary
+from decode.target.identity import require_same_target
 from decode.target.loading import DTYPES, Target, load_target
-from decode.trees.chain import Chain
+from decode.trees.chains import Chain
 from train.export.card import model_card, target_card
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format, format_for
 from train.export.new_target import find_backbone, has_backbone, write_backbone
-from train.export.source import describe_source, found_in_run, is_reduced, made_for
+from train.export.source import describe_source, found_in_run, is_reduced
 
 FORMAT = 1
 # How much lower an export's draft efficiency may be than its drafter's. Losses come from rounding
@@ -95,9 +95,7 @@ def export_drafter(
         )
     if reduced or measuring or chosen.needs_target:
         job.target = load_target(chosen.loads(job))
-        require_same_vocabulary(
-            made_for(description), job.target.fingerprint, f"the target of drafter {drafter}"
-        )
+        require_same_target(description["target"], job.target, f"drafter {drafter}")
     rows = [_row("in its run", in_run)] if in_run else []
 
     def fill(directory: Path) -> None:

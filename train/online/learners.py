@@ -15,7 +15,7 @@ from decode.drafters.directory import describe_drafter, open_drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.target.loading import Target, load_model_and_tokenizer
-from decode.trees.stored import stored_shape
+from decode.trees.static import stored_shape
 from distill.losses import WeightedLoss
 from distill.replay.learner import OnlineStudent, SmallLMStudent
 from heads.base import HEADS

@@ -18,7 +18,7 @@ from decode.drafters.directory import describe_drafter
 from decode.errors import UserError
 from decode.measure.calibrate_tree import TreeCalibration
 from decode.target.loading import Target
-from decode.trees.stored import store_tree
+from decode.trees.static import store_tree
 from distill.drift import Drift
 from distill.teacher.live_hidden_states import FeatureSource, LiveFeatures
 from distill.teacher.output_layer import split_model

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from decode.drafters.directory import describe_drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.errors import UserError
-from decode.target.identity import fingerprint, require_same_vocabulary
+from decode.target.identity import require_same_vocabulary
 from decode.target.loading import load_model_and_tokenizer
 from distill.student import student_from_config, student_from_layers
 from distill.teacher.live import LiveTeacher
@@ -79,11 +79,11 @@ def make_student(
         spec = str(context.outcomes[start.stage] / "drafter")
         describe_drafter(Path(spec))
     loaded = load_model_and_tokenizer(spec, dtype="float32", device="cpu")
-    own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
-    require_same_vocabulary(own, target.fingerprint, f"drafter {spec}", padding=True)
-    if own.vocab_size < target.token_count:
+    actual = loaded.fingerprint
+    require_same_vocabulary(actual, target.fingerprint, f"drafter {spec}", padding=True)
+    if actual.vocab_size < target.token_count:
         raise UserError(
-            f"drafter {spec} has {own.vocab_size} output rows and its tokenizer knows "
+            f"drafter {spec} has {actual.vocab_size} output rows and its tokenizer knows "
             f"{target.token_count} tokens, so it has no row for some that it is to learn; resize "
             "it first (transformers: resize_token_embeddings)"
         )

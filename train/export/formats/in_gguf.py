@@ -19,9 +19,8 @@ from gguf import GGUFValueType as Value
 from torch import Tensor
 
 from decode.errors import UserError
-from decode.target.embedded import EMBEDDED
 from decode.target.gguf_file import read_header
-from decode.target.loading import EMBEDDED_PREFIX
+from decode.target.loading import EMBEDDED, EMBEDDED_PREFIX
 from train.export.formats import EXPORT_FILE, Format
 from train.export.tensors import (
     FoundTensor,
