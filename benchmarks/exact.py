@@ -32,7 +32,7 @@ from decode.target.cached_model import CachedLM
 from decode.target.cpu_kernels import SLOT_STEP, attention_forward, each_token_alone
 from decode.target.loading import Target, load_target
 from decode.target.slots import round_up_slots
-from decode.trees.chains import Chain
+from decode.trees import Chain
 from train.cli.shared import cores, quieten, shows_errors
 from train.console import Reporter
 from train.data.chat import prompt_tokens

@@ -28,7 +28,7 @@ class Sampling:
     temperature 0 is greedy decoding. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch
     these settings off. min_p: removes tokens with a probability below min_p times the largest
     probability. This class does not apply the repetition penalty, because it depends on the text
-    so far. `decode.logits` and `decode.trees.growth` apply it before they call this class.
+    so far. `decode.logits` and `decode.trees` apply it before they call this class.
     """
 
     temperature: float = 0.0

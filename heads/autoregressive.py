@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from decode.draft import Contexts
 from decode.sampling import Sampling
-from decode.trees.growth import Growth
+from decode.trees import Growth
 from heads.attending import AttendingDrafter, AttendingHeads
 from heads.base import Given, Prediction, ahead, trained_places
 from heads.embeddings import TokenHeads

@@ -18,8 +18,7 @@ from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import Features
 from decode.target.loading import DTYPES, Target
-from decode.trees import Shape
-from decode.trees.growth import Growth
+from decode.trees import Growth, Shape
 from decode.verification import Verification
 from heads.base import Heads
 from heads.store import load_heads

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.sampling import Sampling
-from decode.trees.growth import Growth
+from decode.trees import Growth
 from heads.base import HEADS, Given, HeadOptions, Prediction, ahead, trained_places
 from heads.drafter import HeadsDrafter
 from heads.embeddings import TokenHeads

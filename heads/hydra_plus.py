@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.sampling import Sampling
-from decode.trees.growth import Growth
+from decode.trees import Growth
 from heads.attending import AttendingDrafter, AttendingHeads
 from heads.base import HEADS
 from heads.hydra import HydraGrowth, HydraHeads, HydraOptions

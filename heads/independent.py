@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decode.draft import Contexts
 from decode.sampling import Sampling
-from decode.trees.growth import Growth
+from decode.trees import Growth
 from heads.base import Given, Heads, Prediction, trained_places
 from heads.drafter import HeadsDrafter
 

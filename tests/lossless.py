@@ -22,8 +22,7 @@ from decode.loop import Decoded, Decoder
 from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.stats import Counts
-from decode.trees import Shape
-from decode.trees.growth import Growth
+from decode.trees import Growth, Shape
 from decode.verification import Scores, Verification
 from tests.tiny import tiny_model
 

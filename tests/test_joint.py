@@ -24,7 +24,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure import evaluation as measure
 from decode.target.loading import Target, load_target
-from decode.trees.chains import Chain
+from decode.trees import Chain
 from distill.drift import measure_drift
 from distill.losses import WeightedLoss
 from distill.teacher.live import LiveTeacher

@@ -31,8 +31,7 @@ from decode.measure.evaluation import (
 from decode.policies import POLICIES
 from decode.sampling import CounterRNG, Sampling
 from decode.stats import Counts, Tally, Timing, summary
-from decode.trees import SHAPES
-from decode.trees.chains import Chain
+from decode.trees import SHAPES, Chain
 from decode.verification import Verification
 from tests.tiny import tiny_model, tiny_target, verification
 

@@ -18,7 +18,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.rules.exact import ExactMatch
 from decode.sampling import Sampling
-from decode.trees.growth import Growth
+from decode.trees import Growth
 from decode.verification import Scores, Verification
 from tests.test_loop import ChainDrafter, RandomTrees
 from tests.tiny import PAD_ID, VOCAB, tiny_model

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.draft import Contexts, Draft, Limits, Siblings
+from decode.draft import Contexts, Draft, Limits, Siblings, first_equal, pack
 from decode.drafters import Drafter
 from decode.drafters.combined import SeveralDrafters
 from decode.drafters.ngram import NgramDrafter
@@ -22,8 +22,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.rules import RULES
 from decode.sampling import CounterRNG, Sampling
-from decode.trees import SHAPES, Shape
-from decode.trees.growth import Growth, first_equal, pack
+from decode.trees import SHAPES, Growth, Shape
 from tests.enumeration import TOKENS, Contextual, enumerate_drafts
 from tests.test_drafters import contexts_of, limits_of, model, noise_for
 from tests.test_shapes import Path, paths_of

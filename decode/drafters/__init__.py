@@ -28,9 +28,11 @@ class Drafter(ABC):
     captured_layers: the layers whose hidden states are captured for the drafter
     (`decode.target.hidden_states`). They come from the target's normal passes.
     trained: the drafter can only be loaded from a directory.
+    vocab_size: the size of the vocabulary, equal to the target's. None: it can draft any token.
     """
 
     captured_layers: tuple[int, ...] = ()
+    vocab_size: int | None = None
     trained: bool = False
 
     @classmethod
@@ -38,11 +40,6 @@ class Drafter(ABC):
         """Loads a directory written by `decode.drafters.directory.save_drafter`, onto the target's
         device. Raises UserError if the drafter does not fit the target."""
         raise UserError(f"{cls.__name__} is not trained, so it has no directory to be loaded from")
-
-    @property
-    def vocab_size(self) -> int | None:
-        """The size of the vocabulary, equal to the target's. None: it can draft any token."""
-        return None
 
     @property
     def branches(self) -> bool:

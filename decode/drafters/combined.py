@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from decode.draft import Contexts, Draft, Drawn, Limits, Siblings
+from decode.draft import Contexts, Draft, Drawn, Limits, Siblings, first_equal, merged, pack
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.trees import Shape
-from decode.trees.growth import first_equal, merged, pack
 from decode.verification import Verification
 
 
@@ -35,14 +34,10 @@ class Group(Drafter):
                 f"drafters that are to draft together have vocabularies of {sorted(sizes)} tokens; "
                 "expected one and the same, the target's"
             )
-        self._vocab_size = next(iter(sizes), None)
+        self.vocab_size = next(iter(sizes), None)
         self.captured_layers = tuple(
             sorted({layer for drafter in drafters for layer in drafter.captured_layers})
         )
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self._vocab_size
 
     def deepest(self, gamma: int) -> int:
         return max(drafter.deepest(gamma) for drafter in self.drafters)

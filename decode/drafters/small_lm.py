@@ -17,8 +17,7 @@ from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM, require_trees, sliding_window
 from decode.target.loading import Target, load_model_and_tokenizer
-from decode.trees import Shape
-from decode.trees.growth import Growth
+from decode.trees import Growth, Shape
 from decode.trees.static import stored_shape
 from decode.verification import Verification
 

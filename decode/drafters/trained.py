@@ -10,8 +10,7 @@ from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.sampling import Sampling
 from decode.target.cpu_kernels import refresh_packed
-from decode.trees import Shape
-from decode.trees.chains import Chain
+from decode.trees import Chain, Shape
 
 
 class ShapedDrafter(Drafter):
@@ -23,13 +22,9 @@ class ShapedDrafter(Drafter):
     def __init__(
         self, vocab_size: int, shape: Shape | None = None, farthest: int | None = None
     ) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size: int = vocab_size
         self.shape = shape or Chain()
         self.farthest = farthest
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
 
     @property
     def branches(self) -> bool:

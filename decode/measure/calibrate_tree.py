@@ -27,9 +27,8 @@ from decode.settings import DecodeSettings
 from decode.stats import Counts
 from decode.target.cached_model import require_trees
 from decode.target.loading import Target
-from decode.trees import Shape, require_whole
+from decode.trees import Chain, Shape, require_whole
 from decode.trees.calibrated import grow_greedily
-from decode.trees.chains import Chain
 from decode.trees.sequoia import TreePlan, plan_tree, smallest_within
 from decode.trees.static import FixedTree
 from decode.trees.structure import Structure

@@ -2,17 +2,130 @@
 
 A shape is one file with one registration. It sees a drafter only as a `Growth`, so any drafter
 that gives logits after a node works with any shape. It knows nothing about rules or the loop.
+
+Shapes: B rows, n nodes fed at once, m fed so far, V target vocabulary, V' ≤ V draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
-from decode.draft import Draft, Limits, Siblings
+from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.errors import UserError
+from decode.logits import penalise, tokens_before
 from decode.registry import Registry
-from decode.sampling import CounterRNG, Sampling
-from decode.trees.growth import Growth
+from decode.sampling import CounterRNG, Sampling, argmax, draw
+
+
+class Growth(ABC):
+    """A drafter in the middle of one draft.
+
+    A shape (`decode.trees`) calls `first`, draws tokens, feeds those that get children with
+    `extend`, and so on. Fed nodes are numbered in the order in which they are fed.
+
+    vocab_size: V. vocabulary: int64 [V'], ascending, the token ids of the draft vocabulary's rows;
+    None: row i is token i. In that case V' can still be less than V, because the drafter's output
+    layer may be padded to fewer rows than the target's.
+    """
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        sampling: Sampling,
+        device: torch.device,
+        vocab_size: int,
+        vocabulary: Tensor | None = None,
+    ) -> None:
+        self.contexts, self.sampling, self.device = contexts, sampling, device
+        self.rows, self.vocab_size, self.vocabulary = len(contexts.lengths), vocab_size, vocabulary
+        self.fed = torch.zeros(self.rows, 0, dtype=torch.int64, device=device)
+        self.ancestors: Tensor | None = None  # bool [B, m, m]; None: the fed nodes are a chain
+
+    @abstractmethod
+    def _first(self) -> Tensor:
+        """[B, V']: the drafter's logits after the committed text."""
+
+    @abstractmethod
+    def _extend(self, count: int) -> Tensor:
+        """[B, n, V']: the logits after each of the last `count` fed nodes, which are new."""
+
+    def first(self) -> Tensor:
+        """[B, V']: the logits for the root's children, after the repetition penalty (float32)."""
+        logits = self._first()
+        return self._penalised(logits[:, None], 0)[:, 0]
+
+    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        """Feeds n more nodes. Returns [B, n, V']: the logits for their children.
+
+        tokens: int64 [B, n], as drawn (rows of the draft vocabulary). parents: int64 [B, n],
+        numbers of fed nodes, −1 for the root; None: the n nodes continue a chain. In one draft,
+        either all calls pass parents or none does.
+        """
+        count = tokens.shape[1]
+        before = self.fed.shape[1]
+        self.fed = torch.cat([self.fed, self.ids(tokens)], 1)
+        if parents is not None:
+            self.ancestors = self._with(parents, before)
+        return self._penalised(self._extend(count), count)
+
+    def ids(self, drawn: Tensor) -> Tensor:
+        """Converts rows of the draft vocabulary to token ids."""
+        return drawn if self.vocabulary is None else self.vocabulary[drawn]
+
+    def whole(self, probs: Tensor) -> Tensor:
+        """Converts probabilities over the draft vocabulary [..., V'] to q over the full one
+        [..., V]."""
+        if self.vocabulary is None:
+            missing = self.vocab_size - probs.shape[-1]
+            return torch.nn.functional.pad(probs, (0, missing)) if missing else probs
+        return probs.new_zeros(*probs.shape[:-1], self.vocab_size).index_copy_(
+            -1, self.vocabulary, probs
+        )
+
+    def on_path(self, count: int) -> Tensor:
+        """bool [B, n, m]: for each of the last `count` fed nodes, the fed nodes on its path,
+        itself included."""
+        if self.ancestors is not None:
+            return self.ancestors[:, -count:]
+        fed = self.fed.shape[1]
+        chain = torch.ones(fed, fed, dtype=torch.bool, device=self.device).tril()
+        return chain[-count:].expand(self.rows, -1, -1)
+
+    def _with(self, parents: Tensor, before: int) -> Tensor:
+        rows, count = parents.shape
+        total = before + count
+        seen = torch.zeros(rows, total, total, dtype=torch.bool, device=self.device)
+        if before:
+            assert self.ancestors is not None
+            seen[:, :before, :before] = self.ancestors
+            above = seen.gather(1, parents.clamp(min=0)[..., None].expand(-1, -1, total))
+            seen[:, before:] = above & (parents >= 0)[..., None]
+        new = torch.arange(before, total, device=self.device)
+        seen[:, new, new] = True
+        return seen
+
+    def _penalised(self, logits: Tensor, count: int) -> Tensor:
+        """Applies the repetition penalty, if there is one, to logits [B, n, V'] after the last
+        `count` fed nodes (0: after the root). Penalised logits are float32."""
+        penalty = self.sampling.repetition_penalty
+        if penalty == 1:
+            return logits
+        if count:
+            on_path = self.on_path(count)
+        else:
+            on_path = self.fed.new_zeros(self.rows, 1, self.fed.shape[1], dtype=torch.bool)
+        ids = tokens_before(self.contexts.tokens, self.contexts.lengths, self.fed, on_path)
+        size = logits.shape[-1]
+        if self.vocabulary is None and size == self.vocab_size:
+            return penalise(logits, ids, penalty)
+        # Tokens outside the draft vocabulary go to an extra column, which is then removed.
+        if self.vocabulary is None:
+            columns = ids.clamp(max=size)
+        else:
+            columns = torch.searchsorted(self.vocabulary, ids).clamp(max=size - 1)
+            columns = torch.where(self.vocabulary[columns] == ids, columns, size)
+        return penalise(torch.nn.functional.pad(logits, (0, 1)), columns, penalty)[..., :-1]
 
 
 class Shape(ABC):
@@ -76,6 +189,48 @@ def require_whole(**options: object) -> None:
 
 
 SHAPES: Registry[type[Shape]] = Registry("shape")
+
+
+@SHAPES.register("chain")
+class Chain(Shape):
+    """A tree without branches: γ tokens, one after the other, drawn or, if greedy, the argmax.
+
+    The only shape that a draft-length policy can stop while it grows.
+    """
+
+    branches = False
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return "chosen" if sampling.greedy else "independent"
+
+    def most_nodes(self, gamma: int) -> int:
+        return gamma
+
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
+        sizes = limits.depths.copy()
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
+        logits = growth.first()
+        for position in range(limits.deepest):
+            if limits.stops is not None:
+                # One device transfer per token, only for policies that read the logits.
+                ended = limits.stops(position, logits, sizes > position).cpu().numpy()
+                sizes[ended & (sizes > position)] = position
+                if not (sizes > position).any():
+                    break
+            if sampling.greedy:
+                drawn = argmax(logits)
+            else:
+                probs = sampling.probs(logits)
+                drawn = draw(probs, rng.uniforms(CounterRNG.DRAFT, position, 1)[:, 0])
+                q.append(growth.whole(probs))
+            tokens.append(drawn)
+            if position + 1 < int(sizes.max()):
+                logits = growth.extend(drawn[:, None])[:, 0]
+        if not tokens:
+            return Draft.none(growth.rows, growth.device)
+        return Draft(growth.ids(torch.stack(tokens, 1)), sizes, q=torch.stack(q, 1) if q else None)
+
 
 from decode.trees import (  # noqa: E402, F401  (each registers itself)
     calibrated,

@@ -1,4 +1,4 @@
-"""Chains: one, the default shape (2211.17192), or k from one text as one tree (2305.09781).
+"""k chains from one text as one tree with a node budget (SpecInfer, 2305.09781).
 
 Shapes: B rows, k chains, N nodes, V' vocabulary of the drafter.
 """
@@ -7,51 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draft import Draft, Limits, Siblings
-from decode.sampling import CounterRNG, Sampling, argmax, draw
-from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
-from decode.trees.growth import Growth, best, first_equal, merged, pack
-
-
-@SHAPES.register("chain")
-class Chain(Shape):
-    """A tree without branches: γ tokens, one after the other, drawn or, if greedy, the argmax.
-
-    The only shape that a draft-length policy can stop while it grows.
-    """
-
-    branches = False
-
-    def siblings(self, sampling: Sampling) -> Siblings:
-        return "chosen" if sampling.greedy else "independent"
-
-    def most_nodes(self, gamma: int) -> int:
-        return gamma
-
-    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
-        sizes = limits.depths.copy()
-        tokens: list[Tensor] = []
-        q: list[Tensor] = []
-        logits = growth.first()
-        for position in range(limits.deepest):
-            if limits.stops is not None:
-                # One device transfer per token, only for policies that read the logits.
-                ended = limits.stops(position, logits, sizes > position).cpu().numpy()
-                sizes[ended & (sizes > position)] = position
-                if not (sizes > position).any():
-                    break
-            if sampling.greedy:
-                drawn = argmax(logits)
-            else:
-                probs = sampling.probs(logits)
-                drawn = draw(probs, rng.uniforms(CounterRNG.DRAFT, position, 1)[:, 0])
-                q.append(growth.whole(probs))
-            tokens.append(drawn)
-            if position + 1 < int(sizes.max()):
-                logits = growth.extend(drawn[:, None])[:, 0]
-        if not tokens:
-            return Draft.none(growth.rows, growth.device)
-        return Draft(growth.ids(torch.stack(tokens, 1)), sizes, q=torch.stack(q, 1) if q else None)
+from decode.draft import Draft, Limits, Siblings, best, first_equal, merged, pack
+from decode.sampling import CounterRNG, Sampling, draw
+from decode.trees import SHAPES, Growth, Shape, likeliest, log_q, require_whole
 
 
 @SHAPES.register("chains")

@@ -6,10 +6,9 @@ Shapes: B rows, k nodes expanded per layer, M candidates, V' vocabulary of the d
 import torch
 from torch import Tensor
 
-from decode.draft import Draft, Limits, Siblings
+from decode.draft import Draft, Limits, Siblings, best, pack
 from decode.sampling import CounterRNG, Sampling
-from decode.trees import SHAPES, Shape, likeliest, log_q, require_whole
-from decode.trees.growth import Growth, best, pack
+from decode.trees import SHAPES, Growth, Shape, likeliest, log_q, require_whole
 
 
 @SHAPES.register("dynamic")

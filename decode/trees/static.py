@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from decode.artifact import MANIFEST, verify_directory, write_directory
-from decode.draft import Draft, Limits, Siblings
+from decode.draft import Draft, Limits, Siblings, pack
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling, draw
-from decode.trees import SHAPES, Shape, likeliest
-from decode.trees.growth import Growth, pack
+from decode.trees import SHAPES, Growth, Shape, likeliest
 from decode.trees.structure import Structure
 
 TREE = "tree.json"  # the tree of a drafter directory

@@ -42,7 +42,7 @@ def calibrate(
     from decode.measure.calibrate_threshold import calibrate_threshold
     from decode.settings import DecodeSettings
     from decode.stats import finite
-    from decode.trees.chains import Chain
+    from decode.trees import Chain
     from train.console import Reporter
     from train.data.chat import prompt_tokens
     from train.data.read import read_examples, spread

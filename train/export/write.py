@@ -16,7 +16,7 @@ from decode.errors import UserError
 from decode.measure.evaluation import EvaluationProtocol, evaluate
 from decode.target.identity import require_same_target
 from decode.target.loading import DTYPES, Target, load_target
-from decode.trees.chains import Chain
+from decode.trees import Chain
 from train.export.card import model_card, target_card
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format, format_for
 from train.export.new_target import find_backbone, has_backbone, write_backbone
