@@ -25,12 +25,10 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from benchmarks.common import forget_peak, peak_resident_memory, resident_memory
 from decode.target.loading import Target, load_target
+from distill.distillation import Distillation
 from distill.losses import WeightedLoss
-from distill.module import Distillation
-from distill.student import student_from_layers
-from distill.teacher.live import LiveTeacher
-from distill.teacher.output_layer import split_model
-from distill.teacher.signal import Teacher, TeacherLogits
+from distill.teacher.teacher_signal import LiveTeacher, Teacher, TeacherLogits, split_model
+from distill.untrained_student import student_from_layers
 from train.cli.shared import cores, quieten
 from train.console import Bar, Reporter
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
@@ -256,7 +254,7 @@ def train_ours(
 class EagerDistillation(Distillation):
     """`Distillation` with the logits of all n tokens at once, [n, V], and autograd's backward.
 
-    Like `distill.chunked.eager_loss`, but logits become float32 after the product, as TRL's do
+    Like `distill.chunked_loss.eager_loss`, but logits become float32 after the product, as TRL's do
     under autocast.
     """
 

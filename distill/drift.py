@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from distill.teacher.output_layer import SplitModel
+from distill.teacher.teacher_signal import SplitModel
 
 
 @dataclass(frozen=True)

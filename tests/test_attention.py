@@ -18,8 +18,8 @@ from decode.target.attention import SLOTS, attention_forward, each_token_alone
 from decode.target.cached_model import CachedLM
 from decode.target.loading import Target
 from decode.target.packed import can_pack, pack_layers
-from heads.base import HeadOptions
-from heads.store import new_heads
+from heads.heads_directory import new_heads
+from heads.heads_module import HeadOptions
 from tests.tiny import FAMILIES, VOCAB, real_target, tiny_model
 
 bfloat16_kernels = pytest.mark.skipif(

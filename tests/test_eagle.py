@@ -25,14 +25,14 @@ from decode.sampling import Sampling
 from decode.target.hidden_states import FINAL, Features, Recorder
 from decode.target.loading import Target
 from decode.trees import SHAPES
+from distill.choose_vocabulary import positions
 from distill.losses import WeightedLoss
-from distill.teacher.live_hidden_states import LiveFeatures
-from distill.vocabulary import positions
-from heads.base import Given, HeadOptions, trained_places
-from heads.eagle3 import tapped_layers
-from heads.layer import Rotary, layer_config
-from heads.store import new_heads, save_heads
-from heads.training import HeadTraining
+from distill.teacher.feature_sources import LiveFeatures
+from heads.eagle_heads import tapped_layers
+from heads.head_training import HeadTraining
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_module import Given, HeadOptions, trained_places
+from heads.llama_layer import Rotary, layer_config
 from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
 from tests.tiny import EOS_ID, VOCAB, tiny_target
 from tests.training import assert_equal

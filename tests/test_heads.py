@@ -28,13 +28,13 @@ from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
 from decode.trees import SHAPES
 from decode.trees.structure import Structure
+from distill.agreement import Bigrams, lookup_top1
+from distill.choose_vocabulary import positions
 from distill.losses import WeightedLoss
-from distill.teacher.live_hidden_states import LiveFeatures
-from distill.vocabulary import positions
-from heads.base import HeadOptions, Heads, ahead, trained_places
-from heads.bigrams import Bigrams, lookup_top1
-from heads.store import new_heads, save_heads
-from heads.training import HeadTraining
+from distill.teacher.feature_sources import LiveFeatures
+from heads.head_training import HeadTraining
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_module import HeadOptions, Heads, ahead, trained_places
 from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
 from tests.tiny import EOS_ID, VOCAB, tiny_target
 from tests.training import assert_equal

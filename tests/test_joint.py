@@ -27,12 +27,10 @@ from decode.target.loading import Target, load_target
 from decode.trees.chain import Chain
 from distill.drift import measure_drift
 from distill.losses import WeightedLoss
-from distill.teacher.live import LiveTeacher
-from distill.teacher.output_layer import split_model
-from heads.base import HeadOptions, ahead, trained_places
-from heads.joint import JointTraining
-from heads.store import new_heads
-from heads.training import HeadTraining
+from distill.teacher.teacher_signal import LiveTeacher, split_model
+from heads.head_training import HeadTraining, JointTraining
+from heads.heads_directory import new_heads
+from heads.heads_module import HeadOptions, ahead, trained_places
 from tests.stages import (
     LOOP,
     WORDS,
@@ -440,7 +438,7 @@ def test_a_stage_refuses_what_does_not_go_together(context: Any) -> None:
         run_stage(context, make_stage("heads", "c", heads=MEDUSA, backbone={}, **STAGE))
     frozen_only = make_stage("heads", "d", heads=MEDUSA, backbone={}, **STAGE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("heads.medusa.MedusaHeads.joint_weight", None)
+        patch.setattr("heads.parallel_heads.MedusaHeads.joint_weight", None)
         with pytest.raises(UserError, match="medusa are for a target that stays as it is"):
             frozen_only.plan(context)
 

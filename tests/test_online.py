@@ -32,9 +32,9 @@ from decode.sampling import CounterRNG, Sampling
 from decode.trees.static import Static
 from decode.verification import Verified
 from distill.losses import LOSSES, WeightedLoss
-from distill.replay.buffer import Record, ReplayBuffer, bytes_per_position, signal_of
-from distill.replay.learner import SmallLMStudent
+from distill.replay.online_student import SmallLMStudent
 from distill.replay.rejections import Collector
+from distill.replay.replay_buffer import Record, ReplayBuffer, bytes_per_position, signal_of
 from distill.teacher.top_k_cache import describe_teacher
 from tests import lossless
 from tests.tiny import tiny_llama, tiny_target
@@ -355,7 +355,7 @@ def test_a_full_disk_is_one_clear_error_and_nothing_is_lost(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("distill.replay.buffer.save_file", full)
+        patch.setattr("distill.replay.replay_buffer.save_file", full)
         with pytest.raises(UserError, match=r"cannot write .*shard-1: the disk is full"):
             buffer.commit()
     assert [path.name for path in (tmp_path / "buffer").iterdir()] == ["shard-0"]

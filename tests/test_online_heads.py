@@ -27,20 +27,20 @@ from decode.target.hidden_states import FINAL, Features, Recorder
 from decode.trees.static import Static
 from decode.verification import Verified
 from distill.losses import LOSSES, WeightedLoss
-from distill.replay.buffer import (
+from distill.replay.rejections import Collector
+from distill.replay.replay_buffer import (
     Record,
     ReplayBuffer,
     bytes_per_draft,
     bytes_per_position,
     from_numpy,
 )
-from distill.replay.rejections import Collector
 from distill.teacher.top_k_cache import describe_teacher
-from heads.base import HeadOptions, Heads
-from heads.drafter import HeadsDrafter
-from heads.medusa import MedusaDrafter
-from heads.online_learner import HeadStudent
-from heads.store import build_heads, make_ready, new_heads
+from heads.heads_directory import build_heads, make_ready, new_heads
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HeadOptions, Heads
+from heads.online_heads import HeadStudent
+from heads.parallel_heads import MedusaDrafter
 from tests import lossless
 from tests.test_online import SETTINGS, Learning, prompts_of, same, verified
 from tests.test_online import VOCAB as FEW

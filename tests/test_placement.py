@@ -29,11 +29,11 @@ from decode.target.placement import input_device
 from decode.target.same_weights import require_same_weights, sample_weights
 from decode.target.slots import Slots
 from decode.trees import SHAPES
-from distill.student import student_from_layers
-from distill.teacher.output_layer import split_model
-from distill.teacher.parts import weights_sha256
-from heads.base import HeadOptions
-from heads.store import new_heads, save_heads
+from distill.teacher.cache_parts import weights_sha256
+from distill.teacher.teacher_signal import split_model
+from distill.untrained_student import student_from_layers
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_module import HeadOptions
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]

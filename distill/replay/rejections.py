@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode.verification import Verified
-from distill.replay.buffer import LEAST, Drafted, Record, to_numpy
+from distill.replay.replay_buffer import LEAST, Drafted, Record, to_numpy
 from distill.teacher.top_k_cache import top_k
 
 # The number of float32 distributions whose log-softmax is computed at once.
@@ -60,8 +60,8 @@ class Collector:
     the text before. `begin` sets the request numbers for the rows of the next decode. Without it,
     requests are counted. The random draws of a text depend only on its request number, so they are
     the same in any batch. A row keeps its records until `take`: at most
-    `distill.replay.buffer.bytes_per_position` per emitted token. Calls from several threads wait
-    for each other.
+    `distill.replay.replay_buffer.bytes_per_position` per emitted token. Calls from several threads
+    wait for each other.
     """
 
     def __init__(

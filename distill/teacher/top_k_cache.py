@@ -18,9 +18,9 @@ from torch import Tensor
 from decode.artifact import verify_directory, write_directory
 from decode.errors import UserError
 from decode.target.loading import Target
-from distill.teacher import parts
-from distill.teacher.parts import Parts, require_same, require_same_target
-from distill.teacher.signal import Teacher, TopK
+from distill.teacher import cache_parts
+from distill.teacher.cache_parts import Parts, require_same, require_same_target
+from distill.teacher.teacher_signal import Teacher, TopK
 
 WHAT = "teacher cache"
 VOCABULARY = "vocabulary.safetensors"
@@ -48,7 +48,7 @@ def describe_teacher(
 ) -> dict[str, Any]:
     """Return the settings that a cache depends on, besides the text, as JSON values."""
     return {
-        **parts.describe_target(target),
+        **cache_parts.describe_target(target),
         "k": k,
         "temperature": temperature,
         "vocabulary": None if vocabulary is None else ids_sha256(vocabulary),
@@ -96,7 +96,7 @@ def write_part(
         "log_p": [s.log_p.cpu().half() for s in signals],
         "log_tail": [s.log_tail.cpu().float() for s in signals],
     }
-    parts.write_part(directory, number, samples, tensors, {"teacher": teacher})
+    cache_parts.write_part(directory, number, samples, tensors, {"teacher": teacher})
 
 
 def _id_dtype(vocab_size: int) -> torch.dtype:

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from decode.drafters import Drafter
 from decode.verification import Verified
-from distill.replay.buffer import Record, ReplayBuffer
-from distill.replay.learner import OnlineStudent
+from distill.replay.online_student import OnlineStudent
 from distill.replay.rejections import Collector
+from distill.replay.replay_buffer import Record, ReplayBuffer
 from train.data.batches import permutation
 from train.schema import Strict
 from train.training.optimizer import OptimizerConfig, learning_rate_factor, make_optimizer

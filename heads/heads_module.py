@@ -1,7 +1,7 @@
 """Base class of all kinds of heads: weights on top of a frozen target, trained as one module.
 
-Each kind is one file. It registers itself in `HEADS`, and its drafter in
-`decode.drafters.DRAFTERS` under the same name.
+A kind registers itself in `HEADS`, and its drafter in `decode.drafters.DRAFTERS` under the same
+name.
 
 Positions: head d = 1, 2, … reads the hidden states at position t and predicts the token at
 t + d + 1. The target predicts the token at t + 1 from the same hidden states. So after the
@@ -23,7 +23,13 @@ from transformers import PreTrainedModel
 from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target.hidden_states import FINAL
-from heads.output import HeadOutput, Outputs
+from heads.target_layers import (
+    BorrowedEmbeddings,
+    HeadOutput,
+    Outputs,
+    output_layer,
+    require_embeddings,
+)
 
 
 class HeadOptions(BaseModel):
@@ -157,20 +163,27 @@ class Heads(nn.Module, ABC):
         """Yield the predictions of these heads for a batch. depths: in ascending order."""
 
 
+class TokenHeads(Heads):
+    """Heads with token embeddings. Raises UserError if the target's embedding size is not H."""
+
+    def __init__(
+        self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None
+    ) -> None:
+        super().__init__(options, depth, model, vocabulary)
+        require_embeddings(model, self.hidden_size)
+        self.embeddings = BorrowedEmbeddings()
+
+    def borrow(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().borrow(model, dtype, device)
+        self.embeddings.borrow(model, dtype, device)
+
+
 HEADS: Registry[type[Heads]] = Registry("type of heads")
-
-
-def output_layer(model: PreTrainedModel) -> nn.Linear:
-    """Return the target's output layer. Raises UserError if it is not linear."""
-    layer = model.get_output_embeddings()
-    if not isinstance(layer, nn.Linear):
-        raise UserError(f"{type(model).__name__} has no linear output layer for heads to work with")
-    return layer
-
-
-def feed_forward_size(config: Any) -> int:
-    """Width of the feed-forward layers of a model with this (text) config."""
-    return getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
 
 
 def ahead(x: Tensor, by: int) -> Tensor:

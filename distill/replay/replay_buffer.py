@@ -26,7 +26,7 @@ from torch import Tensor
 from decode.artifact import recover, remove_directory, verify_directory, write_directory
 from decode.errors import UserError
 from decode.target.loading import Target
-from distill.teacher.signal import TopK
+from distill.teacher.teacher_signal import TopK
 from distill.teacher.top_k_cache import bytes_per_token, require_same_teacher
 
 SHARD = "shard"
@@ -96,7 +96,8 @@ class Record:
     places: int32 [n], the positions of the recorded tokens, ascending, each ≥ 1. The distribution
     of a position is that of tokens[place] given the tokens before it. rejected: bool [n], True
     where the draft token was rejected. ids [n, k] unsigned or int32, log_p float16 [n, k], log_tail
-    float32 [n]: as in `distill.teacher.signal.TopK`, at temperature 1 and before any processor.
+    float32 [n]: as in `distill.teacher.teacher_signal.TopK`, at temperature 1 and before any
+    processor.
 
     drafted: for heads on the target; None for a small language model.
     """

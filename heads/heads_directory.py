@@ -22,7 +22,7 @@ from decode.target.same_weights import require_same_weights, sample_weights
 from decode.trees.static import Static
 from decode.trees.stored import TREE, stored_shape
 from decode.trees.structure import Structure
-from heads.base import HEADS, HeadOptions, Heads, output_layer
+from heads.heads_module import HEADS, HeadOptions, Heads, output_layer
 
 CONFIG, WEIGHTS = "config.json", "heads.safetensors"
 # Stored in the weights file, next to the weights.

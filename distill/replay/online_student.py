@@ -22,9 +22,9 @@ from decode.drafters.new_weights import require_weights
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.target.cached_model import sliding_window
+from distill.distillation import Distillation
 from distill.losses import WeightedLoss
-from distill.module import Distillation
-from distill.replay.buffer import Record, signal_of
+from distill.replay.replay_buffer import Record, signal_of
 
 
 class OnlineStudent(ABC):
@@ -107,7 +107,7 @@ class SmallLMStudent(OnlineStudent):
     text in tokens; None uses the model's limit. tokenizer: stored with the model; it also gives the
     padding id. Without it, `pad_id` is used. tokens: as for `Distillation`; it must equal the
     number of tokens in the records' distributions. Raises UserError for a model that
-    `distill.teacher.output_layer` refuses.
+    `distill.teacher.teacher_signal` refuses.
     """
 
     kind = "small_lm"

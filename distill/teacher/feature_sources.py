@@ -1,17 +1,83 @@
-"""An offline cache of the target's hidden states: one forward per text for any number of runs.
+"""The target's hidden states for training: live, or from an offline cache.
 
-Shapes: T tokens of a text, H hidden size.
+Live, one forward per batch serves all heads. From a cache, one forward per text serves any number
+of runs.
+
+Shapes: B rows, T tokens of a text, H hidden size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.target.hidden_states import Recorder
 from decode.target.loading import Target
-from distill.teacher.parts import Parts, describe_target, require_same_target, write_part
+from distill.teacher.cache_parts import Parts, describe_target, require_same_target, write_part
+
+
+class FeatureSource(Protocol):
+    """A source of the target's hidden states for a batch."""
+
+    def features(
+        self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
+    ) -> Mapping[int, Tensor]:
+        """Return [B, T, H] by captured layer, in the target's dtype, for a batch [B, T] of samples
+        `ids`."""
+        ...
+
+
+class LiveFeatures:
+    """Runs the frozen target over each batch, once, without gradients and without logits.
+
+    captured_layers: the layers whose hidden states are captured. remember: keep the hidden states
+    of each sample in CPU memory, H numbers per token and layer, so that later epochs need no
+    forward. timed(): a context in which the work is done.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        captured_layers: Sequence[int],
+        *,
+        remember: bool = False,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._model, self._captured_layers, self._timed = model, captured_layers, timed
+        self._recorder = Recorder(model, captured_layers)
+        self._kept: dict[str, dict[int, Tensor]] | None = {} if remember else None
+
+    @torch.no_grad()
+    def features(
+        self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
+    ) -> Mapping[int, Tensor]:
+        """See `FeatureSource`."""
+        with self._timed():
+            kept = self._kept
+            if kept and ids and all(sample in kept for sample in ids):
+                rows = [kept[sample] for sample in ids]
+                return {
+                    layer: pad_sequence([row[layer] for row in rows], batch_first=True).to(
+                        input_ids.device
+                    )
+                    for layer in self._captured_layers
+                }
+            with self._recorder.recording() as found:
+                self._model.base_model(
+                    input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+                )
+            if kept is not None:
+                lengths = attention_mask.sum(1).tolist()
+                for row, (sample, length) in enumerate(zip(ids, lengths, strict=False)):
+                    kept[sample] = {layer: x[row, :length].cpu() for layer, x in found.items()}
+            return found
+
 
 WHAT = "feature cache"
 
@@ -31,8 +97,8 @@ def write_features(
 ) -> None:
     """Write part `number` of the cache.
 
-    samples: (id, `distill.teacher.parts.text_sha256`) of each sample. features: by captured layer,
-    [T, H] of each sample, in the target's dtype.
+    samples: (id, `distill.teacher.cache_parts.text_sha256`) of each sample. features: by captured
+    layer, [T, H] of each sample, in the target's dtype.
     """
     tensors = {_name(layer): x for layer, x in features.items()}
     meta = {"teacher": describe_target(target), "captured_layers": list(features)}
@@ -49,7 +115,7 @@ def holds_features(directory: Path) -> bool:
 
 
 class CachedFeatures:
-    """Hidden states from a cache. Replaces `distill.teacher.live_hidden_states.LiveFeatures`.
+    """Hidden states from a cache. Replaces `distill.teacher.feature_sources.LiveFeatures`.
 
     Raises UserError if the cache was made from another target, revision or dtype, lacks one of the
     captured_layers, or is damaged. `require` raises UserError for texts that are not in the cache.
@@ -76,7 +142,7 @@ class CachedFeatures:
     def features(
         self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
     ) -> Mapping[int, Tensor]:
-        """See `distill.teacher.live_hidden_states.FeatureSource`.
+        """See `distill.teacher.feature_sources.FeatureSource`.
 
         Without ids it returns features that only have the right shape. Such a batch has no tokens
         to train on.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.losses import WeightedLoss
-from distill.teacher.signal import Signal, Teacher
+from distill.teacher.teacher_signal import Signal, Teacher
 
 # Float32 numbers per block of rows on a CPU. A few such blocks fit into its cache.
 CPU_BLOCK = 1 << 18

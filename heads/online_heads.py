@@ -18,23 +18,23 @@ from decode.drafters.new_weights import require_weights
 from decode.errors import UserError
 from decode.target.loading import Target
 from decode.trees.structure import Structure
-from distill.chunked import chunked_loss
+from distill.choose_vocabulary import positions
+from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
-from distill.replay.buffer import Drafted, Record, from_numpy, signal_of
-from distill.replay.learner import OnlineStudent, require_same_ids
-from distill.teacher.signal import TopK
-from distill.vocabulary import positions
-from heads.base import HEADS, Given, Heads
-from heads.drafter import HeadsDrafter
-from heads.independent import ParallelHeads
-from heads.store import write_heads
+from distill.replay.online_student import OnlineStudent, require_same_ids
+from distill.replay.replay_buffer import Drafted, Record, from_numpy, signal_of
+from distill.teacher.teacher_signal import TopK
+from heads.heads_directory import write_heads
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HEADS, Given, Heads
+from heads.parallel_heads import ParallelHeads
 
 
 class HeadStudent(OnlineStudent):
     """The heads that are trained, in float32 on `device`.
 
-    heads: as returned by `heads.store.read_heads`. Each recorded token counts once, for the head
-    that drafted it. So the weight of a head is how often its draft tokens are reached.
+    heads: as returned by `heads.heads_directory.read_heads`. Each recorded token counts once, for
+    the head that drafted it. So the weight of a head is how often its draft tokens are reached.
 
     tree: stored with the heads. max_length: the max length of a text, in tokens. Raises UserError
     if it is too short for the deepest head, and for heads that `require_learns` refuses.

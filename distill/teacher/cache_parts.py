@@ -3,7 +3,7 @@
 Each part is written completely or not at all. It stores a description of its target and a hash of
 every text, so it cannot be used for another target or text. After a kill, the writer continues with
 the next part. `distill.teacher.top_k_cache` (log-probabilities) and
-`distill.teacher.hidden_state_cache` (hidden states) define the tensors.
+`distill.teacher.feature_sources` (hidden states) define the tensors.
 """
 
 import hashlib

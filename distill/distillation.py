@@ -7,11 +7,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.agreement import agreement_sums
-from distill.chunked import chunked_loss
+from distill.choose_vocabulary import positions
+from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
-from distill.teacher.output_layer import split_model
-from distill.teacher.signal import Teacher, TeacherLogits
-from distill.vocabulary import positions
+from distill.teacher.teacher_signal import Teacher, TeacherLogits, split_model
 
 
 class Distillation(nn.Module):
@@ -20,10 +19,10 @@ class Distillation(nn.Module):
     The output layer is used only inside `forward`, because engines that shard weights (FSDP, ZeRO)
     gather them only there.
 
-    vocabulary: int64 [n], the token ids of a reduced output layer (`distill.vocabulary`). tokens:
-    the number of ids that are tokens. The student's output rows after them are padding. Padding
-    rows get no gradient, and the student's probabilities are renormalised over the other rows. The
-    teacher's must be renormalised in the same way.
+    vocabulary: int64 [n], the token ids of a reduced output layer (`distill.choose_vocabulary`).
+    tokens: the number of ids that are tokens. The student's output rows after them are padding.
+    Padding rows get no gradient, and the student's probabilities are renormalised over the other
+    rows. The teacher's must be renormalised in the same way.
     """
 
     def __init__(

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 from decode.contexts import Contexts
 from decode.sampling import Sampling
 from decode.trees.growth import Growth
-from heads.attending import AttendingDrafter, AttendingHeads
-from heads.base import Given, Prediction, ahead, trained_places
-from heads.embeddings import TokenHeads
-from heads.layer import Attend, Rotary, UnrolledAttention, layer_config
+from heads.heads_drafter import AttendingDrafter, AttendingHeads
+from heads.heads_module import Given, Prediction, TokenHeads, ahead, trained_places
+from heads.llama_layer import Attend, Rotary, UnrolledAttention, layer_config
 
 
 class AutoregressiveHeads(TokenHeads, AttendingHeads):

@@ -23,10 +23,14 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from decode.target.slots import SlotLayer
-from heads.base import feed_forward_size
 
 # Maps queries [B, N, n, D] and the same tokens' keys and values [B, G, n, D] to [B, N, n, D].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def feed_forward_size(config: Any) -> int:
+    """Width of the feed-forward layers of a model with this (text) config."""
+    return getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
 
 
 def layer_config(model: PreTrainedModel) -> LlamaConfig:

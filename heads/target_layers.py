@@ -1,4 +1,4 @@
-"""Output layers of heads: they map states to logits over the full or a reduced vocabulary.
+"""The target's layers that heads use: its output layer, copied or borrowed, and its embeddings.
 
 Shapes: H hidden size, V' rows (draft vocabulary), D heads.
 """
@@ -9,10 +9,21 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
 
+from decode.errors import UserError
 from decode.target.packed import PackedLinear
 
 Outputs = Literal["own", "shared", "target"]
+
+
+def output_layer(model: PreTrainedModel) -> nn.Linear:
+    """Return the target's output layer. Raises UserError if it is not linear."""
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
+        raise UserError(f"{type(model).__name__} has no linear output layer for heads to work with")
+    return layer
 
 
 class HeadOutput(nn.Module):
@@ -107,3 +118,36 @@ def _rows(layer: nn.Linear, vocabulary: Tensor | None) -> list[Tensor]:
     """The weight rows of `vocabulary`, and the bias rows if there is a bias."""
     whole = [p.detach() for p in (layer.weight, layer.bias) if p is not None]
     return whole if vocabulary is None else [x[vocabulary.to(x.device)] for x in whole]
+
+
+def require_embeddings(model: PreTrainedModel, hidden_size: int) -> None:
+    """Raises UserError if the target's embeddings [V, E] have E ≠ H."""
+    own = model.get_input_embeddings().weight.shape[1]
+    if own != hidden_size:
+        raise UserError(
+            f"{type(model).__name__} embeds tokens in {own} numbers and its hidden states have "
+            f"{hidden_size}; heads that read tokens need the same of both, so train medusa or "
+            "blockwise heads"
+        )
+
+
+class BorrowedEmbeddings:
+    """The stored embedding table, without the scale that some targets apply after the lookup.
+
+    It is not a module, so neither `parameters` nor an engine sees it.
+    """
+
+    def __init__(self) -> None:
+        self._table: Tensor | None = None
+
+    def borrow(
+        self, model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None
+    ) -> None:
+        """Take the target's table in `dtype` and on `device`. None keeps those of the target."""
+        table = model.get_input_embeddings().weight.detach()
+        self._table = table.to(device or table.device, dtype or table.dtype)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """[..., H]: the embeddings of token ids, int64 [...]."""
+        assert self._table is not None, "the target's embeddings are borrowed first"
+        return embedding(ids, self._table)
