@@ -274,8 +274,8 @@ class EagerDistillation(Distillation):
         predicted = loss_mask[:, 1:]
         logits = self.student.get_output_embeddings()(hidden[:, :-1][predicted]).float()
         labels = input_ids[:, 1:][predicted]
-        sums = self.terms.values(logits, teacher(slice(None)), labels).sum(-1)
-        return self.terms.weigh(sums), sums.detach().double()
+        sums = self.weighted_loss.values(logits, teacher(slice(None)), labels).sum(-1)
+        return self.weighted_loss.weigh(sums), sums.detach().double()
 
 
 class _InOrder(Trainer):

@@ -60,13 +60,13 @@ def agreement_sums(
         part = slice(begin, begin + chunk)
         q = F.linear(hidden[part], weight, bias).float().softmax(-1)
         p = teacher(part).logits.float().softmax(-1)
-        known = p[:, : q.shape[1]] if vocabulary is None else p[:, vocabulary]
-        guess = q.argmax(-1)
+        draftable = p[:, : q.shape[1]] if vocabulary is None else p[:, vocabulary]
+        guesses = q.argmax(-1)
         if vocabulary is not None:
-            guess = vocabulary[guess]
-        sums[0] += torch.minimum(known, q).sum(dtype=torch.float64)
-        sums[1] += (guess == p.argmax(-1)).sum()
-        sums[2] += (1 - known.sum(-1)).sum(dtype=torch.float64)
+            guesses = vocabulary[guesses]
+        sums[0] += torch.minimum(draftable, q).sum(dtype=torch.float64)
+        sums[1] += (guesses == p.argmax(-1)).sum()
+        sums[2] += (1 - draftable.sum(-1)).sum(dtype=torch.float64)
         sums[3] += len(q)
     return sums
 
@@ -83,23 +83,23 @@ class Bigrams:
         pairs, counts = np.unique(np.stack([before, after]), axis=1, return_counts=True)
         order = np.lexsort((pairs[1], -counts, pairs[0]))
         tokens, first = np.unique(pairs[0, order], return_index=True)
-        self._best = dict(zip(tokens.tolist(), pairs[1, order][first].tolist(), strict=True))
+        self._followers = dict(zip(tokens.tolist(), pairs[1, order][first].tolist(), strict=True))
 
     def top1(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
         """Return the share of tokens in these texts that the previous token predicts correctly."""
         before, after = _pairs(texts)
-        guesses = np.array([self._best.get(token, -1) for token in before.tolist()])
+        guesses = np.array([self._followers.get(token, -1) for token in before.tolist()])
         return float((guesses == after).mean()) if len(after) else 0.0
 
 
 def lookup_top1(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
     """Return the share of masked tokens that prompt lookup predicts from the text before them."""
     right = count = 0
-    usual = NgramDrafter()
+    defaults = NgramDrafter()
     for tokens, mask in texts:
-        index = NgramIndex(usual.min_n, usual.max_n)
-        for token, learnt in zip(tokens, mask, strict=True):
-            if learnt:
+        index = NgramIndex(defaults.min_n, defaults.max_n)
+        for token, counted in zip(tokens, mask, strict=True):
+            if counted:
                 count += 1
                 right += index.continuation(1) == [token]
             index.extend([token])
@@ -108,11 +108,11 @@ def lookup_top1(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
 
 def _pairs(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> tuple[np.ndarray, np.ndarray]:
     """int64 [n] twice: the token before each masked one, and that token."""
-    found = [
+    pairs = [
         (tokens[i - 1], tokens[i])
         for tokens, mask in texts
         for i in range(1, len(tokens))
         if mask[i]
     ]
-    table = np.array(found, dtype=np.int64).reshape(-1, 2)
+    table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     return table[:, 0], table[:, 1]

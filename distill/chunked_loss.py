@@ -31,7 +31,7 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         teacher: Teacher | None,
         labels: Tensor,
-        terms: WeightedLoss,
+        weighted_loss: WeightedLoss,
         chunk: int,
         ranks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             h, w, b = h.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
-        totals = torch.zeros(len(terms.names), dtype=torch.float64, device=hidden.device)
+        totals = torch.zeros(len(weighted_loss.names), dtype=torch.float64, device=hidden.device)
         with torch.autocast(device, enabled=False):
             for begin in range(0, len(hidden), chunk):
                 part = slice(begin, begin + chunk)
@@ -57,7 +57,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if ranks is not None:
                     ranks[part] = _ranks(logits, labels[part])
                 signal = None if teacher is None else teacher(part)
-                totals += _gradient_in_place(logits, signal, labels[part], terms)
+                totals += _gradient_in_place(logits, signal, labels[part], weighted_loss)
                 if for_hidden is not None:
                     for_hidden[part] = logits @ w
                 if for_weight is not None and for_weight.dtype == logits.dtype:
@@ -69,7 +69,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.grads = grads
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         ctx.mark_non_differentiable(totals)
-        return terms.weigh(totals), totals
+        return weighted_loss.weigh(totals), totals
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -81,16 +81,18 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _gradient_in_place(
-    logits: Tensor, signal: Signal | None, labels: Tensor, terms: WeightedLoss
+    logits: Tensor, signal: Signal | None, labels: Tensor, weighted_loss: WeightedLoss
 ) -> Tensor:
     """Overwrite logits [c, V] with their gradient. Return the terms' sums, float64 [terms]."""
     rows, vocabulary = logits.shape
     block = max(1, CPU_BLOCK // vocabulary) if logits.device.type == "cpu" else rows
-    sums = torch.zeros(len(terms.names), dtype=torch.float64, device=logits.device)
+    sums = torch.zeros(len(weighted_loss.names), dtype=torch.float64, device=logits.device)
     for begin in range(0, rows, block):
         part = slice(begin, begin + block)
-        few = logits[part].to(_at_least_float32(logits.dtype))
-        values, gradient = terms.fused(few, None if signal is None else signal[part], labels[part])
+        block_logits = logits[part].to(_at_least_float32(logits.dtype))
+        values, gradient = weighted_loss.fused(
+            block_logits, None if signal is None else signal[part], labels[part]
+        )
         logits[part] = gradient
         sums += values.sum(-1, dtype=torch.float64)
     return sums
@@ -98,8 +100,8 @@ def _gradient_in_place(
 
 def _ranks(logits: Tensor, labels: Tensor) -> Tensor:
     """int64 [c]: the rank of each label in logits [c, V], as defined in `chunked_loss`."""
-    own = logits.gather(1, labels.clamp(min=0)[:, None])
-    return torch.where(labels < 0, logits.shape[1], (logits > own).sum(1))
+    label_logits = logits.gather(1, labels.clamp(min=0)[:, None])
+    return torch.where(labels < 0, logits.shape[1], (logits > label_logits).sum(1))
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -113,7 +115,7 @@ def chunked_loss(
     bias: Tensor | None,
     teacher: Teacher | None,
     labels: Tensor,
-    terms: WeightedLoss,
+    weighted_loss: WeightedLoss,
     *,
     chunk: int = 256,
     ranks: Tensor | None = None,
@@ -128,7 +130,9 @@ def chunked_loss(
     of tokens with a higher logit than the label (0: the label is the most likely token; V for a
     label of −100). It needs no extra logits.
     """
-    loss, totals = _ChunkedLoss.apply(hidden, weight, bias, teacher, labels, terms, chunk, ranks)
+    loss, totals = _ChunkedLoss.apply(
+        hidden, weight, bias, teacher, labels, weighted_loss, chunk, ranks
+    )
     return loss, totals
 
 
@@ -138,8 +142,8 @@ def eager_loss(
     bias: Tensor | None,
     signal: Signal | None,
     labels: Tensor,
-    terms: WeightedLoss,
+    weighted_loss: WeightedLoss,
 ) -> Tensor:
     """The same weighted sum, from all logits [n, V] at once: the oracle of `chunked_loss`."""
     logits = F.linear(hidden, weight, bias)
-    return terms.weigh(terms.values(logits, signal, labels).sum(-1))
+    return weighted_loss.weigh(weighted_loss.values(logits, signal, labels).sum(-1))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.agreement import agreement_sums
-from distill.choose_vocabulary import positions
+from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import Teacher, TeacherLogits, split_model
@@ -28,7 +28,7 @@ class Distillation(nn.Module):
     def __init__(
         self,
         student: PreTrainedModel,
-        terms: WeightedLoss,
+        weighted_loss: WeightedLoss,
         *,
         chunk: int = 256,
         vocabulary: Tensor | None = None,
@@ -37,12 +37,12 @@ class Distillation(nn.Module):
         super().__init__()
         split_model(student)  # raises if logits need more than a linear layer
         self.student = student
-        self.known: int = student.config.get_text_config().vocab_size
-        self.tokens = min(self.known, tokens or self.known)
-        rows = None if vocabulary is None else positions(vocabulary, self.known)
+        self.vocab_size: int = student.config.get_text_config().vocab_size
+        self.tokens = min(self.vocab_size, tokens or self.vocab_size)
+        rows = None if vocabulary is None else rows_of_tokens(vocabulary, self.vocab_size)
         self.register_buffer("label_rows", rows, persistent=False)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
-        self.terms = terms
+        self.weighted_loss = weighted_loss
         self.chunk = chunk
 
     def forward(
@@ -63,7 +63,7 @@ class Distillation(nn.Module):
         """
         labels = input_ids[:, 1:]
         # A target with more rows may emit ids for which the student has no embedding.
-        input_ids = input_ids.clamp(max=self.known - 1)
+        input_ids = input_ids.clamp(max=self.vocab_size - 1)
         hidden = self.student.base_model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
@@ -72,7 +72,7 @@ class Distillation(nn.Module):
         output = self.student.get_output_embeddings()
         weight, bias = output.weight, output.bias
         ids = self.vocabulary
-        if not isinstance(ids, Tensor) and self.tokens < self.known:
+        if not isinstance(ids, Tensor) and self.tokens < self.vocab_size:
             weight = weight[: self.tokens]
             bias = None if bias is None else bias[: self.tokens]
         if agreement_with is not None:
@@ -95,6 +95,6 @@ class Distillation(nn.Module):
             bias,
             teacher,
             labels,
-            self.terms,
+            self.weighted_loss,
             chunk=self.chunk,
         )

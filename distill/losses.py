@@ -96,10 +96,10 @@ class WeightedLoss:
     ) -> None:
         if not losses:
             raise UserError(f"no loss is given; expected at least one of {', '.join(LOSSES)}")
-        self.terms = {name: _term(name, given) for name, given in losses.items()}
-        for what, value in (("teacher", teacher_temperature), ("drafter", drafter_temperature)):
+        self.terms = {name: _term(name, setting) for name, setting in losses.items()}
+        for model, value in (("teacher", teacher_temperature), ("drafter", drafter_temperature)):
             if not value > 0:
-                raise UserError(f"{what}_temperature is {value}; expected a number > 0")
+                raise UserError(f"{model}_temperature is {value}; expected a number > 0")
         self.teacher_temperature = teacher_temperature
         self.drafter_temperature = drafter_temperature
 
@@ -121,9 +121,9 @@ class WeightedLoss:
 
         logits: [n, V], the drafter's. labels: int64 [n], −100 for a token that text terms ignore.
         """
-        text, compared = self._rows(logits, signal, labels)
+        on_text, on_teacher = self._rows(logits, signal, labels)
         values = [
-            term.loss.value(compared if term.loss.needs_teacher else text)
+            term.loss.value(on_teacher if term.loss.needs_teacher else on_text)
             for term in self.terms.values()
         ]
         return torch.stack(values)
@@ -133,39 +133,41 @@ class WeightedLoss:
 
         The gradient is with respect to the logits, [n, V].
         """
-        text, compared = self._rows(logits, signal, labels)
+        on_text, on_teacher = self._rows(logits, signal, labels)
         values = []
-        gradients: dict[bool, Tensor] = {}
+        gradients: dict[bool, Tensor] = {}  # by whether the terms read the teacher
         for term in self.terms.values():
-            reads = term.loss.needs_teacher
-            value, gradient = term.loss.fused(compared if reads else text)
+            reads_teacher = term.loss.needs_teacher
+            value, gradient = term.loss.fused(on_teacher if reads_teacher else on_text)
             values.append(value)
             if term.weight != 1:
                 gradient = gradient * term.weight
-            gradients[reads] = gradients[reads] + gradient if reads in gradients else gradient
-        found = gradients.get(False)
+            if reads_teacher in gradients:
+                gradient = gradients[reads_teacher] + gradient
+            gradients[reads_teacher] = gradient
+        total = gradients.get(False)
         if True in gradients:
             assert signal is not None
-            through = signal.pull_back(gradients[True], logits, self.drafter_temperature)
+            of_teacher = signal.pull_back(gradients[True], logits, self.drafter_temperature)
             if self.drafter_temperature != 1:
-                through = through / self.drafter_temperature
-            found = through if found is None else found + through
-        assert found is not None
-        return torch.stack(values), found
+                of_teacher = of_teacher / self.drafter_temperature
+            total = of_teacher if total is None else total + of_teacher
+        assert total is not None
+        return torch.stack(values), total
 
     def _rows(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> tuple[Rows, Rows]:
         """Return the rows for the terms on the text and the rows for the terms on the teacher."""
         log_q = (logits / self.drafter_temperature).log_softmax(-1)
-        plain = log_q if self.drafter_temperature == 1 else logits.log_softmax(-1)
-        text = Rows(plain, None, labels)
+        log_q_1 = log_q if self.drafter_temperature == 1 else logits.log_softmax(-1)
+        on_text = Rows(log_q_1, None, labels)
         if signal is None:
-            return text, text
-        return text, Rows(*signal.outcomes(log_q, self.teacher_temperature), labels)
+            return on_text, on_text
+        return on_text, Rows(*signal.outcomes(log_q, self.teacher_temperature), labels)
 
 
-def _term(name: str, given: float | Mapping[str, Any]) -> Term:
+def _term(name: str, setting: float | Mapping[str, Any]) -> Term:
     kind = LOSSES[name]
-    options = dict(given) if isinstance(given, Mapping) else {"weight": given}
+    options = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
     weight = options.pop("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
         raise UserError(f"loss {name} has weight {weight!r}; expected a number > 0")
@@ -212,7 +214,7 @@ class ReverseKL(Loss):
 
     def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
         ratio = rows.log_q - rows.log_p
-        # + (p − q), which sums to 0: see forward_kl.
+        # + (p − q), which sums to 0: see `ForwardKL`.
         values = (rows.q * ratio + (rows.p - rows.q)).sum(-1)
         return values, ratio.sub_(values[:, None]).mul_(rows.q)
 
@@ -288,8 +290,8 @@ class CrossEntropy(Loss):
 
     def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
         counted = (rows.labels != IGNORED)[:, None]
-        places = rows.labels.clamp(min=0)[:, None]
-        values = -rows.log_q.gather(1, places) * counted
+        labels = rows.labels.clamp(min=0)[:, None]
+        values = -rows.log_q.gather(1, labels) * counted
         gradient = rows.q * counted
-        gradient.scatter_add_(1, places, -counted.to(gradient.dtype))
+        gradient.scatter_add_(1, labels, -counted.to(gradient.dtype))
         return values[:, 0], gradient

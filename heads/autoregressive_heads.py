@@ -22,7 +22,7 @@ from decode.contexts import Contexts
 from decode.sampling import Sampling
 from decode.trees.growth import Growth
 from heads.heads_drafter import AttendingDrafter, AttendingHeads
-from heads.heads_module import Given, Prediction, TokenHeads, ahead, trained_places
+from heads.heads_module import HeadBatch, Prediction, TokenHeads, ahead, trained_positions
 from heads.llama_layer import Attend, Rotary, UnrolledAttention, layer_config
 
 
@@ -60,11 +60,11 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         """[..., H]: the input of the output layer, computed from states [..., H]."""
         return states
 
-    def blurred(self, features: Tensor) -> Tensor:
+    def with_noise(self, features: Tensor) -> Tensor:
         """[B, T, F]: the features used in training, possibly with noise added."""
         return features
 
-    def extra(self, states: Tensor, given: Given, depth: int, places: Tensor) -> Tensor | None:
+    def extra(self, states: Tensor, given: HeadBatch, depth: int, places: Tensor) -> Tensor | None:
         """The extra loss (see `Prediction`) for the states [n, H] of step `depth` at `places`."""
         return None
 
@@ -80,18 +80,18 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
             states, self.embeddings(tokens).to(self.dtype), position_embeddings, attend
         )
 
-    def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
+    def predictions(self, given: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         features = torch.cat([given.features[layer] for layer in self.captured_layers], -1).to(
             self.dtype
         )
-        states = self.fuse(self.blurred(features))
+        states = self.fuse(self.with_noise(features))
         attend = UnrolledAttention()
         positions = torch.arange(states.shape[1], device=states.device)[None]
         for depth in range(1, max(depths) + 1):
             tokens = ahead(given.input_ids, depth)
             states = self.step(states, tokens, positions + depth - 1, attend)
             if depth in depths:
-                places = trained_places(given.loss_mask, depth)
+                places = trained_positions(given.loss_mask, depth)
                 own = states[places]
                 extra = self.extra(own, given, depth, places)
                 yield Prediction(depth, places, self.readout(own), extra)

@@ -18,7 +18,7 @@ from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL
 from heads.autoregressive_heads import AutoregressiveDrafter, AutoregressiveHeads
-from heads.heads_module import HEADS, Given, HeadOptions, ahead
+from heads.heads_module import HEADS, HeadBatch, HeadOptions, ahead
 from heads.llama_layer import Attend, DraftLayer
 
 
@@ -85,12 +85,12 @@ class Eagle1Heads(AutoregressiveHeads):
         made: Tensor = self.layers[0](mixed, mixed, position_embeddings, attend)
         return made
 
-    def blurred(self, features: Tensor) -> Tensor:
+    def with_noise(self, features: Tensor) -> Tensor:
         if not self.training or not self.options.noise:
             return features
         return features + self.options.noise * (2 * torch.rand_like(features) - 1)
 
-    def extra(self, states: Tensor, given: Given, depth: int, places: Tensor) -> Tensor | None:
+    def extra(self, states: Tensor, given: HeadBatch, depth: int, places: Tensor) -> Tensor | None:
         if not self.options.regression:
             return None
         wide = torch.promote_types(states.dtype, torch.float32)
@@ -119,7 +119,7 @@ class Eagle3Options(HeadOptions):
     decay: float = Field(0.8, gt=0, le=1)
 
 
-def tapped_layers(layers: int) -> tuple[int, int, int]:
+def auxiliary_layers(layers: int) -> tuple[int, int, int]:
     """Return the layers captured of a target with n layers: the inputs of layers 2, n // 2 and n −
     3.
 
@@ -129,7 +129,7 @@ def tapped_layers(layers: int) -> tuple[int, int, int]:
 
     Raises UserError if these three layers are not distinct and in ascending order.
 
-    >>> tapped_layers(30)
+    >>> auxiliary_layers(30)
     (1, 14, 26)
     """
     low, middle, high = 2, layers // 2, layers - 3
@@ -177,7 +177,7 @@ class Eagle3Heads(AutoregressiveHeads):
         self, options: Eagle3Options, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.steps, model, vocabulary)
-        self.captured_layers = tapped_layers(model.config.get_text_config().num_hidden_layers)
+        self.captured_layers = auxiliary_layers(model.config.get_text_config().num_hidden_layers)
         size = self.hidden_size
         self.fc = nn.Linear(len(self.captured_layers) * size, size, bias=False)
         self.midlayer = Eagle3Layer(self.config)

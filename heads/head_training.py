@@ -15,11 +15,11 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from decode.target.hidden_states import FINAL, Recorder
-from distill.choose_vocabulary import positions
+from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import Teacher, TeacherLogits
-from heads.heads_module import Given, Heads, ahead, output_layer, trained_places
+from heads.heads_module import HeadBatch, Heads, ahead, output_layer, trained_positions
 
 TOP = 5
 
@@ -39,7 +39,7 @@ class HeadTraining(nn.Module):
         ids = heads.vocabulary
         layer = output_layer(model)
         size = layer.out_features
-        rows = None if ids is None else positions(ids, size)
+        rows = None if ids is None else rows_of_tokens(ids, size)
         self.register_buffer("label_rows", rows, persistent=False)
         # A tuple, so that no parameter of the frozen target is registered in this module.
         weight = layer.weight.detach()
@@ -93,7 +93,7 @@ class HeadTraining(nn.Module):
         weights. If it contains all heads, the sums also count how many tokens in a row the heads
         get right.
         """
-        given = Given(input_ids, loss_mask, features)
+        given = HeadBatch(input_ids, loss_mask, features)
         depths = sorted(losses)
         wide = 3 + len(self.terms.names)
         sums = torch.zeros(
@@ -130,11 +130,11 @@ class HeadTraining(nn.Module):
             right[made.depth][made.places] = ranks == 0
         if len(right) == self.heads.depth:
             in_a_row = torch.stack([right[d] for d in depths]).long().cumprod(0).sum()
-            sums[-2:] = torch.stack([trained_places(loss_mask, 1).sum(), in_a_row])
+            sums[-2:] = torch.stack([trained_positions(loss_mask, 1).sum(), in_a_row])
         assert total is not None
         return total, sums
 
-    def _signal(self, given: Given, depth: int, places: Tensor) -> Teacher | None:
+    def _signal(self, given: HeadBatch, depth: int, places: Tensor) -> Teacher | None:
         if not self.terms.needs_teacher:
             return None
         states = ahead(given.features[FINAL], depth)[places]

@@ -70,7 +70,7 @@ class HeadOptions(BaseModel):
 
 
 @dataclass
-class Given:
+class HeadBatch:
     """A batch of text with the target's hidden states.
 
     input_ids: int64 [B, T]. loss_mask: bool [B, T], True where the token is trained on. features:
@@ -159,7 +159,7 @@ class Heads(nn.Module, ABC):
         """
 
     @abstractmethod
-    def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
+    def predictions(self, given: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         """Yield the predictions of these heads for a batch. depths: in ascending order."""
 
 
@@ -198,7 +198,7 @@ def ahead(x: Tensor, by: int) -> Tensor:
     return found
 
 
-def trained_places(loss_mask: Tensor, depth: int) -> Tensor:
+def trained_positions(loss_mask: Tensor, depth: int) -> Tensor:
     """bool [B, T]: the positions t on which head `depth` is trained.
 
     For these, the token at t + depth + 1 exists and is trained on.

@@ -24,12 +24,12 @@ from decode.trees.growth import Growth
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, HeadsDrafter
 from heads.heads_module import (
     HEADS,
-    Given,
+    HeadBatch,
     HeadOptions,
     Prediction,
     TokenHeads,
     ahead,
-    trained_places,
+    trained_positions,
 )
 from heads.llama_layer import Attend, DraftLayer, Rotary, UnrolledAttention, layer_config
 
@@ -121,12 +121,12 @@ class HydraHeads(TokenHeads):
         made: Tensor = self.blocks[tokens.shape[1] - 1](read)
         return made
 
-    def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
+    def predictions(self, given: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         features = self.in_context(
             torch.cat([given.features[layer] for layer in self.captured_layers], -1)
         )
         for depth in depths:
-            places = trained_places(given.loss_mask, depth)
+            places = trained_positions(given.loss_mask, depth)
             after = [ahead(given.input_ids, by)[places] for by in range(1, depth + 1)]
             states = self.states(features[places], torch.stack(after, -1))
             yield Prediction(depth, places, states)

@@ -18,15 +18,15 @@ from decode.drafters.new_weights import require_weights
 from decode.errors import UserError
 from decode.target.loading import Target
 from decode.trees.structure import Structure
-from distill.choose_vocabulary import positions
+from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent, require_same_ids
-from distill.replay.replay_buffer import Drafted, Record, from_numpy, signal_of
+from distill.replay.replay_buffer import HeadDrafts, Record, from_numpy, recorded_signal
 from distill.teacher.teacher_signal import TopK
 from heads.heads_directory import write_heads
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HEADS, Given, Heads
+from heads.heads_module import HEADS, HeadBatch, Heads
 from heads.parallel_heads import ParallelHeads
 
 
@@ -60,7 +60,7 @@ class HeadStudent(OnlineStudent):
         self._target, self._tree = target, tree
         self.ids = None if heads.vocabulary is None else heads.vocabulary.to(self.device)
         heads.vocabulary = self.ids
-        self._label_rows = None if self.ids is None else positions(self.ids, target.vocab_size)
+        self._label_rows = None if self.ids is None else rows_of_tokens(self.ids, target.vocab_size)
         self.heads, self.captured_layers = heads.depth, tuple(heads.captured_layers)
         self.features = len(self.captured_layers) * heads.hidden_size
         self.window = min(target.max_positions, max_length or target.max_positions)
@@ -75,18 +75,18 @@ class HeadStudent(OnlineStudent):
         return self._through(self.terms, records)
 
     @torch.no_grad()
-    def lost(self, records: Sequence[Record]) -> Tensor:
+    def expected_rejections(self, records: Sequence[Record]) -> Tensor:
         return self._through(self._judge, records)[1][0]
 
     def _through(self, terms: WeightedLoss, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
         input_ids, depths, features = self._batch(records)
-        signal = signal_of(records, self.device)
+        signal = recorded_signal(records, self.device)
         drafted_by = torch.cat([torch.as_tensor(d.depths) for d in _drafted(records)])
         total = torch.zeros((), device=self.device)
         sums = torch.zeros(len(terms.names), dtype=torch.float64, device=self.device)
         for depth in sorted(set(drafted_by.tolist())):
             # Only the positions that this head drafted.
-            given = Given(input_ids, depths == depth, features)
+            given = HeadBatch(input_ids, depths == depth, features)
             (made,) = self._heads.predictions(given, [depth])
             # The states are ordered by text and then by position, like the records.
             labels = input_ids[depths == depth]
@@ -120,7 +120,7 @@ class HeadStudent(OnlineStudent):
         features = some.new_zeros(*shape, self.features)
         for row, (record, own) in enumerate(zip(records, drafted, strict=True)):
             input_ids[row, : len(record.tokens)] = torch.as_tensor(record.tokens)
-            places, read = (torch.as_tensor(x).long() for x in (record.places, own.read))
+            places, read = (torch.as_tensor(x).long() for x in (record.positions, own.read))
             depths[row, places] = torch.as_tensor(own.depths).long()
             features[row, read] = from_numpy(own.features)
         parts = features.to(self.device).chunk(len(self.captured_layers), -1)
@@ -155,6 +155,6 @@ def require_learns(kind: str) -> None:
         )
 
 
-def _drafted(records: Sequence[Record]) -> list[Drafted]:
+def _drafted(records: Sequence[Record]) -> list[HeadDrafts]:
     """The `drafted` of each record. The collector of a heads student sets it for every text."""
-    return [record.drafted for record in records if record.drafted is not None]
+    return [record.head_drafts for record in records if record.head_drafts is not None]

@@ -22,7 +22,7 @@ from decode.drafters import DRAFTERS
 from decode.sampling import Sampling
 from decode.trees.growth import Growth
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HEADS, Given, HeadOptions, Heads, Prediction, trained_places
+from heads.heads_module import HEADS, HeadBatch, HeadOptions, Heads, Prediction, trained_positions
 from heads.llama_layer import feed_forward_size
 
 
@@ -33,8 +33,8 @@ class ParallelHeads(Heads):
     def states(self, features: Tensor, depths: Sequence[int]) -> Tensor:
         """[n, d, H]: the states for features [n, F]. depths: which of the heads 1 … D."""
 
-    def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
-        places = {depth: trained_places(given.loss_mask, depth) for depth in depths}
+    def predictions(self, given: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+        places = {depth: trained_positions(given.loss_mask, depth) for depth in depths}
         # All heads read most tokens, so shared parts are computed once per token.
         read = reduce(torch.logical_or, places.values())
         features = torch.cat([given.features[layer][read] for layer in self.captured_layers], -1)

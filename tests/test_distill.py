@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from decode.drafters.draft_vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
 from decode.errors import UserError
-from distill.choose_vocabulary import coverage, most_frequent, positions
+from distill.choose_vocabulary import coverage, most_frequent, rows_of_tokens
 from distill.distillation import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
@@ -154,7 +154,7 @@ def test_reduced_distillation_is_over_the_renormalised_target():
     batch = batch_of([(4, 6)])
     whole = student(batch["input_ids"]).logits[0, 3:9].double()
     against = target(batch["input_ids"]).logits[0, 3:9].double()
-    rows = positions(ids, 300)[batch["input_ids"][0, 4:10]]
+    rows = rows_of_tokens(ids, 300)[batch["input_ids"][0, 4:10]]
     expected = ALL_TERMS.values(whole[:, ids], TeacherLogits(against[:, ids]), rows).sum(-1)
 
     reduce_output(student, ids)

@@ -30,7 +30,7 @@ from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model
 from heads.head_training import HeadTraining, JointTraining
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions, ahead, trained_places
+from heads.heads_module import HeadOptions, ahead, trained_positions
 from tests.stages import (
     LOOP,
     WORDS,
@@ -134,7 +134,7 @@ def test_the_combined_loss_and_its_gradients_by_hand(kind: str, losses: Any, red
     expected = own
     states: Any = heads.states  # type: ignore[attr-defined]
     for k, weight in weights.items():
-        places = trained_places(mask, k)
+        places = trained_positions(mask, k)
         made = states(hidden[places], [k])[:, 0]
         if kind == "medusa":
             layer = heads.output.layers[k - 1]
@@ -172,7 +172,7 @@ def test_distilled_heads_learn_what_the_moving_target_says() -> None:
     alone, _ = module(**given, losses={1: 1.0}, weight=0.0)
     hidden = model.base_model(given["input_ids"], attention_mask=given["attention_mask"])
     hidden = hidden.last_hidden_state
-    places = trained_places(given["loss_mask"], 1)
+    places = trained_positions(given["loss_mask"], 1)
     p = F.linear(ahead(hidden, 1)[places], model.lm_head.weight).detach().log_softmax(-1)
     q = F.linear(hidden[places], heads.output.layers[0].weight).log_softmax(-1)  # type: ignore
     theirs = F.kl_div(q, p, log_target=True, reduction="sum")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode.verification import Verified
-from distill.replay.replay_buffer import LEAST, Drafted, Record, to_numpy
+from distill.replay.replay_buffer import MIN_LOG_P, HeadDrafts, Record, to_numpy
 from distill.teacher.top_k_cache import top_k
 
 # The number of float32 distributions whose log-softmax is computed at once.
@@ -21,14 +21,14 @@ CHUNK = 64
 
 
 @dataclass
-class _Open:
+class _OpenRequest:
     """A request that is still being generated."""
 
-    request: int
+    number: int
     held_out: bool
     random: np.random.Generator
     text: list[int]
-    places: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     rejected: list[bool] = field(default_factory=list)
     signals: list[tuple[np.ndarray, ...]] = field(default_factory=list)  # ids, log_p, log_tail
     depths: list[int] = field(default_factory=list)
@@ -79,10 +79,10 @@ class Collector:
         self.vocabulary, self.captured_layers = vocabulary, tuple(captured_layers)
         self.vocab_size = vocab_size
         self.k = min(k, vocab_size if vocabulary is None else len(vocabulary))
-        self._ids = np.uint16 if vocab_size <= 1 << 16 else np.int32
+        self._id_dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
         self.accepted, self.holdout_every, self.seed = accepted, holdout_every, seed
         self._eos = np.array(sorted(eos_token_ids), dtype=np.int64)
-        self._open: dict[int, _Open] = {}
+        self._open_requests: dict[int, _OpenRequest] = {}
         self._closed: list[tuple[bool, Record]] = []
         self._numbers: Sequence[int] | None = None
         self._lock = threading.Lock()
@@ -101,10 +101,12 @@ class Collector:
         Unfinished texts continue. Their later records contain the full context again.
         """
         with self._lock:
-            for row in self._open.values():
-                self._record(row)
+            for request in self._open_requests.values():
+                self._record(request)
             taken, self._closed = self._closed, []
-        return [r for held, r in taken if not held], [r for held, r in taken if held]
+        return [r for held_out, r in taken if not held_out], [
+            r for held_out, r in taken if held_out
+        ]
 
     def end(self) -> None:
         """Close all texts as complete."""
@@ -112,115 +114,117 @@ class Collector:
             self._close()
             self._numbers = None
 
-    def __call__(self, seen: Verified) -> None:
+    def __call__(self, verified: Verified) -> None:
         with self._lock:
-            self._observe(seen)
+            self._observe(verified)
 
-    def _observe(self, seen: Verified) -> None:
-        lengths, accepted = seen.contexts.lengths, seen.accepted
-        rows = [
-            self._row(int(row), seen.contexts.tokens[place, : lengths[place]])
-            for place, row in enumerate(seen.rows)
+    def _observe(self, verified: Verified) -> None:
+        lengths, accepted = verified.contexts.lengths, verified.accepted
+        requests = [
+            self._request(int(row), verified.contexts.tokens[b, : lengths[b]])
+            for b, row in enumerate(verified.rows)
         ]
-        depth = seen.block.shape[1]
+        depth = verified.block.shape[1]
         columns = np.arange(depth)
         # A text ends at its first EOS, even if tokens after it were accepted.
-        over = np.isin(seen.block, self._eos).cumsum(1) - np.isin(seen.block, self._eos) > 0
-        emitted = (columns <= accepted[:, None]) & ~over
-        reached = seen.verdict.reached.cpu().numpy()
+        is_eos = np.isin(verified.block, self._eos)
+        emitted = (columns <= accepted[:, None]) & (is_eos.cumsum(1) - is_eos == 0)
+        reached = verified.verdict.reached.cpu().numpy()
         # The position after the accepted tokens is a rejection if one more token was verified.
         rejected = emitted & (columns == accepted[:, None]) & (reached > accepted)[:, None]
-        drawn = np.stack([row.random.random(depth) for row in rows])
-        shares = np.array([1.0 if row.held_out else self.accepted for row in rows])
-        others = emitted & (columns < accepted[:, None]) if self.captured_layers else emitted
-        picked = np.nonzero(rejected | (others & (drawn < shares[:, None])))
-        ids, log_p, tail = self._distributions(seen, *picked)
-        for at, (place, column) in enumerate(zip(*picked, strict=True)):
-            row = rows[place]
-            row.places.append(int(lengths[place] + column))
-            row.rejected.append(bool(rejected[place, column]))
-            row.signals.append((ids[at], log_p[at], tail[at]))
-            self.rejections += bool(rejected[place, column]) and not row.held_out
+        draws = np.stack([request.random.random(depth) for request in requests])
+        shares = np.array([1.0 if request.held_out else self.accepted for request in requests])
+        candidates = emitted & (columns < accepted[:, None]) if self.captured_layers else emitted
+        recorded = np.nonzero(rejected | (candidates & (draws < shares[:, None])))
+        ids, log_p, tail = self._distributions(verified, *recorded)
+        for i, (b, column) in enumerate(zip(*recorded, strict=True)):
+            request = requests[b]
+            request.positions.append(int(lengths[b] + column))
+            request.rejected.append(bool(rejected[b, column]))
+            request.signals.append((ids[i], log_p[i], tail[i]))
+            self.rejections += bool(rejected[b, column]) and not request.held_out
             if self.captured_layers:
-                row.depths.append(int(column) + 1)
-        if self.captured_layers and len(picked[0]):
-            assert seen.read is not None, "a draft by heads follows hidden states"
-            drafted = np.unique(picked[0])
-            newest = seen.read.newest(self.captured_layers)
-            features = to_numpy(newest[torch.as_tensor(drafted, device=newest.device)])
-            for at, place in enumerate(drafted):
-                rows[place].read.append(int(lengths[place]) - 2)
-                rows[place].features.append(features[at])
-        for place, row in enumerate(rows):
-            row.text += seen.block[place, : accepted[place] + 1].tolist()
+                request.depths.append(int(column) + 1)
+        if self.captured_layers and len(recorded[0]):
+            assert verified.read is not None, "a draft by heads follows hidden states"
+            recorded_rows = np.unique(recorded[0])
+            newest = verified.read.newest(self.captured_layers)
+            features = to_numpy(newest[torch.as_tensor(recorded_rows, device=newest.device)])
+            for i, b in enumerate(recorded_rows):
+                requests[b].read.append(int(lengths[b]) - 2)
+                requests[b].features.append(features[i])
+        for b, request in enumerate(requests):
+            request.text += verified.block[b, : accepted[b] + 1].tolist()
 
-    def _row(self, number: int, text: np.ndarray) -> _Open:
-        row = self._open.get(number)
-        if row is not None and row.text == text.tolist():
-            return row
-        if row is not None:
-            self._record(row)
-        request = self.requests if self._numbers is None else self._numbers[number]
+    def _request(self, row: int, text: np.ndarray) -> _OpenRequest:
+        """The open request of a row of the decode: the same as before, if `text` continues it."""
+        request = self._open_requests.get(row)
+        if request is not None and request.text == text.tolist():
+            return request
+        if request is not None:
+            self._record(request)
+        number = self.requests if self._numbers is None else self._numbers[row]
         self.requests += 1
-        held_out = self.holdout_every > 0 and request % self.holdout_every == 0
-        random = np.random.default_rng([self.seed, request])
-        self._open[number] = _Open(request, held_out, random, text.tolist())
-        return self._open[number]
+        held_out = self.holdout_every > 0 and number % self.holdout_every == 0
+        random = np.random.default_rng([self.seed, number])
+        self._open_requests[row] = _OpenRequest(number, held_out, random, text.tolist())
+        return self._open_requests[row]
 
     def _distributions(
-        self, seen: Verified, rows: np.ndarray, columns: np.ndarray
+        self, verified: Verified, rows: np.ndarray, columns: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return ids [n, k], log_p float16 [n, k] and log_tail float32 [n].
 
         rows, columns: rows of the batch and positions on the accepted path.
         """
-        raw = seen.scores.raw
-        which = torch.as_tensor(rows, device=raw.device)
-        places = seen.verdict.places()[which, torch.as_tensor(columns, device=raw.device)]
-        found = []
+        raw = verified.scores.raw
+        rows_n = torch.as_tensor(rows, device=raw.device)
+        nodes = verified.verdict.places()[rows_n, torch.as_tensor(columns, device=raw.device)]
+        kept = slice(self.vocab_size) if self.vocabulary is None else self.vocabulary
+        signals = []
         for begin in range(0, len(rows), CHUNK):
             part = slice(begin, begin + CHUNK)
-            logits = raw[which[part], places[part]]
-            kept = slice(self.vocab_size) if self.vocabulary is None else self.vocabulary
-            logits = logits[:, kept]
-            few = top_k(logits, self.k)
-            found.append(
+            signal = top_k(raw[rows_n[part], nodes[part]][:, kept], self.k)
+            signals.append(
                 (
-                    few.ids.cpu().numpy().astype(self._ids),
-                    few.log_p.clamp(min=LEAST).half().cpu().numpy(),
-                    few.log_tail.float().cpu().numpy(),
+                    signal.ids.cpu().numpy().astype(self._id_dtype),
+                    signal.log_p.clamp(min=MIN_LOG_P).half().cpu().numpy(),
+                    signal.log_tail.float().cpu().numpy(),
                 )
             )
-        if not found:
-            none = np.zeros((0, self.k), dtype=np.float16)
-            return none.astype(self._ids), none, np.zeros(0, dtype=np.float32)
-        ids, log_p, tail = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        if not signals:
+            empty = np.zeros((0, self.k), dtype=np.float16)
+            return empty.astype(self._id_dtype), empty, np.zeros(0, dtype=np.float32)
+        ids, log_p, tail = (np.concatenate(parts) for parts in zip(*signals, strict=True))
         return ids, log_p, tail
 
-    def _record(self, row: _Open) -> None:
-        """Turn the recorded tokens of a row into a record."""
-        if not row.places:
+    def _record(self, request: _OpenRequest) -> None:
+        """Turn the recorded tokens of a request into a record."""
+        if not request.positions:
             return
-        ids, log_p, tail = (np.stack(parts) for parts in zip(*row.signals, strict=True))
-        drafted = None
+        ids, log_p, tail = (np.stack(parts) for parts in zip(*request.signals, strict=True))
+        head_drafts = None
         if self.captured_layers:
-            depths, read = np.array(row.depths, dtype=np.uint8), np.array(row.read, dtype=np.int32)
-            drafted = Drafted(depths, read, np.stack(row.features))
+            head_drafts = HeadDrafts(
+                np.array(request.depths, dtype=np.uint8),
+                np.array(request.read, dtype=np.int32),
+                np.stack(request.features),
+            )
         record = Record(
-            row.request,
-            np.array(row.text[: row.places[-1] + 1], dtype=np.int32),
-            np.array(row.places, dtype=np.int32),
-            np.array(row.rejected),
+            request.number,
+            np.array(request.text[: request.positions[-1] + 1], dtype=np.int32),
+            np.array(request.positions, dtype=np.int32),
+            np.array(request.rejected),
             ids,
             log_p,
             tail,
-            drafted,
+            head_drafts,
         )
-        self._closed.append((row.held_out, record))
-        row.places, row.rejected, row.signals = [], [], []
-        row.depths, row.read, row.features = [], [], []
+        self._closed.append((request.held_out, record))
+        request.positions, request.rejected, request.signals = [], [], []
+        request.depths, request.read, request.features = [], [], []
 
     def _close(self) -> None:
-        for row in self._open.values():
-            self._record(row)
-        self._open.clear()
+        for request in self._open_requests.values():
+            self._record(request)
+        self._open_requests.clear()

@@ -263,7 +263,7 @@ class OnlineStage(Stage):
         target, student = context.target, online.student
         found = {
             "buffer_bytes": online.buffer.nbytes,
-            "buffered_positions": online.buffer.positions,
+            "buffered_positions": online.buffer.position_count,
             "bytes_per_position": bytes_per_position(online.collector.k, target.token_count),
         }
         if student.heads:
