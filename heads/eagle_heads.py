@@ -18,7 +18,7 @@ from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL
 from heads.autoregressive_heads import AutoregressiveDrafter, AutoregressiveHeads
-from heads.heads_module import HEADS, HeadBatch, HeadOptions, ahead
+from heads.heads_module import HEADS, HeadBatch, HeadOptions, shift_left
 from heads.llama_layer import Attend, DraftLayer
 
 
@@ -82,21 +82,23 @@ class Eagle1Heads(AutoregressiveHeads):
         attend: Attend,
     ) -> Tensor:
         mixed = self.fc(torch.cat([embedded, states], -1))
-        made: Tensor = self.layers[0](mixed, mixed, position_embeddings, attend)
-        return made
+        next_states: Tensor = self.layers[0](mixed, mixed, position_embeddings, attend)
+        return next_states
 
     def with_noise(self, features: Tensor) -> Tensor:
         if not self.training or not self.options.noise:
             return features
         return features + self.options.noise * (2 * torch.rand_like(features) - 1)
 
-    def extra(self, states: Tensor, given: HeadBatch, depth: int, places: Tensor) -> Tensor | None:
+    def extra_loss(
+        self, states: Tensor, batch: HeadBatch, depth: int, positions: Tensor
+    ) -> Tensor | None:
         if not self.options.regression:
             return None
-        wide = torch.promote_types(states.dtype, torch.float32)
-        aims = ahead(given.features[FINAL], depth)[places].to(wide)
-        off = smooth_l1_loss(states.to(wide), aims, reduction="none")
-        return self.options.regression * off.mean(-1).sum()
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        features = shift_left(batch.features[FINAL], depth)[positions].to(dtype)
+        losses = smooth_l1_loss(states.to(dtype), features, reduction="none")
+        return self.options.regression * losses.mean(-1).sum()
 
 
 @DRAFTERS.register("eagle1")
@@ -120,8 +122,7 @@ class Eagle3Options(HeadOptions):
 
 
 def auxiliary_layers(layers: int) -> tuple[int, int, int]:
-    """Return the layers captured of a target with n layers: the inputs of layers 2, n // 2 and n −
-    3.
+    """Return the auxiliary layers of a target with n layers: the inputs of 2, n // 2 and n − 3.
 
     Layers are counted from 0. The input of a layer is the output of the layer before it, so the
     returned numbers are one lower. vLLM, SGLang and llama.cpp use the same default if a drafter's
@@ -190,11 +191,11 @@ class Eagle3Heads(AutoregressiveHeads):
         self.fc.weight.zero_()
         self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
         self.norm.weight.fill_(1.0)
-        own: Any = getattr(model.base_model, "norm", None)
-        if type(own).__name__.endswith("RMSNorm"):
+        target_norm: Any = getattr(model.base_model, "norm", None)
+        if type(target_norm).__name__.endswith("RMSNorm"):
             # Its output for ones is its scale, also for norms that add 1 to the stored weight.
             ones = torch.ones(1, self.hidden_size, dtype=model.dtype, device=model.device)
-            self.norm.weight.copy_(own(ones)[0])
+            self.norm.weight.copy_(target_norm(ones)[0])
 
     def loss_weights(self, uniform: float) -> dict[int, float]:
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
@@ -211,9 +212,9 @@ class Eagle3Heads(AutoregressiveHeads):
         attend: Attend,
     ) -> Tensor:
         layer = self.midlayer
-        read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
-        made: Tensor = layer(states, read, position_embeddings, attend)
-        return made
+        inputs = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
+        next_states: Tensor = layer(states, inputs, position_embeddings, attend)
+        return next_states
 
     def readout(self, states: Tensor) -> Tensor:
         normed: Tensor = self.norm(states)

@@ -19,7 +19,7 @@ from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import Teacher, TeacherLogits
-from heads.heads_module import HeadBatch, Heads, ahead, output_layer, trained_positions
+from heads.heads_module import HeadBatch, Heads, output_layer, shift_left, trained_positions
 
 TOP = 5
 
@@ -27,15 +27,16 @@ TOP = 5
 class HeadTraining(nn.Module):
     """Computes the losses of `heads` on a batch. The target is not trained here.
 
-    `terms` are the losses of each head. They compare its distribution with the token at t + d + 1
-    and with the target's distribution for this token, computed from the target's state at t + d.
+    weighted_loss: the loss of each head. Its terms compare the head's distribution with the token
+    at t + d + 1 and with the target's distribution for this token, computed from the target's state
+    at t + d.
     """
 
     def __init__(
-        self, heads: Heads, terms: WeightedLoss, model: PreTrainedModel, *, chunk: int = 256
+        self, heads: Heads, weighted_loss: WeightedLoss, model: PreTrainedModel, *, chunk: int = 256
     ) -> None:
         super().__init__()
-        self.heads, self.terms, self.chunk = heads, terms, chunk
+        self.heads, self.weighted_loss, self.chunk = heads, weighted_loss, chunk
         ids = heads.vocabulary
         layer = output_layer(model)
         size = layer.out_features
@@ -43,7 +44,7 @@ class HeadTraining(nn.Module):
         self.register_buffer("label_rows", rows, persistent=False)
         # A tuple, so that no parameter of the frozen target is registered in this module.
         weight = layer.weight.detach()
-        self._teacher = (
+        self._teacher_layer = (
             weight if ids is None else weight[ids],
             layer.bias if ids is None or layer.bias is None else layer.bias[ids],
         )
@@ -54,30 +55,30 @@ class HeadTraining(nn.Module):
 
         For a target that is trained too. If the heads borrow this layer, their loss trains it.
         """
-        ids, kept = self.heads.vocabulary, self._teacher
+        ids, frozen_layer = self.heads.vocabulary, self._teacher_layer
         weight, bias = (
             x if ids is None or x is None else x[ids] for x in (layer.weight, layer.bias)
         )
         assert weight is not None
-        self._teacher = weight.detach(), None if bias is None else bias.detach()
+        self._teacher_layer = weight.detach(), None if bias is None else bias.detach()
         try:
             with self.heads.output.lent(weight, bias):
                 yield
         finally:
-            self._teacher = kept
+            self._teacher_layer = frozen_layer
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
         """The layers whose hidden states this module needs, including those of the heads."""
-        reads_teacher = self.terms.needs_teacher and FINAL not in self.heads.captured_layers
+        reads_teacher = self.weighted_loss.needs_teacher and FINAL not in self.heads.captured_layers
         return (*self.heads.captured_layers, FINAL) if reads_teacher else self.heads.captured_layers
 
     @property
     def sums(self) -> list[str]:
         """Names of the sums of `forward`, in order. `figures` turns the sums into metrics."""
-        of_each = ["tokens", "top1", f"top{TOP}", *self.terms.names]
-        named = [f"head{d}/{name}" for d in range(1, self.heads.depth + 1) for name in of_each]
-        return [*named, "places", "accepted"]
+        per_head = ["tokens", "top1", f"top{TOP}", *self.weighted_loss.names]
+        names = [f"head{d}/{name}" for d in range(1, self.heads.depth + 1) for name in per_head]
+        return [*names, "positions", "accepted"]
 
     def forward(
         self,
@@ -93,52 +94,53 @@ class HeadTraining(nn.Module):
         weights. If it contains all heads, the sums also count how many tokens in a row the heads
         get right.
         """
-        given = HeadBatch(input_ids, loss_mask, features)
+        batch = HeadBatch(input_ids, loss_mask, features)
         depths = sorted(losses)
-        wide = 3 + len(self.terms.names)
+        sums_per_head = 3 + len(self.weighted_loss.names)
         sums = torch.zeros(
-            self.heads.depth * wide + 2, dtype=torch.float64, device=input_ids.device
+            self.heads.depth * sums_per_head + 2, dtype=torch.float64, device=input_ids.device
         )
         total: Tensor | None = None
-        right: dict[int, Tensor] = {}
-        for made in self.heads.predictions(given, depths):
-            labels = ahead(input_ids, made.depth + 1)[made.places]
+        correct: dict[int, Tensor] = {}  # bool [B, T] by depth
+        for prediction in self.heads.predictions(batch, depths):
+            depth, positions = prediction.depth, prediction.positions
+            labels = shift_left(input_ids, depth + 1)[positions]
             if isinstance(self.label_rows, Tensor):
                 labels = self.label_rows[labels]
             ranks = torch.zeros_like(labels)
-            weight, bias = self.heads.output.of(made.depth)
-            loss, terms = chunked_loss(
-                made.states,
+            weight, bias = self.heads.output.of(depth)
+            loss, term_sums = chunked_loss(
+                prediction.states,
                 weight,
                 bias,
-                self._signal(given, made.depth, made.places),
+                self._teacher(batch, depth, positions),
                 labels,
-                self.terms,
+                self.weighted_loss,
                 chunk=self.chunk,
                 ranks=ranks,
             )
-            if made.extra is not None:
-                loss = loss + made.extra
-            loss = loss * losses[made.depth]
+            if prediction.extra_loss is not None:
+                loss = loss + prediction.extra_loss
+            loss = loss * losses[depth]
             total = loss if total is None else total + loss
             counts = [torch.ones_like(ranks), ranks == 0, ranks < TOP]
-            begin = (made.depth - 1) * wide
-            sums[begin : begin + wide] = torch.cat(
-                [torch.stack([count.sum() for count in counts]).double(), terms]
+            begin = (depth - 1) * sums_per_head
+            sums[begin : begin + sums_per_head] = torch.cat(
+                [torch.stack([count.sum() for count in counts]).double(), term_sums]
             )
-            right[made.depth] = torch.zeros_like(made.places)
-            right[made.depth][made.places] = ranks == 0
-        if len(right) == self.heads.depth:
-            in_a_row = torch.stack([right[d] for d in depths]).long().cumprod(0).sum()
+            correct[depth] = torch.zeros_like(positions)
+            correct[depth][positions] = ranks == 0
+        if len(correct) == self.heads.depth:
+            in_a_row = torch.stack([correct[d] for d in depths]).long().cumprod(0).sum()
             sums[-2:] = torch.stack([trained_positions(loss_mask, 1).sum(), in_a_row])
         assert total is not None
         return total, sums
 
-    def _signal(self, given: HeadBatch, depth: int, places: Tensor) -> Teacher | None:
-        if not self.terms.needs_teacher:
+    def _teacher(self, batch: HeadBatch, depth: int, positions: Tensor) -> Teacher | None:
+        if not self.weighted_loss.needs_teacher:
             return None
-        states = ahead(given.features[FINAL], depth)[places]
-        weight, bias = self._teacher
+        states = shift_left(batch.features[FINAL], depth)[positions]
+        weight, bias = self._teacher_layer
         states = states.to(weight.dtype)
 
         @torch.no_grad()
@@ -155,14 +157,14 @@ class HeadTraining(nn.Module):
         text is the target's output. It is 1 plus the mean number of consecutive heads, from the
         first, that are right.
         """
-        found = {}
+        figures = {}
         for depth in range(1, self.heads.depth + 1):
             count = sums[f"head{depth}/tokens"]
-            for name in ("top1", f"top{TOP}", *self.terms.names) if count else ():
-                found[f"head{depth}/{name}"] = sums[f"head{depth}/{name}"] / count
-        if sums["places"]:
-            found["tokens_per_step"] = 1 + sums["accepted"] / sums["places"]
-        return found
+            for name in ("top1", f"top{TOP}", *self.weighted_loss.names) if count else ():
+                figures[f"head{depth}/{name}"] = sums[f"head{depth}/{name}"] / count
+        if sums["positions"]:
+            figures["tokens_per_step"] = 1 + sums["accepted"] / sums["positions"]
+        return figures
 
 
 class JointTraining(nn.Module):
@@ -171,29 +173,30 @@ class JointTraining(nn.Module):
     The heads read the current hidden states of the backbone, so their loss also trains the
     backbone.
 
-    terms: the backbone's losses. They compare its next-token distribution with the text or with
-    the distribution of the original target. Raises UserError for a backbone without a linear output
-    layer. An output layer with an adapter counts as not linear.
+    weighted_loss: the backbone's loss. Its terms compare its next-token distribution with the text
+    or with the distribution of the original target. Raises UserError for a backbone without a
+    linear output layer. An output layer with an adapter counts as not linear.
     """
 
     def __init__(
         self,
         backbone: PreTrainedModel,
         heads: HeadTraining,
-        terms: WeightedLoss,
+        weighted_loss: WeightedLoss,
         *,
         chunk: int = 256,
     ) -> None:
         super().__init__()
         output_layer(backbone)
-        self.backbone, self.heads, self.terms, self.chunk = backbone, heads, terms, chunk
+        self.backbone, self.heads, self.chunk = backbone, heads, chunk
+        self.weighted_loss = weighted_loss
         self._recorder = Recorder(backbone, heads.captured_layers)
 
     @property
     def sums(self) -> list[str]:
         """Names of the sums of `forward`, in order: first the heads', then the backbone's."""
-        own = [f"backbone/{name}" for name in ("tokens", *self.terms.names)]
-        return [*self.heads.sums, *own]
+        names = ("tokens", *self.weighted_loss.names)
+        return [*self.heads.sums, *(f"backbone/{name}" for name in names)]
 
     def forward(
         self,
@@ -217,22 +220,23 @@ class JointTraining(nn.Module):
         layer = output_layer(self.backbone)
         predicted = loss_mask[:, 1:]
         labels = input_ids[:, 1:][predicted]
-        own, terms = chunked_loss(
+        backbone_loss, term_sums = chunked_loss(
             hidden[:, :-1][predicted],
             layer.weight,
             layer.bias,
             teacher,
             labels,
-            self.terms,
+            self.weighted_loss,
             chunk=self.chunk,
         )
         # Use the layer here, not outside: engines that shard weights gather them only in a forward.
         with self.heads.following(layer):
-            of_heads, sums = self.heads(input_ids, loss_mask, features, losses)
-        return own + weight * of_heads, torch.cat([sums, terms.new_tensor([len(labels)]), terms])
+            heads_loss, sums = self.heads(input_ids, loss_mask, features, losses)
+        count = term_sums.new_tensor([len(labels)])
+        return backbone_loss + weight * heads_loss, torch.cat([sums, count, term_sums])
 
     def figures(self, sums: Mapping[str, float], tokens: int = 0) -> dict[str, float]:
         """Like `HeadTraining.figures`, plus the mean of each of the backbone's terms."""
         count = sums["backbone/tokens"]
-        names = [f"backbone/{name}" for name in self.terms.names] if count else []
+        names = [f"backbone/{name}" for name in self.weighted_loss.names] if count else []
         return self.heads.figures(sums, tokens) | {name: sums[name] / count for name in names}

@@ -87,9 +87,9 @@ class HeadsDrafter(ShapedDrafter):
         depths = np.where(self._read, np.minimum(limits.depths, self.heads.depth), 0)
         if not depths.any():
             return Draft.none(len(contexts.lengths), "cpu")
-        within = Limits(depths, limits.stops)
-        growth = self.growth(contexts, sampling, within.deepest)
-        return self.shape.grow(growth, within, sampling, rng)
+        head_limits = Limits(depths, limits.stops)
+        growth = self.growth(contexts, sampling, head_limits.deepest)
+        return self.shape.grow(growth, head_limits, sampling, rng)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace some weights of the heads.
@@ -128,9 +128,9 @@ class AttendingDrafter(HeadsDrafter):
 
     def start(self, contexts: Contexts) -> None:
         rows, capacity = contexts.tokens.shape
-        some = next(self.heads.parameters())
-        self.states = some.new_zeros(rows, capacity, self.heads.hidden_size)
-        self.slots = Slots(1, rows, capacity, some.device)
+        parameter = next(self.heads.parameters())
+        self.states = parameter.new_zeros(rows, capacity, self.heads.hidden_size)
+        self.slots = Slots(1, rows, capacity, parameter.device)
         self.known = np.zeros(rows, dtype=np.int64)  # [B]: tokens with stored features
         self.cached = np.zeros(rows, dtype=np.int64)  # [B]: entries in the cache
         self._read = self.known > 0
@@ -154,17 +154,17 @@ class AttendingDrafter(HeadsDrafter):
         """
 
     def prefill(self, contexts: Contexts) -> None:
-        self._make(contexts, np.maximum(contexts.lengths - 2, 0))
+        self._fill_cache(contexts, np.maximum(contexts.lengths - 2, 0))
 
     def newest(self, contexts: Contexts) -> Tensor:
         """[B, H]: the layer's output for each row's last entry. Computes all missing entries."""
         entries = contexts.lengths - 1
-        made, first = self._make(contexts, entries)
+        outputs, first = self._fill_cache(contexts, entries)
         # A row without entries drafts nothing, so its value here does not matter.
-        last = torch.as_tensor(np.maximum(entries - first - 1, 0), device=made.device)
-        return made[torch.arange(len(made), device=made.device), last]
+        last = torch.as_tensor(np.maximum(entries - first - 1, 0), device=outputs.device)
+        return outputs[torch.arange(len(outputs), device=outputs.device), last]
 
-    def _make(self, contexts: Contexts, entries: np.ndarray) -> tuple[Tensor, np.ndarray]:
+    def _fill_cache(self, contexts: Contexts, entries: np.ndarray) -> tuple[Tensor, np.ndarray]:
         """Compute the missing entries of each row before entry `entries`, int [B].
 
         Returns the layer's output for them, [B, m, H], and the index of each row's first computed
@@ -172,12 +172,12 @@ class AttendingDrafter(HeadsDrafter):
         compute some entries again. This writes the same keys and values and keeps the batch
         rectangular.
         """
-        lacking = int((entries - self.cached).max())
-        first = np.maximum(entries - lacking, 0)
-        if not lacking:
+        missing = int((entries - self.cached).max())
+        first = np.maximum(entries - missing, 0)
+        if not missing:
             return self.states[:, :0], first
         self.cached = entries.copy()
-        columns = first[:, None] + np.arange(lacking)
+        columns = first[:, None] + np.arange(missing)
         rows_B1 = torch.arange(len(columns), device=self.states.device)[:, None]
         states = self.states[rows_B1, torch.as_tensor(columns, device=self.states.device)]
         return self.layer(contexts, columns, states), first
@@ -196,15 +196,15 @@ class AttendingDrafter(HeadsDrafter):
         may see (see `Slots.mask`).
         """
         self.slots.place(start, count)
-        base = start if root is None else root
-        base_B1 = torch.as_tensor(base, device=self.states.device)[:, None]
-        mask = self.slots.mask(base_B1, start, count, ancestors)
+        first_slot = start if root is None else root
+        first_B1 = torch.as_tensor(first_slot, device=self.states.device)[:, None]
+        mask = self.slots.mask(first_B1, start, count, ancestors)
         return SlotAttention(self.slots.layers[0], mask)
 
     def keep_rows(self, rows: Tensor) -> None:
         super().keep_rows(rows)
-        here = rows.to(self.states.device)
-        self.states = self.states.index_select(0, here)
-        self.slots.keep_rows(here)
-        kept = rows.cpu().numpy()
-        self.known, self.cached = self.known[kept], self.cached[kept]
+        device_rows = rows.to(self.states.device)
+        self.states = self.states.index_select(0, device_rows)
+        self.slots.keep_rows(device_rows)
+        host_rows = rows.cpu().numpy()
+        self.known, self.cached = self.known[host_rows], self.cached[host_rows]

@@ -46,24 +46,24 @@ class HeadOptions(BaseModel):
     output: Outputs = "own"
 
     @classmethod
-    def of(cls, given: Any) -> "HeadOptions":
+    def of(cls, settings: Any) -> "HeadOptions":
         """Build options from a mapping with a `type` key. Raises UserError if it is not valid."""
-        if isinstance(given, HeadOptions):
-            return given
-        if not isinstance(given, Mapping) or not isinstance(given.get("type"), str):
+        if isinstance(settings, HeadOptions):
+            return settings
+        if not isinstance(settings, Mapping) or not isinstance(settings.get("type"), str):
             raise UserError(
-                f"heads are {given!r}; expected their type and its options, such as "
+                f"heads are {settings!r}; expected their type and its options, such as "
                 f"{{type: {next(iter(HEADS))}}}; known: {', '.join(HEADS)}"
             )
-        kind = HEADS[given["type"]].Options
+        kind = HEADS[settings["type"]].Options
         try:
-            return kind.model_validate(dict(given))
+            return kind.model_validate(dict(settings))
         except ValidationError as error:
             item = error.errors()[0]
             key = ".".join(str(part) for part in item["loc"])
             if item["type"] == "extra_forbidden":
                 raise UserError(
-                    f"heads of type {given['type']} have no option {key!r}; they have "
+                    f"heads of type {settings['type']} have no option {key!r}; they have "
                     f"{', '.join(kind.model_fields)}.{nearest(key, kind.model_fields)}"
                 ) from None
             raise UserError(f"heads: {key} is {item['input']!r}: {item['msg']}") from None
@@ -86,15 +86,15 @@ class HeadBatch:
 class Prediction:
     """The output of head `depth` for n tokens.
 
-    states: [n, H], the input of the head's output layer. places: bool [B, T] with n True values,
-    the positions t that the head reads, in order. extra: a loss added to the loss on the logits,
-    summed over the n tokens; None adds nothing.
+    states: [n, H], the input of the head's output layer. positions: bool [B, T] with n True values,
+    the positions t that the head reads, in order. extra_loss: a loss added to the loss on the
+    logits, summed over the n tokens; None adds nothing.
     """
 
     depth: int
-    places: Tensor
+    positions: Tensor
     states: Tensor
-    extra: Tensor | None = None
+    extra_loss: Tensor | None = None
 
 
 class Heads(nn.Module, ABC):
@@ -159,7 +159,7 @@ class Heads(nn.Module, ABC):
         """
 
     @abstractmethod
-    def predictions(self, given: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         """Yield the predictions of these heads for a batch. depths: in ascending order."""
 
 
@@ -186,16 +186,16 @@ class TokenHeads(Heads):
 HEADS: Registry[type[Heads]] = Registry("type of heads")
 
 
-def ahead(x: Tensor, by: int) -> Tensor:
-    """[B, T, …]: x shifted left by `by` tokens, with 0 (False) past the end.
+def shift_left(x: Tensor, count: int) -> Tensor:
+    """[B, T, …]: x shifted left by `count` tokens, with 0 (False) past the end.
 
-    >>> ahead(torch.tensor([[1, 2, 3]]), 1).tolist()
+    >>> shift_left(torch.tensor([[1, 2, 3]]), 1).tolist()
     [[2, 3, 0]]
     """
-    found = torch.zeros_like(x)
-    if by < x.shape[1]:
-        found[:, : x.shape[1] - by] = x[:, by:]
-    return found
+    shifted = torch.zeros_like(x)
+    if count < x.shape[1]:
+        shifted[:, : x.shape[1] - count] = x[:, count:]
+    return shifted
 
 
 def trained_positions(loss_mask: Tensor, depth: int) -> Tensor:
@@ -203,4 +203,4 @@ def trained_positions(loss_mask: Tensor, depth: int) -> Tensor:
 
     For these, the token at t + depth + 1 exists and is trained on.
     """
-    return ahead(loss_mask, depth + 1)
+    return shift_left(loss_mask, depth + 1)

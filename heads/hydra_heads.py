@@ -28,7 +28,7 @@ from heads.heads_module import (
     HeadOptions,
     Prediction,
     TokenHeads,
-    ahead,
+    shift_left,
     trained_positions,
 )
 from heads.llama_layer import Attend, DraftLayer, Rotary, UnrolledAttention, layer_config
@@ -66,8 +66,8 @@ class _Block(nn.Module):
             self.skip.weight[:, : self.skip.out_features] = torch.eye(self.skip.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept: Tensor = self.skip(x)
-        return kept + silu(self.linear(x))
+        skipped: Tensor = self.skip(x)
+        return skipped + silu(self.linear(x))
 
 
 @HEADS.register("hydra")
@@ -107,7 +107,7 @@ class HydraHeads(TokenHeads):
     def loss_weights(self, uniform: float) -> dict[int, float]:
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
 
-    def in_context(self, features: Tensor) -> Tensor:
+    def input_states(self, features: Tensor) -> Tensor:
         """[B, T, H]: the states that the heads read, from the target's features [B, T, H]."""
         return features
 
@@ -117,19 +117,19 @@ class HydraHeads(TokenHeads):
         features: [n, F], of one position each. tokens: int64 [n, d], the d tokens after it.
         """
         embedded = self.embeddings(tokens).flatten(1)
-        read = torch.cat([features.to(self.dtype), embedded.to(self.dtype)], -1)
-        made: Tensor = self.blocks[tokens.shape[1] - 1](read)
-        return made
+        inputs = torch.cat([features.to(self.dtype), embedded.to(self.dtype)], -1)
+        states: Tensor = self.blocks[tokens.shape[1] - 1](inputs)
+        return states
 
-    def predictions(self, given: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
-        features = self.in_context(
-            torch.cat([given.features[layer] for layer in self.captured_layers], -1)
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+        features = self.input_states(
+            torch.cat([batch.features[layer] for layer in self.captured_layers], -1)
         )
         for depth in depths:
-            places = trained_positions(given.loss_mask, depth)
-            after = [ahead(given.input_ids, by)[places] for by in range(1, depth + 1)]
-            states = self.states(features[places], torch.stack(after, -1))
-            yield Prediction(depth, places, states)
+            positions = trained_positions(batch.loss_mask, depth)
+            tokens = [shift_left(batch.input_ids, i)[positions] for i in range(1, depth + 1)]
+            states = self.states(features[positions], torch.stack(tokens, -1))
+            yield Prediction(depth, positions, states)
 
 
 @DRAFTERS.register("hydra")
@@ -157,7 +157,7 @@ class HydraGrowth(Growth):
         self.last = last.to(self.device)  # int64 [B]: the token after the one with the features
 
     def _first(self) -> Tensor:
-        return self._of(self.features, self.last[:, None])
+        return self._logits(self.features, self.last[:, None])
 
     def _extend(self, count: int) -> Tensor:
         on_path = self.on_path(count)
@@ -170,11 +170,11 @@ class HydraGrowth(Growth):
         features = self.features[:, None].expand(-1, count, -1)
         logits = features.new_zeros(self.rows, count, self.heads.rows)
         for depth in depths.unique().tolist():
-            here = depths == depth
-            logits[here] = self._of(features[here], paths[here][:, : depth + 1])
+            nodes = depths == depth
+            logits[nodes] = self._logits(features[nodes], paths[nodes][:, : depth + 1])
         return logits
 
-    def _of(self, features: Tensor, tokens: Tensor) -> Tensor:
+    def _logits(self, features: Tensor, tokens: Tensor) -> Tensor:
         states = self.heads.states(features, tokens)
         return self.heads.output.at(tokens.shape[1], states)
 
@@ -209,10 +209,10 @@ class PrefixLayer(nn.Module):
     def forward(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return [B, n, H] for features [B, n, H]. positions: int64 [B, n] or [1, n]."""
         position_embeddings = self._rotary(positions, features)
-        made: Tensor = self.layer(
+        states: Tensor = self.layer(
             features, self.input_layernorm(features), position_embeddings, attend
         )
-        return made
+        return states
 
 
 @HEADS.register("hydra_plus")
@@ -236,10 +236,10 @@ class HydraPlusHeads(HydraHeads, AttendingHeads):
         super().init_weights(model)
         self.prefix.init_weights()
 
-    def in_context(self, features: Tensor) -> Tensor:
+    def input_states(self, features: Tensor) -> Tensor:
         positions = torch.arange(features.shape[1], device=features.device)[None]
-        made: Tensor = self.prefix(features.to(self.dtype), positions, UnrolledAttention())
-        return made
+        states: Tensor = self.prefix(features.to(self.dtype), positions, UnrolledAttention())
+        return states
 
 
 @DRAFTERS.register("hydra_plus")
@@ -254,6 +254,6 @@ class HydraPlusDrafter(AttendingDrafter):
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
         attend = self.attention(columns[:, 0], columns.shape[1])
-        places = torch.as_tensor(columns, device=states.device)
-        made: Tensor = self.heads.prefix(states, places, attend)
-        return made
+        positions = torch.as_tensor(columns, device=states.device)
+        outputs: Tensor = self.heads.prefix(states, positions, attend)
+        return outputs

@@ -66,15 +66,15 @@ class Rotary:
 
     def __init__(self, config: LlamaConfig) -> None:
         self._config = config
-        self._made: dict[torch.device, LlamaRotaryEmbedding] = {}
+        self._modules: dict[torch.device, LlamaRotaryEmbedding] = {}
 
     def __call__(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [B, n, D] in the dtype of `like`, for positions int64 [B, n]."""
         device = positions.device
-        if device not in self._made:
+        if device not in self._modules:
             with torch.inference_mode(False):
-                self._made[device] = LlamaRotaryEmbedding(self._config).to(device)
-        cos, sin = self._made[device](like, positions)
+                self._modules[device] = LlamaRotaryEmbedding(self._config).to(device)
+        cos, sin = self._modules[device](like, positions)
         return cos, sin
 
 
@@ -102,8 +102,8 @@ class Attention(nn.Module):
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
-        found: Tensor = self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
-        return found
+        outputs: Tensor = self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
+        return outputs
 
 
 class DraftLayer(nn.Module):
@@ -141,8 +141,8 @@ class DraftLayer(nn.Module):
     ) -> Tensor:
         """Return the residual stream [B, n, H]. read: [B, n, R], the input of attention."""
         residual = residual + self.self_attn(read, position_embeddings, attend)
-        made: Tensor = self.mlp(self.post_attention_layernorm(residual))
-        return residual + made
+        update: Tensor = self.mlp(self.post_attention_layernorm(residual))
+        return residual + update
 
 
 class SlotAttention:
@@ -183,16 +183,16 @@ class UnrolledAttention:
         length, size = queries.shape[2:]
         # Each key head serves N/G query heads: [B, G, N/G, T, D].
         grouped = queries.unflatten(1, (keys.shape[1], -1))
-        text = grouped @ self._keys[0][:, :, None].transpose(-1, -2)  # [B, G, N/G, T, T]
+        text_scores = grouped @ self._keys[0][:, :, None].transpose(-1, -2)  # [B, G, N/G, T, T]
         later = torch.ones(length, length, dtype=torch.bool, device=queries.device).triu(1)
-        text = text.masked_fill(later, -torch.inf)
-        own_keys, own_values = (
+        text_scores = text_scores.masked_fill(later, -torch.inf)
+        step_keys, step_values = (
             torch.stack(x[1:], 3)[:, :, None] for x in (self._keys, self._values)
         )  # [B, G, 1, T, k − 1, D]
-        own = (grouped[..., None, :] * own_keys).sum(-1)  # [B, G, N/G, T, k − 1]
-        scores = torch.cat([text, own], -1) * size**-0.5
-        exact = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(-1, dtype=exact).to(values.dtype)
-        found = weights[..., :length] @ self._values[0][:, :, None]
-        found = found + (weights[..., length:, None] * own_values).sum(-2)
-        return found.flatten(1, 2)
+        step_scores = (grouped[..., None, :] * step_keys).sum(-1)  # [B, G, N/G, T, k − 1]
+        scores = torch.cat([text_scores, step_scores], -1) * size**-0.5
+        softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(-1, dtype=softmax_dtype).to(values.dtype)
+        outputs = weights[..., :length] @ self._values[0][:, :, None]
+        outputs = outputs + (weights[..., length:, None] * step_values).sum(-2)
+        return outputs.flatten(1, 2)

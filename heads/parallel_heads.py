@@ -33,14 +33,14 @@ class ParallelHeads(Heads):
     def states(self, features: Tensor, depths: Sequence[int]) -> Tensor:
         """[n, d, H]: the states for features [n, F]. depths: which of the heads 1 … D."""
 
-    def predictions(self, given: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
-        places = {depth: trained_positions(given.loss_mask, depth) for depth in depths}
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+        trained = {depth: trained_positions(batch.loss_mask, depth) for depth in depths}
         # All heads read most tokens, so shared parts are computed once per token.
-        read = reduce(torch.logical_or, places.values())
-        features = torch.cat([given.features[layer][read] for layer in self.captured_layers], -1)
+        read = reduce(torch.logical_or, trained.values())
+        features = torch.cat([batch.features[layer][read] for layer in self.captured_layers], -1)
         states = self.states(features.to(self.dtype), depths)
-        for column, (depth, own) in enumerate(places.items()):
-            yield Prediction(depth, own, states[own[read], column])
+        for column, (depth, positions) in enumerate(trained.items()):
+            yield Prediction(depth, positions, states[positions[read], column])
 
 
 class ParallelHeadsDrafter(HeadsDrafter):
@@ -186,8 +186,8 @@ class BlockwiseHeads(ParallelHeads):
         return dict.fromkeys(range(1, self.depth + 1), 1 / self.depth)
 
     def states(self, features: Tensor, depths: Sequence[int]) -> Tensor:
-        made = self.down(self.up(features).relu()).unflatten(-1, (self.depth, self.hidden_size))
-        return features[:, None] + made[:, [depth - 1 for depth in depths]]
+        updates = self.down(self.up(features).relu()).unflatten(-1, (self.depth, self.hidden_size))
+        return features[:, None] + updates[:, [depth - 1 for depth in depths]]
 
 
 @DRAFTERS.register("blockwise")

@@ -43,9 +43,10 @@ class HeadOutput(nn.Module):
 
     def init_weights(self, layer: nn.Linear, vocabulary: Tensor | None) -> None:
         """Copy the target's rows into every layer."""
-        for own in self.layers:
-            assert isinstance(own, nn.Linear)
-            for parameter, rows in zip(own.parameters(), _rows(layer, vocabulary), strict=True):
+        for head_layer in self.layers:
+            assert isinstance(head_layer, nn.Linear)
+            copied = zip(head_layer.parameters(), _rows(layer, vocabulary), strict=True)
+            for parameter, rows in copied:
                 parameter.copy_(rows)
 
     def borrow(
@@ -62,8 +63,8 @@ class HeadOutput(nn.Module):
         with torch.device("meta"):
             borrowed = _empty(layer, len(weight))
         for name, rows in zip(("weight", "bias"), (weight, *bias), strict=False):
-            own = rows.to(device or rows.device, dtype or rows.dtype)
-            setattr(borrowed, name, nn.Parameter(own, requires_grad=False))
+            rows = rows.to(device or rows.device, dtype or rows.dtype)
+            setattr(borrowed, name, nn.Parameter(rows, requires_grad=False))
         self._borrowed = [borrowed]
 
     @contextmanager
@@ -100,8 +101,8 @@ class HeadOutput(nn.Module):
 
     def at(self, depth: int, states: Tensor) -> Tensor:
         """Return logits [..., V'] for states [..., H] of the head at depth 1, 2, …"""
-        found: Tensor = self._layer(depth)(states)
-        return found
+        logits: Tensor = self._layer(depth)(states)
+        return logits
 
     def _layer(self, depth: int) -> nn.Module:
         if not len(self.layers):
@@ -116,18 +117,20 @@ def _empty(layer: nn.Linear, rows: int) -> nn.Linear:
 
 def _rows(layer: nn.Linear, vocabulary: Tensor | None) -> list[Tensor]:
     """The weight rows of `vocabulary`, and the bias rows if there is a bias."""
-    whole = [p.detach() for p in (layer.weight, layer.bias) if p is not None]
-    return whole if vocabulary is None else [x[vocabulary.to(x.device)] for x in whole]
+    parameters = [p.detach() for p in (layer.weight, layer.bias) if p is not None]
+    if vocabulary is None:
+        return parameters
+    return [x[vocabulary.to(x.device)] for x in parameters]
 
 
 def require_embeddings(model: PreTrainedModel, hidden_size: int) -> None:
-    """Raises UserError if the target's embeddings [V, E] have E ≠ H."""
-    own = model.get_input_embeddings().weight.shape[1]
-    if own != hidden_size:
+    """Raise UserError if the target's embeddings [V, E] have E ≠ H."""
+    embedding_size = model.get_input_embeddings().weight.shape[1]
+    if embedding_size != hidden_size:
         raise UserError(
-            f"{type(model).__name__} embeds tokens in {own} numbers and its hidden states have "
-            f"{hidden_size}; heads that read tokens need the same of both, so train medusa or "
-            "blockwise heads"
+            f"{type(model).__name__} embeds tokens in {embedding_size} numbers and its hidden "
+            f"states have {hidden_size}; heads that read tokens need the same of both, so train "
+            "medusa or blockwise heads"
         )
 
 

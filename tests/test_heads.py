@@ -34,7 +34,7 @@ from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadOptions, Heads, ahead, trained_positions
+from heads.heads_module import HeadOptions, Heads, shift_left, trained_positions
 from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
 from tests.tiny import EOS_ID, VOCAB, tiny_target
 from tests.training import assert_equal
@@ -198,7 +198,7 @@ def test_shifts_end_with_the_text() -> None:
     assert trained_positions(mask, 2).tolist() == [[True, False, False, False]]
     assert trained_positions(mask, 3).tolist() == [[False] * 4]
     assert trained_positions(mask, 9).tolist() == [[False] * 4]
-    assert ahead(torch.tensor([[4, 5, 6]]), 2).tolist() == [[6, 0, 0]]
+    assert shift_left(torch.tensor([[4, 5, 6]]), 2).tolist() == [[6, 0, 0]]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -267,7 +267,7 @@ def test_at_the_start_every_head_is_the_target(kind: str, reduced: bool) -> None
     for k in (1, 2, 3):
         loss, _ = module(ids, mask, features, {k: 1.0})
         places = trained_positions(mask, k)
-        labels = ahead(ids, k + 1)[places]
+        labels = shift_left(ids, k + 1)[places]
         if reduced:
             labels = rows_of_tokens(IDS, VOCAB)[labels]
         theory = F.cross_entropy(logits[places], labels, reduction="sum", ignore_index=-100)

@@ -30,7 +30,7 @@ from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model
 from heads.head_training import HeadTraining, JointTraining
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions, ahead, trained_positions
+from heads.heads_module import HeadOptions, shift_left, trained_positions
 from tests.stages import (
     LOOP,
     WORDS,
@@ -141,7 +141,7 @@ def test_the_combined_loss_and_its_gradients_by_hand(kind: str, losses: Any, red
             said = F.linear(made, layer.weight, layer.bias)  # type: ignore[arg-type]
         else:
             said = F.linear(made, model.lm_head.weight[IDS] if reduced else model.lm_head.weight)
-        labels = ahead(ids, k + 1)[places]
+        labels = shift_left(ids, k + 1)[places]
         if reduced:
             labels = torch.where(labels % 2 == 0, labels // 2, -100)
         value = F.cross_entropy(said, labels, reduction="sum", ignore_index=-100)
@@ -173,7 +173,7 @@ def test_distilled_heads_learn_what_the_moving_target_says() -> None:
     hidden = model.base_model(given["input_ids"], attention_mask=given["attention_mask"])
     hidden = hidden.last_hidden_state
     places = trained_positions(given["loss_mask"], 1)
-    p = F.linear(ahead(hidden, 1)[places], model.lm_head.weight).detach().log_softmax(-1)
+    p = F.linear(shift_left(hidden, 1)[places], model.lm_head.weight).detach().log_softmax(-1)
     q = F.linear(hidden[places], heads.output.layers[0].weight).log_softmax(-1)  # type: ignore
     theirs = F.kl_div(q, p, log_target=True, reduction="sum")
     torch.testing.assert_close((loss - alone).float(), theirs, rtol=1e-4, atol=1e-4)

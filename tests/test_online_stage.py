@@ -17,7 +17,7 @@ from decode.drafters.directory import describe_drafter, open_drafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.target.loading import Target
-from distill.replay import buffer as replay
+from distill.replay import replay_buffer as replay
 from heads.parallel_heads import BlockwiseHeads, MedusaDrafter
 from tests.stages import DRAFTER, drafter_weights, examples, make_stage, run_stage, stage_context
 from tests.test_on_policy import LOOP as DISTILL_LOOP

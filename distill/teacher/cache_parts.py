@@ -42,15 +42,16 @@ def describe_target(target: Target) -> dict[str, Any]:
 def weights_sha256(target: Target) -> str:
     """Return a hash over some numbers of every weight.
 
-    It distinguishes targets with the same name and vocabulary.
+    It distinguishes targets with the same name and vocabulary. Raises UserError for offloaded
+    weights.
     """
-    found = hashlib.sha256()
-    require_present(target.model, "training on the target's word, or a cache of it,")
+    digest = hashlib.sha256()
+    require_present(target.model, "training on the target's logits, or a cache of them,")
     tensors = target.model.state_dict().items()
     for name, tensor in sorted(tensors, key=lambda named: named[0]):
-        found.update(name.encode())
-        found.update(some_numbers(tensor, 64).contiguous().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(some_numbers(tensor, 64).contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def text_sha256(tokens: Sequence[int], mask: Sequence[bool]) -> str:
@@ -73,8 +74,8 @@ def write_part(
     """
 
     def fill(path: Path) -> None:
-        whole = {name: torch.cat(list(x)).cpu().contiguous() for name, x in tensors.items()}
-        save_file(whole, path / FILE)
+        joined = {name: torch.cat(list(x)).cpu().contiguous() for name, x in tensors.items()}
+        save_file(joined, path / FILE)
         lengths = [len(x) for x in next(iter(tensors.values()))]
         rows = [
             {"id": name, "text": text, "tokens": length}
@@ -102,67 +103,73 @@ class Parts:
         if not parts:
             raise UserError(f"{directory} holds no {what}; expected directories {PART}N")
         self.metas = {part: verify_directory(part) for part in parts}
-        self._places: dict[str, tuple[Path, int, int, str]] = {}
+        # By sample id: the file, the first row and the end in it, and the hash of the text.
+        self._rows: dict[str, tuple[Path, int, int, str]] = {}
         for part in parts:
             begin = 0
             for row in json.loads((part / ROWS).read_text()):
                 end = begin + row["tokens"]
-                self._places[row["id"]] = (part / FILE, begin, end, row["text"])
+                self._rows[row["id"]] = (part / FILE, begin, end, row["text"])
                 begin = end
 
     @property
     def samples(self) -> Iterable[str]:
-        return self._places
+        return self._rows
 
     def require(self, samples: Sequence[tuple[str, str]]) -> None:
         """Raise UserError unless the parts hold every (id, text_sha256)."""
         for name, text in samples:
-            if name not in self._places:
+            if name not in self._rows:
                 raise UserError(
                     f"the {self.what} {self.directory} has no sample {name!r}; it was made from "
                     "other data. Make it again from this text."
                 )
-            if self._places[name][3] != text:
+            if self._rows[name][3] != text:
                 raise UserError(
                     f"sample {name!r} is another text than the one the {self.what} "
                     f"{self.directory} was made from. Make it again from this text."
                 )
 
     def read(self, sample: str, names: Sequence[str]) -> list[Tensor]:
-        """Return the tensors with these names for a sample."""
-        file, begin, end, _ = self._places[sample]
+        """Return the tensors with these names for a sample.
+
+        Raises KeyError for a sample that is not stored; check with `require` first.
+        """
+        file, begin, end, _ = self._rows[sample]
         with safe_open(file, "pt") as stored:
             return [stored.get_slice(name)[begin:end] for name in names]
 
 
-def require_same_target(found: dict[str, Any], target: Target, what: str, whose: str) -> None:
-    """Raise UserError unless `found`, a result of `describe_target`, describes this target.
+def require_same_target(
+    stored: dict[str, Any], target: Target, what: str, vocabulary_owner: str
+) -> None:
+    """Raise UserError unless `stored`, a result of `describe_target`, describes this target.
 
-    what: for messages, the name of the object that holds `found`. whose: for messages, the name of
-    the owner of the compared vocabulary.
+    what: for messages, the name of the object that holds `stored`. vocabulary_owner: for messages,
+    whose vocabulary is compared with the target's.
     """
     expected = describe_target(target)
-    made_for = Fingerprint.from_dict(found["fingerprint"])
-    require_same_vocabulary(made_for, target.fingerprint, whose)
-    for key, said in (
+    fingerprint = Fingerprint.from_dict(stored["fingerprint"])
+    require_same_vocabulary(fingerprint, target.fingerprint, vocabulary_owner)
+    for key, difference in (
         # A difference in revision or dtype also changes the weights, but its message says more.
         ("revision", "another revision of the target"),
         ("dtype", "the target in another dtype"),
         ("weights", "a target with other weights"),
     ):
-        require_same(found, expected, key, said, what)
+        require_same(stored, expected, key, difference, what)
 
 
 def require_same(
-    found: dict[str, Any], expected: dict[str, Any], key: str, said: str, what: str
+    stored: dict[str, Any], expected: dict[str, Any], key: str, difference: str, what: str
 ) -> None:
     """Raise UserError unless two descriptions of targets agree in `key`.
 
-    said: for the message, what the object was made from instead.
+    difference: for the message, what the object was made from instead.
     """
-    if found[key] != expected[key]:
+    if stored[key] != expected[key]:
         raise UserError(
-            f"{what} was made from {said}: found "
-            f"{found[key]!r} ({found['target']}), expected {expected[key]!r} "
+            f"{what} was made from {difference}: found "
+            f"{stored[key]!r} ({stored['target']}), expected {expected[key]!r} "
             f"({expected['target']}). Make it again, or use the target it was made from."
         )

@@ -61,22 +61,16 @@ class LiveFeatures:
         with self._timed():
             kept = self._kept
             if kept and ids and all(sample in kept for sample in ids):
-                rows = [kept[sample] for sample in ids]
-                return {
-                    layer: pad_sequence([row[layer] for row in rows], batch_first=True).to(
-                        input_ids.device
-                    )
-                    for layer in self._captured_layers
-                }
-            with self._recorder.recording() as found:
+                return _padded([kept[sample] for sample in ids], input_ids.device)
+            with self._recorder.recording() as features:
                 self._model.base_model(
                     input_ids=input_ids, attention_mask=attention_mask, use_cache=False
                 )
             if kept is not None:
                 lengths = attention_mask.sum(1).tolist()
                 for row, (sample, length) in enumerate(zip(ids, lengths, strict=False)):
-                    kept[sample] = {layer: x[row, :length].cpu() for layer, x in found.items()}
-            return found
+                    kept[sample] = {layer: x[row, :length].cpu() for layer, x in features.items()}
+            return features
 
 
 WHAT = "feature cache"
@@ -100,12 +94,12 @@ def write_features(
     samples: (id, `distill.teacher.cache_parts.text_sha256`) of each sample. features: by captured
     layer, [T, H] of each sample, in the target's dtype.
     """
-    tensors = {_name(layer): x for layer, x in features.items()}
+    tensors = {_tensor_name(layer): x for layer, x in features.items()}
     meta = {"teacher": describe_target(target), "captured_layers": list(features)}
     write_part(directory, number, samples, tensors, meta)
 
 
-def _name(layer: int) -> str:
+def _tensor_name(layer: int) -> str:
     return f"layer{layer}"
 
 
@@ -115,10 +109,11 @@ def holds_features(directory: Path) -> bool:
 
 
 class CachedFeatures:
-    """Hidden states from a cache. Replaces `distill.teacher.feature_sources.LiveFeatures`.
+    """Hidden states from a cache, in place of `LiveFeatures`.
 
-    Raises UserError if the cache was made from another target, revision or dtype, lacks one of the
-    captured_layers, or is damaged. `require` raises UserError for texts that are not in the cache.
+    Raises UserError if the cache was made from another target, other weights, another revision or
+    dtype, lacks one of the captured_layers, or is damaged. `require` raises UserError for texts
+    that are not in the cache; `features` then raises KeyError.
     """
 
     def __init__(self, directory: Path, target: Target, captured_layers: Sequence[int]) -> None:
@@ -142,22 +137,29 @@ class CachedFeatures:
     def features(
         self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
     ) -> Mapping[int, Tensor]:
-        """See `distill.teacher.feature_sources.FeatureSource`.
+        """See `FeatureSource`.
 
         Without ids it returns features that only have the right shape. Such a batch has no tokens
         to train on.
         """
-        device = input_ids.device
-        names = [_name(layer) for layer in self._captured_layers]
-        rows = [self.parts.read(sample, names) for sample in ids]
+        rows = [self._read(sample) for sample in ids]
         if not rows:
             # Take the sizes and the dtype from any sample.
-            some = self.parts.read(next(iter(self.parts.samples)), names)
-            rows = [[x[:1].expand(input_ids.shape[1], -1) for x in some]]
-        return {
-            layer: pad_sequence([row[i] for row in rows], batch_first=True).to(device)
-            for i, layer in enumerate(self._captured_layers)
-        }
+            sample = self._read(next(iter(self.parts.samples)))
+            rows = [{k: x[:1].expand(input_ids.shape[1], -1) for k, x in sample.items()}]
+        return _padded(rows, input_ids.device)
+
+    def _read(self, sample: str) -> dict[int, Tensor]:
+        names = [_tensor_name(layer) for layer in self._captured_layers]
+        return dict(zip(self._captured_layers, self.parts.read(sample, names), strict=True))
+
+
+def _padded(rows: Sequence[Mapping[int, Tensor]], device: torch.device) -> dict[int, Tensor]:
+    """[B, T, H] by layer, from [T, H] by layer for each row. Padded with 0 on the right."""
+    return {
+        layer: pad_sequence([row[layer] for row in rows], batch_first=True).to(device)
+        for layer in rows[0]
+    }
 
 
 def split_rows(features: Mapping[int, Tensor], lengths: Sequence[int]) -> list[dict[int, Tensor]]:

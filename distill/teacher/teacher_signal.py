@@ -98,8 +98,8 @@ class TopK:
 
     def pull_back(self, gradient: Tensor, logits: Tensor, temperature: float) -> Tensor:
         # Each token of the tail gets a share of the gradient equal to its share of q.
-        others = (logits / temperature).scatter(1, self.ids, float("-inf")).softmax(-1)
-        return others.mul_(gradient[:, -1:]).scatter_(1, self.ids, gradient[:, :-1])
+        tail_share = (logits / temperature).scatter(1, self.ids, float("-inf")).softmax(-1)
+        return tail_share.mul_(gradient[:, -1:]).scatter_(1, self.ids, gradient[:, :-1])
 
     def __getitem__(self, rows: slice) -> "TopK":
         return TopK(self.ids[rows], self.log_p[rows], self.log_tail[rows])
@@ -173,8 +173,8 @@ def shard_layers(stack: nn.Module, device_type: str) -> None:
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    whole = {p for own, p in stack.named_parameters() if not own.startswith(f"{name}.")}
-    fully_shard(stack, mesh=mesh, ignored_params=whole)
+    unsharded = {p for key, p in stack.named_parameters() if not key.startswith(f"{name}.")}
+    fully_shard(stack, mesh=mesh, ignored_params=unsharded)
 
 
 class TeacherSource(Protocol):
