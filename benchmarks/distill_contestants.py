@@ -25,7 +25,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from benchmarks.common import forget_peak, peak_resident_memory, resident_memory
 from decode.target.loading import Target, load_target
-from distill.distillation import Distillation
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, Teacher, TeacherLogits, split_model
 from distill.untrained_student import student_from_layers
@@ -254,8 +254,8 @@ def train_ours(
 class EagerDistillation(Distillation):
     """`Distillation` with the logits of all n tokens at once, [n, V], and autograd's backward.
 
-    Like `distill.chunked_loss.eager_loss`, but logits become float32 after the product, as TRL's do
-    under autocast.
+    Like `distill.distillation_loss.eager_loss`, but logits become float32 after the product, as
+    TRL's do under autocast.
     """
 
     def forward(

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import MIB, forget_peak, peak_resident_memory, resident_memory, save_figure
 from benchmarks.distill_contestants import EagerDistillation
-from distill.distillation import Distillation
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model
 from train.cli.shared import cores, quieten

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.target.hidden_states import FINAL, Recorder
 from distill.choose_vocabulary import rows_of_tokens
-from distill.chunked_loss import chunked_loss
+from distill.distillation_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import Teacher, TeacherLogits
 from heads.heads_module import HeadBatch, Heads, output_layer, shift_left, trained_positions

@@ -13,7 +13,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.target.loading import Target
 from distill.agreement import Agreement, agreement_sums
-from distill.distillation import Distillation
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import TeacherLogits
 from distill.trainable_model import LoraConfig, Trainable

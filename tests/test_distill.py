@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from decode.drafters.draft_vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
 from decode.errors import UserError
 from distill.choose_vocabulary import coverage, most_frequent, rows_of_tokens
-from distill.distillation import Distillation
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
 from distill.teacher.top_k_cache import top_k

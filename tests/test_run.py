@@ -20,7 +20,7 @@ from decode.artifact import CorruptArtifact
 from decode.drafters.composite import CompositeDrafter
 from decode.drafters.directory import describe_drafter
 from decode.errors import UserError
-from distill.distillation import Distillation
+from distill.distillation_loss import Distillation
 from distill.losses import CrossEntropy, Rows, WeightedLoss
 from tests.tiny import save_tiny, tiny_llama
 from train.cli.main import app

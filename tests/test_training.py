@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 from decode import artifact
 from decode.artifact import verify_directory
 from decode.errors import UserError
-from distill.distillation import Distillation
+from distill.distillation_loss import Distillation
 from distill.losses import CrossEntropy, Rows, WeightedLoss
 from tests.tiny import save_tiny
 from tests.training import (

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from decode.errors import UserError
-from distill.distillation import Distillation
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from tests.tiny import tiny_model
 from train.console import Reporter

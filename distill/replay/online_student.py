@@ -22,7 +22,7 @@ from decode.drafters.new_weights import require_weights
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.target.cached_model import sliding_window
-from distill.distillation import Distillation
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.replay.replay_buffer import (
     Record,

@@ -17,7 +17,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.target.loading import Target
 from distill.agreement import Agreement
-from distill.distillation import Distillation
+from distill.distillation_loss import Distillation
 from distill.teacher.feature_sources import holds_features
 from distill.teacher.teacher_signal import LiveTeacher, TeacherSource, split_model
 from distill.teacher.top_k_cache import CachedTeacher
