@@ -54,8 +54,8 @@ class HeadsDrafter(ShapedDrafter):
                 f"a tree {self.shape.depth} deep and heads for {heads.depth} tokens; make the tree "
                 "shallower, or train more heads"
             )
-        self.last = torch.zeros(0)  # [B, F]: the newest features of each row
-        self._read = np.zeros(0, dtype=bool)  # [B]: whether the row has features
+        self.newest_features = torch.zeros(0)  # [B, F]
+        self._has_features = np.zeros(0, dtype=bool)  # [B]
 
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> Self:
@@ -74,17 +74,19 @@ class HeadsDrafter(ShapedDrafter):
         return type(self)(self.heads, self.vocab_size, shape)
 
     def start(self, contexts: Contexts) -> None:
-        self._read = np.zeros(len(contexts.lengths), dtype=bool)
+        self._has_features = np.zeros(len(contexts.lengths), dtype=bool)
 
     def read(self, features: Features) -> None:
-        self.last = features.newest(self.captured_layers).to(next(self.heads.parameters()).dtype)
-        self._read = features.counts > 0
+        self.newest_features = features.newest(self.captured_layers).to(
+            next(self.heads.parameters()).dtype
+        )
+        self._has_features = features.counts > 0
 
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
         # A prompt of one token has no features before its first pass.
-        depths = np.where(self._read, np.minimum(limits.depths, self.heads.depth), 0)
+        depths = np.where(self._has_features, np.minimum(limits.depths, self.heads.depth), 0)
         if not depths.any():
             return Draft.none(len(contexts.lengths), "cpu")
         head_limits = Limits(depths, limits.stops)
@@ -101,9 +103,11 @@ class HeadsDrafter(ShapedDrafter):
         take_weights(self.heads, weights)
 
     def keep_rows(self, rows: Tensor) -> None:
-        self._read = self._read[rows.cpu().numpy()]
-        if len(self.last):
-            self.last = self.last.index_select(0, rows.to(self.last.device))
+        self._has_features = self._has_features[rows.cpu().numpy()]
+        if len(self.newest_features):
+            self.newest_features = self.newest_features.index_select(
+                0, rows.to(self.newest_features.device)
+            )
 
 
 class AttendingHeads(Heads):
@@ -131,19 +135,19 @@ class AttendingDrafter(HeadsDrafter):
         parameter = next(self.heads.parameters())
         self.states = parameter.new_zeros(rows, capacity, self.heads.hidden_size)
         self.slots = Slots(1, rows, capacity, parameter.device)
-        self.known = np.zeros(rows, dtype=np.int64)  # [B]: tokens with stored features
-        self.cached = np.zeros(rows, dtype=np.int64)  # [B]: entries in the cache
-        self._read = self.known > 0
+        self.stored_features = np.zeros(rows, dtype=np.int64)  # [B]: tokens with stored features
+        self.cached_entries = np.zeros(rows, dtype=np.int64)  # [B]: entries in the cache
+        self._has_features = self.stored_features > 0
 
     def read(self, features: Features) -> None:
         fused = self.heads.fuse(features.of(self.captured_layers).to(self.states.dtype))
         count = fused.shape[1]
-        rows_B1 = torch.arange(len(self.known), device=fused.device)[:, None]
-        first_B1 = torch.as_tensor(self.known, device=fused.device)[:, None]
+        rows_B1 = torch.arange(len(self.stored_features), device=fused.device)[:, None]
+        first_B1 = torch.as_tensor(self.stored_features, device=fused.device)[:, None]
         # Values past a row's count are overwritten before they are read.
         self.states[rows_B1, first_B1 + torch.arange(count, device=fused.device)] = fused
-        self.known = self.known + features.counts
-        self._read = self.known > 0
+        self.stored_features = self.stored_features + features.counts
+        self._has_features = self.stored_features > 0
 
     @abstractmethod
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
@@ -172,11 +176,11 @@ class AttendingDrafter(HeadsDrafter):
         compute some entries again. This writes the same keys and values and keeps the batch
         rectangular.
         """
-        missing = int((entries - self.cached).max())
+        missing = int((entries - self.cached_entries).max())
         first = np.maximum(entries - missing, 0)
         if not missing:
             return self.states[:, :0], first
-        self.cached = entries.copy()
+        self.cached_entries = entries.copy()
         columns = first[:, None] + np.arange(missing)
         rows_B1 = torch.arange(len(columns), device=self.states.device)[:, None]
         states = self.states[rows_B1, torch.as_tensor(columns, device=self.states.device)]
@@ -207,4 +211,7 @@ class AttendingDrafter(HeadsDrafter):
         self.states = self.states.index_select(0, device_rows)
         self.slots.keep_rows(device_rows)
         host_rows = rows.cpu().numpy()
-        self.known, self.cached = self.known[host_rows], self.cached[host_rows]
+        self.stored_features, self.cached_entries = (
+            self.stored_features[host_rows],
+            self.cached_entries[host_rows],
+        )

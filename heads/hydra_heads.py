@@ -48,15 +48,15 @@ class HydraOptions(HeadOptions):
 
 
 class _Block(nn.Module):
-    """A layer of the MLP from `reads` to `size` numbers, with the skip connection `skip`.
+    """A layer of the MLP from `input_size` to `size` numbers, with the skip connection `skip`.
 
     If both sizes are equal, `skip` is the identity.
     """
 
-    def __init__(self, reads: int, size: int) -> None:
+    def __init__(self, input_size: int, size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(reads, size)
-        self.skip = nn.Identity() if reads == size else nn.Linear(reads, size)
+        self.linear = nn.Linear(input_size, size)
+        self.skip = nn.Identity() if input_size == size else nn.Linear(input_size, size)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -146,7 +146,7 @@ class HydraGrowth(Growth):
     """Grows a draft from the newest states that the heads read in each row, [B, H]."""
 
     def __init__(self, drafter: HeadsDrafter, contexts: Contexts, sampling: Sampling) -> None:
-        heads, self.features = drafter.heads, drafter.last
+        heads, self.features = drafter.heads, drafter.newest_features
         assert isinstance(heads, HydraHeads)
         super().__init__(
             contexts, sampling, self.features.device, drafter.vocab_size, heads.vocabulary
@@ -154,10 +154,11 @@ class HydraGrowth(Growth):
         self.heads = heads
         rows = torch.arange(self.rows)
         last = torch.as_tensor(contexts.tokens)[rows, torch.as_tensor(contexts.lengths) - 1]
-        self.last = last.to(self.device)  # int64 [B]: the token after the one with the features
+        # int64 [B]: the token after the one with the features
+        self.last_tokens = last.to(self.device)
 
     def _first(self) -> Tensor:
-        return self._logits(self.features, self.last[:, None])
+        return self._logits(self.features, self.last_tokens[:, None])
 
     def _extend(self, count: int) -> Tensor:
         on_path = self.on_path(count)
@@ -166,7 +167,7 @@ class HydraGrowth(Growth):
         # Ancestors are fed before their children, so ascending numbers go from the root down.
         order = torch.where(on_path, torch.arange(fed, device=self.device), fed).sort(2).values
         paths = pad(self.fed, (0, 1))[:, None].expand(-1, count, -1).gather(2, order)
-        paths = torch.cat([self.last[:, None, None].expand(-1, count, -1), paths], 2)
+        paths = torch.cat([self.last_tokens[:, None, None].expand(-1, count, -1), paths], 2)
         features = self.features[:, None].expand(-1, count, -1)
         logits = features.new_zeros(self.rows, count, self.heads.rows)
         for depth in depths.unique().tolist():
@@ -249,7 +250,7 @@ class HydraPlusDrafter(AttendingDrafter):
     heads: HydraPlusHeads
 
     def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
-        self.last = self.newest(contexts)
+        self.newest_features = self.newest(contexts)
         return HydraGrowth(self, contexts, sampling)
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:

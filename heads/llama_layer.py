@@ -81,17 +81,17 @@ class Rotary:
 class Attention(nn.Module):
     """Maps [B, n, R] to [B, n, H]."""
 
-    def __init__(self, config: LlamaConfig, reads: int) -> None:
+    def __init__(self, config: LlamaConfig, input_size: int) -> None:
         super().__init__()
         self.size = config.head_dim
-        wide, narrow = (
+        query_size, key_size = (
             count * config.head_dim
             for count in (config.num_attention_heads, config.num_key_value_heads)
         )
-        self.q_proj = nn.Linear(reads, wide, bias=False)
-        self.k_proj = nn.Linear(reads, narrow, bias=False)
-        self.v_proj = nn.Linear(reads, narrow, bias=False)
-        self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, key_size, bias=False)
+        self.v_proj = nn.Linear(input_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def forward(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], attend: Attend
@@ -112,9 +112,9 @@ class DraftLayer(nn.Module):
     The layer does not norm the input of attention. The caller does, if needed.
     """
 
-    def __init__(self, config: LlamaConfig, reads: int) -> None:
+    def __init__(self, config: LlamaConfig, input_size: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, reads)
+        self.self_attn = Attention(config, input_size)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -135,12 +135,12 @@ class DraftLayer(nn.Module):
     def forward(
         self,
         residual: Tensor,
-        read: Tensor,
+        attention_input: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attend: Attend,
     ) -> Tensor:
-        """Return the residual stream [B, n, H]. read: [B, n, R], the input of attention."""
-        residual = residual + self.self_attn(read, position_embeddings, attend)
+        """Return the residual stream [B, n, H]. attention_input: [B, n, R]."""
+        residual = residual + self.self_attn(attention_input, position_embeddings, attend)
         update: Tensor = self.mlp(self.post_attention_layernorm(residual))
         return residual + update
 

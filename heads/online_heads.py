@@ -132,7 +132,7 @@ class HeadStudent(OnlineStudent):
             [torch.as_tensor(d.depths).long() for d in drafts],
         )
         features = padded_values(
-            records, [d.read for d in drafts], [from_numpy(d.features) for d in drafts]
+            records, [d.read_positions for d in drafts], [from_numpy(d.features) for d in drafts]
         )
         parts = features.to(self.device).chunk(len(self.captured_layers), -1)
         by_layer = dict(zip(self.captured_layers, parts, strict=True))

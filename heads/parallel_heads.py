@@ -61,9 +61,11 @@ class _Growth(Growth):
     def __init__(
         self, drafter: ParallelHeadsDrafter, contexts: Contexts, sampling: Sampling, deepest: int
     ) -> None:
-        heads, state = drafter.heads, drafter.last
-        super().__init__(contexts, sampling, state.device, drafter.vocab_size, heads.vocabulary)
-        self.logits = heads.output.logits(heads.states(state, range(1, deepest + 1)))  # [B, d, V']
+        heads, features = drafter.heads, drafter.newest_features
+        super().__init__(contexts, sampling, features.device, drafter.vocab_size, heads.vocabulary)
+        self.logits = heads.output.logits(
+            heads.states(features, range(1, deepest + 1))
+        )  # [B, d, V']
 
     def _first(self) -> Tensor:
         return self.logits[:, 0]

@@ -125,7 +125,7 @@ def test_which_head_was_wrong_from_which_hidden_states() -> None:
     # The first draft's first head reads the token at 1 (place 3 = 1 + 1 + 1), the second's second
     # head the one at 0.
     assert [d.depths.tolist() for d in drafted if d] == [[1], [2]]
-    assert [d.read.tolist() for d in drafted if d] == [[1], [0]]
+    assert [d.read_positions.tolist() for d in drafted if d] == [[1], [0]]
     assert seen.read is not None
     for row, own in enumerate(drafted):
         assert own is not None
@@ -148,7 +148,7 @@ def test_of_heads_only_what_they_drafted_is_recorded() -> None:
     assert record.positions.tolist() == [2, 3, 5, 6, 8, 9]
     assert record.head_drafts is not None
     assert record.head_drafts.depths.tolist() == [1, 2] * 3
-    assert record.head_drafts.read.tolist() == [0, 3, 6]
+    assert record.head_drafts.read_positions.tolist() == [0, 3, 6]
     assert record.head_drafts.features.shape == (3, 32)
 
 
@@ -187,11 +187,13 @@ def test_in_the_loop_each_rejection_is_of_the_head_and_the_state_that_made_it(
         with torch.no_grad(), recorder.recording() as plain:
             on.model(torch.as_tensor(record.tokens)[None].long())
         kept = from_numpy(drafted.features)
-        torch.testing.assert_close(kept, plain[FINAL][0, drafted.read], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            kept, plain[FINAL][0, drafted.read_positions], atol=1e-4, rtol=1e-4
+        )
         for place, depth, was_wrong in zip(
             record.positions, drafted.depths, record.rejected, strict=True
         ):
-            (at,) = np.flatnonzero(drafted.read == place - depth - 1)
+            (at,) = np.flatnonzero(drafted.read_positions == place - depth - 1)
             logits = torch.nn.functional.linear(
                 states(heads, kept[at], int(depth)), *heads.output.of(int(depth))
             )
@@ -285,7 +287,7 @@ def test_windows_keep_what_each_head_read() -> None:
     for piece in pieces:
         assert piece.head_drafts is not None
         assert set((piece.positions - piece.head_drafts.depths - 1).tolist()) == set(
-            piece.head_drafts.read
+            piece.head_drafts.read_positions
         )
     found = float(student.loss(pieces)[0].detach())
     assert found == pytest.approx(whole, rel=1e-5)
@@ -416,7 +418,7 @@ def test_swapped_in_at_every_pass_the_drafter_is_the_copy_that_learns() -> None:
         online.observe(seen)
         online.learn()
         swaps += online.swap()
-        state = drafter.last
+        state = drafter.newest_features
         fresh = drafter_of(online.student.module, on)  # type: ignore[arg-type]
         both = [d.heads.output.logits(d.heads.states(state, [1, 2])) for d in (drafter, fresh)]  # type: ignore[operator]
         torch.testing.assert_close(*both)
@@ -487,7 +489,7 @@ class OldQ(MedusaDrafter):
     ) -> Draft:
         draft = super().draft(contexts, limits, sampling, rng)
         if draft.q is not None and self.before is not None:
-            states = self.before.states(self.last, range(1, draft.tokens.shape[1] + 1))
+            states = self.before.states(self.newest_features, range(1, draft.tokens.shape[1] + 1))
             draft.q = sampling.probs(self.before.output.logits(states))
         return draft
 

@@ -116,7 +116,7 @@ def test_what_reads_offloaded_weights_is_refused(how: str, tmp_path: Path) -> No
         UserError, match=r"heads on the target must read .*LlamaForCausalLM's are off"
     ):
         open_drafter(str(tmp_path / "heads"), placed)
-    with pytest.raises(UserError, match="a cache of it, must read the target's weights"):
+    with pytest.raises(UserError, match="a cache of them, must read the target's weights"):
         weights_sha256(placed)
     with pytest.raises(UserError, match="training on the target's distribution must read"):
         split_model(placed.model)

@@ -32,7 +32,7 @@ class _OpenRequest:
     rejected: list[bool] = field(default_factory=list)
     signals: list[tuple[np.ndarray, ...]] = field(default_factory=list)  # ids, log_p, log_tail
     depths: list[int] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)
+    read_positions: list[int] = field(default_factory=list)
     features: list[np.ndarray] = field(default_factory=list)
 
 
@@ -151,7 +151,7 @@ class Collector:
             newest = verified.read.newest(self.captured_layers)
             features = to_numpy(newest[torch.as_tensor(recorded_rows, device=newest.device)])
             for i, b in enumerate(recorded_rows):
-                requests[b].read.append(int(lengths[b]) - 2)
+                requests[b].read_positions.append(int(lengths[b]) - 2)
                 requests[b].features.append(features[i])
         for b, request in enumerate(requests):
             request.text += verified.block[b, : accepted[b] + 1].tolist()
@@ -207,7 +207,7 @@ class Collector:
         if self.captured_layers:
             head_drafts = HeadDrafts(
                 np.array(request.depths, dtype=np.uint8),
-                np.array(request.read, dtype=np.int32),
+                np.array(request.read_positions, dtype=np.int32),
                 np.stack(request.features),
             )
         record = Record(
@@ -222,7 +222,7 @@ class Collector:
         )
         self._closed.append((request.held_out, record))
         request.positions, request.rejected, request.signals = [], [], []
-        request.depths, request.read, request.features = [], [], []
+        request.depths, request.read_positions, request.features = [], [], []
 
     def _close(self) -> None:
         for request in self._open_requests.values():

@@ -43,7 +43,8 @@ PER_TOKEN = {
     "log_p": "log_p",
     "log_tail": "log_tail",
 }
-HEAD_DRAFTS = ("depths", "read", "features")  # the fields of `HeadDrafts`, also in a shard
+# The fields of `HeadDrafts`, and their names in a shard.
+HEAD_DRAFTS = {"depths": "depths", "read_positions": "read", "features": "features"}
 
 
 def bytes_per_position(k: int, vocab_size: int) -> int:
@@ -81,12 +82,12 @@ class HeadDrafts:
     """Which heads drafted the tokens of a record, and from which hidden states.
 
     depths: uint8 [n], the head of each recorded token, from 1. It read the hidden states of
-    tokens[position − depth − 1]. read: int32 [m], the positions of all such tokens, ascending.
+    tokens[position − depth − 1]. read_positions: int32 [m], those of all such tokens, ascending.
     features: [m, F], their hidden states, returned by `to_numpy`, in the target's dtype.
     """
 
     depths: np.ndarray
-    read: np.ndarray
+    read_positions: np.ndarray
     features: np.ndarray
 
     def part(self, positions: np.ndarray, chosen: np.ndarray, begin: int) -> "HeadDrafts":
@@ -95,8 +96,8 @@ class HeadDrafts:
         positions: int [n], those of all recorded tokens.
         """
         depths = self.depths[chosen]
-        kept = np.isin(self.read, positions[chosen] - depths - 1)
-        return HeadDrafts(depths, self.read[kept] - begin, self.features[kept])
+        kept = np.isin(self.read_positions, positions[chosen] - depths - 1)
+        return HeadDrafts(depths, self.read_positions[kept] - begin, self.features[kept])
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,9 @@ def padded_values(
     positions: int [m] for each record. values: [m, …] for each record.
     """
     rows = []
-    for record, at, x in zip(records, positions, values, strict=True):
+    for record, record_positions, x in zip(records, positions, values, strict=True):
         row = x.new_zeros(len(record.tokens), *x.shape[1:])
-        row[torch.as_tensor(at, dtype=torch.int64)] = x
+        row[torch.as_tensor(record_positions, dtype=torch.int64)] = x
         rows.append(row)
     return pad_sequence(rows, batch_first=True)
 
@@ -330,14 +331,15 @@ def _store(path: Path, records: Sequence[Record]) -> None:
         arrays[name] = [getattr(r, field) for r in records]
     drafts = [r.head_drafts for r in records if r.head_drafts is not None]
     if drafts:
-        arrays |= {name: [getattr(d, name) for d in drafts] for name in HEAD_DRAFTS}
+        for field, name in HEAD_DRAFTS.items():
+            arrays[name] = [getattr(d, field) for d in drafts]
     save_file({name: np.concatenate(rows) for name, rows in arrays.items()}, path / FILE)
     counts = [
         [
             r.request,
             len(r.tokens),
             len(r.positions),
-            len(r.head_drafts.read) if r.head_drafts else 0,
+            len(r.head_drafts.read_positions) if r.head_drafts else 0,
         ]
         for r in records
     ]
@@ -353,7 +355,7 @@ def _load(path: Path) -> list[Record]:
         text, tokens, drafts = (slice(*bounds) for bounds in zip(begins, ends, strict=True))
         head_drafts = None
         if "depths" in arrays:
-            slices = zip(HEAD_DRAFTS, (tokens, drafts, drafts), strict=True)
+            slices = zip(HEAD_DRAFTS.values(), (tokens, drafts, drafts), strict=True)
             head_drafts = HeadDrafts(*(arrays[name][rows] for name, rows in slices))
         per_token = {field: arrays[name][tokens] for field, name in PER_TOKEN.items()}
         records.append(

@@ -51,7 +51,7 @@ class LiveFeatures:
     ) -> None:
         self._model, self._captured_layers, self._timed = model, captured_layers, timed
         self._recorder = Recorder(model, captured_layers)
-        self._kept: dict[str, dict[int, Tensor]] | None = {} if remember else None
+        self._remembered: dict[str, dict[int, Tensor]] | None = {} if remember else None
 
     @torch.no_grad()
     def features(
@@ -59,17 +59,19 @@ class LiveFeatures:
     ) -> Mapping[int, Tensor]:
         """See `FeatureSource`."""
         with self._timed():
-            kept = self._kept
-            if kept and ids and all(sample in kept for sample in ids):
-                return _padded([kept[sample] for sample in ids], input_ids.device)
+            remembered = self._remembered
+            if remembered and ids and all(sample in remembered for sample in ids):
+                return _padded([remembered[sample] for sample in ids], input_ids.device)
             with self._recorder.recording() as features:
                 self._model.base_model(
                     input_ids=input_ids, attention_mask=attention_mask, use_cache=False
                 )
-            if kept is not None:
+            if remembered is not None:
                 lengths = attention_mask.sum(1).tolist()
                 for row, (sample, length) in enumerate(zip(ids, lengths, strict=False)):
-                    kept[sample] = {layer: x[row, :length].cpu() for layer, x in features.items()}
+                    remembered[sample] = {
+                        layer: x[row, :length].cpu() for layer, x in features.items()
+                    }
             return features
 
 

@@ -225,7 +225,7 @@ class LiveTeacher:
         if rows is not None:
             self._weight = self._weight[rows]
             self._bias = None if self._bias is None else self._bias[rows]
-        self._kept: dict[str, Tensor] | None = {} if remember else None
+        self._remembered: dict[str, Tensor] | None = {} if remember else None
 
     @torch.no_grad()
     def signal(
@@ -250,15 +250,15 @@ class LiveTeacher:
         if hidden is None:
             predicted = loss_mask[:, 1:]
             hidden = self.target.hidden(input_ids, attention_mask)[:, :-1][predicted]
-            if self._kept is not None:
+            if self._remembered is not None:
                 counts = predicted.sum(1).tolist()
-                self._kept.update(zip(ids, hidden.cpu().split(counts), strict=False))
+                self._remembered.update(zip(ids, hidden.cpu().split(counts), strict=False))
         return hidden
 
     def _recall(self, ids: Sequence[str], device: torch.device) -> Tensor | None:
-        if not self._kept or not ids or any(sample not in self._kept for sample in ids):
+        if not self._remembered or not ids or any(sample not in self._remembered for sample in ids):
             return None
-        return torch.cat([self._kept[sample] for sample in ids]).to(device)
+        return torch.cat([self._remembered[sample] for sample in ids]).to(device)
 
 
 class CachedStatesTeacher(LiveTeacher):
