@@ -62,7 +62,7 @@ class HeadTraining(nn.Module):
         assert weight is not None
         self._teacher_layer = weight.detach(), None if bias is None else bias.detach()
         try:
-            with self.heads.output.lent(weight, bias):
+            with self.heads.output.using(weight, bias):
                 yield
         finally:
             self._teacher_layer = frozen_layer

@@ -26,7 +26,7 @@ from decode.target.hidden_states import FINAL
 from heads.target_layers import (
     BorrowedEmbeddings,
     HeadOutput,
-    Outputs,
+    OutputKind,
     output_layer,
     require_embeddings,
 )
@@ -43,7 +43,7 @@ class HeadOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: str
-    output: Outputs = "own"
+    output: OutputKind = "own"
 
     @classmethod
     def of(cls, settings: Any) -> "HeadOptions":

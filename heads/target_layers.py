@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.target.packed import PackedLinear
 
-Outputs = Literal["own", "shared", "target"]
+OutputKind = Literal["own", "shared", "target"]
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear:
@@ -33,13 +33,13 @@ class HeadOutput(nn.Module):
     which is not a parameter of this module.
     """
 
-    def __init__(self, kind: Outputs, depth: int, layer: nn.Linear, rows: int) -> None:
+    def __init__(self, kind: OutputKind, depth: int, layer: nn.Linear, rows: int) -> None:
         super().__init__()
         count = {"own": depth, "shared": 1, "target": 0}[kind]
         self.layers = nn.ModuleList(_empty(layer, rows) for _ in range(count))
         # A list hides the layer from `parameters` and from engines.
         self._borrowed: list[nn.Module] = []
-        self._lent: tuple[Tensor, Tensor | None] | None = None
+        self._layer_in_use: tuple[Tensor, Tensor | None] | None = None
 
     def init_weights(self, layer: nn.Linear, vocabulary: Tensor | None) -> None:
         """Copy the target's rows into every layer."""
@@ -68,13 +68,13 @@ class HeadOutput(nn.Module):
         self._borrowed = [borrowed]
 
     @contextmanager
-    def lent(self, weight: Tensor, bias: Tensor | None) -> Iterator[None]:
+    def using(self, weight: Tensor, bias: Tensor | None) -> Iterator[None]:
         """Use these rows instead of the borrowed layer inside the context. They may be trained."""
-        self._lent = None if len(self.layers) else (weight, bias)
+        self._layer_in_use = None if len(self.layers) else (weight, bias)
         try:
             yield
         finally:
-            self._lent = None
+            self._layer_in_use = None
 
     def pack(self) -> None:
         """Pack the borrowed layer (`decode.target.packed`).
@@ -86,8 +86,8 @@ class HeadOutput(nn.Module):
 
     def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
         """Weight [V', H] and bias [V'] of the head at depth 1, 2, …"""
-        if self._lent is not None:
-            return self._lent
+        if self._layer_in_use is not None:
+            return self._layer_in_use
         layer = self._layer(depth)
         assert isinstance(layer, nn.Linear | PackedLinear)
         return layer.weight, layer.bias

@@ -156,7 +156,7 @@ def test_the_combined_loss_and_its_gradients_by_hand(kind: str, losses: Any, red
         own.item() / int(predicted.sum())
     )
     # Outside a forward what is borrowed is nobody's: nothing of the graph is kept.
-    assert heads.output._lent is None
+    assert heads.output._layer_in_use is None
 
 
 def test_distilled_heads_learn_what_the_moving_target_says() -> None:

@@ -113,7 +113,7 @@ class SmallLMStudent(OnlineStudent):
     text in tokens; None uses the model's limit. tokenizer: stored with the model; it also gives the
     padding id. Without it, `pad_id` is used. tokens: as for `Distillation`; it must equal the
     number of tokens in the records' distributions. Raises UserError for a model that
-    `distill.teacher.teacher_signal` refuses.
+    `distill.teacher.teacher_signal.split_model` refuses.
     """
 
     kind = "small_lm"
@@ -137,8 +137,8 @@ class SmallLMStudent(OnlineStudent):
         self.pad_id = pad_id if tokenizer is None else tokenizer.pad_token_id or 0
         sizes: Any = {"chunk": chunk, "vocabulary": ids, "tokens": tokens}
         self.module = Distillation(model, weighted_loss, **sizes)
-        total_variation = WeightedLoss({"total_variation": 1.0})
-        self._judge = Distillation(model, total_variation, **sizes)
+        rejections = WeightedLoss({"total_variation": 1.0})
+        self._total_variation = Distillation(model, rejections, **sizes)
         config = model.config.get_text_config()
         limits = [
             getattr(config, "max_position_embeddings", None),
@@ -152,7 +152,7 @@ class SmallLMStudent(OnlineStudent):
 
     @torch.no_grad()
     def expected_rejections(self, records: Sequence[Record]) -> Tensor:
-        return self._loss_of(self._judge, records)[1][0]
+        return self._loss_of(self._total_variation, records)[1][0]
 
     def _loss_of(self, module: nn.Module, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
         input_ids, attention_mask = padded_tokens(records, self.pad_id)

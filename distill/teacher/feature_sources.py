@@ -75,7 +75,7 @@ class LiveFeatures:
             return features
 
 
-WHAT = "feature cache"
+CACHE_NAME = "feature cache"
 
 
 def bytes_per_token(target: Target, captured_layers: Sequence[int]) -> int:
@@ -119,10 +119,10 @@ class CachedFeatures:
     """
 
     def __init__(self, directory: Path, target: Target, captured_layers: Sequence[int]) -> None:
-        self.parts = Parts(directory, WHAT)
+        self.parts = Parts(directory, CACHE_NAME)
         self._captured_layers = list(captured_layers)
         for part, meta in self.parts.metas.items():
-            what = f"the {WHAT} {directory}"
+            what = f"the {CACHE_NAME} {directory}"
             require_same_target(meta["teacher"], target, what, f"the target of {what}")
             lacking = [layer for layer in captured_layers if layer not in meta["captured_layers"]]
             if lacking:

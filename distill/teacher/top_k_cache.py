@@ -23,7 +23,7 @@ from distill.teacher import cache_parts
 from distill.teacher.cache_parts import Parts, require_same, require_same_target
 from distill.teacher.teacher_signal import Teacher, TopK
 
-WHAT = "teacher cache"
+CACHE_NAME = "teacher cache"
 VOCABULARY = "vocabulary.safetensors"
 
 
@@ -118,7 +118,7 @@ class CachedTeacher:
 
     def __init__(self, directory: Path, target: Target) -> None:
         self.directory = directory
-        self._parts = Parts(directory, WHAT)
+        self._parts = Parts(directory, CACHE_NAME)
         self.vocabulary: Tensor | None = None
         if (directory / "vocabulary").exists():
             verify_directory(directory / "vocabulary")
@@ -133,7 +133,7 @@ class CachedTeacher:
                 temperature=teacher["temperature"],
                 vocabulary=self.vocabulary,
             )
-            require_same_teacher(teacher, expected, target, f"the {WHAT} {directory}")
+            require_same_teacher(teacher, expected, target, f"the {CACHE_NAME} {directory}")
             options = int(teacher["k"]), float(teacher["temperature"])
             if part != first and options != (self.k, self.temperature):
                 raise UserError(
