@@ -21,7 +21,13 @@ from transformers import PreTrainedModel
 from distill.agreement import agreement_sums
 from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
-from distill.teacher.teacher_signal import Signal, Teacher, TeacherLogits, split_model
+from distill.teacher.teacher_signal import (
+    Signal,
+    Teacher,
+    TeacherLogits,
+    output_rows,
+    split_model,
+)
 
 # Float32 numbers per block of rows on a CPU. A few such blocks fit into its cache.
 CPU_BLOCK = 1 << 18
@@ -83,20 +89,15 @@ class Distillation(nn.Module):
         ).last_hidden_state
         predicted = loss_mask[:, 1:]
         hidden = hidden[:, :-1][predicted]
-        output = self.student.get_output_embeddings()
-        weight, bias = output.weight, output.bias
-        ids = self.vocabulary
-        if not isinstance(ids, Tensor) and self.tokens < self.vocab_size:
-            weight = weight[: self.tokens]
-            bias = None if bias is None else bias[: self.tokens]
+        ids = self.vocabulary if isinstance(self.vocabulary, Tensor) else None
+        # A reduced layer has no padding.
+        padded = ids is None and self.tokens < self.vocab_size
+        weight, bias = output_rows(
+            self.student.get_output_embeddings(), slice(self.tokens) if padded else None
+        )
         if agreement_with is not None:
             return hidden.new_zeros(()), agreement_sums(
-                hidden,
-                weight,
-                bias,
-                agreement_with,
-                ids if isinstance(ids, Tensor) else None,
-                chunk=self.chunk,
+                hidden, weight, bias, agreement_with, ids, chunk=self.chunk
             )
         labels = labels[predicted]
         labels = torch.where(labels < self.tokens, labels, -100)
@@ -104,13 +105,7 @@ class Distillation(nn.Module):
         if isinstance(rows, Tensor):
             labels = torch.where(labels < 0, labels, rows[labels.clamp(min=0)])
         return chunked_loss(
-            hidden,
-            weight,
-            bias,
-            teacher,
-            labels,
-            self.weighted_loss,
-            chunk=self.chunk,
+            hidden, weight, bias, teacher, labels, self.weighted_loss, chunk=self.chunk
         )
 
 

@@ -76,6 +76,8 @@ LOSSES: Registry[type[Loss]] = Registry("loss")
 
 @dataclass(frozen=True)
 class Term:
+    """A loss and its weight in a sum."""
+
     weight: float
     loss: Loss
 
@@ -158,8 +160,8 @@ class WeightedLoss:
     def _rows(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> tuple[Rows, Rows]:
         """Return the rows for the terms on the text and the rows for the terms on the teacher."""
         log_q = (logits / self.drafter_temperature).log_softmax(-1)
-        log_q_1 = log_q if self.drafter_temperature == 1 else logits.log_softmax(-1)
-        on_text = Rows(log_q_1, None, labels)
+        text_log_q = log_q if self.drafter_temperature == 1 else logits.log_softmax(-1)
+        on_text = Rows(text_log_q, None, labels)
         if signal is None:
             return on_text, on_text
         return on_text, Rows(*signal.outcomes(log_q, self.teacher_temperature), labels)

@@ -18,7 +18,7 @@ from decode.target.hidden_states import FINAL, Recorder
 from distill.choose_vocabulary import rows_of_tokens
 from distill.distillation_loss import chunked_loss
 from distill.losses import WeightedLoss
-from distill.teacher.teacher_signal import Teacher, TeacherLogits
+from distill.teacher.teacher_signal import Teacher, TeacherLogits, output_rows
 from heads.heads_module import HeadBatch, Heads, output_layer, shift_left, trained_positions
 
 TOP = 5
@@ -39,15 +39,10 @@ class HeadTraining(nn.Module):
         self.heads, self.weighted_loss, self.chunk = heads, weighted_loss, chunk
         ids = heads.vocabulary
         layer = output_layer(model)
-        size = layer.out_features
-        rows = None if ids is None else rows_of_tokens(ids, size)
+        rows = None if ids is None else rows_of_tokens(ids, layer.out_features)
         self.register_buffer("label_rows", rows, persistent=False)
         # A tuple, so that no parameter of the frozen target is registered in this module.
-        weight = layer.weight.detach()
-        self._teacher_layer = (
-            weight if ids is None else weight[ids],
-            layer.bias if ids is None or layer.bias is None else layer.bias[ids],
-        )
+        self._teacher_layer = _detached(*output_rows(layer, ids))
 
     @contextmanager
     def following(self, layer: nn.Linear) -> Iterator[None]:
@@ -55,12 +50,9 @@ class HeadTraining(nn.Module):
 
         For a target that is trained too. If the heads borrow this layer, their loss trains it.
         """
-        ids, frozen_layer = self.heads.vocabulary, self._teacher_layer
-        weight, bias = (
-            x if ids is None or x is None else x[ids] for x in (layer.weight, layer.bias)
-        )
-        assert weight is not None
-        self._teacher_layer = weight.detach(), None if bias is None else bias.detach()
+        frozen_layer = self._teacher_layer
+        weight, bias = output_rows(layer, self.heads.vocabulary)
+        self._teacher_layer = _detached(weight, bias)
         try:
             with self.heads.output.using(weight, bias):
                 yield
@@ -165,6 +157,10 @@ class HeadTraining(nn.Module):
         if sums["positions"]:
             figures["tokens_per_step"] = 1 + sums["accepted"] / sums["positions"]
         return figures
+
+
+def _detached(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.detach(), None if bias is None else bias.detach()
 
 
 class JointTraining(nn.Module):

@@ -63,9 +63,8 @@ class _Growth(Growth):
     ) -> None:
         heads, features = drafter.heads, drafter.newest_features
         super().__init__(contexts, sampling, features.device, drafter.vocab_size, heads.vocabulary)
-        self.logits = heads.output.logits(
-            heads.states(features, range(1, deepest + 1))
-        )  # [B, d, V']
+        states = heads.states(features, range(1, deepest + 1))
+        self.logits = heads.output.logits(states)  # [B, d, V']
 
     def _first(self) -> Tensor:
         return self.logits[:, 0]

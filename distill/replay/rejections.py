@@ -104,9 +104,8 @@ class Collector:
             for request in self._open_requests.values():
                 self._record(request)
             taken, self._closed = self._closed, []
-        return [r for held_out, r in taken if not held_out], [
-            r for held_out, r in taken if held_out
-        ]
+        training = [record for held_out, record in taken if not held_out]
+        return training, [record for held_out, record in taken if held_out]
 
     def end(self) -> None:
         """Close all texts as complete."""

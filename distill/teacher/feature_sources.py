@@ -21,6 +21,8 @@ from decode.target.hidden_states import Recorder
 from decode.target.loading import Target
 from distill.teacher.cache_parts import Parts, describe_target, require_same_target, write_part
 
+CACHE_NAME = "feature cache"
+
 
 class FeatureSource(Protocol):
     """A source of the target's hidden states for a batch."""
@@ -73,9 +75,6 @@ class LiveFeatures:
                         layer: x[row, :length].cpu() for layer, x in features.items()
                     }
             return features
-
-
-CACHE_NAME = "feature cache"
 
 
 def bytes_per_token(target: Target, captured_layers: Sequence[int]) -> int:

@@ -154,6 +154,13 @@ def split_model(model: PreTrainedModel) -> SplitModel:
     return split
 
 
+def output_rows(layer: nn.Linear, rows: Tensor | slice | None) -> tuple[Tensor, Tensor | None]:
+    """Return the weight [d, H] and the bias [d] of some rows of an output layer; None means all."""
+    if rows is None:
+        return layer.weight, layer.bias
+    return layer.weight[rows], None if layer.bias is None else layer.bias[rows]
+
+
 def shard_layers(stack: nn.Module, device_type: str) -> None:
     """Shard the decoder layers of a frozen stack over all ranks, in place (FSDP2).
 
@@ -216,15 +223,10 @@ class LiveTeacher:
     ) -> None:
         self.target = target
         self._timed = timed
-        output = target.output
-        self._weight: Tensor = output.weight
-        self._bias: Tensor | None = output.bias
         rows: Tensor | slice | None = vocabulary
-        if rows is None and tokens is not None and tokens < len(self._weight):
+        if rows is None and tokens is not None and tokens < len(target.output.weight):
             rows = slice(tokens)
-        if rows is not None:
-            self._weight = self._weight[rows]
-            self._bias = None if self._bias is None else self._bias[rows]
+        self._weight, self._bias = output_rows(target.output, rows)
         self._remembered: dict[str, Tensor] | None = {} if remember else None
 
     @torch.no_grad()
