@@ -18,10 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import MIB, forget_peak, peak_resident_memory, resident_memory, save_figure
 from benchmarks.distill_contestants import EagerDistillation
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.module import Distillation
-from distill.teacher.live import LiveTeacher
-from distill.teacher.output_layer import split_model
+from distill.teacher.teacher_signal import LiveTeacher, split_model
 from train.cli.shared import cores, quieten
 from train.plots import LIGHT, SERIES
 

@@ -36,8 +36,7 @@ from decode.measure.evaluation import ratio_of_totals
 from decode.sampling import Sampling
 from decode.target.loading import Target, load_model_and_tokenizer
 from distill.losses import WeightedLoss
-from distill.teacher.live import LiveTeacher
-from distill.teacher.output_layer import split_model
+from distill.teacher.teacher_signal import LiveTeacher, split_model
 from distill.teacher.top_k_cache import bytes_per_token, top_k
 from train.cli.shared import cores, quieten, shows_errors
 from train.config import validate_config

@@ -1,16 +1,21 @@
-"""Measures how well a drafter agrees with the target on a given text, without decoding.
+"""Measures how well a drafter agrees with a given text or with the target on it, without decoding.
+
+`agreement_sums` compares the distributions of drafter and target. `Bigrams` and `lookup_top1` are
+baselines: they predict the text with almost no training.
 
 Shapes: n predicted tokens, c tokens per chunk, V vocabulary, d draft vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.teacher.signal import TeacherLogits
+from decode.drafters.ngram import NgramDrafter, NgramIndex
+from distill.teacher.teacher_signal import TeacherLogits
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,59 @@ def agreement_sums(
         part = slice(begin, begin + chunk)
         q = F.linear(hidden[part], weight, bias).float().softmax(-1)
         p = teacher(part).logits.float().softmax(-1)
-        known = p[:, : q.shape[1]] if vocabulary is None else p[:, vocabulary]
-        guess = q.argmax(-1)
+        draftable = p[:, : q.shape[1]] if vocabulary is None else p[:, vocabulary]
+        guesses = q.argmax(-1)
         if vocabulary is not None:
-            guess = vocabulary[guess]
-        sums[0] += torch.minimum(known, q).sum(dtype=torch.float64)
-        sums[1] += (guess == p.argmax(-1)).sum()
-        sums[2] += (1 - known.sum(-1)).sum(dtype=torch.float64)
+            guesses = vocabulary[guesses]
+        sums[0] += torch.minimum(draftable, q).sum(dtype=torch.float64)
+        sums[1] += (guesses == p.argmax(-1)).sum()
+        sums[2] += (1 - draftable.sum(-1)).sum(dtype=torch.float64)
         sums[3] += len(q)
     return sums
+
+
+class Bigrams:
+    """Predicts the most frequent follower of each token.
+
+    The counts come from texts, given as (tokens, mask). Only tokens with a true mask are counted or
+    scored. If several followers are equally frequent, the lowest id wins.
+    """
+
+    def __init__(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> None:
+        before, after = _pairs(texts)
+        pairs, counts = np.unique(np.stack([before, after]), axis=1, return_counts=True)
+        order = np.lexsort((pairs[1], -counts, pairs[0]))
+        tokens, first = np.unique(pairs[0, order], return_index=True)
+        self._followers = dict(zip(tokens.tolist(), pairs[1, order][first].tolist(), strict=True))
+
+    def top1(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
+        """Return the share of tokens in these texts that the previous token predicts correctly."""
+        before, after = _pairs(texts)
+        guesses = np.array([self._followers.get(token, -1) for token in before.tolist()])
+        return float((guesses == after).mean()) if len(after) else 0.0
+
+
+def lookup_top1(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
+    """Return the share of masked tokens that prompt lookup predicts from the text before them."""
+    right = count = 0
+    defaults = NgramDrafter()
+    for tokens, mask in texts:
+        index = NgramIndex(defaults.min_n, defaults.max_n)
+        for token, counted in zip(tokens, mask, strict=True):
+            if counted:
+                count += 1
+                right += index.continuation(1) == [token]
+            index.extend([token])
+    return right / count if count else 0.0
+
+
+def _pairs(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [n] twice: the token before each masked one, and that token."""
+    pairs = [
+        (tokens[i - 1], tokens[i])
+        for tokens, mask in texts
+        for i in range(1, len(tokens))
+        if mask[i]
+    ]
+    table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]

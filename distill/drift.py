@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from distill.teacher.output_layer import SplitModel
+from distill.teacher.teacher_signal import SplitModel
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def measure_drift(
                 linear(x[part], m.output.weight, m.output.bias).float().log_softmax(-1)
                 for x, m in zip(states, (original, new), strict=True)
             )
-            own = labels[part, None]
+            chunk_labels = labels[part, None]
             kl += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
-            before -= float(log_p.gather(1, own).sum(dtype=torch.float64))
-            after -= float(log_q.gather(1, own).sum(dtype=torch.float64))
+            before -= float(log_p.gather(1, chunk_labels).sum(dtype=torch.float64))
+            after -= float(log_q.gather(1, chunk_labels).sum(dtype=torch.float64))
         tokens += len(labels)
     return Drift(kl / tokens, math.exp(before / tokens), math.exp(after / tokens), tokens)

@@ -1,9 +1,10 @@
 """Heads on the target: small modules that read its hidden states and predict the next tokens.
 
-Importing this package registers all kinds of heads and their drafters by name.
+Importing this package registers all kinds of heads and their drafters by name: Medusa and Blockwise
+(`parallel_heads`), Hydra and Hydra++ (`hydra_heads`), EAGLE-1 and EAGLE-3 (`eagle_heads`).
 """
 
-from heads import blockwise, eagle1, eagle3, hydra, hydra_plus, medusa
-from heads.base import HEADS
+from heads import eagle_heads, hydra_heads, parallel_heads
+from heads.heads_module import HEADS
 
-__all__ = ["HEADS", "blockwise", "eagle1", "eagle3", "hydra", "hydra_plus", "medusa"]
+__all__ = ["HEADS", "eagle_heads", "hydra_heads", "parallel_heads"]

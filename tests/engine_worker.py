@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.module import Distillation
 from tests.tiny import tiny_llama
 from train.training import parallel
 from train.training.trainer import Trainer

@@ -17,11 +17,11 @@ from decode.drafters import DRAFTERS
 from decode.loop import Decoder
 from decode.target.loading import Target, load_target
 from distill.losses import WeightedLoss
-from distill.teacher.live_hidden_states import LiveFeatures
-from heads.base import HeadOptions, Heads
-from heads.drafter import HeadsDrafter
-from heads.store import new_heads, save_heads
-from heads.training import HeadTraining
+from distill.teacher.feature_sources import LiveFeatures
+from heads.head_training import HeadTraining
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HeadOptions, Heads
 from tests.tiny import VOCAB, save_tiny
 from train.export.engines import ENGINES, EngineTask
 from train.export.write import Measuring, check_export, export_drafter, reload

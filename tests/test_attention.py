@@ -23,8 +23,8 @@ from decode.target.cpu_kernels import (
     pack_layers,
 )
 from decode.target.loading import Target
-from heads.base import HeadOptions
-from heads.store import new_heads
+from heads.heads_directory import new_heads
+from heads.heads_module import HeadOptions
 from tests.tiny import FAMILIES, VOCAB, real_target, tiny_model
 
 bfloat16_kernels = pytest.mark.skipif(

@@ -29,10 +29,10 @@ from decode.trees.sequoia import TreePlan
 from decode.trees.static import TREE, store_tree, stored_shape
 from decode.trees.structure import Structure
 from distill.losses import WeightedLoss
-from distill.teacher.live_hidden_states import LiveFeatures
-from heads.base import HeadOptions
-from heads.store import new_heads, save_heads
-from heads.training import HeadTraining
+from distill.teacher.feature_sources import LiveFeatures
+from heads.head_training import HeadTraining
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_module import HeadOptions
 from tests.tiny import save_tiny, tiny_target, tiny_tokenizer
 from train.cli.main import app
 from train.data.chat import prompt_tokens

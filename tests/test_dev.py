@@ -13,11 +13,11 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.target.loading import Target
 from distill.agreement import Agreement, agreement_sums
-from distill.lora import LoraConfig, Trainable
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.module import Distillation
-from distill.student import student_from_layers
-from distill.teacher.signal import TeacherLogits
+from distill.teacher.teacher_signal import TeacherLogits
+from distill.trainable_model import LoraConfig, Trainable
+from distill.untrained_student import student_from_layers
 from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from tests.training import assert_equal, tiny_trainer

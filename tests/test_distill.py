@@ -8,14 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from decode.drafters.draft_vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
 from decode.errors import UserError
+from distill.choose_vocabulary import coverage, most_frequent, rows_of_tokens
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.module import Distillation
-from distill.student import student_from_config, student_from_layers
-from distill.teacher.live import LiveTeacher
-from distill.teacher.output_layer import split_model
-from distill.teacher.signal import TeacherLogits
+from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
 from distill.teacher.top_k_cache import top_k
-from distill.vocabulary import coverage, most_frequent, positions
+from distill.untrained_student import student_from_config, student_from_layers
 from tests.tiny import FAMILIES, padded, tiny_llama, tiny_model
 
 ALL_TERMS = WeightedLoss({"forward_kl": 0.7, "cross_entropy": 0.3})
@@ -156,7 +154,7 @@ def test_reduced_distillation_is_over_the_renormalised_target():
     batch = batch_of([(4, 6)])
     whole = student(batch["input_ids"]).logits[0, 3:9].double()
     against = target(batch["input_ids"]).logits[0, 3:9].double()
-    rows = positions(ids, 300)[batch["input_ids"][0, 4:10]]
+    rows = rows_of_tokens(ids, 300)[batch["input_ids"][0, 4:10]]
     expected = ALL_TERMS.values(whole[:, ids], TeacherLogits(against[:, ids]), rows).sum(-1)
 
     reduce_output(student, ids)

@@ -25,14 +25,14 @@ from decode.sampling import Sampling
 from decode.target.hidden_states import FINAL, Features, Recorder
 from decode.target.loading import Target
 from decode.trees import SHAPES
+from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
-from distill.teacher.live_hidden_states import LiveFeatures
-from distill.vocabulary import positions
-from heads.base import Given, HeadOptions, trained_places
-from heads.eagle3 import tapped_layers
-from heads.layer import Rotary, layer_config
-from heads.store import new_heads, save_heads
-from heads.training import HeadTraining
+from distill.teacher.feature_sources import LiveFeatures
+from heads.eagle_heads import auxiliary_layers
+from heads.head_training import HeadTraining
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_module import HeadBatch, HeadOptions, trained_positions
+from heads.llama_layer import Rotary, layer_config
 from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
 from tests.tiny import EOS_ID, VOCAB, after, tiny_target
 from tests.training import assert_equal
@@ -257,7 +257,7 @@ def test_the_loss_is_that_of_each_token_by_hand(kind: str, reduced: bool) -> Non
 
     features = torch.cat([found[layer] for layer in heads.captured_layers], -1)
     logits = model(ids).logits
-    rows = positions(IDS, VOCAB) if reduced else torch.arange(VOCAB)
+    rows = rows_of_tokens(IDS, VOCAB) if reduced else torch.arange(VOCAB)
     expected = torch.zeros((), dtype=torch.float64)
     counts = dict.fromkeys(weights, 0)
     for b, t in np.ndindex(*ids.shape):
@@ -282,7 +282,7 @@ def test_the_loss_is_that_of_each_token_by_hand(kind: str, reduced: bool) -> Non
         assert (own - other).abs().max() <= 1e-5 * other.abs().max()
     figures = dict(zip(module.sums, sums.tolist(), strict=True))
     for depth, count in counts.items():
-        assert figures[f"head{depth}/tokens"] == count == int(trained_places(mask, depth).sum())
+        assert figures[f"head{depth}/tokens"] == count == int(trained_positions(mask, depth).sum())
 
 
 # --- training and the loop ------------------------------------------------------------------------
@@ -290,13 +290,13 @@ def test_the_loss_is_that_of_each_token_by_hand(kind: str, reduced: bool) -> Non
 
 def trained_logits(kind: str, heads: Any, ids: torch.Tensor, found: Any) -> dict[int, torch.Tensor]:
     """By depth [T, V'] of one text: what training makes of each place, 0 where nothing is."""
-    given = Given(ids, torch.ones_like(ids, dtype=torch.bool), found)
+    given = HeadBatch(ids, torch.ones_like(ids, dtype=torch.bool), found)
     logits = {}
     with torch.no_grad():
         for made in heads.eval().predictions(given, range(1, DEPTH + 1)):
             own = F.linear(made.states, *heads.output.of(made.depth))
             logits[made.depth] = own.new_zeros(ids.shape[1], own.shape[1])
-            logits[made.depth][made.places[0]] = own
+            logits[made.depth][made.positions[0]] = own
     return logits
 
 
@@ -317,7 +317,7 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
     round to round and leave. Drafts are forced to be the text; in trees they stand among others,
     and their siblings come first."""
     heads = make(kind, IDS)
-    # Drafted tokens are rows of the draft vocabulary.
+    # HeadDrafts tokens are rows of the draft vocabulary.
     ids = IDS[text(3, 20) % len(IDS)]
     found = taken(kind, heads.captured_layers, ids)
     expected = [
@@ -521,8 +521,8 @@ def test_eagle_starts_as_the_target_one_token_before() -> None:
 def test_features_are_noisy_only_while_they_are_trained_on() -> None:
     heads = make("eagle1")
     features = torch.zeros(4, 50, 32)
-    assert heads.eval().blurred(features) is features
-    noise = heads.train().blurred(features)
+    assert heads.eval().with_noise(features) is features
+    noise = heads.train().with_noise(features)
     assert 0.09 < noise.max() <= 0.1
     assert -0.1 <= noise.min() < -0.09
 
@@ -596,9 +596,9 @@ def test_a_killed_stage_ends_with_the_same_weights(
 
 def test_taps_are_the_layers_that_engines_take() -> None:
     """Those put out what layers 2, n // 2 and n − 3 are given."""
-    assert tapped_layers(7) == (1, 2, 3)
-    assert tapped_layers(30) == (1, 14, 26)
-    assert tapped_layers(32) == (1, 15, 28)
+    assert auxiliary_layers(7) == (1, 2, 3)
+    assert auxiliary_layers(30) == (1, 14, 26)
+    assert auxiliary_layers(32) == (1, 15, 28)
     heads = make("eagle3")
     assert heads.captured_layers == (1, 2, 3)
     ids = text()

@@ -12,7 +12,7 @@ import torch
 from decode.errors import UserError
 from decode.measure.calibrate_tree import probe
 from decode.target.loading import Target, load_target
-from heads.base import Heads
+from heads.heads_module import Heads
 from tests.export import (
     FEW,
     KEPT,

@@ -11,9 +11,8 @@ from decode.artifact import CorruptArtifact
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
-from distill.teacher.hidden_state_cache import CachedFeatures
-from distill.teacher.live_hidden_states import LiveFeatures
-from distill.teacher.parts import text_sha256
+from distill.teacher.cache_parts import text_sha256
+from distill.teacher.feature_sources import CachedFeatures, LiveFeatures
 from tests.stages import drafter_weights, make_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from tests.training import Killed, assert_equal

@@ -29,13 +29,13 @@ from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
 from decode.trees import SHAPES
 from decode.trees.structure import Structure
+from distill.agreement import Bigrams, lookup_top1
+from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
-from distill.teacher.live_hidden_states import LiveFeatures
-from distill.vocabulary import positions
-from heads.base import HeadOptions, Heads, ahead, trained_places
-from heads.bigrams import Bigrams, lookup_top1
-from heads.store import new_heads, save_heads
-from heads.training import HeadTraining
+from distill.teacher.feature_sources import LiveFeatures
+from heads.head_training import HeadTraining
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_module import HeadOptions, Heads, shift_left, trained_positions
 from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
 from tests.tiny import EOS_ID, VOCAB, tiny_target
 from tests.training import assert_equal
@@ -133,7 +133,7 @@ def test_the_loss_is_that_of_each_token_by_hand(kind: str, losses: Any, reduced:
 
     hidden = model.base_model(ids, attention_mask=attention).last_hidden_state
     logits = model(ids, attention_mask=attention).logits
-    rows = positions(IDS, VOCAB) if reduced else torch.arange(VOCAB)
+    rows = rows_of_tokens(IDS, VOCAB) if reduced else torch.arange(VOCAB)
     expected = torch.zeros((), dtype=torch.float64)
     counts = dict.fromkeys((1, 2, 3), 0)
     right: dict[tuple[int, int], list[bool]] = {}
@@ -195,11 +195,11 @@ def test_figures_count_what_is_right_and_in_a_row() -> None:
 
 def test_shifts_end_with_the_text() -> None:
     mask = torch.tensor([[False, False, True, True]])
-    assert trained_places(mask, 1).tolist() == [[True, True, False, False]]
-    assert trained_places(mask, 2).tolist() == [[True, False, False, False]]
-    assert trained_places(mask, 3).tolist() == [[False] * 4]
-    assert trained_places(mask, 9).tolist() == [[False] * 4]
-    assert ahead(torch.tensor([[4, 5, 6]]), 2).tolist() == [[6, 0, 0]]
+    assert trained_positions(mask, 1).tolist() == [[True, True, False, False]]
+    assert trained_positions(mask, 2).tolist() == [[True, False, False, False]]
+    assert trained_positions(mask, 3).tolist() == [[False] * 4]
+    assert trained_positions(mask, 9).tolist() == [[False] * 4]
+    assert shift_left(torch.tensor([[4, 5, 6]]), 2).tolist() == [[6, 0, 0]]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -267,10 +267,10 @@ def test_at_the_start_every_head_is_the_target(kind: str, reduced: bool) -> None
     features = LiveFeatures(model, module.captured_layers).features(ids, attention, [])
     for k in (1, 2, 3):
         loss, _ = module(ids, mask, features, {k: 1.0})
-        places = trained_places(mask, k)
-        labels = ahead(ids, k + 1)[places]
+        places = trained_positions(mask, k)
+        labels = shift_left(ids, k + 1)[places]
         if reduced:
-            labels = positions(IDS, VOCAB)[labels]
+            labels = rows_of_tokens(IDS, VOCAB)[labels]
         theory = F.cross_entropy(logits[places], labels, reduction="sum", ignore_index=-100)
         assert loss.item() == pytest.approx(theory.item(), rel=1e-5)
 

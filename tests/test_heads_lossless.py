@@ -11,7 +11,7 @@ from decode.rules import RULES
 from decode.trees import Shape
 from decode.trees.static import Static
 from heads import HEADS
-from heads.base import HeadOptions
+from heads.heads_module import HeadOptions
 from tests.lossless import LONGER, SHORT, Case, Watched, decode
 
 ROWS = 100_000
@@ -64,7 +64,7 @@ def test_texts_have_the_targets_distribution(
     kind: str, rule: str, draw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The target here has one layer, which stands for all three.
-    monkeypatch.setattr("heads.eagle3.tapped_layers", lambda layers: (0, 0, 0))
+    monkeypatch.setattr("heads.eagle_heads.auxiliary_layers", lambda layers: (0, 0, 0))
     shape = None if draw is None else Static(widths=[2, 2, 1], draw=draw)
     watched = Watched(RULES[rule]())
     found, counts = decode(drafter(kind, shape), watched, rows=ROWS)

@@ -27,12 +27,10 @@ from decode.target.loading import Target, load_target
 from decode.trees import Chain
 from distill.drift import measure_drift
 from distill.losses import WeightedLoss
-from distill.teacher.live import LiveTeacher
-from distill.teacher.output_layer import split_model
-from heads.base import HeadOptions, ahead, trained_places
-from heads.joint import JointTraining
-from heads.store import new_heads
-from heads.training import HeadTraining
+from distill.teacher.teacher_signal import LiveTeacher, split_model
+from heads.head_training import HeadTraining, JointTraining
+from heads.heads_directory import new_heads
+from heads.heads_module import HeadOptions, shift_left, trained_positions
 from tests.stages import (
     LOOP,
     WORDS,
@@ -136,14 +134,14 @@ def test_the_combined_loss_and_its_gradients_by_hand(kind: str, losses: Any, red
     expected = own
     states: Any = heads.states  # type: ignore[attr-defined]
     for k, weight in weights.items():
-        places = trained_places(mask, k)
+        places = trained_positions(mask, k)
         made = states(hidden[places], [k])[:, 0]
         if kind == "medusa":
             layer = heads.output.layers[k - 1]
             said = F.linear(made, layer.weight, layer.bias)  # type: ignore[arg-type]
         else:
             said = F.linear(made, model.lm_head.weight[IDS] if reduced else model.lm_head.weight)
-        labels = ahead(ids, k + 1)[places]
+        labels = shift_left(ids, k + 1)[places]
         if reduced:
             labels = torch.where(labels % 2 == 0, labels // 2, -100)
         value = F.cross_entropy(said, labels, reduction="sum", ignore_index=-100)
@@ -158,7 +156,7 @@ def test_the_combined_loss_and_its_gradients_by_hand(kind: str, losses: Any, red
         own.item() / int(predicted.sum())
     )
     # Outside a forward what is borrowed is nobody's: nothing of the graph is kept.
-    assert heads.output._lent is None
+    assert heads.output._layer_in_use is None
 
 
 def test_distilled_heads_learn_what_the_moving_target_says() -> None:
@@ -174,8 +172,8 @@ def test_distilled_heads_learn_what_the_moving_target_says() -> None:
     alone, _ = module(**given, losses={1: 1.0}, weight=0.0)
     hidden = model.base_model(given["input_ids"], attention_mask=given["attention_mask"])
     hidden = hidden.last_hidden_state
-    places = trained_places(given["loss_mask"], 1)
-    p = F.linear(ahead(hidden, 1)[places], model.lm_head.weight).detach().log_softmax(-1)
+    places = trained_positions(given["loss_mask"], 1)
+    p = F.linear(shift_left(hidden, 1)[places], model.lm_head.weight).detach().log_softmax(-1)
     q = F.linear(hidden[places], heads.output.layers[0].weight).log_softmax(-1)  # type: ignore
     theirs = F.kl_div(q, p, log_target=True, reduction="sum")
     torch.testing.assert_close((loss - alone).float(), theirs, rtol=1e-4, atol=1e-4)
@@ -440,7 +438,7 @@ def test_a_stage_refuses_what_does_not_go_together(context: Any) -> None:
         run_stage(context, make_stage("heads", "c", heads=MEDUSA, backbone={}, **STAGE))
     frozen_only = make_stage("heads", "d", heads=MEDUSA, backbone={}, **STAGE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("heads.medusa.MedusaHeads.joint_weight", None)
+        patch.setattr("heads.parallel_heads.MedusaHeads.joint_weight", None)
         with pytest.raises(UserError, match="medusa are for a target that stays as it is"):
             frozen_only.plan(context)
 

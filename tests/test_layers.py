@@ -80,7 +80,7 @@ def test_every_package_has_its_layer() -> None:
         "def f():\n    from heads import x",
         "if TYPE_CHECKING:\n    import train.run as run",
         "from ...train import x",
-        "importlib.import_module('distill.teacher.output_layer')",
+        "importlib.import_module('distill.teacher.teacher_signal')",
         "from tests.tiny import tiny_model",
     ],
 )

@@ -16,8 +16,8 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
 from decode.target.loading import Target
-from distill.lora import Trainable
-from distill.student import student_from_layers
+from distill.trainable_model import Trainable
+from distill.untrained_student import student_from_layers
 from tests.stages import (
     DRAFTER,
     drafter_weights,

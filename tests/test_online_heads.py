@@ -25,20 +25,20 @@ from decode.target.hidden_states import FINAL, Features, Recorder
 from decode.trees.static import Static
 from decode.verification import Verification
 from distill.losses import LOSSES, WeightedLoss
-from distill.replay.buffer import (
+from distill.replay.rejections import Collector
+from distill.replay.replay_buffer import (
     Record,
     ReplayBuffer,
     bytes_per_draft,
     bytes_per_position,
     from_numpy,
 )
-from distill.replay.rejections import Collector
 from distill.teacher.top_k_cache import describe_teacher
-from heads.base import HeadOptions, Heads
-from heads.drafter import HeadsDrafter
-from heads.medusa import MedusaDrafter
-from heads.online_learner import HeadStudent
-from heads.store import build_heads, make_ready, new_heads
+from heads.heads_directory import build_heads, make_ready, new_heads
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HeadOptions, Heads
+from heads.online_heads import HeadStudent
+from heads.parallel_heads import MedusaDrafter
 from tests import lossless
 from tests.test_online import SETTINGS, Learning, prompts_of, same, verified
 from tests.test_online import VOCAB as FEW
@@ -118,12 +118,12 @@ def test_which_head_was_wrong_from_which_hidden_states() -> None:
     collector(seen)
     records, _ = collector.take()
     assert [r.request for r in records] == [0, 1]
-    assert [r.places.tolist() for r in records] == [[3], [3]]
-    drafted = [r.drafted for r in records]
+    assert [r.positions.tolist() for r in records] == [[3], [3]]
+    drafted = [r.head_drafts for r in records]
     # The first draft's first head reads the token at 1 (place 3 = 1 + 1 + 1), the second's second
     # head the one at 0.
     assert [d.depths.tolist() for d in drafted if d] == [[1], [2]]
-    assert [d.read.tolist() for d in drafted if d] == [[1], [0]]
+    assert [d.read_positions.tolist() for d in drafted if d] == [[1], [0]]
     assert seen.previous_features is not None
     for row, own in enumerate(drafted):
         assert own is not None
@@ -143,11 +143,11 @@ def test_of_heads_only_what_they_drafted_is_recorded() -> None:
         text = [*text, 3, 4, 5]
     assert strict.take() == ([], [])
     (record,), _ = collector.take()
-    assert record.places.tolist() == [2, 3, 5, 6, 8, 9]
-    assert record.drafted is not None
-    assert record.drafted.depths.tolist() == [1, 2] * 3
-    assert record.drafted.read.tolist() == [0, 3, 6]
-    assert record.drafted.features.shape == (3, 32)
+    assert record.positions.tolist() == [2, 3, 5, 6, 8, 9]
+    assert record.head_drafts is not None
+    assert record.head_drafts.depths.tolist() == [1, 2] * 3
+    assert record.head_drafts.read_positions.tolist() == [0, 3, 6]
+    assert record.head_drafts.features.shape == (3, 32)
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -179,17 +179,19 @@ def test_in_the_loop_each_rejection_is_of_the_head_and_the_state_that_made_it(
     recorder = Recorder(on.model, (FINAL,))
     judged = 0
     for row, record in enumerate(records):
-        drafted = record.drafted
+        drafted = record.head_drafts
         assert drafted is not None
         assert record.tokens.tolist() == (prompts[row] + done.outputs[row])[: len(record.tokens)]
         with torch.no_grad(), recorder.recording() as plain:
             on.model(torch.as_tensor(record.tokens)[None].long())
         kept = from_numpy(drafted.features)
-        torch.testing.assert_close(kept, plain[FINAL][0, drafted.read], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            kept, plain[FINAL][0, drafted.read_positions], atol=1e-4, rtol=1e-4
+        )
         for place, depth, was_wrong in zip(
-            record.places, drafted.depths, record.rejected, strict=True
+            record.positions, drafted.depths, record.rejected, strict=True
         ):
-            (at,) = np.flatnonzero(drafted.read == place - depth - 1)
+            (at,) = np.flatnonzero(drafted.read_positions == place - depth - 1)
             logits = torch.nn.functional.linear(
                 states(heads, kept[at], int(depth)), *heads.output.of(int(depth))
             )
@@ -200,7 +202,7 @@ def test_in_the_loop_each_rejection_is_of_the_head_and_the_state_that_made_it(
             judged += 1
     assert not wrong
     assert judged == done.counts.reached.sum()
-    assert {int(d) for r in records if r.drafted for d in r.drafted.depths} >= {1, 2}
+    assert {int(d) for r in records if r.head_drafts for d in r.head_drafts.depths} >= {1, 2}
 
 
 # --- the buffer -----------------------------------------------------------------------------------
@@ -226,8 +228,8 @@ def test_a_record_of_heads_takes_the_bytes_that_are_stated(tmp_path: Path) -> No
     each, draft = bytes_per_position(4, FEW) + 1, bytes_per_draft(32, torch.bfloat16)
     assert draft == 2 * 32 + 4
     assert record.nbytes == 3 * each + draft + 4 * len(record.tokens)
-    assert record.drafted is not None
-    assert torch.equal(from_numpy(record.drafted.features)[0], half[FINAL][0, 1])
+    assert record.head_drafts is not None
+    assert torch.equal(from_numpy(record.head_drafts.features)[0], half[FINAL][0, 1])
     on = tiny_target()
     made_with = describe_teacher(on, k=4, temperature=1.0, vocabulary=None) | {
         "heads": {"count": 3, "captured_layers": [FINAL]}
@@ -253,18 +255,18 @@ def test_a_record_of_heads_takes_the_bytes_that_are_stated(tmp_path: Path) -> No
 
 def recorded_twice(record: Record) -> list[Record]:
     """The same of other requests, one with a draft less."""
-    drafted = record.drafted
+    drafted = record.head_drafts
     assert drafted is not None
-    one = np.arange(len(record.places)) == 0
+    one = np.arange(len(record.positions)) == 0
     less = replace(
         record,
         request=8,
-        places=record.places[one],
+        positions=record.positions[one],
         rejected=record.rejected[one],
         ids=record.ids[one],
         log_p=record.log_p[one],
         log_tail=record.log_tail[one],
-        drafted=drafted.part(record.places, one, 0),
+        head_drafts=drafted.part(record.positions, one, 0),
     )
     return [less, replace(record, request=9)]
 
@@ -280,10 +282,12 @@ def test_windows_keep_what_each_head_read() -> None:
     whole = float(student.loss([record])[0].detach())
     pieces = record.windows(12)
     assert len(pieces) > 5
-    assert sum(len(piece.places) for piece in pieces) == len(record.places)
+    assert sum(len(piece.positions) for piece in pieces) == len(record.positions)
     for piece in pieces:
-        assert piece.drafted is not None
-        assert set((piece.places - piece.drafted.depths - 1).tolist()) == set(piece.drafted.read)
+        assert piece.head_drafts is not None
+        assert set((piece.positions - piece.head_drafts.depths - 1).tolist()) == set(
+            piece.head_drafts.read_positions
+        )
     found = float(student.loss(pieces)[0].detach())
     assert found == pytest.approx(whole, rel=1e-5)
     with pytest.raises(UserError, match="3 heads learn from texts of at least 8 tokens"):
@@ -360,7 +364,9 @@ def test_what_is_lost_is_the_total_variation() -> None:
     student = student_of("medusa", {"forward_kl": 1.0}, target(FEW))
     judge = student_of("medusa", {"total_variation": 1.0}, target(FEW))
     records = recorded()
-    assert float(student.lost(records)) == pytest.approx(float(judge.loss(records)[0].detach()))
+    assert float(student.expected_rejections(records)) == pytest.approx(
+        float(judge.loss(records)[0].detach())
+    )
 
 
 # --- learning -------------------------------------------------------------------------------------
@@ -411,7 +417,7 @@ def test_swapped_in_at_every_pass_the_drafter_is_the_copy_that_learns() -> None:
         online.observe(seen)
         online.learn()
         swaps += online.swap()
-        state = drafter.last
+        state = drafter.newest_features
         fresh = drafter_of(online.student.module, on)  # type: ignore[arg-type]
         both = [d.heads.output.logits(d.heads.states(state, [1, 2])) for d in (drafter, fresh)]  # type: ignore[operator]
         torch.testing.assert_close(*both)
@@ -482,7 +488,7 @@ class OldQ(MedusaDrafter):
     ) -> Draft:
         draft = super().draft(contexts, limits, sampling, rng)
         if draft.q is not None and self.before is not None:
-            states = self.before.states(self.last, range(1, draft.tokens.shape[1] + 1))
+            states = self.before.states(self.newest_features, range(1, draft.tokens.shape[1] + 1))
             draft.q = sampling.probs(self.before.output.logits(states))
         return draft
 

@@ -17,9 +17,8 @@ from decode.drafters.directory import describe_drafter, open_drafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.target.loading import Target
-from distill.replay import buffer as replay
-from heads.blockwise import BlockwiseHeads
-from heads.medusa import MedusaDrafter
+from distill.replay import replay_buffer as replay
+from heads.parallel_heads import BlockwiseHeads, MedusaDrafter
 from tests.stages import DRAFTER, drafter_weights, examples, make_stage, run_stage, stage_context
 from tests.test_on_policy import LOOP as DISTILL_LOOP
 from tests.test_run import command
@@ -215,7 +214,7 @@ def test_what_is_not_for_heads_is_refused(monkeypatch):
             on_heads("online"),
             **(DRAFTER | {"drafter": {"stage": "online"}}),
         )
-    monkeypatch.setattr("heads.online_learner.ParallelHeads", BlockwiseHeads)
+    monkeypatch.setattr("heads.online_heads.ParallelHeads", BlockwiseHeads)
     with pytest.raises(UserError, match=r"heads of type medusa read .* online: blockwise"):
         on_heads("online")
 

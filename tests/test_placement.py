@@ -27,10 +27,10 @@ from decode.target.loading import Target, load_target, resolve_device
 from decode.target.pretrained import input_device
 from decode.target.slots import Slots
 from decode.trees import SHAPES
-from distill.student import student_from_layers
-from distill.teacher.output_layer import split_model
-from heads.base import HeadOptions
-from heads.store import new_heads, save_heads
+from distill.teacher.teacher_signal import split_model
+from distill.untrained_student import student_from_layers
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_module import HeadOptions
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]

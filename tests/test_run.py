@@ -20,9 +20,8 @@ from decode.artifact import CorruptArtifact
 from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import describe_drafter
 from decode.errors import UserError
-from distill.losses import Rows, WeightedLoss
-from distill.losses.cross_entropy import CrossEntropy
-from distill.module import Distillation
+from distill.distillation_loss import Distillation
+from distill.losses import CrossEntropy, Rows, WeightedLoss
 from tests.tiny import save_tiny, tiny_llama
 from train.cli.main import app
 from train.config import load_config

@@ -14,10 +14,8 @@ from decode.artifact import CorruptArtifact
 from decode.errors import UserError
 from decode.target.loading import Target
 from distill.losses import WeightedLoss
-from distill.teacher.live import LiveTeacher
-from distill.teacher.output_layer import split_model
-from distill.teacher.parts import text_sha256
-from distill.teacher.signal import TeacherLogits, TopK
+from distill.teacher.cache_parts import text_sha256
+from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, TopK, split_model
 from distill.teacher.top_k_cache import (
     CachedTeacher,
     bytes_per_token,

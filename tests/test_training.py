@@ -33,9 +33,8 @@ from typer.testing import CliRunner
 from decode import artifact
 from decode.artifact import verify_directory
 from decode.errors import UserError
-from distill.losses import Rows, WeightedLoss
-from distill.losses.cross_entropy import CrossEntropy
-from distill.module import Distillation
+from distill.distillation_loss import Distillation
+from distill.losses import CrossEntropy, Rows, WeightedLoss
 from tests.tiny import save_tiny
 from tests.training import (
     OPTIMIZER,

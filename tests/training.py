@@ -22,8 +22,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from decode.errors import UserError
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.module import Distillation
 from tests.tiny import tiny_model
 from train.console import Reporter
 from train.data.batches import Inputs

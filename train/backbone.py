@@ -16,13 +16,11 @@ from decode.artifact import write_directory
 from decode.errors import UserError
 from decode.target.loading import Target, load_target
 from distill.drift import Drift, measure_drift
-from distill.lora import LoraConfig, Trainable
 from distill.losses import WeightedLoss
-from distill.teacher.live import LiveTeacher
-from distill.teacher.output_layer import split_model
-from heads.base import Heads
-from heads.joint import JointTraining
-from heads.training import HeadTraining
+from distill.teacher.teacher_signal import LiveTeacher, split_model
+from distill.trainable_model import LoraConfig, Trainable
+from heads.head_training import HeadTraining, JointTraining
+from heads.heads_module import Heads
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat import Sample
 from train.data.read import spread

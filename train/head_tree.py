@@ -13,7 +13,7 @@ from decode.measure.calibrate_tree import (
 )
 from decode.target.cached_model import require_slots, require_trees
 from decode.target.loading import Target
-from heads.base import Heads
+from heads.heads_module import Heads
 from train.data.chat import prompt_tokens
 from train.data.read import spread
 from train.schema import Strict

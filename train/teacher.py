@@ -8,12 +8,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.target.hidden_states import FINAL
-from distill.teacher.from_hidden_states import CachedStatesTeacher
-from distill.teacher.hidden_state_cache import CachedFeatures, holds_features
-from distill.teacher.live import LiveTeacher, TeacherSource
-from distill.teacher.output_layer import split_model
-from distill.teacher.parts import text_sha256
-from distill.teacher.sharding import shard_layers
+from distill.teacher.cache_parts import text_sha256
+from distill.teacher.feature_sources import CachedFeatures, holds_features
+from distill.teacher.teacher_signal import (
+    CachedStatesTeacher,
+    LiveTeacher,
+    TeacherSource,
+    shard_layers,
+    split_model,
+)
 from distill.teacher.top_k_cache import CachedTeacher
 from train.data.chat import Sample
 from train.stage import StageContext

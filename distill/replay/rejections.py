@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode.verification import Verification
-from distill.replay.buffer import LEAST, Drafted, Record, to_numpy
+from distill.replay.replay_buffer import MIN_LOG_P, HeadDrafts, Record, to_numpy
 from distill.teacher.top_k_cache import top_k
 
 # The number of float32 distributions whose log-softmax is computed at once.
@@ -21,18 +21,18 @@ CHUNK = 64
 
 
 @dataclass
-class _Open:
+class _OpenRequest:
     """A request that is still being generated."""
 
-    request: int
+    number: int
     held_out: bool
     random: np.random.Generator
     text: list[int]
-    places: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     rejected: list[bool] = field(default_factory=list)
     signals: list[tuple[np.ndarray, ...]] = field(default_factory=list)  # ids, log_p, log_tail
     depths: list[int] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)
+    read_positions: list[int] = field(default_factory=list)
     features: list[np.ndarray] = field(default_factory=list)
 
 
@@ -60,8 +60,8 @@ class Collector:
     the text before. `begin` sets the request numbers for the rows of the next decode. Without it,
     requests are counted. The random draws of a text depend only on its request number, so they are
     the same in any batch. A row keeps its records until `take`: at most
-    `distill.replay.buffer.bytes_per_position` per emitted token. Calls from several threads wait
-    for each other.
+    `distill.replay.replay_buffer.bytes_per_position` per emitted token. Calls from several threads
+    wait for each other.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Collector:
         self.vocabulary, self.captured_layers = vocabulary, tuple(captured_layers)
         self.vocab_size = vocab_size
         self.k = min(k, vocab_size if vocabulary is None else len(vocabulary))
-        self._ids = np.uint16 if vocab_size <= 1 << 16 else np.int32
+        self._id_dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
         self.accepted, self.holdout_every, self.seed = accepted, holdout_every, seed
         self._eos = np.array(sorted(eos_token_ids), dtype=np.int64)
-        self._open: dict[int, _Open] = {}
+        self._open_requests: dict[int, _OpenRequest] = {}
         self._closed: list[tuple[bool, Record]] = []
         self._numbers: Sequence[int] | None = None
         self._lock = threading.Lock()
@@ -101,10 +101,11 @@ class Collector:
         Unfinished texts continue. Their later records contain the full context again.
         """
         with self._lock:
-            for row in self._open.values():
-                self._record(row)
+            for request in self._open_requests.values():
+                self._record(request)
             taken, self._closed = self._closed, []
-        return [r for held, r in taken if not held], [r for held, r in taken if held]
+        training = [record for held_out, record in taken if not held_out]
+        return training, [record for held_out, record in taken if held_out]
 
     def end(self) -> None:
         """Close all texts as complete."""
@@ -118,53 +119,54 @@ class Collector:
 
     def _observe(self, done: Verification) -> None:
         lengths, accepted = done.lengths, done.accepted
-        rows = [
-            self._row(int(row), done.contexts.tokens[place, : lengths[place]])
-            for place, row in enumerate(done.rows)
+        requests = [
+            self._request(int(row), done.contexts.tokens[b, : lengths[b]])
+            for b, row in enumerate(done.rows)
         ]
         depth = done.block.shape[1]
         columns = np.arange(depth)
         # A text ends at its first EOS, even if tokens after it were accepted.
-        over = np.isin(done.block, self._eos).cumsum(1) - np.isin(done.block, self._eos) > 0
-        emitted = (columns <= accepted[:, None]) & ~over
-        # The position after the accepted tokens is a rejection if one more token was verified.
+        is_eos = np.isin(done.block, self._eos)
+        emitted = (columns <= accepted[:, None]) & (is_eos.cumsum(1) - is_eos == 0)
+        # The position after the accepted tokens is a rejection if one more token was done.
         rejected = emitted & (columns == accepted[:, None]) & (done.reached > accepted)[:, None]
-        drawn = np.stack([row.random.random(depth) for row in rows])
-        shares = np.array([1.0 if row.held_out else self.accepted for row in rows])
-        others = emitted & (columns < accepted[:, None]) if self.captured_layers else emitted
-        picked = np.nonzero(rejected | (others & (drawn < shares[:, None])))
-        ids, log_p, tail = self._distributions(done, *picked)
-        for at, (place, column) in enumerate(zip(*picked, strict=True)):
-            row = rows[place]
-            row.places.append(int(lengths[place] + column))
-            row.rejected.append(bool(rejected[place, column]))
-            row.signals.append((ids[at], log_p[at], tail[at]))
-            self.rejections += bool(rejected[place, column]) and not row.held_out
+        draws = np.stack([request.random.random(depth) for request in requests])
+        shares = np.array([1.0 if request.held_out else self.accepted for request in requests])
+        candidates = emitted & (columns < accepted[:, None]) if self.captured_layers else emitted
+        recorded = np.nonzero(rejected | (candidates & (draws < shares[:, None])))
+        ids, log_p, tail = self._distributions(done, *recorded)
+        for i, (b, column) in enumerate(zip(*recorded, strict=True)):
+            request = requests[b]
+            request.positions.append(int(lengths[b] + column))
+            request.rejected.append(bool(rejected[b, column]))
+            request.signals.append((ids[i], log_p[i], tail[i]))
+            self.rejections += bool(rejected[b, column]) and not request.held_out
             if self.captured_layers:
-                row.depths.append(int(column) + 1)
-        if self.captured_layers and len(picked[0]):
+                request.depths.append(int(column) + 1)
+        if self.captured_layers and len(recorded[0]):
             assert done.previous_features is not None, "a draft by heads follows hidden states"
-            drafted = np.unique(picked[0])
+            recorded_rows = np.unique(recorded[0])
             newest = done.previous_features.newest(self.captured_layers)
-            features = to_numpy(newest[torch.as_tensor(drafted, device=newest.device)])
-            for at, place in enumerate(drafted):
-                rows[place].read.append(int(lengths[place]) - 2)
-                rows[place].features.append(features[at])
-        for place, row in enumerate(rows):
-            row.text += done.block[place, : accepted[place] + 1].tolist()
+            features = to_numpy(newest[torch.as_tensor(recorded_rows, device=newest.device)])
+            for i, b in enumerate(recorded_rows):
+                requests[b].read_positions.append(int(lengths[b]) - 2)
+                requests[b].features.append(features[i])
+        for b, request in enumerate(requests):
+            request.text += done.block[b, : accepted[b] + 1].tolist()
 
-    def _row(self, number: int, text: np.ndarray) -> _Open:
-        row = self._open.get(number)
-        if row is not None and row.text == text.tolist():
-            return row
-        if row is not None:
-            self._record(row)
-        request = self.requests if self._numbers is None else self._numbers[number]
+    def _request(self, row: int, text: np.ndarray) -> _OpenRequest:
+        """The open request of a row of the decode: the same as before, if `text` continues it."""
+        request = self._open_requests.get(row)
+        if request is not None and request.text == text.tolist():
+            return request
+        if request is not None:
+            self._record(request)
+        number = self.requests if self._numbers is None else self._numbers[row]
         self.requests += 1
-        held_out = self.holdout_every > 0 and request % self.holdout_every == 0
-        random = np.random.default_rng([self.seed, request])
-        self._open[number] = _Open(request, held_out, random, text.tolist())
-        return self._open[number]
+        held_out = self.holdout_every > 0 and number % self.holdout_every == 0
+        random = np.random.default_rng([self.seed, number])
+        self._open_requests[row] = _OpenRequest(number, held_out, random, text.tolist())
+        return self._open_requests[row]
 
     def _distributions(
         self, done: Verification, rows: np.ndarray, columns: np.ndarray
@@ -174,52 +176,53 @@ class Collector:
         rows, columns: rows of the batch and positions on the accepted path.
         """
         raw = done.scores.raw
-        which = torch.as_tensor(rows, device=raw.device)
-        places = done.positions()[which, torch.as_tensor(columns, device=raw.device)]
-        found = []
+        rows_n = torch.as_tensor(rows, device=raw.device)
+        nodes = done.positions()[rows_n, torch.as_tensor(columns, device=raw.device)]
+        kept = slice(self.vocab_size) if self.vocabulary is None else self.vocabulary
+        signals = []
         for begin in range(0, len(rows), CHUNK):
             part = slice(begin, begin + CHUNK)
-            logits = raw[which[part], places[part]]
-            kept = slice(self.vocab_size) if self.vocabulary is None else self.vocabulary
-            logits = logits[:, kept]
-            few = top_k(logits, self.k)
-            found.append(
+            signal = top_k(raw[rows_n[part], nodes[part]][:, kept], self.k)
+            signals.append(
                 (
-                    few.ids.cpu().numpy().astype(self._ids),
-                    few.log_p.clamp(min=LEAST).half().cpu().numpy(),
-                    few.log_tail.float().cpu().numpy(),
+                    signal.ids.cpu().numpy().astype(self._id_dtype),
+                    signal.log_p.clamp(min=MIN_LOG_P).half().cpu().numpy(),
+                    signal.log_tail.float().cpu().numpy(),
                 )
             )
-        if not found:
-            none = np.zeros((0, self.k), dtype=np.float16)
-            return none.astype(self._ids), none, np.zeros(0, dtype=np.float32)
-        ids, log_p, tail = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        if not signals:
+            empty = np.zeros((0, self.k), dtype=np.float16)
+            return empty.astype(self._id_dtype), empty, np.zeros(0, dtype=np.float32)
+        ids, log_p, tail = (np.concatenate(parts) for parts in zip(*signals, strict=True))
         return ids, log_p, tail
 
-    def _record(self, row: _Open) -> None:
-        """Turn the recorded tokens of a row into a record."""
-        if not row.places:
+    def _record(self, request: _OpenRequest) -> None:
+        """Turn the recorded tokens of a request into a record."""
+        if not request.positions:
             return
-        ids, log_p, tail = (np.stack(parts) for parts in zip(*row.signals, strict=True))
-        drafted = None
+        ids, log_p, tail = (np.stack(parts) for parts in zip(*request.signals, strict=True))
+        head_drafts = None
         if self.captured_layers:
-            depths, read = np.array(row.depths, dtype=np.uint8), np.array(row.read, dtype=np.int32)
-            drafted = Drafted(depths, read, np.stack(row.features))
+            head_drafts = HeadDrafts(
+                np.array(request.depths, dtype=np.uint8),
+                np.array(request.read_positions, dtype=np.int32),
+                np.stack(request.features),
+            )
         record = Record(
-            row.request,
-            np.array(row.text[: row.places[-1] + 1], dtype=np.int32),
-            np.array(row.places, dtype=np.int32),
-            np.array(row.rejected),
+            request.number,
+            np.array(request.text[: request.positions[-1] + 1], dtype=np.int32),
+            np.array(request.positions, dtype=np.int32),
+            np.array(request.rejected),
             ids,
             log_p,
             tail,
-            drafted,
+            head_drafts,
         )
-        self._closed.append((row.held_out, record))
-        row.places, row.rejected, row.signals = [], [], []
-        row.depths, row.read, row.features = [], [], []
+        self._closed.append((request.held_out, record))
+        request.positions, request.rejected, request.signals = [], [], []
+        request.depths, request.read_positions, request.features = [], [], []
 
     def _close(self) -> None:
-        for row in self._open.values():
-            self._record(row)
-        self._open.clear()
+        for request in self._open_requests.values():
+            self._record(request)
+        self._open_requests.clear()

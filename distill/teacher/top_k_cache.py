@@ -1,7 +1,8 @@
 """An offline cache of the teacher signal: top-k log-probabilities and the mass of the tail.
 
 It is written once, in parts. Any number of training runs then need no forward of the target. With k
-ids and log-probabilities, a token takes 4k + 4 bytes. Its logits would take 2V.
+ids and log-probabilities, a token takes 4k + 4 bytes (6k + 4 if V > 65,536). Its logits would take
+2V.
 
 Shapes: n tokens, V (draft) vocabulary, k.
 """
@@ -19,11 +20,11 @@ from decode.artifact import verify_directory, write_directory
 from decode.errors import UserError
 from decode.target.identity import describe_target, require_equal, require_same_target
 from decode.target.loading import Target
-from distill.teacher import parts
-from distill.teacher.parts import Parts
-from distill.teacher.signal import Teacher, TopK
+from distill.teacher import cache_parts
+from distill.teacher.cache_parts import Parts
+from distill.teacher.teacher_signal import Teacher, TopK
 
-WHAT = "teacher cache"
+CACHE_NAME = "teacher cache"
 VOCABULARY = "vocabulary.safetensors"
 
 
@@ -33,14 +34,17 @@ def top_k(logits: Tensor, k: int, temperature: float = 1.0) -> TopK:
     logits: [n, V]. The result is float32.
     """
     log_p = (logits.float() / temperature).log_softmax(-1)
-    kept, ids = log_p.topk(k)
+    top_log_p, ids = log_p.topk(k)
     # Sum over the other tokens. For a small tail, 1 − Σ would be only rounding error.
     tail = log_p.exp().scatter_(1, ids, 0.0).sum(-1)
-    return TopK(ids, kept, tail.clamp(min=torch.finfo(tail.dtype).tiny).log())
+    return TopK(ids, top_log_p, tail.clamp(min=torch.finfo(tail.dtype).tiny).log())
 
 
 def bytes_per_token(k: int, vocab_size: int) -> int:
-    """Bytes of a cached token on disk: k ids, k float16 log-probabilities, a float32 tail."""
+    """Bytes of a cached token on disk: k ids, k float16 log-probabilities, a float32 tail.
+
+    An id takes 2 bytes, or 4 if vocab_size > 65,536.
+    """
     return k * (_id_dtype(vocab_size).itemsize + 2) + 4
 
 
@@ -58,19 +62,20 @@ def describe_teacher(
 
 
 def ids_sha256(ids: Tensor) -> str:
+    """Return a hash of token ids, int64 [n]."""
     return hashlib.sha256(ids.to("cpu", torch.int64).contiguous().numpy().tobytes()).hexdigest()
 
 
 def require_same_teacher(
-    found: dict[str, Any], expected: dict[str, Any], target: Target, what: str
+    stored: dict[str, Any], expected: dict[str, Any], target: Target, what: str
 ) -> None:
-    """Raise UserError unless `found` and `expected` describe the same teacher.
+    """Raise UserError unless `stored` and `expected` describe the same teacher.
 
     Both are results of `describe_teacher`; k and temperature are not compared. what: for messages,
-    the name of the object described by `found`.
+    the name of the object described by `stored`.
     """
-    require_same_target(found, target, what)
-    require_equal(found, expected, "vocabulary", "another draft vocabulary", what)
+    require_same_target(stored, target, what)
+    require_equal(stored, expected, "vocabulary", "another draft vocabulary", what)
 
 
 def write_vocabulary(directory: Path, ids: Tensor) -> None:
@@ -98,7 +103,7 @@ def write_part(
         "log_p": [s.log_p.cpu().half() for s in signals],
         "log_tail": [s.log_tail.cpu().float() for s in signals],
     }
-    parts.write_part(directory, number, samples, tensors, {"teacher": teacher})
+    cache_parts.write_part(directory, number, samples, tensors, {"teacher": teacher})
 
 
 def _id_dtype(vocab_size: int) -> torch.dtype:
@@ -108,13 +113,14 @@ def _id_dtype(vocab_size: int) -> torch.dtype:
 class CachedTeacher:
     """Reads a cache. It loads only the samples of a batch.
 
-    Raises UserError if the cache was made from another target, revision or dtype, or if a part is
-    damaged. `require` and `signal` raise UserError for text that is not in the cache.
+    Raises UserError if the cache was made from another target, other weights, another revision,
+    dtype or draft vocabulary, if its parts differ in k or temperature, or if a part is damaged.
+    `require` raises UserError for text that is not in the cache; `signal` then raises KeyError.
     """
 
     def __init__(self, directory: Path, target: Target) -> None:
         self.directory = directory
-        self._parts = Parts(directory, WHAT)
+        self._parts = Parts(directory, CACHE_NAME)
         self.vocabulary: Tensor | None = None
         if (directory / "vocabulary").exists():
             verify_directory(directory / "vocabulary")
@@ -129,14 +135,14 @@ class CachedTeacher:
                 temperature=teacher["temperature"],
                 vocabulary=self.vocabulary,
             )
-            require_same_teacher(teacher, expected, target, f"the {WHAT} {directory}")
-            made_with = int(teacher["k"]), float(teacher["temperature"])
-            if part != first and made_with != (self.k, self.temperature):
+            require_same_teacher(teacher, expected, target, f"the {CACHE_NAME} {directory}")
+            options = int(teacher["k"]), float(teacher["temperature"])
+            if part != first and options != (self.k, self.temperature):
                 raise UserError(
-                    f"{part} was made with k and temperature {made_with}, and {first} with "
+                    f"{part} was made with k and temperature {options}, and {first} with "
                     f"{(self.k, self.temperature)}; delete {directory} and make the cache again"
                 )
-            self.k, self.temperature = made_with
+            self.k, self.temperature = options
 
     def require(self, samples: Sequence[tuple[str, str]]) -> None:
         """Raise UserError unless the cache holds every (id, text_sha256)."""
@@ -147,17 +153,15 @@ class CachedTeacher:
     ) -> Teacher:
         """Like `LiveTeacher.signal`. For a batch without samples the signal is empty."""
         device = input_ids.device
-        found = [self._read(name) for name in ids]
-        if not found:
-            nothing = torch.zeros(0, self.k, device=device)
-            whole = TopK(nothing.long(), nothing, nothing[:, 0])
-        else:
-            whole = TopK(
-                torch.cat([s.ids for s in found]).to(device),
-                torch.cat([s.log_p for s in found]).to(device),
-                torch.cat([s.log_tail for s in found]).to(device),
-            )
-        return whole.__getitem__
+        signals = [self._read(name) for name in ids]
+        if not signals:
+            empty = torch.zeros(0, self.k, device=device)
+            return TopK(empty.long(), empty, empty[:, 0]).__getitem__
+        return TopK(
+            torch.cat([s.ids for s in signals]).to(device),
+            torch.cat([s.log_p for s in signals]).to(device),
+            torch.cat([s.log_tail for s in signals]).to(device),
+        ).__getitem__
 
     def _read(self, name: str) -> TopK:
         ids, log_p, tail = self._parts.read(name, ("ids", "log_p", "log_tail"))

@@ -29,7 +29,7 @@ def coverage(
 
     from decode.artifact import write_file
     from decode.target.loading import load_target
-    from distill.vocabulary import coverage as covered
+    from distill.choose_vocabulary import coverage as covered
     from train.console import Reporter
     from train.data.answers import read_answers
     from train.data.chat import to_sample

@@ -21,7 +21,7 @@ from decode.artifact import verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from distill.lora import Trainable
+from distill.trainable_model import Trainable
 from train.data.batches import permutation
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import Example

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from decode.artifact import verify_directory
-from distill.teacher.parts import PART, text_sha256
+from distill.teacher.cache_parts import PART, text_sha256
 from train.data.batches import Batch, Inputs, bucket_batches, collate, inputs
 from train.data.chat import Sample
 from train.stage import StageContext

@@ -17,10 +17,10 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.target.loading import Target, load_model_and_tokenizer
 from decode.trees.static import stored_shape
 from distill.losses import WeightedLoss
-from distill.replay.learner import OnlineStudent, SmallLMStudent
-from heads.base import HEADS
-from heads.online_learner import HeadStudent
-from heads.store import read_heads
+from distill.replay.online_student import OnlineStudent, SmallLMStudent
+from heads.heads_directory import read_heads
+from heads.heads_module import HEADS
+from heads.online_heads import HeadStudent
 from train.schema import StageConfig, closest_stage
 from train.training.load_student import DRAFTER_STAGES, choose_trained
 

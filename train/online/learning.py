@@ -30,9 +30,9 @@ from torch import Tensor
 
 from decode.drafters import Drafter
 from decode.verification import Verification
-from distill.replay.buffer import Record, ReplayBuffer
-from distill.replay.learner import OnlineStudent
+from distill.replay.online_student import OnlineStudent
 from distill.replay.rejections import Collector
+from distill.replay.replay_buffer import Record, ReplayBuffer
 from train.data.batches import permutation
 from train.schema import Strict
 from train.training.optimizer import OptimizerConfig, learning_rate_factor, make_optimizer
@@ -223,7 +223,7 @@ class Online:
         begin = time.perf_counter()
         batches = self._batches()
         held_out = self._windows(self.held_out)
-        counts = [sum(len(r.places) for r in batch) for batch in [*batches, held_out]]
+        counts = [sum(len(r.positions) for r in batch) for batch in [*batches, held_out]]
         sums = self._sum([float(sum(counts[:-1])), float(counts[-1])])
         positions, judged = (int(x) for x in sums)
         if not positions or not judged:
@@ -312,7 +312,7 @@ class Online:
                 loss, _ = self.student.loss(records)
             loss.backward()
             total = float(loss.detach())
-        total, count = self._sum([total, float(sum(len(r.places) for r in records))])
+        total, count = self._sum([total, float(sum(len(r.positions) for r in records))])
         if not count:
             return None, 0.0
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -337,7 +337,7 @@ class Online:
         lost = 0.0
         for batch in _by_length(records, self.settings.tokens_per_batch):
             with self.autocast():
-                lost += float(self.student.lost(batch))
+                lost += float(self.student.expected_rejections(batch))
         return self._sum([lost])[0]
 
     def _sum(self, values: list[float]) -> list[float]:

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from decode.drafters import Drafter
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from distill.replay.learner import OnlineStudent
+from distill.replay.online_student import OnlineStudent
 from train.data.chat import prompt_tokens
 from train.data.read import Example
 from train.online.background import Background

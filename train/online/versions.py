@@ -2,7 +2,7 @@
 
 versions/version-N/    a drafter directory with the optimizer's moments beside it
 progress/progress-R/   the stream's progress at the R-th save, and the version
-buffer/…, held-out/…   the replay buffers' shards (`distill.replay.buffer`)
+buffer/…, held-out/…   the replay buffers' shards (`distill.replay.replay_buffer`)
 
 A version is written before the progress that names it. Files that an older progress needs are
 deleted only after a newer progress is in place. Everything is a function of the stream, so work
@@ -20,7 +20,7 @@ from decode.artifact import newest_complete, recover, remove_directory, write_di
 from decode.drafters.directory import describe_drafter, save_drafter
 from decode.errors import UserError
 from decode.target.loading import Target
-from distill.replay.learner import OnlineStudent
+from distill.replay.online_student import OnlineStudent
 from train.console import Reporter
 
 VERSION, PROGRESS = "version", "progress"

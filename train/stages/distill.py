@@ -17,12 +17,11 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.target.loading import Target
 from distill.agreement import Agreement
-from distill.lora import LoraConfig, Trainable
-from distill.module import Distillation
-from distill.teacher.hidden_state_cache import holds_features
-from distill.teacher.live import LiveTeacher, TeacherSource
-from distill.teacher.output_layer import split_model
+from distill.distillation_loss import Distillation
+from distill.teacher.feature_sources import holds_features
+from distill.teacher.teacher_signal import LiveTeacher, TeacherSource, split_model
 from distill.teacher.top_k_cache import CachedTeacher
+from distill.trainable_model import LoraConfig, Trainable
 from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.data.on_policy import OnPolicyConfig, OnPolicyText

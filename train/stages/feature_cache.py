@@ -7,13 +7,13 @@ from pydantic import Field
 
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL, Recorder
-from distill.teacher.hidden_state_cache import (
+from distill.teacher.feature_sources import (
     CachedFeatures,
+    LiveFeatures,
     bytes_per_token,
     split_rows,
     write_features,
 )
-from distill.teacher.live_hidden_states import LiveFeatures
 from train.data.chat import Sample
 from train.data.samples import TextConfig, check_text, fitting_samples, planned_tokens, read_samples
 from train.data.write_parts import batches_of, size, write_parts
@@ -34,7 +34,7 @@ class FeatureCacheConfig(TextConfig):
 
 @STAGES.register("feature_cache")
 class FeatureCacheStage(Stage):
-    """Writes part-0, part-1, … (`distill.teacher.hidden_state_cache`)."""
+    """Writes part-0, part-1, … (`distill.teacher.feature_sources`)."""
 
     Config = FeatureCacheConfig
 

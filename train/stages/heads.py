@@ -1,7 +1,7 @@
 """`heads`: small modules on the frozen target learn to predict the tokens after its next token.
 
 One stage trains all kinds of heads (Medusa 2401.10774, Blockwise 1811.03115, …). The kinds differ
-only in their computation (`heads.base`), not in the training around it.
+only in their computation (`heads.heads_module`), not in the training around it.
 """
 
 import copy
@@ -19,14 +19,13 @@ from decode.errors import UserError
 from decode.measure.calibrate_tree import TreeCalibration
 from decode.target.loading import Target
 from decode.trees.static import store_tree
+from distill.agreement import Bigrams, lookup_top1
 from distill.drift import Drift
-from distill.teacher.live_hidden_states import FeatureSource, LiveFeatures
-from distill.teacher.output_layer import split_model
-from heads.base import HeadOptions, Heads
-from heads.bigrams import Bigrams, lookup_top1
-from heads.joint import JointTraining
-from heads.store import build_heads, make_ready, new_heads, read_heads, save_heads
-from heads.training import HeadTraining
+from distill.teacher.feature_sources import FeatureSource, LiveFeatures
+from distill.teacher.teacher_signal import split_model
+from heads.head_training import HeadTraining, JointTraining
+from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
+from heads.heads_module import HeadOptions, Heads
 from train.backbone import Backbone, BackboneConfig
 from train.data.batches import Inputs
 from train.data.chat import Sample

@@ -14,10 +14,10 @@ from decode.loop import require_prompts
 from decode.rules import RULES
 from decode.target.cached_model import require_trees
 from distill.losses import WeightedLoss
-from distill.replay.buffer import bytes_per_draft, bytes_per_position
-from distill.replay.learner import OnlineStudent
+from distill.replay.online_student import OnlineStudent
+from distill.replay.replay_buffer import bytes_per_draft, bytes_per_position
 from distill.teacher.top_k_cache import describe_teacher
-from heads.online_learner import require_learns
+from heads.online_heads import require_learns
 from train.data.chat import prompt_tokens
 from train.data.read import Example
 from train.online.config import OnlineStageConfig
@@ -263,7 +263,7 @@ class OnlineStage(Stage):
         target, student = context.target, online.student
         found = {
             "buffer_bytes": online.buffer.nbytes,
-            "buffered_positions": online.buffer.positions,
+            "buffered_positions": online.buffer.position_count,
             "bytes_per_position": bytes_per_position(online.collector.k, target.token_count),
         }
         if student.heads:

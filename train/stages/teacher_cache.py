@@ -8,9 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from decode.errors import UserError
-from distill.teacher.live import LiveTeacher
-from distill.teacher.output_layer import split_model
-from distill.teacher.signal import TopK
+from distill.teacher.teacher_signal import LiveTeacher, TopK, split_model
 from distill.teacher.top_k_cache import (
     CachedTeacher,
     bytes_per_token,

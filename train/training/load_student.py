@@ -14,10 +14,9 @@ from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.errors import UserError
 from decode.target.identity import require_same_vocabulary
 from decode.target.loading import load_model_and_tokenizer
-from distill.student import student_from_config, student_from_layers
-from distill.teacher.live import LiveTeacher
-from distill.teacher.output_layer import split_model
-from distill.vocabulary import most_frequent
+from distill.choose_vocabulary import most_frequent
+from distill.teacher.teacher_signal import LiveTeacher, split_model
+from distill.untrained_student import student_from_config, student_from_layers
 from train.data.batches import collate, inputs
 from train.data.chat import Sample
 from train.data.read import spread

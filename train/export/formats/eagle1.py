@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from decode.target.loading import Target
-from heads.base import HeadOptions
-from heads.eagle1 import Eagle1Drafter, Eagle1Options
+from heads.eagle_heads import Eagle1Drafter, Eagle1Options
+from heads.heads_module import HeadOptions
 from train.export.formats import FORMATS
 from train.export.formats.one_layer import OneLayer, layer_specs, of_weights
 from train.export.tensors import TensorSpec

@@ -4,7 +4,7 @@ H hidden size, V vocabulary, V' draft vocabulary. `fc.weight` [H, 3H]; `midlayer
 v read 2H; `norm.weight`; `lm_head.weight` [V', H]. With a reduced draft vocabulary also `d2t`,
 int64 [V'], a token's id minus its row, and `t2d`, bool [V]: which tokens have a row. The embeddings
 are the target's. The config does not name the captured layers, because engines count them
-differently. Without names, all engines capture the layers of `heads.eagle3.tapped_layers`.
+differently. Without names, all engines capture the layers of `heads.eagle_heads.auxiliary_layers`.
 """
 
 import json
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from decode.target.loading import Target
-from heads.base import HeadOptions
-from heads.eagle3 import Eagle3Drafter, Eagle3Options
+from heads.eagle_heads import Eagle3Drafter, Eagle3Options
+from heads.heads_module import HeadOptions
 from train.export.formats import FORMATS
 from train.export.formats.one_layer import OneLayer, layer_specs, of_weights
 from train.export.tensors import TensorSpec, whole

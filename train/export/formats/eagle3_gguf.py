@@ -22,8 +22,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.target.loading import Target
-from heads.eagle3 import Eagle3Drafter, Eagle3Options
-from heads.store import stored_options
+from heads.eagle_heads import Eagle3Drafter, Eagle3Options
+from heads.heads_directory import stored_options
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob
 from train.export.formats.eagle3 import OUTPUT, OWN_OUTPUT, are_ids, tensors_of
 from train.export.formats.in_gguf import (

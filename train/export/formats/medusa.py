@@ -19,9 +19,9 @@ from torch import Tensor
 
 from decode.drafters import Drafter
 from decode.target.loading import Target
-from heads.base import Heads, output_layer
-from heads.medusa import MedusaDrafter, MedusaOptions
-from heads.store import stored_options
+from heads.heads_directory import stored_options
+from heads.heads_module import Heads, output_layer
+from heads.parallel_heads import MedusaDrafter, MedusaOptions
 from train.export.formats import FORMATS, ExportJob, Format
 from train.export.formats.of_heads import as_stored, drafter_of, heads_of, require_fit
 from train.export.tensors import (

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.target.loading import DTYPES, Target
-from heads.base import HeadOptions, Heads, output_layer
-from heads.drafter import HeadsDrafter
-from heads.store import build_heads, make_ready, read_heads
+from heads.heads_directory import build_heads, make_ready, read_heads
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HeadOptions, Heads, output_layer
 from train.export.formats import ExportJob
 
 

@@ -15,9 +15,9 @@ from transformers import LlamaConfig
 
 from decode.drafters import Drafter
 from decode.target.loading import Target
-from heads.base import HeadOptions
-from heads.drafter import HeadsDrafter
-from heads.store import stored_options
+from heads.heads_directory import stored_options
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HeadOptions
 from train.export.formats import EXPORT_FILE, ExportJob, Format
 from train.export.formats.of_heads import as_stored, drafter_of, heads_of, require_fit
 from train.export.tensors import (

@@ -1,6 +1,8 @@
-"""EAGLE-3's drafter (2503.01840): reads features of several layers, trains on its own states.
+"""EAGLE's drafters. EAGLE-1 (2401.15077) predicts the target's next feature, and a token from it.
 
-Shapes: B rows, n tokens, H hidden size.
+EAGLE-3 (2503.01840) reads features of several layers and trains on its own states.
+
+Shapes: B rows, n tokens, T tokens of a text, F features of a token, H hidden size.
 """
 
 from typing import Any, Literal
@@ -8,14 +10,100 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
-from heads.autoregressive import AutoregressiveDrafter, AutoregressiveHeads
-from heads.base import HEADS, HeadOptions
-from heads.layer import Attend, DraftLayer
+from decode.target.hidden_states import FINAL
+from heads.autoregressive_heads import AutoregressiveDrafter, AutoregressiveHeads
+from heads.heads_module import HEADS, HeadBatch, HeadOptions, shift_left
+from heads.llama_layer import Attend, DraftLayer
+
+
+class Eagle1Options(HeadOptions):
+    """Options of EAGLE-1 heads.
+
+    depth: the max depth of a draft, also used to evaluate on dev text. Training uses one step.
+    regression: w_reg, the loss weight of the feature loss. The token loss is one of the stage's
+    `losses` (the paper's w_cls: `forward_kl: 0.1`). noise: a; training adds noise from U(−a, a) to
+    the features.
+    """
+
+    type: Literal["eagle1"] = "eagle1"
+    output: Literal["target"] = "target"
+    depth: int = Field(7, ge=1)
+    regression: float = Field(1.0, ge=0)
+    noise: float = Field(0.1, ge=0)
+
+
+@HEADS.register("eagle1")
+class Eagle1Heads(AutoregressiveHeads):
+    """One decoder layer over fc(embedding of the next token ; feature) (section 4.1).
+
+    The layer has no norm before attention. Its output is the next feature. The target's output
+    layer reads it. Features are the target's hidden states after its final norm.
+
+    The loss of section 4.2 has two parts: regression · smooth L1 against the target's next feature
+    (the mean over the H numbers of a feature), and the stage's losses on the token.
+
+    The paper does not give the init weights. Here fc first copies the feature and the layer changes
+    nothing. So each step starts as the target's distribution one token earlier. Tensors have the
+    names that engines use.
+    """
+
+    Options = Eagle1Options
+
+    def __init__(
+        self, options: Eagle1Options, model: PreTrainedModel, vocabulary: Tensor | None = None
+    ) -> None:
+        super().__init__(options, options.depth, model, vocabulary)
+        self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=False)
+        self.layers = nn.ModuleList([DraftLayer(self.config, self.hidden_size)])
+
+    @torch.no_grad()
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
+        layer = self.layers[0]
+        assert isinstance(layer, DraftLayer)
+        layer.init_weights(self.config.initializer_range)
+        self.fc.weight.zero_()
+        self.fc.weight[:, self.hidden_size :] = torch.eye(self.hidden_size)
+
+    def loss_weights(self, uniform: float) -> dict[int, float]:
+        return {1: 1.0}
+
+    def advance(
+        self,
+        states: Tensor,
+        embedded: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attend: Attend,
+    ) -> Tensor:
+        mixed = self.fc(torch.cat([embedded, states], -1))
+        next_states: Tensor = self.layers[0](mixed, mixed, position_embeddings, attend)
+        return next_states
+
+    def with_noise(self, features: Tensor) -> Tensor:
+        if not self.training or not self.options.noise:
+            return features
+        return features + self.options.noise * (2 * torch.rand_like(features) - 1)
+
+    def extra_loss(
+        self, states: Tensor, batch: HeadBatch, depth: int, positions: Tensor
+    ) -> Tensor | None:
+        if not self.options.regression:
+            return None
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        features = shift_left(batch.features[FINAL], depth)[positions].to(dtype)
+        losses = smooth_l1_loss(states.to(dtype), features, reduction="none")
+        return self.options.regression * losses.mean(-1).sum()
+
+
+@DRAFTERS.register("eagle1")
+class Eagle1Drafter(AutoregressiveDrafter):
+    """EAGLE, in any shape: EAGLE-1 with `static` trees, EAGLE-2 (2406.16858) with `dynamic`."""
 
 
 class Eagle3Options(HeadOptions):
@@ -33,9 +121,8 @@ class Eagle3Options(HeadOptions):
     decay: float = Field(0.8, gt=0, le=1)
 
 
-def tapped_layers(layers: int) -> tuple[int, int, int]:
-    """Return the layers captured of a target with n layers: the inputs of layers 2, n // 2 and n −
-    3.
+def auxiliary_layers(layers: int) -> tuple[int, int, int]:
+    """Return the auxiliary layers of a target with n layers: the inputs of 2, n // 2 and n − 3.
 
     Layers are counted from 0. The input of a layer is the output of the layer before it, so the
     returned numbers are one lower. vLLM, SGLang and llama.cpp use the same default if a drafter's
@@ -43,7 +130,7 @@ def tapped_layers(layers: int) -> tuple[int, int, int]:
 
     Raises UserError if these three layers are not distinct and in ascending order.
 
-    >>> tapped_layers(30)
+    >>> auxiliary_layers(30)
     (1, 14, 26)
     """
     low, middle, high = 2, layers // 2, layers - 3
@@ -91,7 +178,7 @@ class Eagle3Heads(AutoregressiveHeads):
         self, options: Eagle3Options, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.steps, model, vocabulary)
-        self.captured_layers = tapped_layers(model.config.get_text_config().num_hidden_layers)
+        self.captured_layers = auxiliary_layers(model.config.get_text_config().num_hidden_layers)
         size = self.hidden_size
         self.fc = nn.Linear(len(self.captured_layers) * size, size, bias=False)
         self.midlayer = Eagle3Layer(self.config)
@@ -104,11 +191,11 @@ class Eagle3Heads(AutoregressiveHeads):
         self.fc.weight.zero_()
         self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
         self.norm.weight.fill_(1.0)
-        own: Any = getattr(model.base_model, "norm", None)
-        if type(own).__name__.endswith("RMSNorm"):
+        target_norm: Any = getattr(model.base_model, "norm", None)
+        if type(target_norm).__name__.endswith("RMSNorm"):
             # Its output for ones is its scale, also for norms that add 1 to the stored weight.
             ones = torch.ones(1, self.hidden_size, dtype=model.dtype, device=model.device)
-            self.norm.weight.copy_(own(ones)[0])
+            self.norm.weight.copy_(target_norm(ones)[0])
 
     def loss_weights(self, uniform: float) -> dict[int, float]:
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
@@ -125,9 +212,9 @@ class Eagle3Heads(AutoregressiveHeads):
         attend: Attend,
     ) -> Tensor:
         layer = self.midlayer
-        read = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
-        made: Tensor = layer(states, read, position_embeddings, attend)
-        return made
+        inputs = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
+        next_states: Tensor = layer(states, inputs, position_embeddings, attend)
+        return next_states
 
     def readout(self, states: Tensor) -> Tensor:
         normed: Tensor = self.norm(states)

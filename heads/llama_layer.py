@@ -23,10 +23,14 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from decode.target.slots import SlotLayer
-from heads.base import feed_forward_size
 
 # Maps queries [B, N, n, D] and the same tokens' keys and values [B, G, n, D] to [B, N, n, D].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def feed_forward_size(config: Any) -> int:
+    """Width of the feed-forward layers of a model with this (text) config."""
+    return getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
 
 
 def layer_config(model: PreTrainedModel) -> LlamaConfig:
@@ -62,32 +66,32 @@ class Rotary:
 
     def __init__(self, config: LlamaConfig) -> None:
         self._config = config
-        self._made: dict[torch.device, LlamaRotaryEmbedding] = {}
+        self._modules: dict[torch.device, LlamaRotaryEmbedding] = {}
 
     def __call__(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [B, n, D] in the dtype of `like`, for positions int64 [B, n]."""
         device = positions.device
-        if device not in self._made:
+        if device not in self._modules:
             with torch.inference_mode(False):
-                self._made[device] = LlamaRotaryEmbedding(self._config).to(device)
-        cos, sin = self._made[device](like, positions)
+                self._modules[device] = LlamaRotaryEmbedding(self._config).to(device)
+        cos, sin = self._modules[device](like, positions)
         return cos, sin
 
 
 class Attention(nn.Module):
     """Maps [B, n, R] to [B, n, H]."""
 
-    def __init__(self, config: LlamaConfig, reads: int) -> None:
+    def __init__(self, config: LlamaConfig, input_size: int) -> None:
         super().__init__()
         self.size = config.head_dim
-        wide, narrow = (
+        query_size, key_size = (
             count * config.head_dim
             for count in (config.num_attention_heads, config.num_key_value_heads)
         )
-        self.q_proj = nn.Linear(reads, wide, bias=False)
-        self.k_proj = nn.Linear(reads, narrow, bias=False)
-        self.v_proj = nn.Linear(reads, narrow, bias=False)
-        self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, key_size, bias=False)
+        self.v_proj = nn.Linear(input_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def forward(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], attend: Attend
@@ -98,8 +102,8 @@ class Attention(nn.Module):
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
-        found: Tensor = self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
-        return found
+        outputs: Tensor = self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
+        return outputs
 
 
 class DraftLayer(nn.Module):
@@ -108,9 +112,9 @@ class DraftLayer(nn.Module):
     The layer does not norm the input of attention. The caller does, if needed.
     """
 
-    def __init__(self, config: LlamaConfig, reads: int) -> None:
+    def __init__(self, config: LlamaConfig, input_size: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, reads)
+        self.self_attn = Attention(config, input_size)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -131,14 +135,14 @@ class DraftLayer(nn.Module):
     def forward(
         self,
         residual: Tensor,
-        read: Tensor,
+        attention_input: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attend: Attend,
     ) -> Tensor:
-        """Return the residual stream [B, n, H]. read: [B, n, R], the input of attention."""
-        residual = residual + self.self_attn(read, position_embeddings, attend)
-        made: Tensor = self.mlp(self.post_attention_layernorm(residual))
-        return residual + made
+        """Return the residual stream [B, n, H]. attention_input: [B, n, R]."""
+        residual = residual + self.self_attn(attention_input, position_embeddings, attend)
+        update: Tensor = self.mlp(self.post_attention_layernorm(residual))
+        return residual + update
 
 
 class SlotAttention:
@@ -179,16 +183,16 @@ class UnrolledAttention:
         length, size = queries.shape[2:]
         # Each key head serves N/G query heads: [B, G, N/G, T, D].
         grouped = queries.unflatten(1, (keys.shape[1], -1))
-        text = grouped @ self._keys[0][:, :, None].transpose(-1, -2)  # [B, G, N/G, T, T]
+        text_scores = grouped @ self._keys[0][:, :, None].transpose(-1, -2)  # [B, G, N/G, T, T]
         later = torch.ones(length, length, dtype=torch.bool, device=queries.device).triu(1)
-        text = text.masked_fill(later, -torch.inf)
-        own_keys, own_values = (
+        text_scores = text_scores.masked_fill(later, -torch.inf)
+        step_keys, step_values = (
             torch.stack(x[1:], 3)[:, :, None] for x in (self._keys, self._values)
         )  # [B, G, 1, T, k − 1, D]
-        own = (grouped[..., None, :] * own_keys).sum(-1)  # [B, G, N/G, T, k − 1]
-        scores = torch.cat([text, own], -1) * size**-0.5
-        exact = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(-1, dtype=exact).to(values.dtype)
-        found = weights[..., :length] @ self._values[0][:, :, None]
-        found = found + (weights[..., length:, None] * own_values).sum(-2)
-        return found.flatten(1, 2)
+        step_scores = (grouped[..., None, :] * step_keys).sum(-1)  # [B, G, N/G, T, k − 1]
+        scores = torch.cat([text_scores, step_scores], -1) * size**-0.5
+        softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(-1, dtype=softmax_dtype).to(values.dtype)
+        outputs = weights[..., :length] @ self._values[0][:, :, None]
+        outputs = outputs + (weights[..., length:, None] * step_values).sum(-2)
+        return outputs.flatten(1, 2)

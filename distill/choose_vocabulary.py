@@ -64,7 +64,7 @@ def coverage(
     """
     if len(texts) < 2:
         raise UserError(f"coverage needs two texts or more, found {len(texts)}")
-    found = []
+    coverages = []
     for size in sizes:
         _, of_text = most_frequent(texts, size, vocab_size)
         unseen = 0.0
@@ -72,11 +72,11 @@ def coverage(
             ids, _ = most_frequent(half, size, vocab_size)
             counts = token_counts(other, vocab_size)
             unseen += float(counts[ids].sum() / counts.sum().clamp(min=1)) / 2
-        found.append(Coverage(size, of_text, unseen))
-    return found
+        coverages.append(Coverage(size, of_text, unseen))
+    return coverages
 
 
-def positions(ids: Tensor, vocab_size: int) -> Tensor:
+def rows_of_tokens(ids: Tensor, vocab_size: int) -> Tensor:
     """int64 [vocab_size]: the row of each token in the reduced layer.
 
     A token without a row has −100, which losses over labels ignore.

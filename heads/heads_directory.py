@@ -21,7 +21,7 @@ from decode.target.identity import require_same_weights, sample_weights
 from decode.target.loading import Target
 from decode.trees.static import TREE, Static, stored_shape
 from decode.trees.structure import Structure
-from heads.base import HEADS, HeadOptions, Heads, output_layer
+from heads.heads_module import HEADS, HeadOptions, Heads, output_layer
 
 CONFIG, WEIGHTS = "config.json", "heads.safetensors"
 # Stored in the weights file, next to the weights.
@@ -143,16 +143,17 @@ def read_heads(path: Path, target: Target) -> Heads:
     vocabularies before this.)
     """
     config = _read_config(path)
-    hidden, made_in = config["hidden_size"], config["target_dtype"]
-    own = output_layer(target.model).in_features
-    if hidden != own:
+    hidden_size = output_layer(target.model).in_features
+    if config["hidden_size"] != hidden_size:
         raise UserError(
-            f"the heads {path} read hidden states of {hidden} numbers and the target {target.name} "
-            f"has {own}; use the target they were made for"
+            f"the heads {path} read hidden states of {config['hidden_size']} numbers and the "
+            f"target {target.name} has {hidden_size}; use the target they were made for"
         )
     weights = load_file(path / WEIGHTS)
     sample, ids = weights.pop(SAMPLE), weights.pop(IDS, None)
-    require_same_weights(sample, made_in, target.model, f"the target of the heads {path}")
+    require_same_weights(
+        sample, config["target_dtype"], target.model, f"the target of the heads {path}"
+    )
     heads = build_heads(HeadOptions.of(config["options"]), target, ids, "meta")
     try:
         heads.load_state_dict(weights, assign=True)

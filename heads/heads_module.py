@@ -1,7 +1,7 @@
 """Base class of all kinds of heads: weights on top of a frozen target, trained as one module.
 
-Each kind is one file. It registers itself in `HEADS`, and its drafter in
-`decode.drafters.DRAFTERS` under the same name.
+A kind registers itself in `HEADS`, and its drafter in `decode.drafters.DRAFTERS` under the same
+name.
 
 Positions: head d = 1, 2, … reads the hidden states at position t and predicts the token at
 t + d + 1. The target predicts the token at t + 1 from the same hidden states. So after the
@@ -23,7 +23,13 @@ from transformers import PreTrainedModel
 from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target.hidden_states import FINAL
-from heads.output import HeadOutput, Outputs
+from heads.target_layers import (
+    BorrowedEmbeddings,
+    HeadOutput,
+    OutputKind,
+    output_layer,
+    require_embeddings,
+)
 
 
 class HeadOptions(BaseModel):
@@ -37,34 +43,34 @@ class HeadOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: str
-    output: Outputs = "own"
+    output: OutputKind = "own"
 
     @classmethod
-    def of(cls, given: Any) -> "HeadOptions":
+    def of(cls, settings: Any) -> "HeadOptions":
         """Build options from a mapping with a `type` key. Raises UserError if it is not valid."""
-        if isinstance(given, HeadOptions):
-            return given
-        if not isinstance(given, Mapping) or not isinstance(given.get("type"), str):
+        if isinstance(settings, HeadOptions):
+            return settings
+        if not isinstance(settings, Mapping) or not isinstance(settings.get("type"), str):
             raise UserError(
-                f"heads are {given!r}; expected their type and its options, such as "
+                f"heads are {settings!r}; expected their type and its options, such as "
                 f"{{type: {next(iter(HEADS))}}}; known: {', '.join(HEADS)}"
             )
-        kind = HEADS[given["type"]].Options
+        kind = HEADS[settings["type"]].Options
         try:
-            return kind.model_validate(dict(given))
+            return kind.model_validate(dict(settings))
         except ValidationError as error:
             item = error.errors()[0]
             key = ".".join(str(part) for part in item["loc"])
             if item["type"] == "extra_forbidden":
                 raise UserError(
-                    f"heads of type {given['type']} have no option {key!r}; they have "
+                    f"heads of type {settings['type']} have no option {key!r}; they have "
                     f"{', '.join(kind.model_fields)}.{nearest(key, kind.model_fields)}"
                 ) from None
             raise UserError(f"heads: {key} is {item['input']!r}: {item['msg']}") from None
 
 
 @dataclass
-class Given:
+class HeadBatch:
     """A batch of text with the target's hidden states.
 
     input_ids: int64 [B, T]. loss_mask: bool [B, T], True where the token is trained on. features:
@@ -80,15 +86,15 @@ class Given:
 class Prediction:
     """The output of head `depth` for n tokens.
 
-    states: [n, H], the input of the head's output layer. places: bool [B, T] with n True values,
-    the positions t that the head reads, in order. extra: a loss added to the loss on the logits,
-    summed over the n tokens; None adds nothing.
+    states: [n, H], the input of the head's output layer. positions: bool [B, T] with n True values,
+    the positions t that the head reads, in order. extra_loss: a loss added to the loss on the
+    logits, summed over the n tokens; None adds nothing.
     """
 
     depth: int
-    places: Tensor
+    positions: Tensor
     states: Tensor
-    extra: Tensor | None = None
+    extra_loss: Tensor | None = None
 
 
 class Heads(nn.Module, ABC):
@@ -153,41 +159,48 @@ class Heads(nn.Module, ABC):
         """
 
     @abstractmethod
-    def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         """Yield the predictions of these heads for a batch. depths: in ascending order."""
+
+
+class TokenHeads(Heads):
+    """Heads with token embeddings. Raises UserError if the target's embedding size is not H."""
+
+    def __init__(
+        self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None
+    ) -> None:
+        super().__init__(options, depth, model, vocabulary)
+        require_embeddings(model, self.hidden_size)
+        self.embeddings = BorrowedEmbeddings()
+
+    def borrow(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().borrow(model, dtype, device)
+        self.embeddings.borrow(model, dtype, device)
 
 
 HEADS: Registry[type[Heads]] = Registry("type of heads")
 
 
-def output_layer(model: PreTrainedModel) -> nn.Linear:
-    """Return the target's output layer. Raises UserError if it is not linear."""
-    layer = model.get_output_embeddings()
-    if not isinstance(layer, nn.Linear):
-        raise UserError(f"{type(model).__name__} has no linear output layer for heads to work with")
-    return layer
+def shift_left(x: Tensor, count: int) -> Tensor:
+    """[B, T, …]: x shifted left by `count` tokens, with 0 (False) past the end.
 
-
-def feed_forward_size(config: Any) -> int:
-    """Width of the feed-forward layers of a model with this (text) config."""
-    return getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
-
-
-def ahead(x: Tensor, by: int) -> Tensor:
-    """[B, T, …]: x shifted left by `by` tokens, with 0 (False) past the end.
-
-    >>> ahead(torch.tensor([[1, 2, 3]]), 1).tolist()
+    >>> shift_left(torch.tensor([[1, 2, 3]]), 1).tolist()
     [[2, 3, 0]]
     """
-    found = torch.zeros_like(x)
-    if by < x.shape[1]:
-        found[:, : x.shape[1] - by] = x[:, by:]
-    return found
+    shifted = torch.zeros_like(x)
+    if count < x.shape[1]:
+        shifted[:, : x.shape[1] - count] = x[:, count:]
+    return shifted
 
 
-def trained_places(loss_mask: Tensor, depth: int) -> Tensor:
+def trained_positions(loss_mask: Tensor, depth: int) -> Tensor:
     """bool [B, T]: the positions t on which head `depth` is trained.
 
     For these, the token at t + depth + 1 exists and is trained on.
     """
-    return ahead(loss_mask, depth + 1)
+    return shift_left(loss_mask, depth + 1)

@@ -18,23 +18,30 @@ from decode.drafters.trained import require_weights
 from decode.errors import UserError
 from decode.target.loading import Target
 from decode.trees.structure import Structure
-from distill.chunked import chunked_loss
+from distill.choose_vocabulary import rows_of_tokens
+from distill.distillation_loss import chunked_loss
 from distill.losses import WeightedLoss
-from distill.replay.buffer import Drafted, Record, from_numpy, signal_of
-from distill.replay.learner import OnlineStudent, require_same_ids
-from distill.teacher.signal import TopK
-from distill.vocabulary import positions
-from heads.base import HEADS, Given, Heads
-from heads.drafter import HeadsDrafter
-from heads.independent import ParallelHeads
-from heads.store import write_heads
+from distill.replay.online_student import OnlineStudent, require_same_ids
+from distill.replay.replay_buffer import (
+    HeadDrafts,
+    Record,
+    from_numpy,
+    padded_tokens,
+    padded_values,
+    recorded_signal,
+)
+from distill.teacher.teacher_signal import TopK
+from heads.heads_directory import write_heads
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HEADS, HeadBatch, Heads
+from heads.parallel_heads import ParallelHeads
 
 
 class HeadStudent(OnlineStudent):
     """The heads that are trained, in float32 on `device`.
 
-    heads: as returned by `heads.store.read_heads`. Each recorded token counts once, for the head
-    that drafted it. So the weight of a head is how often its draft tokens are reached.
+    heads: as returned by `heads.heads_directory.read_heads`. Each recorded token counts once, for
+    the head that drafted it. So the weight of a head is how often its draft tokens are reached.
 
     tree: stored with the heads. max_length: the max length of a text, in tokens. Raises UserError
     if it is too short for the deepest head, and for heads that `require_learns` refuses.
@@ -43,7 +50,7 @@ class HeadStudent(OnlineStudent):
     def __init__(
         self,
         heads: Heads,
-        terms: WeightedLoss,
+        weighted_loss: WeightedLoss,
         target: Target,
         *,
         tree: Structure | None = None,
@@ -55,12 +62,12 @@ class HeadStudent(OnlineStudent):
         require_learns(self.kind)
         self.module = self._heads = heads.float().to(device or target.device).requires_grad_(True)
         heads.borrow(target.model, torch.float32, self.device)
-        self.terms, self.chunk = terms, chunk
-        self._judge = WeightedLoss({"total_variation": 1.0})
+        self.weighted_loss, self.chunk = weighted_loss, chunk
+        self._total_variation = WeightedLoss({"total_variation": 1.0})
         self._target, self._tree = target, tree
         self.ids = None if heads.vocabulary is None else heads.vocabulary.to(self.device)
         heads.vocabulary = self.ids
-        self._label_rows = None if self.ids is None else positions(self.ids, target.vocab_size)
+        self._label_rows = None if self.ids is None else rows_of_tokens(self.ids, target.vocab_size)
         self.heads, self.captured_layers = heads.depth, tuple(heads.captured_layers)
         self.features = len(self.captured_layers) * heads.hidden_size
         self.window = min(target.max_positions, max_length or target.max_positions)
@@ -72,38 +79,42 @@ class HeadStudent(OnlineStudent):
             )
 
     def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
-        return self._through(self.terms, records)
+        return self._loss_of(self.weighted_loss, records)
 
     @torch.no_grad()
-    def lost(self, records: Sequence[Record]) -> Tensor:
-        return self._through(self._judge, records)[1][0]
+    def expected_rejections(self, records: Sequence[Record]) -> Tensor:
+        return self._loss_of(self._total_variation, records)[1][0]
 
-    def _through(self, terms: WeightedLoss, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
+    def _loss_of(
+        self, weighted_loss: WeightedLoss, records: Sequence[Record]
+    ) -> tuple[Tensor, Tensor]:
         input_ids, depths, features = self._batch(records)
-        signal = signal_of(records, self.device)
-        drafted_by = torch.cat([torch.as_tensor(d.depths) for d in _drafted(records)])
+        signal = recorded_signal(records, self.device)
+        signal_depths = torch.cat([torch.as_tensor(d.depths) for d in _head_drafts(records)])
         total = torch.zeros((), device=self.device)
-        sums = torch.zeros(len(terms.names), dtype=torch.float64, device=self.device)
-        for depth in sorted(set(drafted_by.tolist())):
+        sums = torch.zeros(len(weighted_loss.names), dtype=torch.float64, device=self.device)
+        for depth in sorted(set(signal_depths.tolist())):
             # Only the positions that this head drafted.
-            given = Given(input_ids, depths == depth, features)
-            (made,) = self._heads.predictions(given, [depth])
+            batch = HeadBatch(input_ids, depths == depth, features)
+            (prediction,) = self._heads.predictions(batch, [depth])
             # The states are ordered by text and then by position, like the records.
             labels = input_ids[depths == depth]
             labels = labels if self._label_rows is None else self._label_rows[labels]
-            own = (drafted_by == depth).to(self.device)
-            heard = TopK(signal.ids[own], signal.log_p[own], signal.log_tail[own])
+            of_depth = (signal_depths == depth).to(self.device)
+            teacher = TopK(signal.ids[of_depth], signal.log_p[of_depth], signal.log_tail[of_depth])
             weight, bias = self._heads.output.of(depth)
             loss, values = chunked_loss(
-                made.states,
+                prediction.states,
                 weight,
                 bias,
-                heard.__getitem__,
+                teacher.__getitem__,
                 labels,
-                terms,
+                weighted_loss,
                 chunk=self.chunk,
             )
-            total = total + (loss if made.extra is None else loss + made.extra)
+            total = total + loss
+            if prediction.extra_loss is not None:
+                total = total + prediction.extra_loss
             sums += values
         return total, sums
 
@@ -113,19 +124,19 @@ class HeadStudent(OnlineStudent):
         Token ids: int64 [B, T]. Depths: int64 [B, T], the head that drafted each token (0: none).
         Features: by captured layer, in the target's dtype, 0 where they were not recorded.
         """
-        shape = len(records), max(len(record.tokens) for record in records)
-        input_ids, depths = torch.zeros(2, *shape, dtype=torch.int64)
-        drafted = _drafted(records)
-        some = from_numpy(drafted[0].features)
-        features = some.new_zeros(*shape, self.features)
-        for row, (record, own) in enumerate(zip(records, drafted, strict=True)):
-            input_ids[row, : len(record.tokens)] = torch.as_tensor(record.tokens)
-            places, read = (torch.as_tensor(x).long() for x in (record.places, own.read))
-            depths[row, places] = torch.as_tensor(own.depths).long()
-            features[row, read] = from_numpy(own.features)
+        drafts = _head_drafts(records)
+        input_ids, _ = padded_tokens(records)
+        depths = padded_values(
+            records,
+            [record.positions for record in records],
+            [torch.as_tensor(d.depths).long() for d in drafts],
+        )
+        features = padded_values(
+            records, [d.read_positions for d in drafts], [from_numpy(d.features) for d in drafts]
+        )
         parts = features.to(self.device).chunk(len(self.captured_layers), -1)
-        by_tap = dict(zip(self.captured_layers, parts, strict=True))
-        return input_ids.to(self.device), depths.to(self.device), by_tap
+        by_layer = dict(zip(self.captured_layers, parts, strict=True))
+        return input_ids.to(self.device), depths.to(self.device), by_layer
 
     def require_fits(self, drafter: Drafter) -> None:
         if not isinstance(drafter, HeadsDrafter) or drafter.heads.options.type != self.kind:
@@ -147,14 +158,14 @@ class HeadStudent(OnlineStudent):
 def require_learns(kind: str) -> None:
     """Raise UserError for a type of heads that needs more than a record stores."""
     if not issubclass(HEADS[kind], ParallelHeads):
-        fitting = [name for name in HEADS if issubclass(HEADS[name], ParallelHeads)]
+        learning = [name for name in HEADS if issubclass(HEADS[name], ParallelHeads)]
         raise UserError(
             f"heads of type {kind} read the hidden states of more than one token, and of a draft "
             "only those of the last token are recorded; heads that learn online: "
-            f"{', '.join(fitting)}"
+            f"{', '.join(learning)}"
         )
 
 
-def _drafted(records: Sequence[Record]) -> list[Drafted]:
-    """The `drafted` of each record. The collector of a heads student sets it for every text."""
-    return [record.drafted for record in records if record.drafted is not None]
+def _head_drafts(records: Sequence[Record]) -> list[HeadDrafts]:
+    """Those of each record. The collector of a heads student sets them for every text."""
+    return [record.head_drafts for record in records if record.head_drafts is not None]

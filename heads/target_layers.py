@@ -1,4 +1,4 @@
-"""Output layers of heads: they map states to logits over the full or a reduced vocabulary.
+"""The target's layers that heads use: its output layer, copied or borrowed, and its embeddings.
 
 Shapes: H hidden size, V' rows (draft vocabulary), D heads.
 """
@@ -9,10 +9,21 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
 
+from decode.errors import UserError
 from decode.target.cpu_kernels import PackedLinear
 
-Outputs = Literal["own", "shared", "target"]
+OutputKind = Literal["own", "shared", "target"]
+
+
+def output_layer(model: PreTrainedModel) -> nn.Linear:
+    """Return the target's output layer. Raises UserError if it is not linear."""
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
+        raise UserError(f"{type(model).__name__} has no linear output layer for heads to work with")
+    return layer
 
 
 class HeadOutput(nn.Module):
@@ -22,19 +33,20 @@ class HeadOutput(nn.Module):
     which is not a parameter of this module.
     """
 
-    def __init__(self, kind: Outputs, depth: int, layer: nn.Linear, rows: int) -> None:
+    def __init__(self, kind: OutputKind, depth: int, layer: nn.Linear, rows: int) -> None:
         super().__init__()
         count = {"own": depth, "shared": 1, "target": 0}[kind]
         self.layers = nn.ModuleList(_empty(layer, rows) for _ in range(count))
         # A list hides the layer from `parameters` and from engines.
         self._borrowed: list[nn.Module] = []
-        self._lent: tuple[Tensor, Tensor | None] | None = None
+        self._layer_in_use: tuple[Tensor, Tensor | None] | None = None
 
     def init_weights(self, layer: nn.Linear, vocabulary: Tensor | None) -> None:
         """Copy the target's rows into every layer."""
-        for own in self.layers:
-            assert isinstance(own, nn.Linear)
-            for parameter, rows in zip(own.parameters(), _rows(layer, vocabulary), strict=True):
+        for head_layer in self.layers:
+            assert isinstance(head_layer, nn.Linear)
+            copied = zip(head_layer.parameters(), _rows(layer, vocabulary), strict=True)
+            for parameter, rows in copied:
                 parameter.copy_(rows)
 
     def borrow(
@@ -51,18 +63,18 @@ class HeadOutput(nn.Module):
         with torch.device("meta"):
             borrowed = _empty(layer, len(weight))
         for name, rows in zip(("weight", "bias"), (weight, *bias), strict=False):
-            own = rows.to(device or rows.device, dtype or rows.dtype)
-            setattr(borrowed, name, nn.Parameter(own, requires_grad=False))
+            rows = rows.to(device or rows.device, dtype or rows.dtype)
+            setattr(borrowed, name, nn.Parameter(rows, requires_grad=False))
         self._borrowed = [borrowed]
 
     @contextmanager
-    def lent(self, weight: Tensor, bias: Tensor | None) -> Iterator[None]:
+    def using(self, weight: Tensor, bias: Tensor | None) -> Iterator[None]:
         """Use these rows instead of the borrowed layer inside the context. They may be trained."""
-        self._lent = None if len(self.layers) else (weight, bias)
+        self._layer_in_use = None if len(self.layers) else (weight, bias)
         try:
             yield
         finally:
-            self._lent = None
+            self._layer_in_use = None
 
     def pack(self) -> None:
         """Pack the borrowed layer (`decode.target.cpu_kernels`).
@@ -74,8 +86,8 @@ class HeadOutput(nn.Module):
 
     def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
         """Weight [V', H] and bias [V'] of the head at depth 1, 2, …"""
-        if self._lent is not None:
-            return self._lent
+        if self._layer_in_use is not None:
+            return self._layer_in_use
         layer = self._layer(depth)
         assert isinstance(layer, nn.Linear | PackedLinear)
         return layer.weight, layer.bias
@@ -89,8 +101,8 @@ class HeadOutput(nn.Module):
 
     def at(self, depth: int, states: Tensor) -> Tensor:
         """Return logits [..., V'] for states [..., H] of the head at depth 1, 2, …"""
-        found: Tensor = self._layer(depth)(states)
-        return found
+        logits: Tensor = self._layer(depth)(states)
+        return logits
 
     def _layer(self, depth: int) -> nn.Module:
         if not len(self.layers):
@@ -105,5 +117,40 @@ def _empty(layer: nn.Linear, rows: int) -> nn.Linear:
 
 def _rows(layer: nn.Linear, vocabulary: Tensor | None) -> list[Tensor]:
     """The weight rows of `vocabulary`, and the bias rows if there is a bias."""
-    whole = [p.detach() for p in (layer.weight, layer.bias) if p is not None]
-    return whole if vocabulary is None else [x[vocabulary.to(x.device)] for x in whole]
+    parameters = [p.detach() for p in (layer.weight, layer.bias) if p is not None]
+    if vocabulary is None:
+        return parameters
+    return [x[vocabulary.to(x.device)] for x in parameters]
+
+
+def require_embeddings(model: PreTrainedModel, hidden_size: int) -> None:
+    """Raise UserError if the target's embeddings [V, E] have E ≠ H."""
+    embedding_size = model.get_input_embeddings().weight.shape[1]
+    if embedding_size != hidden_size:
+        raise UserError(
+            f"{type(model).__name__} embeds tokens in {embedding_size} numbers and its hidden "
+            f"states have {hidden_size}; heads that read tokens need the same of both, so train "
+            "medusa or blockwise heads"
+        )
+
+
+class BorrowedEmbeddings:
+    """The stored embedding table, without the scale that some targets apply after the lookup.
+
+    It is not a module, so neither `parameters` nor an engine sees it.
+    """
+
+    def __init__(self) -> None:
+        self._table: Tensor | None = None
+
+    def borrow(
+        self, model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None
+    ) -> None:
+        """Take the target's table in `dtype` and on `device`. None keeps those of the target."""
+        table = model.get_input_embeddings().weight.detach()
+        self._table = table.to(device or table.device, dtype or table.dtype)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """[..., H]: the embeddings of token ids, int64 [...]."""
+        assert self._table is not None, "the target's embeddings are borrowed first"
+        return embedding(ids, self._table)

@@ -20,8 +20,8 @@ def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTr
     """
     config = target.config.get_text_config()
     depth = config.num_hidden_layers
-    wrong = [layer for layer in layers if not 0 <= layer < depth]
-    if wrong or not layers or list(layers) != sorted(set(layers)):
+    invalid = [layer for layer in layers if not 0 <= layer < depth]
+    if invalid or not layers or list(layers) != sorted(set(layers)):
         raise UserError(
             f"layers {list(layers)} of a target with {depth}; expected ascending numbers from 0 to "
             f"{depth - 1}"
@@ -32,19 +32,19 @@ def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTr
             f"{type(target).__name__} has no single list of its {depth} layers, so a subset of "
             "them cannot be taken; start the drafter from an existing smaller model instead"
         )
-    small = copy.deepcopy(target.config)
-    small.num_hidden_layers = len(layers)
-    if getattr(small, "layer_types", None):
-        small.layer_types = [config.layer_types[layer] for layer in layers]
-    student = _build(small)
-    kept = {str(layer): str(place) for place, layer in enumerate(layers)}
+    shallow = copy.deepcopy(target.config)
+    shallow.num_hidden_layers = len(layers)
+    if getattr(shallow, "layer_types", None):
+        shallow.layer_types = [config.layer_types[layer] for layer in layers]
+    student = _build(shallow)
+    new_numbers = {str(layer): str(number) for number, layer in enumerate(layers)}
     weights = {}
     for name, tensor in target.state_dict().items():
         if name.startswith(stack + "."):
             layer, _, rest = name[len(stack) + 1 :].partition(".")
-            if layer not in kept:
+            if layer not in new_numbers:
                 continue
-            name = f"{stack}.{kept[layer]}.{rest}"
+            name = f"{stack}.{new_numbers[layer]}.{rest}"
         weights[name] = tensor
     try:
         student.load_state_dict(weights)

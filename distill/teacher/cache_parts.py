@@ -3,7 +3,7 @@
 Each part is written completely or not at all. It stores a description of its target and a hash of
 every text, so it cannot be used for another target or text. After a kill, the writer continues with
 the next part. `distill.teacher.top_k_cache` (log-probabilities) and
-`distill.teacher.hidden_state_cache` (hidden states) define the tensors.
+`distill.teacher.feature_sources` (hidden states) define the tensors.
 """
 
 import hashlib
@@ -45,8 +45,8 @@ def write_part(
     """
 
     def fill(path: Path) -> None:
-        whole = {name: torch.cat(list(x)).cpu().contiguous() for name, x in tensors.items()}
-        save_file(whole, path / FILE)
+        joined = {name: torch.cat(list(x)).cpu().contiguous() for name, x in tensors.items()}
+        save_file(joined, path / FILE)
         lengths = [len(x) for x in next(iter(tensors.values()))]
         rows = [
             {"id": name, "text": text, "tokens": length}
@@ -74,34 +74,38 @@ class Parts:
         if not parts:
             raise UserError(f"{directory} holds no {what}; expected directories {PART}N")
         self.metas = {part: verify_directory(part) for part in parts}
-        self._places: dict[str, tuple[Path, int, int, str]] = {}
+        # By sample id: the file, the first row and the end in it, and the hash of the text.
+        self._rows: dict[str, tuple[Path, int, int, str]] = {}
         for part in parts:
             begin = 0
             for row in json.loads((part / ROWS).read_text()):
                 end = begin + row["tokens"]
-                self._places[row["id"]] = (part / FILE, begin, end, row["text"])
+                self._rows[row["id"]] = (part / FILE, begin, end, row["text"])
                 begin = end
 
     @property
     def samples(self) -> Iterable[str]:
-        return self._places
+        return self._rows
 
     def require(self, samples: Sequence[tuple[str, str]]) -> None:
         """Raise UserError unless the parts hold every (id, text_sha256)."""
         for name, text in samples:
-            if name not in self._places:
+            if name not in self._rows:
                 raise UserError(
                     f"the {self.what} {self.directory} has no sample {name!r}; it was made from "
                     "other data. Make it again from this text."
                 )
-            if self._places[name][3] != text:
+            if self._rows[name][3] != text:
                 raise UserError(
                     f"sample {name!r} is another text than the one the {self.what} "
                     f"{self.directory} was made from. Make it again from this text."
                 )
 
     def read(self, sample: str, names: Sequence[str]) -> list[Tensor]:
-        """Return the tensors with these names for a sample."""
-        file, begin, end, _ = self._places[sample]
+        """Return the tensors with these names for a sample.
+
+        Raises KeyError for a sample that is not stored; check with `require` first.
+        """
+        file, begin, end, _ = self._rows[sample]
         with safe_open(file, "pt") as stored:
             return [stored.get_slice(name)[begin:end] for name in names]

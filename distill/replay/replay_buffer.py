@@ -22,20 +22,29 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from decode.artifact import recover, remove_directory, verify_directory, write_directory
 from decode.errors import UserError
 from decode.target.loading import Target
-from distill.teacher.signal import TopK
+from distill.teacher.teacher_signal import TopK
 from distill.teacher.top_k_cache import bytes_per_token, require_same_teacher
 
 SHARD = "shard"
 FILE = "records.safetensors"
 # Lower bound of stored log-probabilities. Below it a probability is 0 in float16 anyway. An
 # infinite log-probability would give 0·∞ = NaN.
-LEAST = -6e4
-EACH = ("places", "rejected", "ids", "log_p", "log_tail")  # one row per recorded token
-DRAFTED = ("depths", "read", "features")
+MIN_LOG_P = -6e4
+# The fields of a record with one row per recorded token, and their names in a shard.
+PER_TOKEN = {
+    "positions": "places",
+    "rejected": "rejected",
+    "ids": "ids",
+    "log_p": "log_p",
+    "log_tail": "log_tail",
+}
+# The fields of `HeadDrafts`, and their names in a shard.
+HEAD_DRAFTS = {"depths": "depths", "read_positions": "read", "features": "features"}
 
 
 def bytes_per_position(k: int, vocab_size: int) -> int:
@@ -58,34 +67,37 @@ def bytes_per_draft(features: int, dtype: torch.dtype) -> int:
 def to_numpy(x: Tensor) -> np.ndarray:
     """Return an exact copy on the host. NumPy has no bfloat16, so it becomes the bits as int16."""
     x = x.detach().to("cpu", copy=True)
-    found: np.ndarray = (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
-    return found
+    array: np.ndarray = (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+    return array
 
 
 def from_numpy(x: np.ndarray) -> Tensor:
     """Inverse of `to_numpy`."""
-    found = torch.as_tensor(x)
-    return found.view(torch.bfloat16) if x.dtype == np.int16 else found
+    tensor = torch.as_tensor(x)
+    return tensor.view(torch.bfloat16) if x.dtype == np.int16 else tensor
 
 
 @dataclass(frozen=True)
-class Drafted:
+class HeadDrafts:
     """Which heads drafted the tokens of a record, and from which hidden states.
 
     depths: uint8 [n], the head of each recorded token, from 1. It read the hidden states of
-    tokens[place − depth − 1]. read: int32 [m], the positions of all such tokens, ascending.
+    tokens[position − depth − 1]. read_positions: int32 [m], those of all such tokens, ascending.
     features: [m, F], their hidden states, returned by `to_numpy`, in the target's dtype.
     """
 
     depths: np.ndarray
-    read: np.ndarray
+    read_positions: np.ndarray
     features: np.ndarray
 
-    def part(self, places: np.ndarray, here: np.ndarray, begin: int) -> "Drafted":
-        """Keep only the recorded tokens `here` (bool [n]) for the text that starts at `begin`."""
-        depths = self.depths[here]
-        kept = np.isin(self.read, places[here] - depths - 1)
-        return Drafted(depths, self.read[kept] - begin, self.features[kept])
+    def part(self, positions: np.ndarray, chosen: np.ndarray, begin: int) -> "HeadDrafts":
+        """Keep only the recorded tokens `chosen` (bool [n]) for the text that starts at `begin`.
+
+        positions: int [n], those of all recorded tokens.
+        """
+        depths = self.depths[chosen]
+        kept = np.isin(self.read_positions, positions[chosen] - depths - 1)
+        return HeadDrafts(depths, self.read_positions[kept] - begin, self.features[kept])
 
 
 @dataclass(frozen=True)
@@ -93,66 +105,91 @@ class Record:
     """Recorded tokens of one request's text, with the target's distribution for each.
 
     request: its number. tokens: int32 [T], the text with its prompt, up to the last recorded token.
-    places: int32 [n], the positions of the recorded tokens, ascending, each ≥ 1. The distribution
-    of a position is that of tokens[place] given the tokens before it. rejected: bool [n], True
+    positions: int32 [n], those of the recorded tokens, ascending, each ≥ 1. The distribution of a
+    position is that of tokens[position] given the tokens before it. rejected: bool [n], True
     where the draft token was rejected. ids [n, k] unsigned or int32, log_p float16 [n, k], log_tail
-    float32 [n]: as in `distill.teacher.signal.TopK`, at temperature 1 and before any processor.
+    float32 [n]: as in `distill.teacher.teacher_signal.TopK`, at temperature 1 and before any
+    processor.
 
-    drafted: for heads on the target; None for a small language model.
+    head_drafts: for heads on the target; None for a small language model.
     """
 
     request: int
     tokens: np.ndarray
-    places: np.ndarray
+    positions: np.ndarray
     rejected: np.ndarray
     ids: np.ndarray
     log_p: np.ndarray
     log_tail: np.ndarray
-    drafted: Drafted | None = None
+    head_drafts: HeadDrafts | None = None
 
     @property
     def nbytes(self) -> int:
-        whole = [*vars(self).values(), *(vars(self.drafted).values() if self.drafted else ())]
-        return sum(x.nbytes for x in whole if isinstance(x, np.ndarray))
+        values = [*vars(self).values()]
+        if self.head_drafts is not None:
+            values += vars(self.head_drafts).values()
+        return sum(x.nbytes for x in values if isinstance(x, np.ndarray))
 
-    def windows(self, most: int) -> list["Record"]:
-        """Split into records of at most `most` ≥ 2 tokens, for models with a limited context.
+    def windows(self, max_tokens: int) -> list["Record"]:
+        """Split into records of at most `max_tokens` ≥ 2, for models with a limited context.
 
         The recorded tokens stay the same. Each keeps the tokens just before it: all of them, or at
-        least half of `most`. The token that its head read must be among them.
+        least half of `max_tokens`. The token that its head read must be among them.
         """
-        if len(self.tokens) <= most:
+        if len(self.tokens) <= max_tokens:
             return [self]
-        step = most // 2
-        found, done = [], 0
-        for begin in range(0, len(self.tokens), step):
-            end = begin + most
-            here = (self.places >= done) & (self.places < end)
-            done = end
-            if here.any():
-                own = self.places[here]
-                tokens = self.tokens[begin : int(own[-1]) + 1]
-                parts = {name: getattr(self, name)[here] for name in EACH[1:]}
-                drafted = self.drafted and self.drafted.part(self.places, here, begin)
-                found.append(
-                    replace(self, tokens=tokens, places=own - begin, drafted=drafted, **parts)
-                )
-        return found
+        windows, covered = [], 0  # covered: the end of the window before
+        for begin in range(0, len(self.tokens), max_tokens // 2):
+            end = begin + max_tokens
+            chosen = (self.positions >= covered) & (self.positions < end)
+            covered = end
+            if chosen.any():
+                rows = {name: getattr(self, name)[chosen] for name in PER_TOKEN}
+                tokens = self.tokens[begin : int(rows["positions"][-1]) + 1]
+                rows["positions"] = rows["positions"] - begin
+                drafts = self.head_drafts and self.head_drafts.part(self.positions, chosen, begin)
+                windows.append(replace(self, tokens=tokens, head_drafts=drafts, **rows))
+        return windows
 
 
-def signal_of(records: Sequence[Record], device: torch.device) -> TopK:
+def recorded_signal(records: Sequence[Record], device: torch.device) -> TopK:
     """Return the teacher signal for all recorded tokens, one text after the other."""
 
     def joined(name: str, dtype: torch.dtype) -> Tensor:
-        whole = np.concatenate([getattr(record, name) for record in records])
+        rows = np.concatenate([getattr(record, name) for record in records])
         # torch does not support all unsigned integers of NumPy.
-        whole = whole.astype(np.int64) if dtype == torch.int64 else whole
-        return torch.as_tensor(whole).to(device, dtype)
+        rows = rows.astype(np.int64) if dtype == torch.int64 else rows
+        return torch.as_tensor(rows).to(device, dtype)
 
     log_p, log_tail = joined("log_p", torch.float32), joined("log_tail", torch.float32)
     # In float16 the sum is off from 1 by about a thousandth, but losses in closed form need 1.
     total = torch.logaddexp(log_p.logsumexp(-1), log_tail)
     return TopK(joined("ids", torch.int64), log_p - total[:, None], log_tail - total)
+
+
+def padded_tokens(records: Sequence[Record], pad_id: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the texts as one batch, padded on the right, and its attention mask.
+
+    Both are int64 [B, T] on the CPU.
+    """
+    rows = [torch.as_tensor(record.tokens, dtype=torch.int64) for record in records]
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
+    return input_ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+
+
+def padded_values(
+    records: Sequence[Record], positions: Sequence[np.ndarray], values: Sequence[Tensor]
+) -> Tensor:
+    """[B, T, …]: the values of each text at their positions, 0 at all other positions.
+
+    positions: int [m] for each record. values: [m, …] for each record.
+    """
+    rows = []
+    for record, record_positions, x in zip(records, positions, values, strict=True):
+        row = x.new_zeros(len(record.tokens), *x.shape[1:])
+        row[torch.as_tensor(record_positions, dtype=torch.int64)] = x
+        rows.append(row)
+    return pad_sequence(rows, batch_first=True)
 
 
 class ReplayBuffer:
@@ -185,9 +222,9 @@ class ReplayBuffer:
         return self.first + len(self._records)
 
     @property
-    def positions(self) -> int:
+    def position_count(self) -> int:
         """The number of recorded tokens."""
-        return sum(len(record.places) for record in self._records)
+        return sum(len(record.positions) for record in self._records)
 
     def add(self, records: Iterable[Record]) -> None:
         for record in records:
@@ -196,14 +233,14 @@ class ReplayBuffer:
             self._records.append(record)
             self.nbytes += record.nbytes
             while self.nbytes > self.max_bytes:
-                self._forget()
+                self._drop_oldest()
 
     def keep_newest(self, count: int) -> None:
         """Drop all but the newest `count` records."""
         while len(self._records) > count:
-            self._forget()
+            self._drop_oldest()
 
-    def _forget(self) -> None:
+    def _drop_oldest(self) -> None:
         self.nbytes -= self._records.popleft().nbytes
         self.first += 1
 
@@ -231,9 +268,9 @@ class ReplayBuffer:
     def restore(self, target: Target, *, first: int = 0, end: int | None = None) -> None:
         """Read the records first … end−1 from the directory. With end=None, read to the last.
 
-        Raises UserError if they were made with another target, revision, dtype, vocabulary or k.
-        Raises CorruptArtifact, naming the file, for a damaged shard. A deleted shard is no error;
-        its records are just missing.
+        Raises UserError if they were made with another target, other weights, another revision,
+        dtype, vocabulary or k, or for other heads. Raises CorruptArtifact, naming the file, for a
+        damaged shard. A deleted shard is no error; its records are just missing.
         """
         assert self.directory is not None, "a buffer in memory has nothing to restore"
         recover(self.directory)
@@ -255,62 +292,74 @@ class ReplayBuffer:
             self.first = end - len(self._records)
         self._written = self.next
         while self.nbytes > self.max_bytes:
-            self._forget()
+            self._drop_oldest()
 
-    def _require_same(self, found: dict[str, Any], target: Target, path: Path) -> None:
-        require_same_teacher(found, self.made_with, target, f"the replay buffer {path}")
-        if found["k"] != self.made_with["k"]:
+    def _require_same(self, stored: dict[str, Any], target: Target, path: Path) -> None:
+        require_same_teacher(stored, self.made_with, target, f"the replay buffer {path}")
+        if stored["k"] != self.made_with["k"]:
             raise UserError(
-                f"the replay buffer {path} keeps the {found['k']} likeliest tokens, expected "
+                f"the replay buffer {path} keeps the {stored['k']} likeliest tokens, expected "
                 f"{self.made_with['k']}; delete it, or set k as it was"
             )
-        theirs, own = (x.get("heads") for x in (found, self.made_with))
-        if theirs != own:
+        recorded_for, learner = (x.get("heads") for x in (stored, self.made_with))
+        if recorded_for != learner:
             raise UserError(
-                f"the replay buffer {path} was recorded for {_heads(theirs)}, and the drafter that "
-                f"learns is {_heads(own)}; delete it, or go on with the drafter it was made for"
+                f"the replay buffer {path} was recorded for {_describe(recorded_for)}, and the "
+                f"drafter that learns is {_describe(learner)}; delete it, or go on with the "
+                "drafter it was made for"
             )
 
 
 def _shards(directory: Path) -> list[tuple[int, Path]]:
-    found = []
+    shards = []
     for path in directory.glob(f"{SHARD}-*"):
         match = re.fullmatch(rf"{SHARD}-(\d+)", path.name)
         if match:
-            found.append((int(match[1]), path))
-    return sorted(found)
+            shards.append((int(match[1]), path))
+    return sorted(shards)
 
 
-def _heads(made_for: dict[str, Any] | None) -> str:
-    if made_for is None:
+def _describe(heads: dict[str, Any] | None) -> str:
+    if heads is None:
         return "a small language model"
-    return f"{made_for['count']} heads on the hidden states {made_for['captured_layers']}"
+    return f"{heads['count']} heads on the hidden states {heads['captured_layers']}"
 
 
 def _store(path: Path, records: Sequence[Record]) -> None:
-    parts = {name: [getattr(r, name) for r in records] for name in ("tokens", *EACH)}
-    drafted = [r.drafted for r in records if r.drafted is not None]
-    if drafted:
-        parts |= {name: [getattr(d, name) for d in drafted] for name in DRAFTED}
-    save_file({name: np.concatenate(arrays) for name, arrays in parts.items()}, path / FILE)
-    rows = [
-        [r.request, len(r.tokens), len(r.places), len(r.drafted.read) if r.drafted else 0]
+    arrays = {"tokens": [r.tokens for r in records]}
+    for field, name in PER_TOKEN.items():
+        arrays[name] = [getattr(r, field) for r in records]
+    drafts = [r.head_drafts for r in records if r.head_drafts is not None]
+    if drafts:
+        for field, name in HEAD_DRAFTS.items():
+            arrays[name] = [getattr(d, field) for d in drafts]
+    save_file({name: np.concatenate(rows) for name, rows in arrays.items()}, path / FILE)
+    counts = [
+        [
+            r.request,
+            len(r.tokens),
+            len(r.positions),
+            len(r.head_drafts.read_positions) if r.head_drafts else 0,
+        ]
         for r in records
     ]
-    (path / "records.json").write_text(json.dumps(rows))
+    (path / "records.json").write_text(json.dumps(counts))
 
 
 def _load(path: Path) -> list[Record]:
-    whole = load_file(path / FILE)
+    arrays = load_file(path / FILE)
     records = []
-    at = [0, 0, 0]
+    begins = [0, 0, 0]
     for request, *counts in json.loads((path / "records.json").read_text()):
-        text, each, drafts = (slice(i, i + n) for i, n in zip(at, counts, strict=True))
-        drafted = None
-        if "depths" in whole:
-            own = zip(DRAFTED, (each, drafts, drafts), strict=True)
-            drafted = Drafted(*(whole[name][rows] for name, rows in own))
-        parts = {name: whole[name][each] for name in EACH}
-        records.append(Record(request, whole["tokens"][text], **parts, drafted=drafted))
-        at = [i + n for i, n in zip(at, counts, strict=True)]
+        ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
+        text, tokens, drafts = (slice(*bounds) for bounds in zip(begins, ends, strict=True))
+        head_drafts = None
+        if "depths" in arrays:
+            slices = zip(HEAD_DRAFTS.values(), (tokens, drafts, drafts), strict=True)
+            head_drafts = HeadDrafts(*(arrays[name][rows] for name, rows in slices))
+        per_token = {field: arrays[name][tokens] for field, name in PER_TOKEN.items()}
+        records.append(
+            Record(request, arrays["tokens"][text], **per_token, head_drafts=head_drafts)
+        )
+        begins = ends
     return records

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 from decode.draft import Contexts
 from decode.sampling import Sampling
 from decode.trees import Growth
-from heads.attending import AttendingDrafter, AttendingHeads
-from heads.base import Given, Prediction, ahead, trained_places
-from heads.embeddings import TokenHeads
-from heads.layer import Attend, Rotary, UnrolledAttention, layer_config
+from heads.heads_drafter import AttendingDrafter, AttendingHeads
+from heads.heads_module import HeadBatch, Prediction, TokenHeads, shift_left, trained_positions
+from heads.llama_layer import Attend, Rotary, UnrolledAttention, layer_config
 
 
 class AutoregressiveHeads(TokenHeads, AttendingHeads):
@@ -61,12 +60,17 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         """[..., H]: the input of the output layer, computed from states [..., H]."""
         return states
 
-    def blurred(self, features: Tensor) -> Tensor:
+    def with_noise(self, features: Tensor) -> Tensor:
         """[B, T, F]: the features used in training, possibly with noise added."""
         return features
 
-    def extra(self, states: Tensor, given: Given, depth: int, places: Tensor) -> Tensor | None:
-        """The extra loss (see `Prediction`) for the states [n, H] of step `depth` at `places`."""
+    def extra_loss(
+        self, states: Tensor, batch: HeadBatch, depth: int, positions: Tensor
+    ) -> Tensor | None:
+        """The extra loss (see `Prediction`) for the states [n, H] of step `depth` at `positions`.
+
+        positions: bool [B, T] with n True values.
+        """
         return None
 
     def step(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -81,21 +85,21 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
             states, self.embeddings(tokens).to(self.dtype), position_embeddings, attend
         )
 
-    def predictions(self, given: Given, depths: Sequence[int]) -> Iterator[Prediction]:
-        features = torch.cat([given.features[layer] for layer in self.captured_layers], -1).to(
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+        features = torch.cat([batch.features[layer] for layer in self.captured_layers], -1).to(
             self.dtype
         )
-        states = self.fuse(self.blurred(features))
+        states = self.fuse(self.with_noise(features))
         attend = UnrolledAttention()
         positions = torch.arange(states.shape[1], device=states.device)[None]
         for depth in range(1, max(depths) + 1):
-            tokens = ahead(given.input_ids, depth)
+            tokens = shift_left(batch.input_ids, depth)
             states = self.step(states, tokens, positions + depth - 1, attend)
             if depth in depths:
-                places = trained_places(given.loss_mask, depth)
-                own = states[places]
-                extra = self.extra(own, given, depth, places)
-                yield Prediction(depth, places, self.readout(own), extra)
+                trained = trained_positions(batch.loss_mask, depth)
+                trained_states = states[trained]
+                extra_loss = self.extra_loss(trained_states, batch, depth, trained)
+                yield Prediction(depth, trained, self.readout(trained_states), extra_loss)
 
 
 class AutoregressiveDrafter(AttendingDrafter):
@@ -147,19 +151,20 @@ class _Growth(Growth):
         before = self.fed.shape[1] - count
         if self.ancestors is None:
             # In a chain, each step reads the output of the previous step.
-            for place in range(before, before + count):
-                positions = torch.as_tensor(self.entries + place, device=self.device)[:, None]
-                token = self.fed[:, place : place + 1]
-                self._feed(self.states[:, -1:], token, positions, place)
+            for node in range(before, before + count):
+                positions = torch.as_tensor(self.entries + node, device=self.device)[:, None]
+                token = self.fed[:, node : node + 1]
+                self._feed(self.states[:, -1:], token, positions, node)
         else:
-            seen = self.ancestors[:, before:]
-            order = torch.arange(seen.shape[2], device=self.device)
+            visible = self.ancestors[:, before:]
+            order = torch.arange(visible.shape[2], device=self.device)
             # The parent is the ancestor that was fed last. 0 is the root.
-            above = torch.where(seen & (order < order[before:, None]), order + 1, 0).amax(2)
+            parents = torch.where(visible & (order < order[before:, None]), order + 1, 0).amax(2)
             rows_B1 = torch.arange(self.rows, device=self.device)[:, None]
             entries_B1 = torch.as_tensor(self.entries, device=self.device)[:, None]
-            positions = entries_B1 + seen.sum(2) - 1
-            self._feed(self.states[rows_B1, above], self.fed[:, before:], positions, before, seen)
+            positions = entries_B1 + visible.sum(2) - 1
+            states = self.states[rows_B1, parents]
+            self._feed(states, self.fed[:, before:], positions, before, visible)
         return self._logits(self.states[:, -count:])
 
     def _feed(
@@ -168,18 +173,18 @@ class _Growth(Growth):
         tokens: Tensor,
         positions: Tensor,
         before: int,
-        seen: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> None:
         """Run the steps of n more nodes and append their states.
 
         states: [B, n, H], the states of their parents. before: the number of nodes fed before.
-        seen: for a tree, which nodes each node may see. Keys and values go to the slots after the
-        last entry.
+        visible: for a tree, which nodes each node may see. Keys and values go to the slots after
+        the last entry.
         """
-        root = None if seen is None else self.entries
-        attend = self.drafter.attention(self.entries + before, tokens.shape[1], root, seen)
-        made = self.heads.step(states, tokens, positions, attend)
-        self.states = torch.cat([self.states, made], 1)
+        root = None if visible is None else self.entries
+        attend = self.drafter.attention(self.entries + before, tokens.shape[1], root, visible)
+        new_states = self.heads.step(states, tokens, positions, attend)
+        self.states = torch.cat([self.states, new_states], 1)
 
     def _logits(self, states: Tensor) -> Tensor:
         return self.heads.output.at(1, self.heads.readout(states))

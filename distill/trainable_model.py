@@ -41,7 +41,7 @@ class Trainable:
         lora: LoraConfig | None = None,
     ) -> None:
         self.model = model
-        wrapped: peft.PeftModel | None = None
+        adapted: peft.PeftModel | None = None
         if lora is not None:
             settings = peft.LoraConfig(
                 r=lora.r,
@@ -51,12 +51,12 @@ class Trainable:
                 task_type="CAUSAL_LM",
             )
             try:
-                wrapped = peft.get_peft_model(model, settings)
+                adapted = peft.get_peft_model(model, settings)
             except ValueError as error:
                 raise UserError(f"lora.targets {lora.targets!r}: {error}") from error
         # Engines may take the model apart, so keep a complete copy on the CPU. If the reduced layer
         # is tied to the embeddings, it stays tied, because both are copied together.
-        self._whole, self._wrapped, self._vocabulary = copy.deepcopy((model, wrapped, vocabulary))
+        self._copy, self._adapted, self._vocabulary = copy.deepcopy((model, adapted, vocabulary))
 
     @torch.no_grad()
     def plain(self, weights: dict[str, Tensor]) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
@@ -65,8 +65,8 @@ class Trainable:
         weights: the values of the trained weights, with the names of `model`. Adapters are merged
         into their layers. The copy is in eval mode and has no gradients.
         """
-        self._whole.load_state_dict(weights, strict=False)
-        whole, wrapped, vocabulary = copy.deepcopy((self._whole, self._wrapped, self._vocabulary))
-        if wrapped is not None:
-            whole = wrapped.merge_and_unload()
-        return whole.eval().requires_grad_(False), vocabulary
+        self._copy.load_state_dict(weights, strict=False)
+        model, adapted, vocabulary = copy.deepcopy((self._copy, self._adapted, self._vocabulary))
+        if adapted is not None:
+            model = adapted.merge_and_unload()
+        return model.eval().requires_grad_(False), vocabulary

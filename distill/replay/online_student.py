@@ -22,9 +22,14 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.trained import require_weights
 from decode.errors import UserError
 from decode.target.cached_model import sliding_window
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.module import Distillation
-from distill.replay.buffer import Record, signal_of
+from distill.replay.replay_buffer import (
+    Record,
+    padded_tokens,
+    padded_values,
+    recorded_signal,
+)
 
 
 class OnlineStudent(ABC):
@@ -40,7 +45,7 @@ class OnlineStudent(ABC):
 
     kind: str
     module: nn.Module
-    terms: WeightedLoss
+    weighted_loss: WeightedLoss
     window: int
     ids: Tensor | None
     heads: int = 0
@@ -64,7 +69,7 @@ class OnlineStudent(ABC):
         """
 
     @abstractmethod
-    def lost(self, records: Sequence[Record]) -> Tensor:
+    def expected_rejections(self, records: Sequence[Record]) -> Tensor:
         """Σ TV(p, q) over the recorded tokens, float64 []: the expected rejections at T = 1."""
 
     @abstractmethod
@@ -86,11 +91,12 @@ class OnlineStudent(ABC):
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
 
-def require_same_ids(own: Tensor | None, theirs: Tensor | None) -> None:
+def require_same_ids(student_ids: Tensor | None, drafter_ids: Tensor | None) -> None:
     """Raise UserError unless the learning copy and its drafter have the same draft vocabulary."""
-    same = own is theirs or (
-        own is not None and theirs is not None and torch.equal(own.cpu(), theirs.cpu())
-    )
+    if student_ids is None or drafter_ids is None:
+        same = student_ids is drafter_ids
+    else:
+        same = torch.equal(student_ids.cpu(), drafter_ids.cpu())
     if not same:
         raise UserError(
             "the drafter has another draft vocabulary than the copy that learns; make both from "
@@ -107,7 +113,7 @@ class SmallLMStudent(OnlineStudent):
     text in tokens; None uses the model's limit. tokenizer: stored with the model; it also gives the
     padding id. Without it, `pad_id` is used. tokens: as for `Distillation`; it must equal the
     number of tokens in the records' distributions. Raises UserError for a model that
-    `distill.teacher.output_layer` refuses.
+    `distill.teacher.teacher_signal.split_model` refuses.
     """
 
     kind = "small_lm"
@@ -115,7 +121,7 @@ class SmallLMStudent(OnlineStudent):
     def __init__(
         self,
         model: PreTrainedModel,
-        terms: WeightedLoss,
+        weighted_loss: WeightedLoss,
         vocabulary: ReducedVocabulary | None = None,
         *,
         max_length: int | None = None,
@@ -124,14 +130,15 @@ class SmallLMStudent(OnlineStudent):
         tokens: int | None = None,
         chunk: int = 256,
     ) -> None:
-        self.model, self.terms, self.vocabulary = model.eval(), terms, vocabulary
+        self.model, self.weighted_loss = model.eval(), weighted_loss
+        self.vocabulary = vocabulary
         ids = None if vocabulary is None else vocabulary.ids.to(model.device)
         self.ids, self.tokenizer = ids, tokenizer
         self.pad_id = pad_id if tokenizer is None else tokenizer.pad_token_id or 0
         sizes: Any = {"chunk": chunk, "vocabulary": ids, "tokens": tokens}
-        self.module = Distillation(model, terms, **sizes)
-        judged = WeightedLoss({"total_variation": 1.0})
-        self._judge = Distillation(model, judged, **sizes)
+        self.module = Distillation(model, weighted_loss, **sizes)
+        rejections = WeightedLoss({"total_variation": 1.0})
+        self._total_variation = Distillation(model, rejections, **sizes)
         config = model.config.get_text_config()
         limits = [
             getattr(config, "max_position_embeddings", None),
@@ -141,26 +148,23 @@ class SmallLMStudent(OnlineStudent):
         self.window = min((limit for limit in limits if limit), default=1 << 30)
 
     def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
-        return self._through(self.module, records)
+        return self._loss_of(self.module, records)
 
     @torch.no_grad()
-    def lost(self, records: Sequence[Record]) -> Tensor:
-        return self._through(self._judge, records)[1][0]
+    def expected_rejections(self, records: Sequence[Record]) -> Tensor:
+        return self._loss_of(self._total_variation, records)[1][0]
 
-    def _through(self, module: nn.Module, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
-        shape = len(records), max(len(record.tokens) for record in records)
-        input_ids = torch.full(shape, self.pad_id)
-        attention_mask = torch.zeros(shape, dtype=torch.int64)
-        recorded = torch.zeros(shape, dtype=torch.bool)
-        for row, record in enumerate(records):
-            length = len(record.tokens)
-            input_ids[row, :length] = torch.as_tensor(record.tokens)
-            attention_mask[row, :length] = 1
-            recorded[row, torch.as_tensor(record.places, dtype=torch.int64)] = True
-        given = (x.to(self.device) for x in (input_ids, attention_mask, recorded))
-        signal = signal_of(records, self.device)
-        found: tuple[Tensor, Tensor] = module(*given, teacher=signal.__getitem__)
-        return found
+    def _loss_of(self, module: nn.Module, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
+        input_ids, attention_mask = padded_tokens(records, self.pad_id)
+        loss_mask = padded_values(
+            records,
+            [record.positions for record in records],
+            [torch.ones(len(record.positions), dtype=torch.bool) for record in records],
+        )
+        batch = (x.to(self.device) for x in (input_ids, attention_mask, loss_mask))
+        signal = recorded_signal(records, self.device)
+        loss_and_sums: tuple[Tensor, Tensor] = module(*batch, teacher=signal.__getitem__)
+        return loss_and_sums
 
     def require_fits(self, drafter: Drafter) -> None:
         if not isinstance(drafter, SmallLMDrafter):
@@ -169,17 +173,18 @@ class SmallLMStudent(OnlineStudent):
                 "expected the small_lm drafter that they are a copy of"
             )
         require_same_ids(self.ids, drafter.vocabulary)
-        require_weights(drafter.lm.model, {self._name(n): p for n, p in self.trained().items()})
+        require_weights(drafter.lm.model, _lm_names(self.trained()))
 
     def hand_over(self, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
         assert isinstance(drafter, SmallLMDrafter)
-        drafter.take_weights({self._name(name): tensor for name, tensor in weights.items()})
-
-    @staticmethod
-    def _name(name: str) -> str:
-        return name.removeprefix("student.")
+        drafter.take_weights(_lm_names(weights))
 
     def write(self, directory: Path) -> None:
         save_with_vocabulary(self.model, self.vocabulary, directory)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(directory)
+
+
+def _lm_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a `Distillation`, by their names in its student."""
+    return {name.removeprefix("student."): tensor for name, tensor in weights.items()}

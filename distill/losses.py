@@ -1,0 +1,299 @@
+"""Losses between drafter and target, registered by name. Each is defined per token.
+
+The `value` of a loss is its definition, and in float64 the oracle. Its `fused` computes value and
+gradient together in closed form, without autograd's copies of [n, V].
+`distill.distillation_loss.chunked_loss` calls `fused` on a few tokens at a time.
+
+p is the target's distribution for a token, q is the drafter's. The acceptance rate of speculative
+sampling is α = Σ min(p, q) = 1 − TV(p, q) (Leviathan et al., 2211.17192, eq. 3). So every loss here
+is a way to lower TV.
+
+Shapes: n tokens, V outcomes (the vocabulary; or, against a cache, its top k and one tail).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decode.errors import UserError, nearest
+from decode.registry import Registry
+from distill.teacher.teacher_signal import Signal
+
+
+class Rows:
+    """Log-probabilities of n tokens over the outcomes, [n, V], and values derived from them."""
+
+    def __init__(self, log_q: Tensor, log_p: Tensor | None, labels: Tensor) -> None:
+        self.log_q, self._log_p, self.labels = log_q, log_p, labels
+
+    @property
+    def log_p(self) -> Tensor:
+        assert self._log_p is not None, "a loss that reads the teacher was given none"
+        return self._log_p
+
+    @cached_property
+    def q(self) -> Tensor:
+        return self.log_q.exp()
+
+    @cached_property
+    def p(self) -> Tensor:
+        return self.log_p.exp()
+
+
+class Loss(ABC):
+    """One loss. It is a frozen dataclass of its options.
+
+    needs_teacher: whether the loss reads p. If not, the loss needs no teacher forward. It then
+    depends only on the text and sees the drafter at temperature 1 over its full vocabulary.
+    """
+
+    needs_teacher: ClassVar[bool] = True
+
+    @abstractmethod
+    def value(self, rows: Rows) -> Tensor:
+        """The loss of each token, [n], differentiable. This is the definition of the loss."""
+
+    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return the value [n] and its gradient with respect to the drafter's logits [n, V]."""
+        log_q = rows.log_q.detach().requires_grad_()
+        with torch.enable_grad():
+            values = self.value(Rows(log_q, rows._log_p, rows.labels))
+            (slope,) = torch.autograd.grad(values.sum(), log_q)
+        return values.detach(), slope - rows.q * slope.sum(-1, keepdim=True)
+
+
+# The label that torch's losses ignore.
+IGNORED = -100
+
+LOSSES: Registry[type[Loss]] = Registry("loss")
+
+
+@dataclass(frozen=True)
+class Term:
+    """A loss and its weight in a sum."""
+
+    weight: float
+    loss: Loss
+
+
+class WeightedLoss:
+    """A weighted sum of losses: {name: weight} or {name: {"weight": w, option: value}}.
+
+    teacher_temperature and drafter_temperature divide the logits from which p and q are computed.
+    Raises UserError for an unknown name or option, and for a number out of range.
+    """
+
+    def __init__(
+        self,
+        losses: Mapping[str, float | Mapping[str, Any]],
+        *,
+        teacher_temperature: float = 1.0,
+        drafter_temperature: float = 1.0,
+    ) -> None:
+        if not losses:
+            raise UserError(f"no loss is given; expected at least one of {', '.join(LOSSES)}")
+        self.terms = {name: _term(name, setting) for name, setting in losses.items()}
+        for model, value in (("teacher", teacher_temperature), ("drafter", drafter_temperature)):
+            if not value > 0:
+                raise UserError(f"{model}_temperature is {value}; expected a number > 0")
+        self.teacher_temperature = teacher_temperature
+        self.drafter_temperature = drafter_temperature
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.terms)
+
+    @property
+    def needs_teacher(self) -> bool:
+        return any(term.loss.needs_teacher for term in self.terms.values())
+
+    def weigh(self, values: Tensor) -> Tensor:
+        """Σ weight · value over the first dimension, [terms, …] → […]."""
+        weights = [term.weight for term in self.terms.values()]
+        return torch.tensordot(values.new_tensor(weights), values, 1)
+
+    def values(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> Tensor:
+        """Each term for each token, [terms, n], unweighted and differentiable: the oracle.
+
+        logits: [n, V], the drafter's. labels: int64 [n], −100 for a token that text terms ignore.
+        """
+        on_text, on_teacher = self._rows(logits, signal, labels)
+        values = [
+            term.loss.value(on_teacher if term.loss.needs_teacher else on_text)
+            for term in self.terms.values()
+        ]
+        return torch.stack(values)
+
+    def fused(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each term for each token, [terms, n], and the gradient of the weighted sum.
+
+        The gradient is with respect to the logits, [n, V].
+        """
+        on_text, on_teacher = self._rows(logits, signal, labels)
+        values = []
+        gradients: dict[bool, Tensor] = {}  # by whether the terms read the teacher
+        for term in self.terms.values():
+            reads_teacher = term.loss.needs_teacher
+            value, gradient = term.loss.fused(on_teacher if reads_teacher else on_text)
+            values.append(value)
+            if term.weight != 1:
+                gradient = gradient * term.weight
+            if reads_teacher in gradients:
+                gradient = gradients[reads_teacher] + gradient
+            gradients[reads_teacher] = gradient
+        total = gradients.get(False)
+        if True in gradients:
+            assert signal is not None
+            of_teacher = signal.pull_back(gradients[True], logits, self.drafter_temperature)
+            if self.drafter_temperature != 1:
+                of_teacher = of_teacher / self.drafter_temperature
+            total = of_teacher if total is None else total + of_teacher
+        assert total is not None
+        return torch.stack(values), total
+
+    def _rows(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> tuple[Rows, Rows]:
+        """Return the rows for the terms on the text and the rows for the terms on the teacher."""
+        log_q = (logits / self.drafter_temperature).log_softmax(-1)
+        text_log_q = log_q if self.drafter_temperature == 1 else logits.log_softmax(-1)
+        on_text = Rows(text_log_q, None, labels)
+        if signal is None:
+            return on_text, on_text
+        return on_text, Rows(*signal.outcomes(log_q, self.teacher_temperature), labels)
+
+
+def _term(name: str, setting: float | Mapping[str, Any]) -> Term:
+    kind = LOSSES[name]
+    options = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
+    weight = options.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+        raise UserError(f"loss {name} has weight {weight!r}; expected a number > 0")
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for option in options:
+        if option not in known:
+            raise UserError(
+                f"loss {name} has no option {option!r}; it has weight"
+                f"{''.join(', ' + k for k in known)}.{nearest(option, ['weight', *known])}"
+            )
+    return Term(float(weight), kind(**options))
+
+
+@LOSSES.register("forward_kl")
+@dataclass(frozen=True)
+class ForwardKL(Loss):
+    """KL(p‖q) = Σ p (log p − log q): the drafter must cover every token the target may choose.
+
+    Pinsker's inequality gives TV ≤ √(KL/2), so the acceptance rate 1 − TV is at least 1 − √(KL/2)
+    (DistillSpec, 2310.08461). The gradient in the logits is q − p.
+    """
+
+    def value(self, rows: Rows) -> Tensor:
+        return F.kl_div(rows.log_q, rows.log_p, log_target=True, reduction="none").sum(-1)
+
+    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        gradient = rows.q - rows.p
+        # Σ (q − p) is 0 except for the rounding errors of the two normalisations. In float32 these
+        # errors would be larger than a small KL. Adding q − p to each summand cancels them.
+        return (rows.p * (rows.log_p - rows.log_q) + gradient).sum(-1), gradient
+
+
+@LOSSES.register("reverse_kl")
+@dataclass(frozen=True)
+class ReverseKL(Loss):
+    """KL(q‖p) = Σ q (log q − log p): the drafter must avoid tokens the target would not choose.
+
+    It concentrates on the target's most likely tokens. This suits drafters too small to cover all
+    of them (MiniLLM, 2306.08543). The gradient in the logits is q (log q − log p − KL).
+    """
+
+    def value(self, rows: Rows) -> Tensor:
+        return (rows.log_q.exp() * (rows.log_q - rows.log_p)).sum(-1)
+
+    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        ratio = rows.log_q - rows.log_p
+        # + (p − q), which sums to 0: see `ForwardKL`.
+        values = (rows.q * ratio + (rows.p - rows.q)).sum(-1)
+        return values, ratio.sub_(values[:, None]).mul_(rows.q)
+
+
+@LOSSES.register("jsd")
+@dataclass(frozen=True)
+class JSD(Loss):
+    """β·KL(p‖m) + (1 − β)·KL(q‖m), m = β·p + (1 − β)·q (GKD, 2306.13649, eq. 1).
+
+    It is bounded, so single tokens cannot dominate. Near β = 0 its gradient is β times the gradient
+    of the forward KL. Near β = 1 it is 1 − β times the gradient of the reverse KL. The gradient in
+    q is (1 − β)·log(q/m). Raises UserError unless 0 < β < 1.
+    """
+
+    beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.beta, int | float) and 0 < self.beta < 1):
+            raise UserError(
+                f"loss jsd has beta {self.beta!r}; expected a number between 0 and 1 (its limits "
+                "are the losses forward_kl and reverse_kl)"
+            )
+
+    def value(self, rows: Rows) -> Tensor:
+        p, q = rows.log_p.exp(), rows.log_q.exp()
+        log_m = (self.beta * p + (1 - self.beta) * q).log()
+        return (
+            self.beta * p * (rows.log_p - log_m) + (1 - self.beta) * q * (rows.log_q - log_m)
+        ).sum(-1)
+
+    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        # If p and q both round to 0, the smallest number keeps the logarithm finite.
+        m = rows.q.lerp(rows.p, self.beta)
+        log_m = m.clamp_(min=torch.finfo(m.dtype).tiny).log_()
+        slope = (rows.log_q - log_m).mul_(1 - self.beta).mul_(rows.q)
+        values = (rows.log_p - log_m).mul_(rows.p).mul_(self.beta).add_(slope).sum(-1)
+        return values, slope.sub_(rows.q * slope.sum(-1, keepdim=True))
+
+
+@LOSSES.register("total_variation")
+@dataclass(frozen=True)
+class TotalVariation(Loss):
+    """TV(p, q) = ½ Σ |p − q| = 1 − α; α is the acceptance rate of speculative sampling at T = 1.
+
+    This is the objective itself (DistillSpec's TVD, 2310.08461), but it is flat where p and q
+    hardly overlap. Its gradient in the logits is q (s − Σ q s) with s = ½ sign(q − p), which is
+    small where q is small. Start from a drafter that already agrees with the target to some degree.
+    """
+
+    def value(self, rows: Rows) -> Tensor:
+        return 0.5 * (rows.log_p.exp() - rows.log_q.exp()).abs().sum(-1)
+
+    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        difference = rows.q - rows.p
+        values = 0.5 * difference.abs().sum(-1)
+        slope = difference.sign_().mul_(0.5).mul_(rows.q)
+        return values, slope.sub_(rows.q * slope.sum(-1, keepdim=True))
+
+
+@LOSSES.register("cross_entropy")
+@dataclass(frozen=True)
+class CrossEntropy(Loss):
+    """−log q(label): SeqKD (Kim and Rush, 1606.07947) if the target generated the labels.
+
+    Needs no teacher forward. On text that the target generated greedily, it raises the chance that
+    the drafter's argmax equals the target's. A label of −100 is ignored.
+    """
+
+    needs_teacher: ClassVar[bool] = False
+
+    def value(self, rows: Rows) -> Tensor:
+        return F.nll_loss(rows.log_q, rows.labels, ignore_index=IGNORED, reduction="none")
+
+    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        counted = (rows.labels != IGNORED)[:, None]
+        labels = rows.labels.clamp(min=0)[:, None]
+        values = -rows.log_q.gather(1, labels) * counted
+        gradient = rows.q * counted
+        gradient.scatter_add_(1, labels, -counted.to(gradient.dtype))
+        return values[:, 0], gradient

@@ -1,0 +1,238 @@
+"""Heads and their losses as one module, so any engine can wrap the whole computation.
+
+`HeadTraining` trains heads on a frozen target. `JointTraining` also trains the target: Medusa-2,
+and Blockwise's fine-tuned variant.
+
+Shapes: B rows, T tokens, n trained tokens, H hidden size, V' draft vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from decode.target.hidden_states import FINAL, Recorder
+from distill.choose_vocabulary import rows_of_tokens
+from distill.distillation_loss import chunked_loss
+from distill.losses import WeightedLoss
+from distill.teacher.teacher_signal import Teacher, TeacherLogits, output_rows
+from heads.heads_module import HeadBatch, Heads, output_layer, shift_left, trained_positions
+
+TOP = 5
+
+
+class HeadTraining(nn.Module):
+    """Computes the losses of `heads` on a batch. The target is not trained here.
+
+    weighted_loss: the loss of each head. Its terms compare the head's distribution with the token
+    at t + d + 1 and with the target's distribution for this token, computed from the target's state
+    at t + d.
+    """
+
+    def __init__(
+        self, heads: Heads, weighted_loss: WeightedLoss, model: PreTrainedModel, *, chunk: int = 256
+    ) -> None:
+        super().__init__()
+        self.heads, self.weighted_loss, self.chunk = heads, weighted_loss, chunk
+        ids = heads.vocabulary
+        layer = output_layer(model)
+        rows = None if ids is None else rows_of_tokens(ids, layer.out_features)
+        self.register_buffer("label_rows", rows, persistent=False)
+        # A tuple, so that no parameter of the frozen target is registered in this module.
+        self._teacher_layer = _detached(*output_rows(layer, ids))
+
+    @contextmanager
+    def following(self, layer: nn.Linear) -> Iterator[None]:
+        """Use the current weights of `layer` as the target's output layer inside the context.
+
+        For a target that is trained too. If the heads borrow this layer, their loss trains it.
+        """
+        frozen_layer = self._teacher_layer
+        weight, bias = output_rows(layer, self.heads.vocabulary)
+        self._teacher_layer = _detached(weight, bias)
+        try:
+            with self.heads.output.using(weight, bias):
+                yield
+        finally:
+            self._teacher_layer = frozen_layer
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """The layers whose hidden states this module needs, including those of the heads."""
+        reads_teacher = self.weighted_loss.needs_teacher and FINAL not in self.heads.captured_layers
+        return (*self.heads.captured_layers, FINAL) if reads_teacher else self.heads.captured_layers
+
+    @property
+    def sums(self) -> list[str]:
+        """Names of the sums of `forward`, in order. `figures` turns the sums into metrics."""
+        per_head = ["tokens", "top1", f"top{TOP}", *self.weighted_loss.names]
+        names = [f"head{d}/{name}" for d in range(1, self.heads.depth + 1) for name in per_head]
+        return [*names, "positions", "accepted"]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        features: Mapping[int, Tensor],
+        losses: Mapping[int, float],
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted loss summed over tokens and heads, and `sums`, float64.
+
+        input_ids: int64 [B, T]. loss_mask: bool [B, T], True where the token is trained on.
+        features: [B, T, H] by captured layer. losses: the heads to compute, with their loss
+        weights. If it contains all heads, the sums also count how many tokens in a row the heads
+        get right.
+        """
+        batch = HeadBatch(input_ids, loss_mask, features)
+        depths = sorted(losses)
+        sums_per_head = 3 + len(self.weighted_loss.names)
+        sums = torch.zeros(
+            self.heads.depth * sums_per_head + 2, dtype=torch.float64, device=input_ids.device
+        )
+        total: Tensor | None = None
+        correct: dict[int, Tensor] = {}  # bool [B, T] by depth
+        for prediction in self.heads.predictions(batch, depths):
+            depth, positions = prediction.depth, prediction.positions
+            labels = shift_left(input_ids, depth + 1)[positions]
+            if isinstance(self.label_rows, Tensor):
+                labels = self.label_rows[labels]
+            ranks = torch.zeros_like(labels)
+            weight, bias = self.heads.output.of(depth)
+            loss, term_sums = chunked_loss(
+                prediction.states,
+                weight,
+                bias,
+                self._teacher(batch, depth, positions),
+                labels,
+                self.weighted_loss,
+                chunk=self.chunk,
+                ranks=ranks,
+            )
+            if prediction.extra_loss is not None:
+                loss = loss + prediction.extra_loss
+            loss = loss * losses[depth]
+            total = loss if total is None else total + loss
+            counts = [torch.ones_like(ranks), ranks == 0, ranks < TOP]
+            begin = (depth - 1) * sums_per_head
+            sums[begin : begin + sums_per_head] = torch.cat(
+                [torch.stack([count.sum() for count in counts]).double(), term_sums]
+            )
+            correct[depth] = torch.zeros_like(positions)
+            correct[depth][positions] = ranks == 0
+        if len(correct) == self.heads.depth:
+            in_a_row = torch.stack([correct[d] for d in depths]).long().cumprod(0).sum()
+            sums[-2:] = torch.stack([trained_positions(loss_mask, 1).sum(), in_a_row])
+        assert total is not None
+        return total, sums
+
+    def _teacher(self, batch: HeadBatch, depth: int, positions: Tensor) -> Teacher | None:
+        if not self.weighted_loss.needs_teacher:
+            return None
+        states = shift_left(batch.features[FINAL], depth)[positions]
+        weight, bias = self._teacher_layer
+        states = states.to(weight.dtype)
+
+        @torch.no_grad()
+        def teacher(part: slice) -> TeacherLogits:
+            return TeacherLogits(linear(states[part], weight, bias))
+
+        return teacher
+
+    def figures(self, sums: Mapping[str, float], tokens: int = 0) -> dict[str, float]:
+        """Compute metrics from `sums`, which are added up over batches and ranks.
+
+        For each computed head: the top-1 and top-5 accuracy, and the mean of each term.
+        `tokens_per_step`: the tokens that greedy chains emit per step at these positions, if the
+        text is the target's output. It is 1 plus the mean number of consecutive heads, from the
+        first, that are right.
+        """
+        figures = {}
+        for depth in range(1, self.heads.depth + 1):
+            count = sums[f"head{depth}/tokens"]
+            for name in ("top1", f"top{TOP}", *self.weighted_loss.names) if count else ():
+                figures[f"head{depth}/{name}"] = sums[f"head{depth}/{name}"] / count
+        if sums["positions"]:
+            figures["tokens_per_step"] = 1 + sums["accepted"] / sums["positions"]
+        return figures
+
+
+def _detached(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.detach(), None if bias is None else bias.detach()
+
+
+class JointTraining(nn.Module):
+    """L = L_backbone + λ₀ · L_heads (2401.10774, section 2.2.2).
+
+    The heads read the current hidden states of the backbone, so their loss also trains the
+    backbone.
+
+    weighted_loss: the backbone's loss. Its terms compare its next-token distribution with the text
+    or with the distribution of the original target. Raises UserError for a backbone without a
+    linear output layer. An output layer with an adapter counts as not linear.
+    """
+
+    def __init__(
+        self,
+        backbone: PreTrainedModel,
+        heads: HeadTraining,
+        weighted_loss: WeightedLoss,
+        *,
+        chunk: int = 256,
+    ) -> None:
+        super().__init__()
+        output_layer(backbone)
+        self.backbone, self.heads, self.chunk = backbone, heads, chunk
+        self.weighted_loss = weighted_loss
+        self._recorder = Recorder(backbone, heads.captured_layers)
+
+    @property
+    def sums(self) -> list[str]:
+        """Names of the sums of `forward`, in order: first the heads', then the backbone's."""
+        names = ("tokens", *self.weighted_loss.names)
+        return [*self.heads.sums, *(f"backbone/{name}" for name in names)]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        losses: Mapping[int, float],
+        weight: float,
+        teacher: Teacher | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The combined loss summed over tokens, and `sums`, float64.
+
+        input_ids, attention_mask: int64 [B, T]. loss_mask: bool [B, T]. losses: as for
+        `HeadTraining`. weight: λ₀. teacher(slice): the teacher signal of the original target for
+        the n predicted tokens; needed only if a term reads it.
+        """
+        with self._recorder.recording() as features:
+            hidden = self.backbone.base_model(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            ).last_hidden_state
+        layer = output_layer(self.backbone)
+        predicted = loss_mask[:, 1:]
+        labels = input_ids[:, 1:][predicted]
+        backbone_loss, term_sums = chunked_loss(
+            hidden[:, :-1][predicted],
+            layer.weight,
+            layer.bias,
+            teacher,
+            labels,
+            self.weighted_loss,
+            chunk=self.chunk,
+        )
+        # Use the layer here, not outside: engines that shard weights gather them only in a forward.
+        with self.heads.following(layer):
+            heads_loss, sums = self.heads(input_ids, loss_mask, features, losses)
+        count = term_sums.new_tensor([len(labels)])
+        return backbone_loss + weight * heads_loss, torch.cat([sums, count, term_sums])
+
+    def figures(self, sums: Mapping[str, float], tokens: int = 0) -> dict[str, float]:
+        """Like `HeadTraining.figures`, plus the mean of each of the backbone's terms."""
+        count = sums["backbone/tokens"]
+        names = [f"backbone/{name}" for name in self.weighted_loss.names] if count else []
+        return self.heads.figures(sums, tokens) | {name: sums[name] / count for name in names}

@@ -1,0 +1,219 @@
+"""The drafters for heads: they read hidden states in the decode loop and load stored heads.
+
+`HeadsDrafter` is the base of all. `AttendingDrafter` has an extra layer that attends to the whole
+text; a key-value cache makes it cheap.
+
+Shapes: B rows, n tokens, m missing cache entries, F features of a token, H hidden size.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters.trained import ShapedDrafter, take_weights
+from decode.errors import UserError
+from decode.sampling import CounterRNG, Sampling
+from decode.target.hidden_states import Features
+from decode.target.loading import DTYPES, Target
+from decode.target.slots import Slots
+from decode.trees import Growth, Shape
+from decode.verification import Verification
+from heads.heads_directory import load_heads
+from heads.heads_module import Heads
+from heads.llama_layer import SlotAttention
+
+
+class HeadsDrafter(ShapedDrafter):
+    """Drafts in any shape, at most as deep as there are heads.
+
+    It drafts from the hidden states of the last token that the target has read. The verification
+    pass provides them. So one target call verifies a draft and gives the input of the next draft
+    (1811.03115, section 4).
+
+    vocab_size: the target's vocabulary size. shape: a chain by default. Raises UserError for a
+    shape deeper than the heads.
+    """
+
+    trained = True
+
+    def __init__(self, heads: Heads, vocab_size: int, shape: Shape | None = None) -> None:
+        super().__init__(vocab_size, shape, farthest=heads.depth)
+        self.heads = heads.eval().requires_grad_(False)
+        self.captured_layers = heads.captured_layers
+        if (self.shape.depth or 0) > heads.depth:
+            raise UserError(
+                f"a tree {self.shape.depth} deep and heads for {heads.depth} tokens; make the tree "
+                "shallower, or train more heads"
+            )
+        self.newest_features = torch.zeros(0)  # [B, F]
+        self._has_features = np.zeros(0, dtype=bool)  # [B]
+
+    @classmethod
+    def load(cls, path: Path, target: Target, *, dtype: str) -> Self:
+        """Load a directory written by `heads.heads_directory.save_heads`."""
+        heads, shape = load_heads(path, target, DTYPES[dtype])
+        return cls(heads, target.vocab_size, shape)
+
+    @abstractmethod
+    def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
+        """Return the object that predicts the next tokens after the text and after each node.
+
+        deepest: the max depth of the draft.
+        """
+
+    def with_shape(self, shape: Shape) -> Self:
+        return type(self)(self.heads, self.vocab_size, shape)
+
+    def start(self, contexts: Contexts) -> None:
+        self._has_features = np.zeros(len(contexts.lengths), dtype=bool)
+
+    def observe(self, done: Verification) -> None:
+        if done.features is not None:
+            self.read(done.features)
+
+    def read(self, features: Features) -> None:
+        """Take the target's hidden states of new tokens, in the order of the text."""
+        self.newest_features = features.newest(self.captured_layers).to(
+            next(self.heads.parameters()).dtype
+        )
+        self._has_features = features.counts > 0
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        # A prompt of one token has no features before its first pass.
+        depths = np.where(self._has_features, np.minimum(limits.depths, self.heads.depth), 0)
+        if not depths.any():
+            return Draft.none(len(contexts.lengths), "cpu")
+        head_limits = Limits(depths, limits.stops)
+        growth = self.growth(contexts, sampling, head_limits.deepest)
+        return self.shape.grow(growth, head_limits, sampling, rng)
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace some weights of the heads.
+
+        This is safe in the middle of a text, because the heads read only the target's hidden
+        states. Never call it during a draft: q must come from one set of weights. Raises UserError
+        for weights that the heads do not have, and then changes nothing.
+        """
+        take_weights(self.heads, weights)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self._has_features = self._has_features[rows.cpu().numpy()]
+        if len(self.newest_features):
+            self.newest_features = self.newest_features.index_select(
+                0, rows.to(self.newest_features.device)
+            )
+
+
+class AttendingHeads(Heads):
+    """Heads with a layer that attends to the whole text. A subclass defines its input in `fuse`."""
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., H]: the layer's first input states, computed from the features [..., F]."""
+        return features
+
+
+class AttendingDrafter(HeadsDrafter):
+    """Drafter that keeps a key-value cache for the extra layer.
+
+    Entry i of a row's cache holds the layer's keys and values for token i. They are computed from
+    the target's features of this token. A text of L tokens has L − 1 entries, because the features
+    of the last token do not exist yet. `read` stores features at once. Missing entries are computed
+    only before a draft, also after rounds in which another drafter drafted. The draft itself uses
+    the slots after the last entry. The entries of the next round overwrite them.
+    """
+
+    heads: AttendingHeads
+
+    def start(self, contexts: Contexts) -> None:
+        rows, capacity = contexts.tokens.shape
+        parameter = next(self.heads.parameters())
+        self.states = parameter.new_zeros(rows, capacity, self.heads.hidden_size)
+        self.slots = Slots(1, rows, capacity, parameter.device)
+        self.stored_features = np.zeros(rows, dtype=np.int64)  # [B]: tokens with stored features
+        self.cached_entries = np.zeros(rows, dtype=np.int64)  # [B]: entries in the cache
+        self._has_features = self.stored_features > 0
+
+    def read(self, features: Features) -> None:
+        fused = self.heads.fuse(features.of(self.captured_layers).to(self.states.dtype))
+        count = fused.shape[1]
+        rows_B1 = torch.arange(len(self.stored_features), device=fused.device)[:, None]
+        first_B1 = torch.as_tensor(self.stored_features, device=fused.device)[:, None]
+        # Values past a row's count are overwritten before they are read.
+        self.states[rows_B1, first_B1 + torch.arange(count, device=fused.device)] = fused
+        self.stored_features = self.stored_features + features.counts
+        self._has_features = self.stored_features > 0
+
+    @abstractmethod
+    def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
+        """[B, m, H]: the layer's output for the entries `columns`, int [B, m].
+
+        states: [B, m, H], the input states of these entries. Writes their keys and values to the
+        cache.
+        """
+
+    def prefill(self, contexts: Contexts) -> None:
+        self._fill_cache(contexts, np.maximum(contexts.lengths - 2, 0))
+
+    def newest(self, contexts: Contexts) -> Tensor:
+        """[B, H]: the layer's output for each row's last entry. Computes all missing entries."""
+        entries = contexts.lengths - 1
+        outputs, first = self._fill_cache(contexts, entries)
+        # A row without entries drafts nothing, so its value here does not matter.
+        last = torch.as_tensor(np.maximum(entries - first - 1, 0), device=outputs.device)
+        return outputs[torch.arange(len(outputs), device=outputs.device), last]
+
+    def _fill_cache(self, contexts: Contexts, entries: np.ndarray) -> tuple[Tensor, np.ndarray]:
+        """Compute the missing entries of each row before entry `entries`, int [B].
+
+        Returns the layer's output for them, [B, m, H], and the index of each row's first computed
+        entry, int [B]. m is the largest number of missing entries of any row. The other rows
+        compute some entries again. This writes the same keys and values and keeps the batch
+        rectangular.
+        """
+        missing = int((entries - self.cached_entries).max())
+        first = np.maximum(entries - missing, 0)
+        if not missing:
+            return self.states[:, :0], first
+        self.cached_entries = entries.copy()
+        columns = first[:, None] + np.arange(missing)
+        rows_B1 = torch.arange(len(columns), device=self.states.device)[:, None]
+        states = self.states[rows_B1, torch.as_tensor(columns, device=self.states.device)]
+        return self.layer(contexts, columns, states), first
+
+    def attention(
+        self,
+        start: np.ndarray,
+        count: int,
+        root: np.ndarray | None = None,
+        ancestors: Tensor | None = None,
+    ) -> SlotAttention:
+        """Attention for `count` tokens of each row.
+
+        Their keys and values go to consecutive slots from `start`, int [B]. For the nodes of a
+        tree, root is the slot of its first node, int [B], and ancestors tells which nodes each node
+        may see (see `Slots.mask`).
+        """
+        self.slots.place(start, count)
+        first_slot = start if root is None else root
+        first_B1 = torch.as_tensor(first_slot, device=self.states.device)[:, None]
+        mask = self.slots.mask(first_B1, start, count, ancestors)
+        return SlotAttention(self.slots.layers[0], mask)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
+        device_rows = rows.to(self.states.device)
+        self.states = self.states.index_select(0, device_rows)
+        self.slots.keep_rows(device_rows)
+        host_rows = rows.cpu().numpy()
+        self.stored_features, self.cached_entries = (
+            self.stored_features[host_rows],
+            self.cached_entries[host_rows],
+        )

@@ -1,0 +1,260 @@
+"""Hydra's heads (2402.05109): like Medusa's, but each head also reads the earlier draft tokens.
+
+Hydra++ (section 4) puts them on an extra layer that attends to the whole text.
+
+Shapes: B rows, T tokens of a text, n tokens, m nodes fed, F features of a token, H hidden size,
+D heads.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from decode.draft import Contexts
+from decode.drafters import DRAFTERS
+from decode.sampling import Sampling
+from decode.trees import Growth
+from heads.heads_drafter import AttendingDrafter, AttendingHeads, HeadsDrafter
+from heads.heads_module import (
+    HEADS,
+    HeadBatch,
+    HeadOptions,
+    Prediction,
+    TokenHeads,
+    shift_left,
+    trained_positions,
+)
+from heads.llama_layer import Attend, DraftLayer, Rotary, UnrolledAttention, layer_config
+
+
+class HydraOptions(HeadOptions):
+    """Options of Hydra heads.
+
+    heads: the number of heads. layers: the number of layers of each head's MLP. decay: the loss
+    weight of head k is decay^(k − 1); in the paper all heads have the same weight.
+    """
+
+    type: Literal["hydra"] = "hydra"
+    heads: int = Field(4, ge=1)
+    layers: int = Field(1, ge=1)
+    decay: float = Field(1.0, gt=0, le=1)
+
+
+class _Block(nn.Module):
+    """A layer of the MLP from `input_size` to `size` numbers, with the skip connection `skip`.
+
+    If both sizes are equal, `skip` is the identity.
+    """
+
+    def __init__(self, input_size: int, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(input_size, size)
+        self.skip = nn.Identity() if input_size == size else nn.Linear(input_size, size)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            parameter.zero_()
+        if isinstance(self.skip, nn.Linear):
+            self.skip.weight[:, : self.skip.out_features] = torch.eye(self.skip.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped: Tensor = self.skip(x)
+        return skipped + silu(self.linear(x))
+
+
+@HEADS.register("hydra")
+class HydraHeads(TokenHeads):
+    """Head k reads the target's state at t and the embeddings of the tokens t + 1 … t + k.
+
+    They are concatenated (section 3). Token t + 1 comes from the target, the others are draft
+    tokens. In training all of them come from the text.
+
+    With its init weights a head passes the state through and adds nothing. So each head starts as
+    the target's next-token distribution, like Medusa's. (In the paper, the projection of the first
+    layer starts at random.)
+    """
+
+    Options: ClassVar[type[HeadOptions]] = HydraOptions
+
+    def __init__(
+        self, options: HydraOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
+    ) -> None:
+        super().__init__(options, options.heads, model, vocabulary)
+        size = self.hidden_size
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                _Block((head + 2) * size, size),
+                *(_Block(size, size) for _ in range(options.layers - 1)),
+            )
+            for head in range(options.heads)
+        )
+
+    @torch.no_grad()
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
+        for block in self.blocks.modules():
+            if isinstance(block, _Block):
+                block.init_weights()
+
+    def loss_weights(self, uniform: float) -> dict[int, float]:
+        return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
+
+    def input_states(self, features: Tensor) -> Tensor:
+        """[B, T, H]: the states that the heads read, from the target's features [B, T, H]."""
+        return features
+
+    def states(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """[n, H]: the states of head d.
+
+        features: [n, F], of one position each. tokens: int64 [n, d], the d tokens after it.
+        """
+        embedded = self.embeddings(tokens).flatten(1)
+        inputs = torch.cat([features.to(self.dtype), embedded.to(self.dtype)], -1)
+        states: Tensor = self.blocks[tokens.shape[1] - 1](inputs)
+        return states
+
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+        features = self.input_states(
+            torch.cat([batch.features[layer] for layer in self.captured_layers], -1)
+        )
+        for depth in depths:
+            positions = trained_positions(batch.loss_mask, depth)
+            tokens = [shift_left(batch.input_ids, i)[positions] for i in range(1, depth + 1)]
+            states = self.states(features[positions], torch.stack(tokens, -1))
+            yield Prediction(depth, positions, states)
+
+
+@DRAFTERS.register("hydra")
+class HydraDrafter(HeadsDrafter):
+    """Drafts with Hydra heads, in any shape. The paper calibrates a static tree on a dev set."""
+
+    heads: HydraHeads
+
+    def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
+        return HydraGrowth(self, contexts, sampling)
+
+
+class HydraGrowth(Growth):
+    """Grows a draft from the newest states that the heads read in each row, [B, H]."""
+
+    def __init__(self, drafter: HeadsDrafter, contexts: Contexts, sampling: Sampling) -> None:
+        heads, self.features = drafter.heads, drafter.newest_features
+        assert isinstance(heads, HydraHeads)
+        super().__init__(
+            contexts, sampling, self.features.device, drafter.vocab_size, heads.vocabulary
+        )
+        self.heads = heads
+        rows = torch.arange(self.rows)
+        last = torch.as_tensor(contexts.tokens)[rows, torch.as_tensor(contexts.lengths) - 1]
+        # int64 [B]: the token after the one with the features
+        self.last_tokens = last.to(self.device)
+
+    def _first(self) -> Tensor:
+        return self._logits(self.features, self.last_tokens[:, None])
+
+    def _extend(self, count: int) -> Tensor:
+        on_path = self.on_path(count)
+        fed = on_path.shape[2]
+        depths = on_path.sum(2)  # [B, n]
+        # Ancestors are fed before their children, so ascending numbers go from the root down.
+        order = torch.where(on_path, torch.arange(fed, device=self.device), fed).sort(2).values
+        paths = pad(self.fed, (0, 1))[:, None].expand(-1, count, -1).gather(2, order)
+        paths = torch.cat([self.last_tokens[:, None, None].expand(-1, count, -1), paths], 2)
+        features = self.features[:, None].expand(-1, count, -1)
+        logits = features.new_zeros(self.rows, count, self.heads.rows)
+        for depth in depths.unique().tolist():
+            nodes = depths == depth
+            logits[nodes] = self._logits(features[nodes], paths[nodes][:, : depth + 1])
+        return logits
+
+    def _logits(self, features: Tensor, tokens: Tensor) -> Tensor:
+        states = self.heads.states(features, tokens)
+        return self.heads.output.at(tokens.shape[1], states)
+
+
+class HydraPlusOptions(HydraOptions):
+    """Options of Hydra++ heads.
+
+    heads, layers, decay: as for Hydra. The paper's Hydra++ heads have four layers. The paper trains
+    them on the target's distribution: set the stage's `losses` to `forward_kl: 1`.
+    """
+
+    type: Literal["hydra_plus"] = "hydra_plus"  # type: ignore[assignment]
+    layers: int = Field(4, ge=1)
+
+
+class PrefixLayer(nn.Module):
+    """A decoder layer after the target's last layer. It reads the target's features."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layer = DraftLayer(config, config.hidden_size)
+        self._spread = config.initializer_range
+        self._rotary = Rotary(config)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Set init weights with which the layer changes nothing."""
+        self.input_layernorm.weight.fill_(1.0)
+        self.layer.init_weights(self._spread)
+
+    def forward(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Return [B, n, H] for features [B, n, H]. positions: int64 [B, n] or [1, n]."""
+        position_embeddings = self._rotary(positions, features)
+        states: Tensor = self.layer(
+            features, self.input_layernorm(features), position_embeddings, attend
+        )
+        return states
+
+
+@HEADS.register("hydra_plus")
+class HydraPlusHeads(HydraHeads, AttendingHeads):
+    """Heads that read the output of the prefix layer at t instead of the target's state at t.
+
+    The prefix layer attends to all of the target's states up to t. It starts with no effect and is
+    trained with the heads.
+    """
+
+    Options = HydraPlusOptions
+
+    def __init__(
+        self, options: HydraPlusOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
+    ) -> None:
+        super().__init__(options, model, vocabulary)
+        self.prefix = PrefixLayer(layer_config(model))
+
+    @torch.no_grad()
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
+        self.prefix.init_weights()
+
+    def input_states(self, features: Tensor) -> Tensor:
+        positions = torch.arange(features.shape[1], device=features.device)[None]
+        states: Tensor = self.prefix(features.to(self.dtype), positions, UnrolledAttention())
+        return states
+
+
+@DRAFTERS.register("hydra_plus")
+class HydraPlusDrafter(AttendingDrafter):
+    """Drafts with Hydra++ heads, in any shape. The paper calibrates a static tree on a dev set."""
+
+    heads: HydraPlusHeads
+
+    def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
+        self.newest_features = self.newest(contexts)
+        return HydraGrowth(self, contexts, sampling)
+
+    def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
+        attend = self.attention(columns[:, 0], columns.shape[1])
+        positions = torch.as_tensor(columns, device=states.device)
+        outputs: Tensor = self.heads.prefix(states, positions, attend)
+        return outputs
