@@ -52,7 +52,7 @@ class Limits:
     stops: Callable[[int, Tensor, np.ndarray], Tensor] | None = None
 
     @property
-    def deepest(self) -> int:
+    def max_depth(self) -> int:
         return int(self.depths.max(initial=0))
 
 
@@ -156,22 +156,22 @@ class Draft:
         their sums float64 [B]). They are q, for distinct siblings without the earlier siblings, and
         one-hot for chosen tokens."""
         row = torch.arange(len(nodes), device=nodes.device)
-        whole = torch.ones(len(nodes), dtype=torch.float64, device=nodes.device)
+        one = torch.ones(len(nodes), dtype=torch.float64, device=nodes.device)
         if self.q is None:
             token = self.tokens[row, nodes][:, None]
-            return torch.zeros(len(nodes), vocab, device=row.device).scatter_(1, token, 1.0), whole
+            return torch.zeros(len(nodes), vocab, device=row.device).scatter_(1, token, 1.0), one
         q = self.q[row, self.rows_of_q()[row, nodes]]
         if self.drawn != "distinct" or self.parents is None:
-            return q, whole
+            return q, one
         order = torch.arange(self.tokens.shape[1], device=row.device)
         elder = (self.parents == self.parents[row, nodes][:, None]) & (order < nodes[:, None])
         if elder.device.type == "cpu" and not elder.any():
-            return q, whole
+            return q, one
         gone = torch.zeros_like(q).scatter_reduce_(1, self.tokens, elder.to(q.dtype), "amax")
         q = q.masked_fill(gone > 0, 0.0)
         # A node without earlier siblings has sum 1 by definition. Otherwise a row would depend on
         # the other rows of the batch.
-        return q, torch.where(elder.any(1), q.sum(1, dtype=torch.float64), whole)
+        return q, torch.where(elder.any(1), q.sum(1, dtype=torch.float64), one)
 
     def q_of_tokens(self) -> Tensor:
         """float64 [B, N]: the probability of each node's token in the q it was drawn from."""
@@ -222,13 +222,13 @@ class Draft:
         valid = self.valid()
         same = (above[:, :, None] == above[:, None, :]) & valid[:, None, :]
         rank = same.float().tril(-1).sum(2).long()  # number of earlier siblings
-        most = int(rank.max()) + 1 if nodes else 1
-        table = torch.full((rows, (nodes + 1) * most), -1, dtype=torch.int64, device=device)
+        children = int(rank.max()) + 1 if nodes else 1
+        table = torch.full((rows, (nodes + 1) * children), -1, dtype=torch.int64, device=device)
         order = torch.arange(nodes, device=device).expand(rows, -1)
         # Padding writes −1 to an entry that belongs to no child and is already −1.
-        place = torch.where(valid, above * most + rank, (nodes + 1) * most - 1)
-        table.scatter_(1, place, torch.where(valid, order, -1))
-        return table.view(rows, nodes + 1, most)
+        entry = torch.where(valid, above * children + rank, (nodes + 1) * children - 1)
+        table.scatter_(1, entry, torch.where(valid, order, -1))
+        return table.view(rows, nodes + 1, children)
 
     def nodes_by_depth(self) -> np.ndarray:
         """int [B, D] on the host: how many nodes row b has at depth 1, 2, … D."""

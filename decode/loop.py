@@ -79,7 +79,7 @@ class Decoder:
     """A target, a drafter, a rule and a draft-length policy, ready to decode.
 
     gamma: the depth of every draft, at least 1. Ignored for drafts with a fixed depth
-        (`Drafter.deepest`), and if a policy is given.
+        (`Drafter.max_depth`), and if a policy is given.
     policy, rule: an instance, or a name with options (`decode.parts`). policy None: `fixed`.
         rule None: `speculative`, or `multi_round` for trees. At temperature 0, exact match replaces
         the rules that are equivalent to it there.
@@ -121,11 +121,11 @@ class Decoder:
         name, branches = type(drafter).__name__, drafter.branches
         siblings = drafter.siblings(self.draft_sampling)
         self.rule = make_rule(rule, self.sampling, name, branches, siblings)
-        self.policy = make_policy(policy, drafter.deepest(gamma), name, branches)
+        self.policy = make_policy(policy, drafter.max_depth(gamma), name, branches)
         self.lm = CachedLM(model, captured_layers=drafter.captured_layers)
-        if self.policy.most >= self.lm.max_positions:
+        if self.policy.max_depth >= self.lm.max_positions:
             raise UserError(
-                f"drafts of depth {self.policy.most} do not fit into the target's context of "
+                f"drafts of depth {self.policy.max_depth} do not fit into the target's context of "
                 f"{self.lm.max_positions} tokens, text included; choose a smaller gamma, "
                 "or a shallower tree"
             )
@@ -196,7 +196,7 @@ class Decoding:
         lengths = np.array([len(prompt) for prompt in prompts])
         self.ends = np.minimum(lengths + max_new_tokens, max_positions)  # max length of each row
         # In a ragged batch, a row near its end is still fed a draft as deep as the others.
-        capacity = int(self.ends.max()) + decoder.drafter.most_nodes(decoder.policy.most)
+        capacity = int(self.ends.max()) + decoder.drafter.max_nodes(decoder.policy.max_depth)
         tokens = np.zeros((len(prompts), capacity), dtype=np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
@@ -310,7 +310,7 @@ class Decoding:
         self.clock.mark("overhead")
 
     def result(self) -> Decoded:
-        tally = Tally(len(self.outputs), self.decoder.policy.most)
+        tally = Tally(len(self.outputs), self.decoder.policy.max_depth)
         timing = self.clock.timing
         for step in self.steps:
             tally.add(step)
@@ -363,8 +363,8 @@ class Decoding:
         done.nodes_by_depth = draft.nodes_by_depth()
         done.width = 1 + draft.tokens.shape[1]
         # A policy that stopped a draft has seen the logits of one more token.
-        deepest = int(done.nodes_by_depth.any(0).sum())
-        done.draft_steps = max(deepest, self.decoder.policy.asked)
+        depth = int(done.nodes_by_depth.any(0).sum())
+        done.draft_steps = max(depth, self.decoder.policy.watched)
 
     def _cut(self, block: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(how many of the `new` [B] tokens of each block are emitted, int [B]; whether the text

@@ -44,7 +44,7 @@ def make_policy(
     watches chains where drafts are trees.
     """
     if not isinstance(policy, Policy):
-        policy = POLICIES.make(policy or "fixed", most=max_depth)
+        policy = POLICIES.make(policy or "fixed", max_depth=max_depth)
     assert isinstance(policy, Policy)
     if policy.watches and branches:
         raise UserError(
@@ -64,8 +64,8 @@ def make_shape(shape: Part | Shape, max_depth: int, costs: Costs | None = None) 
     if costs is not None:
         pairs = list(zip(costs.widths, costs.v, strict=True))
         planned |= {"draft_cost": costs.c, "verify_costs": pairs}
-    made: Shape = SHAPES.make(shape, **planned)
-    return made
+    planned_shape: Shape = SHAPES.make(shape, **planned)
+    return planned_shape
 
 
 def plans_by_costs(shape: Part) -> bool:

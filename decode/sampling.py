@@ -40,7 +40,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, value, fits, expected in (
             ("temperature", self.temperature, self.temperature >= 0, "a number ≥ 0"),
-            ("top_k", self.top_k, self.top_k >= 0, "a whole number ≥ 0 (0: off)"),
+            ("top_k", self.top_k, self.top_k >= 0, "a aligned number ≥ 0 (0: off)"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "a number in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "a number in [0, 1]"),
             (
@@ -60,18 +60,18 @@ class Sampling:
     def probs(self, logits: Tensor) -> Tensor:
         """float32 [..., V]: the distribution that tokens are drawn from. Undefined if greedy."""
         flat = logits.reshape(-1, logits.shape[-1])
-        whole = None
+        full = None
         for rows, ids, probs in self._groups(flat):
             if ids is not None:
                 probs = probs.new_zeros(len(probs), flat.shape[1]).scatter_(-1, ids, probs)
             if len(probs) == len(flat):
-                whole = probs
+                full = probs
                 break
-            if whole is None:
-                whole = probs.new_zeros(flat.shape)
-            whole[rows] = probs
-        assert whole is not None
-        return whole.view(logits.shape)
+            if full is None:
+                full = probs.new_zeros(flat.shape)
+            full[rows] = probs
+        assert full is not None
+        return full.view(logits.shape)
 
     def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """int64 [...]: the argmax if greedy, else one draw per distribution. uniform: float64
@@ -118,8 +118,8 @@ class Sampling:
         # float32 before anything else: bfloat16 probabilities make p/q wrong by several per cent.
         scores = logits.float() / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
-            least = scores.topk(self.top_k, dim=-1).values[..., -1:]
-            scores = scores.masked_fill(scores < least, -torch.inf)
+            kth = scores.topk(self.top_k, dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < kth, -torch.inf)
         return self._kept(scores.softmax(-1))
 
     def _kept(self, probs: Tensor) -> Tensor:
@@ -148,25 +148,26 @@ class Sampling:
             # In the order of ids, so a draw gives the same token as over the full vocabulary.
             ids, order = ids.sort(-1)
             return ids, self._filtered(values.gather(-1, order)), covered
-        whole = (logits.float() / self.temperature).softmax(-1)
-        ids = top(whole, count)[1].sort(-1).values
-        probs = whole.gather(-1, ids)
+        full = (logits.float() / self.temperature).softmax(-1)
+        ids = top(full, count)[1].sort(-1).values
+        probs = full.gather(-1, ids)
         kept = self._kept(probs)
         # If the filters remove a token, they remove all less likely tokens too.
-        least = probs.amin(-1, keepdim=True)
-        return ids, kept, ~((probs == least) & (kept > 0)).any(-1)
+        smallest = probs.amin(-1, keepdim=True)
+        return ids, kept, ~((probs == smallest) & (kept > 0)).any(-1)
 
 
 def argmax(logits: Tensor) -> Tensor:
     """int64 [...]: the index of the first maximum of [..., V], or of a NaN if there is one."""
     size = logits.shape[-1]
-    whole = size - size % BLOCK
-    if logits.device.type != "cpu" or not whole:
+    aligned = size - size % BLOCK
+    if logits.device.type != "cpu" or not aligned:
         return logits.argmax(-1)
-    # A maximum is many times faster than an argmax. So find the block first, then the place in it.
-    parts = [logits[..., :whole].unflatten(-1, (-1, BLOCK)).amax(-1)]
-    if whole < size:
-        parts.append(logits[..., whole:].amax(-1, keepdim=True))
+    # A maximum is many times faster than an argmax. So find the block first, then the position in
+    # it.
+    parts = [logits[..., :aligned].unflatten(-1, (-1, BLOCK)).amax(-1)]
+    if aligned < size:
+        parts.append(logits[..., aligned:].amax(-1, keepdim=True))
     block = torch.cat(parts, -1).argmax(-1)
     ids = block[..., None] * BLOCK + torch.arange(BLOCK)
     inside = logits.gather(-1, ids.clamp(max=size - 1)).masked_fill_(ids >= size, -torch.inf)
@@ -175,22 +176,22 @@ def argmax(logits: Tensor) -> Tensor:
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest values of [..., V], largest first, and their indices int64, as from
-    `topk`. Of values that tie for the last places, any may be returned."""
+    `topk`. Of values that tie for the last positions, any may be returned."""
     size = values.shape[-1]
     stride = size // SIEVE
     if values.device.type != "cpu" or 4 * count > stride:
-        found = values.topk(count, dim=-1)
-        return found.values, found.indices
+        largest = values.topk(count, dim=-1)
+        return largest.values, largest.indices
     # The `count` groups with the largest maxima hold all the values searched for. The groups
     # interleave, so a few vector passes compute all maxima.
-    whole = stride * SIEVE
-    groups = values[..., :whole].unflatten(-1, (SIEVE, stride)).amax(-2).topk(count, -1).indices
+    aligned = stride * SIEVE
+    groups = values[..., :aligned].unflatten(-1, (SIEVE, stride)).amax(-2).topk(count, -1).indices
     within = stride * torch.arange(SIEVE)
     ids = (groups[..., None] + within).flatten(-2)
-    rest = torch.arange(whole, size).expand(*ids.shape[:-1], -1)
+    rest = torch.arange(aligned, size).expand(*ids.shape[:-1], -1)
     ids = torch.cat([ids, rest], -1)
-    found = values.gather(-1, ids).topk(count, dim=-1)
-    return found.values, ids.gather(-1, found.indices)
+    largest = values.gather(-1, ids).topk(count, dim=-1)
+    return largest.values, ids.gather(-1, largest.indices)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -200,13 +201,13 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     not an error: callers that draw from a model's output check it (`Scores.peaks_at`).
     """
     size = probs.shape[-1]
-    whole = size - size % BLOCK
-    if not whole:
+    aligned = size - size % BLOCK
+    if not aligned:
         return _draw(probs, uniform)[0]
     # Draw a block first, then a token in it: a running sum over a large vocabulary is slow.
-    parts = [probs[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)]
-    if whole < size:
-        parts.append(probs[..., whole:].sum(-1, keepdim=True, dtype=torch.float64))
+    parts = [probs[..., :aligned].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)]
+    if aligned < size:
+        parts.append(probs[..., aligned:].sum(-1, keepdim=True, dtype=torch.float64))
     block, rest = _draw(torch.cat(parts, -1), uniform)
     ids = block[..., None] * BLOCK + torch.arange(BLOCK, device=probs.device)
     inside = probs.gather(-1, ids.clamp(max=size - 1)).masked_fill_(ids >= size, 0.0)
@@ -239,7 +240,8 @@ def _mix(x: Tensor) -> Tensor:
 
 
 class CounterRNG:
-    """Counter-based random numbers: uniform, a function of (seed, row, round, stream, place) only.
+    """Counter-based random numbers: uniform, a function of (seed, row, round, stream, position)
+    only.
 
     There is no generator state, so a row gets the same numbers alone and in any batch. Its text is
     the same if its logits are the same. That holds in float32. In bfloat16, the other rows of the
@@ -274,18 +276,19 @@ class CounterRNG:
         self._keys = self._keys.index_select(0, rows)
 
     def uniforms(self, stream: int, first: int, count: int) -> Tensor:
-        """float64 [B, count] in [0, 1): places first … first+count−1 of a stream in this round."""
-        places = torch.arange(first, first + count, device=self._keys.device)
-        return self._at(self._round * 4 + stream, places)
+        """float64 [B, count] in [0, 1): positions first … first+count−1 of a stream in this
+        round."""
+        positions = torch.arange(first, first + count, device=self._keys.device)
+        return self._at(self._round * 4 + stream, positions)
 
     def of_text(self, depths: Tensor) -> Tensor:
         """float64 [B, n] in [0, 1) for tokens after the committed text. depths: int64 [B, n], the
-        distance of each token from its end. The number depends on the place in the text, not on the
-        round."""
+        distance of each token from its end. The number depends on the position in the text, not on
+        the round."""
         ends_B1 = torch.as_tensor(self._lengths, device=self._keys.device)[:, None]
         return self._at(self.TEXT, ends_B1 + depths)
 
-    def _at(self, stream: int, places: Tensor) -> Tensor:
+    def _at(self, stream: int, positions: Tensor) -> Tensor:
         streams_B1 = _mix(self._keys ^ (stream + 1))[:, None]
-        bits = _mix(_mix(streams_B1 ^ (places + 1)))
+        bits = _mix(_mix(streams_B1 ^ (positions + 1)))
         return ((bits >> 11) & _MASKS[11]).double() * 2.0**-53

@@ -29,8 +29,8 @@ class DecodeSettings:
 
     Raises UserError for settings that are unknown, out of range or incompatible. Loads nothing.
 
-    >>> settings = DecodeSettings(rule="exact", policy="heuristic:most=8")
-    >>> settings.make_policy().most
+    >>> settings = DecodeSettings(rule="exact", policy="heuristic:max_depth=8")
+    >>> settings.make_policy().max_depth
     8
     """
 
@@ -46,11 +46,11 @@ class DecodeSettings:
         if self.shape is None:
             make_rule(self.rule, self.sampling, "a chain", False, "chosen")
             return
-        shape = make_shape(self.shape, policy.most)
+        shape = make_shape(self.shape, policy.max_depth)
         name = f"shape {Choice.of(self.shape)}"
         siblings = shape.siblings(draft_sampling)
         make_rule(self.rule, self.sampling, name, shape.branches, siblings)
-        make_policy(policy, policy.most, name, shape.branches)
+        make_policy(policy, policy.max_depth, name, shape.branches)
 
     @property
     def draft_sampling(self) -> Sampling:
@@ -96,8 +96,8 @@ class DecodeSettings:
             return decoder, None
         # One level of a tree takes one pass of the drafter, like one token of a chain.
         plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
-        depth = decoder.policy.most
-        width = decoder.drafter.most_nodes(depth) + 1
+        depth = decoder.policy.max_depth
+        width = decoder.drafter.max_nodes(depth) + 1
         trees = decoder.drafter.branches
         costs = measure_costs(plain, [prompt], max_depth=depth, max_width=width, trees=trees)
         return self._decoder(target, drafter, costs, stop), costs
@@ -106,9 +106,9 @@ class DecodeSettings:
         self, target: Target, drafter: Drafter, costs: Costs | None, stop: Stop | None = None
     ) -> Decoder:
         if self.shape is not None:
-            shape = make_shape(self.shape, self.make_policy().most, costs)
+            shape = make_shape(self.shape, self.make_policy().max_depth, costs)
             drafter = drafter.with_shape(shape)
-        policy = make_policy(self.policy, drafter.deepest(self.gamma))
+        policy = make_policy(self.policy, drafter.max_depth(self.gamma))
         if costs is not None:
             policy.use_costs(costs)
         return Decoder(
@@ -125,7 +125,7 @@ class DecodeSettings:
     def to_dict(self) -> dict[str, Any]:
         """As JSON values. gamma: the max depth of a draft. Parts as `Choice` writes them."""
         return {
-            "gamma": self.make_policy().most,
+            "gamma": self.make_policy().max_depth,
             "rule": None if self.rule is None else str(Choice.of(self.rule)),
             "policy": str(Choice.of(self.policy or "fixed")),
             "shape": None if self.shape is None else str(Choice.of(self.shape)),

@@ -93,8 +93,8 @@ def finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def _ratio(part: float, whole: float) -> float:
-    return float(part / whole) if whole else float("nan")
+def _ratio(part: float, total: float) -> float:
+    return float(part / total) if total else float("nan")
 
 
 def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:

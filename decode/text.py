@@ -87,7 +87,7 @@ class SpeculativeGenerator:
             drafter = drafter.with_shape(make_shape(shape, gamma))
         self.drafter = drafter
         # The policy stays over all calls, with what it has learnt.
-        policy = make_policy(policy, drafter.deepest(gamma))
+        policy = make_policy(policy, drafter.max_depth(gamma))
         self._parts: dict[str, Any] = {"gamma": gamma, "rule": rule, "policy": policy}
         self.decoded: Decoded | None = None
 
@@ -209,8 +209,8 @@ class SpeculativeGenerator:
     def tokens(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt."""
         if isinstance(prompt, str):
-            found: list[int] = self.tokenizer(prompt).input_ids
-            return found
+            ids: list[int] = self.tokenizer(prompt).input_ids
+            return ids
         if not len(prompt) or not isinstance(prompt[0], Mapping):
             return [int(cast(int, token)) for token in prompt]
         if not getattr(self.tokenizer, "chat_template", None):
@@ -240,12 +240,12 @@ def _is_one(prompts: Any) -> bool:
 def _of_model(model: PreTrainedModel, target: Target) -> SmallLMDrafter:
     """A drafter on a model. Raises UserError for another vocabulary size: there is no tokenizer to
     compare."""
-    own: int = model.config.get_text_config().vocab_size
-    if own != target.vocab_size:
+    vocab_size: int = model.config.get_text_config().vocab_size
+    if vocab_size != target.vocab_size:
         raise UserError(
-            f"the drafter {type(model).__name__} has a vocabulary of {own} tokens and the target "
-            f"one of {target.vocab_size}. If their tokenizers are the same and only the padding "
-            "differs, give the drafter by its name or directory, so that they can be compared"
+            f"the drafter {type(model).__name__} has a vocabulary of {vocab_size} tokens and the "
+            f"target one of {target.vocab_size}. If their tokenizers are the same and only the "
+            "padding differs, give the drafter by its name or directory, so that they can be compared"
         )
     return SmallLMDrafter.of_target(model, target)
 

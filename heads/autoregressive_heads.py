@@ -112,7 +112,7 @@ class AutoregressiveDrafter(AttendingDrafter):
 
     heads: AutoregressiveHeads
 
-    def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
+    def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
         return _Growth(self, contexts, sampling)
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:

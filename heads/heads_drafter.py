@@ -43,7 +43,7 @@ class HeadsDrafter(ShapedDrafter):
     trained = True
 
     def __init__(self, heads: Heads, vocab_size: int, shape: Shape | None = None) -> None:
-        super().__init__(vocab_size, shape, farthest=heads.depth)
+        super().__init__(vocab_size, shape, depth_limit=heads.depth)
         self.heads = heads.eval().requires_grad_(False)
         self.captured_layers = heads.captured_layers
         if (self.shape.depth or 0) > heads.depth:
@@ -61,10 +61,10 @@ class HeadsDrafter(ShapedDrafter):
         return cls(heads, target.vocab_size, shape)
 
     @abstractmethod
-    def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
+    def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
         """Return the object that predicts the next tokens after the text and after each node.
 
-        deepest: the max depth of the draft.
+        max_depth: the max depth of the draft.
         """
 
     def with_shape(self, shape: Shape) -> Self:
@@ -92,7 +92,7 @@ class HeadsDrafter(ShapedDrafter):
         if not depths.any():
             return Draft.none(len(contexts.lengths), "cpu")
         head_limits = Limits(depths, limits.stops)
-        growth = self.growth(contexts, sampling, head_limits.deepest)
+        growth = self.growth(contexts, sampling, head_limits.max_depth)
         return self.shape.grow(growth, head_limits, sampling, rng)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:

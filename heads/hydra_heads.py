@@ -138,7 +138,7 @@ class HydraDrafter(HeadsDrafter):
 
     heads: HydraHeads
 
-    def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
+    def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
         return HydraGrowth(self, contexts, sampling)
 
 
@@ -249,7 +249,7 @@ class HydraPlusDrafter(AttendingDrafter):
 
     heads: HydraPlusHeads
 
-    def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
+    def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
         self.newest_features = self.newest(contexts)
         return HydraGrowth(self, contexts, sampling)
 

@@ -53,17 +53,17 @@ class ParallelHeadsDrafter(HeadsDrafter):
 
     heads: ParallelHeads
 
-    def growth(self, contexts: Contexts, sampling: Sampling, deepest: int) -> Growth:
-        return _Growth(self, contexts, sampling, deepest)
+    def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
+        return _Growth(self, contexts, sampling, max_depth)
 
 
 class _Growth(Growth):
     def __init__(
-        self, drafter: ParallelHeadsDrafter, contexts: Contexts, sampling: Sampling, deepest: int
+        self, drafter: ParallelHeadsDrafter, contexts: Contexts, sampling: Sampling, max_depth: int
     ) -> None:
         heads, features = drafter.heads, drafter.newest_features
         super().__init__(contexts, sampling, features.device, drafter.vocab_size, heads.vocabulary)
-        states = heads.states(features, range(1, deepest + 1))
+        states = heads.states(features, range(1, max_depth + 1))
         self.logits = heads.output.logits(states)  # [B, d, V']
 
     def _first(self) -> Tensor:

@@ -266,7 +266,7 @@ class FixedDraft(Drafter):
     def branches(self) -> bool:
         return self.parents is not None
 
-    def most_nodes(self, gamma: int) -> int:
+    def max_nodes(self, gamma: int) -> int:
         return len(self.tokens)
 
     def start(self, contexts: Contexts) -> None:
@@ -293,7 +293,7 @@ class Pairs(Shape):
     def siblings(self, sampling: Sampling) -> Siblings:
         return self._siblings
 
-    def most_nodes(self, gamma: int) -> int:
+    def max_nodes(self, gamma: int) -> int:
         return 2 ** (gamma + 1) - 2
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: CounterRNG) -> Draft:
@@ -303,15 +303,15 @@ class Pairs(Shape):
         logits = growth.first()[:, None]
         layer = torch.full((growth.rows, 1), -1)  # the nodes whose children come next
         nodes = 0
-        for depth in range(limits.deepest):
+        for depth in range(limits.max_depth):
             probs = sampling.probs(logits)  # [B, n, V]
             drawn = self._pair(probs, noise, 2 * nodes)
             tokens.append(drawn)
             parents.append(layer.repeat_interleave(2, dim=1))
-            q.append(growth.whole(probs))
+            q.append(growth.over_vocabulary(probs))
             layer = nodes + torch.arange(drawn.shape[1]).expand(growth.rows, -1)
             nodes += drawn.shape[1]
-            if depth + 1 < limits.deepest:
+            if depth + 1 < limits.max_depth:
                 logits = growth.extend(drawn, parents[-1])
         chosen = self._siblings == "chosen"
         draft = Draft(

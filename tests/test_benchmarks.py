@@ -71,7 +71,7 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
 
 @pytest.fixture
 def tiny_models(tmp_path):
-    """A target, and as drafter what is left of it after some rng: it is right now and then."""
+    """A target, and as drafter what is left of it after some noise: it is right now and then."""
     drafter = save_tiny(tmp_path / "drafter")
     model = tiny_llama()
     generator = torch.Generator().manual_seed(0)

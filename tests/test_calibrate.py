@@ -40,7 +40,7 @@ def test_calibrating_decodes_every_prompt_with_every_threshold() -> None:
     target = tiny_target()
     other = tiny_model("llama", seed=0, layers=2)
     with_noise = SmallLMDrafter(other)
-    settings = DecodeSettings(gamma=3, sampling=Sampling(1.0), policy="heuristic:most=4")
+    settings = DecodeSettings(gamma=3, sampling=Sampling(1.0), policy="heuristic:max_depth=4")
     found = calibrate_threshold(
         target, with_noise, PROMPTS, settings, thresholds=[0.6, 0.0, 0.2], max_new_tokens=20
     )

@@ -114,11 +114,11 @@ def evaluate(base: Path, drafter: Path | str, file: Path, *more: str) -> tuple[s
 
 
 @pytest.mark.parametrize(
-    ("which", "method", "deepest"),
+    ("which", "method", "max_depth"),
     [("small", "calibrated", 4), ("small", "sequoia", 4), ("heads", "calibrated", 3)],
 )
 def test_a_tree_is_measured_stored_and_then_the_default(
-    base: Path, drafters: Path, which: str, method: str, deepest: int
+    base: Path, drafters: Path, which: str, method: str, max_depth: int
 ) -> None:
     path = drafters / which
     before = {f.name: f.read_bytes() for f in path.iterdir()}
@@ -139,7 +139,7 @@ def test_a_tree_is_measured_stored_and_then_the_default(
     assert shape is not None
     assert [list(p) for p in shape.structure.paths] == told["paths"]
     assert 1 <= len(told["paths"]) <= 9
-    assert shape.structure.depth <= deepest
+    assert shape.structure.depth <= max_depth
     if method == "calibrated":
         assert len(told["paths"]) == 9
     assert json.loads(after[TREE])["about"]["method"] == method
@@ -249,7 +249,7 @@ def test_a_tree_is_drafted_whole_whatever_gamma_says(base: Path, drafters: Path)
         assert figures["nodes_per_step"] == found[0][1]["nodes_per_step"]
     assert f"drafts 3 deep ({WHOLE}): γ 2 {FOR_OTHERS}" in found[1][0]
     # Whoever wants less of it says so by a policy, and is told what is left.
-    said, figures = evaluate(base, drafters / "small", file, "--policy", "fixed:most=2")
+    said, figures = evaluate(base, drafters / "small", file, "--policy", "fixed:max_depth=2")
     assert (figures["drafts"], figures["gamma"]) == (f"{WHOLE}, cut to 6 nodes, 2 deep", 2)
     assert f"its own, a {WHOLE}, cut to 6 nodes, 2 deep" in said
     assert figures["nodes_per_step"] < found[0][1]["nodes_per_step"]
@@ -271,7 +271,7 @@ def test_python_drafts_the_stored_tree_whole(base: Path, drafters: Path) -> None
     store_tree(path, Structure([(0,), (0, 0), (0, 0, 0)]), {})
     target = load_target(str(base / "target"), dtype="float32", device="cpu")
     drafter = open_drafter(str(path), target)
-    assert Decoder(target.model, drafter, gamma=1).policy.most == 3
+    assert Decoder(target.model, drafter, gamma=1).policy.max_depth == 3
     generator = SpeculativeGenerator(
         target.model, target.tokenizer, drafter, gamma=1, policy="heuristic"
     )

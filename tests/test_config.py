@@ -71,13 +71,13 @@ def test_a_good_config_is_read_whole(tmp_path):
         ("name: run", "name: run\nevaluation: {rule: {nam: exact}}", "names no part"),
         (
             "name: run",
-            "name: run\nevaluation: {policy: {name: heuristic, mots: 8}}",
-            "no option 'mots'.*Did you mean \"most\"",
+            "name: run\nevaluation: {policy: {name: heuristic, max_dept: 8}}",
+            "no option 'max_dept'.*Did you mean \"max_depth\"",
         ),
         (
             "name: run",
-            "name: run\nevaluation: {policy: {name: heuristic, most: 8.5}}",
-            "option most is 8.5",
+            "name: run\nevaluation: {policy: {name: heuristic, max_depth: 8.5}}",
+            "option max_depth is 8.5",
         ),
         ("name: run", "name: run\nevaluation: {policy: hueristic}", 'Did you mean "heuristic"'),
         ("name: run", "name: run\nevaluation: {shape: chan}", 'Did you mean "chain"'),
@@ -171,8 +171,8 @@ def test_parts_take_options(tmp_path):
     again = validate_config(stored, base_dir=tmp_path)
     assert again.evaluation.protocol().make_policy().table == {1: 8, 4: 2}
     short = load(tmp_path, GOOD, "evaluation.policy=heuristic:first=3", "evaluation.gamma=7")
-    assert short.evaluation.protocol().make_policy().most == 7
-    assert short.evaluation.protocol(2 + 2).make_policy().most == 4
+    assert short.evaluation.protocol().make_policy().max_depth == 7
+    assert short.evaluation.protocol(2 + 2).make_policy().max_depth == 4
 
 
 @pytest.mark.parametrize(

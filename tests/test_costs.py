@@ -85,7 +85,7 @@ def test_measured_costs_are_the_real_ones(
     assert costs.c == pytest.approx(0.2 * (1 + 0.1 * (rows - 1)) / step, rel=0.1)
     # The decoder itself is as it was.
     assert isinstance(decoder.drafter, SmallLMDrafter)
-    assert decoder.policy.most == 4
+    assert decoder.policy.max_depth == 4
     assert len(decoder.eos) == 100
 
 
@@ -232,7 +232,9 @@ def test_the_cost_model_in_the_loop(monkeypatch: pytest.MonkeyPatch, c: float) -
 def test_parts_that_need_costs_get_them() -> None:
     target = tiny_target()
     drafter = SmallLMDrafter(target.model)
-    decoder, costs = DecodeSettings(policy="cost_model:most=3").decoder(target, drafter, PROMPT)
+    decoder, costs = DecodeSettings(policy="cost_model:max_depth=3").decoder(
+        target, drafter, PROMPT
+    )
     assert costs is not None
     assert costs.widths == (1, 2, 3, 4)
     assert costs.v[0] == 1

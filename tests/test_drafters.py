@@ -169,7 +169,7 @@ class Recording(SmallLMDrafter):
 def test_the_cache_is_exact_after_every_verdict(family: str, temperature: float) -> None:
     """Whatever is rejected, accepted or cut, the drafter goes on as if from scratch."""
     recording = Recording(model(family, layers=2, seed=3))
-    # The target is the drafter with a little rng: it accepts often, and not always.
+    # The target is the drafter with a little noise: it accepts often, and not always.
     noisy = tiny_model(family, layers=2, seed=3)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -382,7 +382,7 @@ class Trees(Drafter):
     def siblings(self, sampling: Sampling) -> Siblings:
         return "distinct" if self.distinct else "chosen"
 
-    def most_nodes(self, gamma: int) -> int:
+    def max_nodes(self, gamma: int) -> int:
         return 3
 
     def start(self, contexts: Contexts) -> None:
@@ -452,7 +452,7 @@ def test_a_composite_of_a_chain_and_trees() -> None:
     for distinct in (False, True):
         both = CompositeDrafter([NgramDrafter(2, 2), Trees(distinct)])
         assert both.branches
-        assert both.most_nodes(2) == 3
+        assert both.max_nodes(2) == 3
         both.start(contexts)
         draft = both.draft(contexts, limits_of(contexts, 2), Sampling(1.0), noise_for(2))
         assert drafted(draft) == [[3, 1], [40, 41, 42]]

@@ -60,7 +60,7 @@ def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -
     weights = load_file(out / "model.safetensors")
     record = check_export(out)
     assert record["layout"] == options["type"]
-    assert record["facts"]["deepest"] == 3
+    assert record["facts"]["max_depth"] == 3
     if kept is not None:
         assert record["facts"]["kept"] == 150
         assert record["facts"]["filled_from"] is None

@@ -229,7 +229,7 @@ SERVED: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
 @pytest.mark.engine
 @pytest.mark.parametrize("what", SERVED)
 def test_vllm_accepts_what_our_loop_accepts(what: str, tmp_path: Path, target: Target) -> None:
-    """To the token: identity heads, but for a little rng."""
+    """To the token: identity heads, but for a little noise."""
     needs("vllm")
     options, kept = SERVED[what]
     out = exported(tmp_path, target, options, kept, moved=0.01)

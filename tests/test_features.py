@@ -41,7 +41,7 @@ class Reader(Drafter):
     def branches(self) -> bool:
         return self.tree
 
-    def most_nodes(self, gamma: int) -> int:
+    def max_nodes(self, gamma: int) -> int:
         return 3 if self.tree else gamma
 
     def start(self, contexts: Contexts) -> None:
@@ -72,7 +72,7 @@ class Reader(Drafter):
             likeliest.append((best + int(length % 3 == 0)) % 300)
         right = torch.tensor(likeliest)[:, None]
         if not self.tree:
-            tokens = torch.cat([right, torch.full_like(right, 9)], 1)[:, : limits.deepest]
+            tokens = torch.cat([right, torch.full_like(right, 9)], 1)[:, : limits.max_depth]
             return Draft(tokens, np.minimum(limits.depths, tokens.shape[1]))
         # The right one second, so that the accepted path is not where the first nodes are.
         tokens = torch.cat([torch.full_like(right, 9), right, torch.full_like(right, 8)], 1)

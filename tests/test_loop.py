@@ -85,7 +85,7 @@ class ChainDrafter(Drafter):
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
-        gamma = limits.deepest
+        gamma = limits.max_depth
         tokens = np.zeros((len(self.rows), gamma), dtype=np.int64)
         for place, row in enumerate(self.rows):
             said = int(contexts.lengths[place]) - len(self.prompts[row])
@@ -108,7 +108,7 @@ class RandomTrees(ChainDrafter):
         super().__init__(family, lambda row, place: False)
         self.random = np.random.default_rng(seed)
 
-    def most_nodes(self, gamma: int) -> int:
+    def max_nodes(self, gamma: int) -> int:
         return self.WIDTH * gamma
 
     def _tree(self, right: list[int], gamma: int) -> tuple[list[int], list[int]]:
@@ -138,7 +138,7 @@ class RandomTrees(ChainDrafter):
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
-        gamma = limits.deepest
+        gamma = limits.max_depth
         trees = [
             self._tree(self.right(contexts, place, gamma), gamma)
             for place in range(len(contexts.lengths))

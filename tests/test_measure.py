@@ -61,7 +61,7 @@ class Scripted(Drafter):
         self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: CounterRNG
     ) -> Draft:
         said = int(contexts.lengths[0]) - len(PROMPT)
-        gamma = limits.deepest
+        gamma = limits.max_depth
         places = range(said, said + gamma)
         tokens = [(answer()[place] + (place in self.wrong)) % 300 for place in places]
         return Draft(torch.tensor([tokens]), np.array([gamma]))
@@ -483,7 +483,7 @@ def test_a_pass_of_the_drafter_for_a_token_that_was_held_back_counts() -> None:
         return found
 
     small.lm.forward = counted  # type: ignore[method-assign]
-    policy = POLICIES.make("confidence:most=5,threshold=0.4")
+    policy = POLICIES.make("confidence:max_depth=5,threshold=0.4")
     run = Decoder(model("llama"), small, policy=policy).decode([PROMPT, [7]], 30)
     assert any(0 < step.drafted.max() < step.draft_steps for step in run.steps)
     # The first of them read the prompts.
@@ -564,7 +564,9 @@ def test_texts_that_differ_are_counted() -> None:
     assert "vs_generate" not in shown
 
 
-@pytest.mark.parametrize("policy", ["heuristic:most=5", "confidence:most=5", "cost_model:most=5"])
+@pytest.mark.parametrize(
+    "policy", ["heuristic:max_depth=5", "confidence:max_depth=5", "cost_model:max_depth=5"]
+)
 def test_evaluate_with_draft_lengths_that_vary(policy: str) -> None:
     target = tiny_target()
     small = SmallLMDrafter(model("llama", seed=7, layers=1))
@@ -582,7 +584,7 @@ def test_evaluate_with_draft_lengths_that_vary(policy: str) -> None:
     assert (shown["policy"], shown["gamma"], shown["rule"]) == (policy, 5, "speculative")
     # One γ does not exist, and so its break-even does not.
     assert shown["break_even_acceptance"] is None
-    assert (shown["measured_costs"] is None) == (policy != "cost_model:most=5")
+    assert (shown["measured_costs"] is None) == (policy != "cost_model:max_depth=5")
     lengths = shown["draft_lengths"]
     assert sum(lengths["gamma_histogram"].values()) == shown["steps"]
     assert ("confidence" in lengths["signals"]) == policy.startswith("confidence")
@@ -621,7 +623,7 @@ def test_a_lossy_rule_and_other_sampling_are_told() -> None:
         ({"rule": "lenience:lenience=high"}, "option lenience is 'high': Input should be a valid"),
         ({"rule": "lenience:0.7"}, "expected name or name:option=value"),
         ({"policy": {"most": 3}}, "names no part"),
-        ({"policy": "heuristic:most=4,most=5"}, "stands twice"),
+        ({"policy": "heuristic:max_depth=4,max_depth=5"}, "stands twice"),
         ({"shape": "chian"}, 'Did you mean "chain"'),
         ({"shape": "chain:width=3"}, "has no option 'width'; it has none"),
         ({"draft_temperature": -1.0}, "temperature is -1.0"),
@@ -681,7 +683,7 @@ def test_fastest_gamma(monkeypatch: pytest.MonkeyPatch, gammas: list[int]) -> No
         done += 1
         run = decode(decoder, *args, **kwargs)
         disturbed = 100.0 * (done == 1) + 5.0 * (done == 12)
-        run.timing = Timing(verify=seconds[decoder.policy.most] * (1 + done / 100) + disturbed)
+        run.timing = Timing(verify=seconds[decoder.policy.max_depth] * (1 + done / 100) + disturbed)
         return run
 
     monkeypatch.setattr(Decoder, "decode", timed)

@@ -193,7 +193,7 @@ def test_a_measured_tree_is_better_than_a_chain() -> None:
         ("sequoia", {"acceptance": found.by_rank(), "nodes": 6, "depth": 6, "draw": "top"}),
     ):
         shape = SHAPES[name](**options)
-        assert shape.most_nodes(6) == 6
+        assert shape.max_nodes(6) == 6
         run = Decoder(
             model("llama"),
             SmallLMDrafter(nearly("llama"), shape=shape),

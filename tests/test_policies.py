@@ -42,15 +42,15 @@ def step(
     """What the loop would report of chains so deep, of which so many tokens were accepted."""
     allowed, kept = np.array(depths), np.array(accepted)
     drawn = allowed if drafted is None else np.array(drafted)
-    deepest = int(drawn.max(initial=0))
+    max_depth = int(drawn.max(initial=0))
     return verification(
         accepted,
         depths=allowed,
         drafted=drawn,
         reached=np.minimum(kept + 1, drawn),
         emitted=kept + 1,
-        width=1 + deepest if width is None else width,
-        draft_steps=deepest,
+        width=1 + max_depth if width is None else width,
+        draft_steps=max_depth,
         draft_s=draft_s,
         verify_s=pass_s,
     )
@@ -73,7 +73,7 @@ def ask(
 
 
 def test_heuristic_by_row() -> None:
-    policy = made("heuristic:most=8,first=4", rows=4)
+    policy = made("heuristic:max_depth=8,first=4", rows=4)
     # All accepted; some; none; a row whose drafter had nothing to say.
     policy.observe(step([4, 4, 4, 4], [4, 3, 0, 0], drafted=[4, 4, 4, 0]))
     assert policy.depths().tolist() == [6, 3, 3, 4]
@@ -101,7 +101,7 @@ def test_a_whole_path_of_a_tree_is_a_whole_success() -> None:
 
 
 def test_feedback_by_row() -> None:
-    policy = made("feedback:most=9,least=1,ema=0.5,first=0.5", rows=3)
+    policy = made("feedback:max_depth=9,min_depth=1,ema=0.5,first=0.5", rows=3)
     assert policy.depths().tolist() == [5, 5, 5]
     policy.observe(step([5, 5, 5], [5, 0, 0], drafted=[5, 5, 0]))
     assert policy.depths().tolist() == [7, 3, 5]  # r = 0.75, 0.25, 0.5
@@ -112,7 +112,7 @@ def test_feedback_by_row() -> None:
 
 def test_by_batch_follows_the_rows_that_are_left() -> None:
     policy = made("by_batch:table={1:8,4:3,16:0}", rows=20)
-    assert policy.most == 8
+    assert policy.max_depth == 8
     assert set(policy.depths().tolist()) == {0}
     policy.keep_rows(np.arange(15))
     assert policy.depths().tolist() == [3] * 15
@@ -121,7 +121,7 @@ def test_by_batch_follows_the_rows_that_are_left() -> None:
 
 
 def test_confidence_is_the_largest_probability_at_temperature_1() -> None:
-    policy = made("confidence:threshold=0.5,least=2,most=4", rows=3)
+    policy = made("confidence:threshold=0.5,min_depth=2,max_depth=4", rows=3)
     probs = torch.tensor([[0.6, 0.3, 0.1], [0.45, 0.35, 0.2], [0.5, 0.25, 0.25]])
     logits = probs.log() + 3
     assert not ask(policy, 0, logits).any()
@@ -130,7 +130,7 @@ def test_confidence_is_the_largest_probability_at_temperature_1() -> None:
     # Below the threshold, not at it (1e-6: rounding).
     policy.threshold -= 1e-6
     assert ask(policy, 2, logits, [True, True, False]).tolist() == [False, True, False]
-    assert policy.asked == 3
+    assert policy.watched == 3
     told = step([4, 4, 1], [0, 1, 1], drafted=[4, 2, 1])
     policy.observe(told)
     # As far as a row was asked while it drafted, the place it stopped at included.
@@ -139,7 +139,7 @@ def test_confidence_is_the_largest_probability_at_temperature_1() -> None:
 
 
 def test_entropy_sets_the_length() -> None:
-    policy = made("entropy:most=5,least=1,flat=0.5", rows=4)
+    policy = made("entropy:max_depth=5,min_depth=1,flat=0.5", rows=4)
     two = torch.tensor([0.5, 0.5, 0, 0])  # ln 2 / ln 4 = 0.5
     one = torch.tensor([1.0, 0, 0, 0])
     # h = H/ln 4 with γ(h) = 5 − 4·min(1, 2h): one bit → 1, certain → 5, flat → 1.
@@ -154,7 +154,7 @@ def test_entropy_sets_the_length() -> None:
 
 
 def test_entropy_average_goes_on_from_the_text_that_was_kept() -> None:
-    policy = made("entropy:most=4,ema=0.5,flat=1.0", rows=2)
+    policy = made("entropy:max_depth=4,ema=0.5,flat=1.0", rows=2)
 
     def told(*values: tuple[float, float]) -> None:
         for place, pair in enumerate(values):
@@ -171,7 +171,7 @@ def test_entropy_average_goes_on_from_the_text_that_was_kept() -> None:
 
 def test_adaptive_confidence_learns_where_drafting_pays() -> None:
     """Accepted exactly above 0.7: the threshold ends between the pairs around it."""
-    policy = AdaptiveConfidence(most=4, threshold=0.2, window=40)
+    policy = AdaptiveConfidence(max_depth=4, threshold=0.2, window=40)
     policy.start(2)
     random = np.random.default_rng(0)
     seen = []
@@ -201,7 +201,7 @@ def test_adaptive_confidence_learns_where_drafting_pays() -> None:
 
 def test_adaptive_confidence_maximises_its_criterion() -> None:
     random = np.random.default_rng(1)
-    policy = AdaptiveConfidence(most=4, window=60, price=0.4)
+    policy = AdaptiveConfidence(max_depth=4, window=60, price=0.4)
     policy.start(1)
     pairs = []
     for _ in range(60):
@@ -222,10 +222,10 @@ def test_adaptive_confidence_maximises_its_criterion() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("heuristic:first=9", "first is 9; expected a length from 1 to most, 8"),
-        ("heuristic:most=0", "gamma is 0"),
+        ("heuristic:first=9", "first is 9; expected a length from 1 to max_depth, 8"),
+        ("heuristic:max_depth=0", "gamma is 0"),
         ("confidence:threshold=1.5", "threshold is 1.5"),
-        ("confidence:least=9", "expected 1 ≤ least ≤ most"),
+        ("confidence:min_depth=9", "expected 1 ≤ min_depth ≤ max_depth"),
         ("entropy:flat=0", "flat is 0"),
         ("entropy:ema=1", "ema is 1"),
         ("adaptive_confidence:window=2", "window is 2"),
@@ -236,8 +236,8 @@ def test_adaptive_confidence_maximises_its_criterion() -> None:
         ("cost_model:memory=1.0", "memory is 1.0"),
         ("cost_model:patience=0", "patience is 0"),
         ("cost_modle", 'Did you mean "cost_model"'),
-        ("cost_model:mots=3", "no option 'mots'.*Did you mean \"most\""),
-        ("cost_model:most=3.5", "option most is 3.5: Input should be a valid integer"),
+        ("cost_model:max_dept=3", "no option 'max_dept'.*Did you mean \"max_depth\""),
+        ("cost_model:max_depth=3.5", "option max_depth is 3.5: Input should be a valid integer"),
     ],
 )
 def test_bad_options_are_named(spec: str, message: str) -> None:
@@ -248,14 +248,14 @@ def test_bad_options_are_named(spec: str, message: str) -> None:
 # --- in the loop ----------------------------------------------------------------------------------
 
 SPECS = {
-    "adaptive_confidence": "adaptive_confidence:most=5,window=16,threshold=0.5",
+    "adaptive_confidence": "adaptive_confidence:max_depth=5,window=16,threshold=0.5",
     "by_batch": "by_batch:table={1:4,3:2,4:0}",
-    "confidence": "confidence:most=5,threshold=0.5",
-    "cost_model": "cost_model:most=4",
-    "entropy": "entropy:most=5,ema=0.5,flat=0.5",
-    "feedback": "feedback:most=5",
-    "fixed": "fixed:most=3",
-    "heuristic": "heuristic:most=6",
+    "confidence": "confidence:max_depth=5,threshold=0.5",
+    "cost_model": "cost_model:max_depth=4",
+    "entropy": "entropy:max_depth=5,ema=0.5,flat=0.5",
+    "feedback": "feedback:max_depth=5",
+    "fixed": "fixed:max_depth=3",
+    "heuristic": "heuristic:max_depth=6",
 }
 BY_BATCH = {"by_batch", "cost_model"}  # what these decide is decided for all rows together
 
@@ -279,7 +279,9 @@ def test_greedy_text_is_the_targets(name: str) -> None:
     plain = Decoder(model("llama"), DRAFTERS["none"]()).decode(PROMPTS, 24)
     found = decoder(name, 0.0).decode(PROMPTS, 24)
     assert found.outputs == plain.outputs
-    assert max(int(step.depths.max()) for step in found.steps) <= POLICIES.make(SPECS[name]).most
+    assert (
+        max(int(step.depths.max()) for step in found.steps) <= POLICIES.make(SPECS[name]).max_depth
+    )
 
 
 @pytest.mark.parametrize("name", sorted(SPECS.keys() - BY_BATCH))
@@ -387,7 +389,7 @@ def fits(drafter: Drafter, policy: Policy, rows: int) -> tuple[Any, list[Verific
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
-    ["confidence:most=2,threshold=0.6", "entropy:most=2,ema=0.3,flat=0.94"],
+    ["confidence:max_depth=2,threshold=0.6", "entropy:max_depth=2,ema=0.3,flat=0.94"],
 )
 def test_lengths_do_not_change_what_is_sampled(spec: str) -> None:
     found, steps = fits(lossless.small_lm(), POLICIES.make(spec), 100_000)

@@ -342,7 +342,7 @@ def test_lossy_rule_is_called_lossy(tmp_path: Path) -> None:
 
 def test_draft_lengths_that_vary(tmp_path: Path) -> None:
     """There is no one γ to show, and no break-even of it; 'never' would say that nothing pays."""
-    policy = "heuristic:most=8"
+    policy = "heuristic:max_depth=8"
     lengths = {"mean_gamma": 4.5, "la_k": 0.62, "plain_share": 0.25}
     timed = {"ms_per_step": {"draft": 1.5, "verify": 20.0, "overhead": 0.25}}
     varied = figures(
@@ -360,7 +360,7 @@ def test_draft_lengths_that_vary(tmp_path: Path) -> None:
     assert "–" in next(line for line in lines if line.startswith("two"))
     assert "never" not in "".join(lines)
     notes = " ".join(footnotes(report))
-    assert "≤ 8 by heuristic:most=8 (ngram: 8)" in notes
+    assert "≤ 8 by heuristic:max_depth=8 (ngram: 8)" in notes
     assert "shape chain " in notes  # ngram's are chains too
     varied = figures(1.5, 0.8, drafts="tree of 5 nodes, 2 deep")
     stored = make_report(write_run(tmp_path / "tree", [ROWS[0], ("two", "medusa", varied)]))

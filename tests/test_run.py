@@ -547,13 +547,13 @@ def test_the_command_line_from_plan_to_text(base):
         *("evaluate", *target, "--drafter", drafter, "--prompts", str(base / "test.jsonl")),
         *("--max-new-tokens", "8", "--timed-prompts", "1", "--temperature", "0.9"),
         *("--min-p", "0.01", "--repetition-penalty", "1.1", "--draft-temperature", "0.7"),
-        *("--rule", "lenience:lenience=0.7", "--policy", "heuristic:most=6,first=2"),
+        *("--rule", "lenience:lenience=0.7", "--policy", "heuristic:max_depth=6,first=2"),
         *("--shape", "chain", "--steps", str(steps)),
     )
     assert varied.exit_code == 0, varied.stderr
     told = " ".join(varied.stdout.split())
     for part in (
-        "≤ 6 by heuristic:most=6,first=2",
+        "≤ 6 by heuristic:max_depth=6,first=2",
         "lenience:lenience=0.7 (LOSSY",
         "min-p 0.01, repetition penalty 1.1, drafter's temperature 0.7",
         "shape chain",
@@ -581,7 +581,7 @@ def test_the_command_line_from_plan_to_text(base):
     fast = command("generate", *target, "--drafter", f"ngram+{drafter}", *options)
     assert plain.stdout == fast.stdout != ""
     costed = command(
-        *("generate", *target, "--drafter", drafter, *options, "--policy", "cost_model:most=3")
+        *("generate", *target, "--drafter", drafter, *options, "--policy", "cost_model:max_depth=3")
     )
     assert costed.stdout == plain.stdout
     traced = command("generate", *target, "--drafter", drafter, "a dog", "--trace")

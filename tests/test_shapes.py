@@ -97,8 +97,8 @@ def grow(
     growth = TableGrowth(len(depths), size, table, sampling)
     rng = rng or noise_for(len(depths))
     draft = shape.grow(growth, Limits(np.array(depths)), sampling, rng)
-    assert draft.tokens.shape[1] <= shape.most_nodes(max(depths))
-    assert growth.fed.shape[1] <= shape.most_nodes(max(depths))
+    assert draft.tokens.shape[1] <= shape.max_nodes(max(depths))
+    assert growth.fed.shape[1] <= shape.max_nodes(max(depths))
     return draft
 
 
@@ -421,8 +421,8 @@ class Checking(Shape):
     def siblings(self, sampling: Sampling) -> Siblings:
         return self.shape.siblings(sampling)
 
-    def most_nodes(self, gamma: int) -> int:
-        return self.shape.most_nodes(gamma)
+    def max_nodes(self, gamma: int) -> int:
+        return self.shape.max_nodes(gamma)
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         checked: Any = growth
@@ -478,7 +478,7 @@ class Checking(Shape):
 
 
 def noisy(family: str) -> Any:
-    """`model(family, seed=3)` with a little rng: it accepts the drafts of that often."""
+    """`model(family, seed=3)` with a little noise: it accepts the drafts of that often."""
     lm = tiny_model(family, seed=3)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -557,10 +557,10 @@ def test_trees_up_to_the_end_of_the_context(name: str, limit: str) -> None:
         depths.append((draft.nodes_by_depth() > 0).sum(1).tolist())
         append(contexts, [[9], [9]])
         drafter.observe(after(contexts))
-    deepest = min(3, int(draft_depth := max(depth for depth, _ in depths)))
-    assert draft_depth == deepest
+    max_depth = min(3, int(draft_depth := max(depth for depth, _ in depths)))
+    assert draft_depth == max_depth
     # Past the end too: the drafter then reads the last part of the text.
-    assert depths == [[deepest, deepest]] * 13
+    assert depths == [[max_depth, max_depth]] * 13
 
 
 # --- promise 20: q is honest ----------------------------------------------------------------------

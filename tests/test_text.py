@@ -100,7 +100,9 @@ def test_options_reach_the_decoder() -> None:
 
 def test_parts_by_name() -> None:
     small = model("llama", seed=7, layers=1)
-    ours = generator(small, rule="exact", policy="heuristic:most=6", shape="static:widths=[2,1]")
+    ours = generator(
+        small, rule="exact", policy="heuristic:max_depth=6", shape="static:widths=[2,1]"
+    )
     wanted = [decode(tokenizer(), generated(tokenizer()(text).input_ids)) for text in TEXTS]
     assert ours.generate(TEXTS, max_new_tokens=NEW) == wanted
     assert ours.decoded is not None

@@ -27,10 +27,10 @@ def verdict(draft: Draft, **options: int) -> tuple[list[int], int, int]:
         ({"k": 1}, [], 1),
         ({"k": 2}, [0], 2),
         ({"k": 3}, [0, 1, 2], 3),
-        ({"k": 1, "least": 1}, [0], 2),
+        ({"k": 1, "min_accepted": 1}, [0], 2),
         # What stands behind the minimum is judged again.
-        ({"k": 2, "least": 2}, [0, 1, 2], 3),
-        ({"k": 1, "least": 9}, [0, 1, 2], 3),
+        ({"k": 2, "min_accepted": 2}, [0, 1, 2], 3),
+        ({"k": 1, "min_accepted": 9}, [0, 1, 2], 3),
     ],
 )
 def test_a_chain(options: dict[str, int], path: list[int], reached: int) -> None:
@@ -43,7 +43,7 @@ def test_a_tree_keeps_its_longest_path_and_padding_is_no_node() -> None:
     tree = Draft(tokens, np.array([3]), parents=parents)
     assert verdict(tree, k=2) == ([0], 1, 0)
     assert verdict(tree, k=3) == ([1, 2], 2, 0)
-    assert verdict(tree, k=1, least=2) == ([1, 2], 2, 0)
+    assert verdict(tree, k=1, min_accepted=2) == ([1, 2], 2, 0)
     assert verdict(Draft(tokens, np.array([2]), parents=parents), k=3) == ([0], 1, 0)
     assert verdict(Draft.none(1, "cpu"), k=3) == ([], 0, 0)
 
@@ -65,7 +65,7 @@ def test_with_one_token_it_is_exact_match_of_greedy_text() -> None:
     assert not RULES["top_k"].lossless
 
 
-@pytest.mark.parametrize("options", [{"k": 0}, {"least": -1}, {"k": 1.5}])
+@pytest.mark.parametrize("options", [{"k": 0}, {"min_accepted": -1}, {"k": 1.5}])
 def test_bad_options_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(UserError, match="expected a whole number"):
         RULES["top_k"](**options)

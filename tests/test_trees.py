@@ -23,7 +23,7 @@ from tests.tiny import FAMILIES, PAD_ID, VOCAB, loud_model, tiny_model
 
 @functools.cache
 def nearly(family: str) -> Any:
-    """`model(family)` with a little rng: its likeliest tokens are often the target's."""
+    """`model(family)` with a little noise: its likeliest tokens are often the target's."""
     lm = tiny_model(family)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -50,17 +50,17 @@ class Drafter(ABC):
         """How this drafter picks the children of one node under `sampling`."""
         return "chosen"
 
-    def deepest(self, gamma: int) -> int:
+    def max_depth(self, gamma: int) -> int:
         """The max depth of its drafts for this γ. A tree of fixed structure ignores γ: it keeps its
         fixed depth, which can be larger or smaller."""
         return gamma
 
-    def most_nodes(self, gamma: int) -> int:
+    def max_nodes(self, gamma: int) -> int:
         """The max number of nodes in one row's draft. For trees it can be more than `gamma`."""
         return gamma
 
-    def describe_drafts(self, most: int | None = None) -> str:
-        """A short description of its drafts, such as `chain`. most: the max depth, if limited."""
+    def describe_drafts(self, max_depth: int | None = None) -> str:
+        """A short description of its drafts, such as `chain`. max_depth: None: not limited."""
         return "tree" if self.branches else "chain"
 
     def with_shape(self, shape: Shape) -> "Drafter":

@@ -39,8 +39,8 @@ class Group(Drafter):
             sorted({layer for drafter in drafters for layer in drafter.captured_layers})
         )
 
-    def deepest(self, gamma: int) -> int:
-        return max(drafter.deepest(gamma) for drafter in self.drafters)
+    def max_depth(self, gamma: int) -> int:
+        return max(drafter.max_depth(gamma) for drafter in self.drafters)
 
     def start(self, contexts: Contexts) -> None:
         for drafter in self.drafters:
@@ -78,21 +78,21 @@ class CompositeDrafter(Group):
         kinds = [(drafter.siblings(sampling), drafter.branches) for drafter in self.drafters]
         together = _siblings(kinds)
         if together is None:
-            said = ", ".join(
+            named_kinds = ", ".join(
                 f"{type(drafter).__name__}: {kind}{' trees' * branches}"
                 for drafter, (kind, branches) in zip(self.drafters, kinds, strict=True)
             )
             raise UserError(
-                f"the drafters of a composite do not go together ({said}); trees whose siblings "
-                "are distinct go with chains, and with trees of the same kind"
+                f"the drafters of a composite do not go together ({named_kinds}); trees whose "
+                "siblings are distinct go with chains, and with trees of the same kind"
             )
         return together
 
-    def describe_drafts(self, most: int | None = None) -> str:
-        return " or ".join(dict.fromkeys(x.describe_drafts(most) for x in self.drafters))
+    def describe_drafts(self, max_depth: int | None = None) -> str:
+        return " or ".join(dict.fromkeys(x.describe_drafts(max_depth) for x in self.drafters))
 
-    def most_nodes(self, gamma: int) -> int:
-        return max(drafter.most_nodes(gamma) for drafter in self.drafters)
+    def max_nodes(self, gamma: int) -> int:
+        return max(drafter.max_nodes(gamma) for drafter in self.drafters)
 
     def with_shape(self, shape: Shape) -> "CompositeDrafter":
         """Gives the shape to all drafters that take shapes. Raises UserError if none does."""
@@ -164,19 +164,21 @@ def _merged(drafts: list[Draft]) -> Draft:
         q = drawn[0].new_zeros(rows, depth, drawn[0].shape[2])
         q_rows = order.repeat(rows, 1)
     for draft in drafts:
-        own = torch.as_tensor(np.flatnonzero(draft.sizes), device=device)
+        its_rows = torch.as_tensor(np.flatnonzero(draft.sizes), device=device)
         count = draft.tokens.shape[1]
         sizes = np.maximum(sizes, draft.sizes)
-        tokens[own, :count] = draft.tokens[own]
+        tokens[its_rows, :count] = draft.tokens[its_rows]
         if parents is not None:
-            parents[own, :count] = (draft.parent_rows() - 1)[own]
+            parents[its_rows, :count] = (draft.parent_rows() - 1)[its_rows]
         if q is None or q_rows is None:
             continue
         if draft.q is None:
-            q[own, :count] = torch.nn.functional.one_hot(draft.tokens[own], q.shape[2]).to(q.dtype)
+            q[its_rows, :count] = torch.nn.functional.one_hot(
+                draft.tokens[its_rows], q.shape[2]
+            ).to(q.dtype)
         else:
-            q[own, : draft.q.shape[1]] = draft.q[own]
-            q_rows[own, :count] = draft.rows_of_q()[own]
+            q[its_rows, : draft.q.shape[1]] = draft.q[its_rows]
+            q_rows[its_rows, :count] = draft.rows_of_q()[its_rows]
     if not trees:
         q_rows = None  # row i for node i, as in any chain
     kind = _siblings([(draft.siblings, not draft.is_chain) for draft in drafts])
@@ -212,8 +214,8 @@ class SeveralDrafters(Group):
             return "mixed"
         return kinds[0]
 
-    def most_nodes(self, gamma: int) -> int:
-        return sum(drafter.most_nodes(gamma) for drafter in self.drafters)
+    def max_nodes(self, gamma: int) -> int:
+        return sum(drafter.max_nodes(gamma) for drafter in self.drafters)
 
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG

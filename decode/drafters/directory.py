@@ -58,12 +58,13 @@ def describe_drafter(path: Path) -> dict[str, Any]:
     verify_directory(path)
     try:
         description = json.loads((path / DRAFTER_FILE).read_text())
-        found, _, _ = (description[key] for key in ("format", "kind", "target"))
+        file_format, _, _ = (description[key] for key in ("format", "kind", "target"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptArtifact(path, DRAFTER_FILE, f"is no drafter description ({error})") from error
-    if found != FORMAT:
+    if file_format != FORMAT:
         raise UserError(
-            f"{path} has drafter format {found}; this version of draftsmith reads format {FORMAT}"
+            f"{path} has drafter format {file_format}; this version of draftsmith reads "
+            f"format {FORMAT}"
         )
     return description
 
@@ -88,11 +89,11 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         named = (first, others.removeprefix("+"))
         parts = [open_drafter(part, target, dtype=dtype) for part in named]
         return SeveralDrafters(parts) if merge else CompositeDrafter(parts)
-    wanted = dtype or target.dtype
-    name = next((name for name, value in DTYPES.items() if value == wanted), None)
+    dtype = dtype or target.dtype
+    name = next((name for name, value in DTYPES.items() if value == dtype), None)
     if name is None:
-        raise UserError(f"a drafter in {wanted}; expected one of {', '.join(DTYPES)}")
-    place = str(target.device)
+        raise UserError(f"a drafter in {dtype}; expected one of {', '.join(DTYPES)}")
+    device = str(target.device)
     kind = _kind(spec)
     if kind in DRAFTERS and not path.exists():
         if DRAFTERS[kind].trained:
@@ -116,7 +117,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if path.is_dir() and not (path / "config.json").exists():
         raise UserError(f"{path} is neither a drafter directory nor a model directory")
     try:
-        loaded = load_model_and_tokenizer(spec, dtype=name, device=place)
+        loaded = load_model_and_tokenizer(spec, dtype=name, device=device)
     except UserError as error:
         raise UserError(f"{error}{nearest(spec, DRAFTERS)}") from error
     require_same_vocabulary(loaded.fingerprint, target.fingerprint, f"drafter {spec}", padding=True)

@@ -20,22 +20,22 @@ FILE = "draft_vocabulary.safetensors"
 
 @dataclass
 class ReducedVocabulary:
-    """ids: int64 [n], ascending, the token of each row. whole: the full output layer before."""
+    """ids: int64 [n], ascending, the token of each row. full: the full output layer before."""
 
     ids: Tensor
-    whole: nn.Linear
+    full: nn.Linear
 
 
 def reduce_output(model: PreTrainedModel, ids: Tensor) -> ReducedVocabulary:
     """Gives `model` a separate output layer with only these rows, copied from the full one."""
-    whole = model.get_output_embeddings()
-    reduced = nn.Linear(whole.in_features, len(ids), bias=whole.bias is not None)
+    full = model.get_output_embeddings()
+    reduced = nn.Linear(full.in_features, len(ids), bias=full.bias is not None)
     with torch.no_grad():
-        reduced.weight.copy_(whole.weight[ids])
-        if whole.bias is not None:
-            reduced.bias.copy_(whole.bias[ids])
-    model.set_output_embeddings(reduced.to(whole.weight.device, whole.weight.dtype))
-    return ReducedVocabulary(ids.to(model.device), whole)
+        reduced.weight.copy_(full.weight[ids])
+        if full.bias is not None:
+            reduced.bias.copy_(full.bias[ids])
+    model.set_output_embeddings(reduced.to(full.weight.device, full.weight.dtype))
+    return ReducedVocabulary(ids.to(model.device), full)
 
 
 def save_with_vocabulary(
@@ -52,7 +52,7 @@ def save_with_vocabulary(
     reduced = model.get_output_embeddings()
     rows = {name: x.detach().cpu().contiguous() for name, x in reduced.named_parameters()}
     save_file(rows | {"ids": vocabulary.ids.cpu()}, path / FILE)
-    model.set_output_embeddings(vocabulary.whole)
+    model.set_output_embeddings(vocabulary.full)
     try:
         model.save_pretrained(path)
     finally:

@@ -63,13 +63,13 @@ class NgramDrafter(Drafter):
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
-        found = []
+        chains = []
         for index, tokens, length, depth in zip(
             self._rows, contexts.tokens, contexts.lengths, limits.depths, strict=True
         ):
             index.extend(tokens[len(index.text) : length].tolist())
-            found.append(index.continuation(int(depth)))
-        return Draft.chosen(found)
+            chains.append(index.continuation(int(depth)))
+        return Draft.chosen(chains)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self._rows = [self._rows[row] for row in rows.tolist()]

@@ -53,11 +53,11 @@ class SmallLMDrafter(ShapedDrafter):
         vocab_size: int | None = None,
         tokens: int | None = None,
     ) -> None:
-        own: int = model.config.get_text_config().vocab_size
-        super().__init__(vocab_size or own, shape)
+        rows: int = model.config.get_text_config().vocab_size
+        super().__init__(vocab_size or rows, shape)
         self.lm = CachedLM(model)
-        self.known = own  # ids below this have an embedding
-        self.tokens = min(own, self.vocab_size, tokens or own)
+        self.known = rows  # ids below this have an embedding
+        self.tokens = min(rows, self.vocab_size, tokens or rows)
         # The number of rows of the output layer that may be drafted: the first ones, as ids ascend.
         self.rows = self.tokens
         if vocabulary is not None:
@@ -74,7 +74,7 @@ class SmallLMDrafter(ShapedDrafter):
         self._begin = np.zeros(0, dtype=np.int64)  # [B]: the first token of the text that is read
         # [B]: all committed tokens before this one are in the cache, or before `_begin`.
         self._cached = np.zeros(0, dtype=np.int64)
-        self._said = False  # whether the warning about long texts was logged
+        self._warned = False  # about a text that is longer than its context
 
     @classmethod
     def of_target(
@@ -92,8 +92,8 @@ class SmallLMDrafter(ShapedDrafter):
     def load(cls, path: Path, target: Target, *, dtype: str) -> "SmallLMDrafter":
         """Loads a directory written by `decode.drafters.draft_vocabulary.save_with_vocabulary`,
         with the shape stored there."""
-        place = str(target.device)
-        model = load_model_and_tokenizer(str(path), dtype=dtype, device=place).model
+        device = str(target.device)
+        model = load_model_and_tokenizer(str(path), dtype=dtype, device=device).model
         reduced = load_vocabulary(path, model)
         return cls.of_target(model, target, reduced.ids if reduced else None, stored_shape(path))
 
@@ -113,18 +113,18 @@ class SmallLMDrafter(ShapedDrafter):
 
     def prefill(self, contexts: Contexts) -> None:
         lengths = contexts.lengths
-        self.feed(contexts, lengths - 1, wanted=lengths < self._capacity)
+        self.feed(contexts, lengths - 1, drafting=lengths < self._capacity)
 
-    def feed(self, contexts: Contexts, ends: np.ndarray, wanted: np.ndarray) -> Tensor | None:
+    def feed(self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray) -> Tensor | None:
         """Feeds the first `ends` (int [B]) tokens of the texts, as far as the cache lacks them.
 
-        It does so for the wanted rows (bool [B]), and for other rows that lack no more than those.
-        Returns the logits after the last of these tokens, [B, V'], valid in the rows fed; None if
-        the wanted rows lack nothing."""
-        # Every row feeds as many tokens as the wanted row that lacks most. Other rows feed a few
+        It does so for the rows that draft (`drafting`, bool [B]), and for other rows that lack no
+        more than those. Returns the logits after the last of these tokens, [B, V'], valid in the
+        rows fed; None if the rows that draft lack nothing."""
+        # Every row feeds as many tokens as the drafting row that lacks most. Other rows feed a few
         # tokens again: this writes the same keys and values and keeps the batch rectangular.
         missing = ends - self._cached
-        lacking = int(missing[wanted].max(initial=0))
+        lacking = int(missing[drafting].max(initial=0))
         if not lacking:
             return None
         lengths, tokens = ends - self._begin, contexts.tokens
@@ -165,8 +165,8 @@ class SmallLMDrafter(ShapedDrafter):
         over = lengths + depths - self._capacity
         if not (over > self._begin).any():
             return
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "the drafter %s has a context of %d tokens and a text is longer: it drafts from "
                 "the last part of that text only, about half of its context or more",
@@ -177,9 +177,9 @@ class SmallLMDrafter(ShapedDrafter):
         # in any batch, even if rows that do not draft are moved with the others.
         step = max(1, self._capacity // 2)
         begin = np.minimum(-(-over // step) * step, lengths - 1)
-        moved = begin > self._begin
-        self._begin = np.where(moved, begin, self._begin)
-        self._cached = np.where(moved, begin, self._cached)
+        later = begin > self._begin
+        self._begin = np.where(later, begin, self._begin)
+        self._cached = np.where(later, begin, self._cached)
 
     def _knows(self, contexts: Contexts) -> np.ndarray:
         """bool [B]: whether it has embeddings for all tokens of a row's text. The target can emit
@@ -210,17 +210,17 @@ class SmallLMDrafter(ShapedDrafter):
 
 class _LMGrowth(Growth):
     def __init__(
-        self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, wanted: np.ndarray
+        self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, drafting: np.ndarray
     ) -> None:
-        """wanted: bool [B], the rows that draft."""
+        """drafting: bool [B], the rows that draft."""
         super().__init__(
             contexts, sampling, drafter.lm.device, drafter.vocab_size, drafter.vocabulary
         )
-        self.drafter, self.wanted = drafter, wanted
+        self.drafter, self.drafting = drafter, drafting
         self.lengths = contexts.lengths - drafter._begin  # of the part that is read
 
     def _first(self) -> Tensor:
-        logits = self.drafter.feed(self.contexts, self.contexts.lengths, self.wanted)
+        logits = self.drafter.feed(self.contexts, self.contexts.lengths, self.drafting)
         assert logits is not None  # the last committed token is never in the cache
         return self._of_tokens(logits)
 

@@ -16,15 +16,15 @@ from decode.trees import Chain, Shape
 class ShapedDrafter(Drafter):
     """A drafter that gives logits after any node, and therefore works with any shape.
 
-    shape: default a chain. farthest: the max depth of its drafts; None: no limit.
+    shape: default a chain. depth_limit: the max depth of its drafts; None: no limit.
     """
 
     def __init__(
-        self, vocab_size: int, shape: Shape | None = None, farthest: int | None = None
+        self, vocab_size: int, shape: Shape | None = None, depth_limit: int | None = None
     ) -> None:
         self.vocab_size: int = vocab_size
         self.shape = shape or Chain()
-        self.farthest = farthest
+        self.depth_limit = depth_limit
 
     @property
     def branches(self) -> bool:
@@ -33,14 +33,14 @@ class ShapedDrafter(Drafter):
     def siblings(self, sampling: Sampling) -> Siblings:
         return self.shape.siblings(sampling)
 
-    def deepest(self, gamma: int) -> int:
-        return self.shape.depth or min(gamma, self.farthest or gamma)
+    def max_depth(self, gamma: int) -> int:
+        return self.shape.depth or min(gamma, self.depth_limit or gamma)
 
-    def most_nodes(self, gamma: int) -> int:
-        return self.shape.most_nodes(min(gamma, self.farthest or gamma))
+    def max_nodes(self, gamma: int) -> int:
+        return self.shape.max_nodes(min(gamma, self.depth_limit or gamma))
 
-    def describe_drafts(self, most: int | None = None) -> str:
-        return self.shape.describe(most)
+    def describe_drafts(self, max_depth: int | None = None) -> str:
+        return self.shape.describe(max_depth)
 
 
 def require_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -275,7 +275,7 @@ def calibrate_tree(
     require_shaped(drafter)
     require_trees(target.model)
     sampling = sampling or Sampling()
-    max_depth = drafter.with_shape(Chain()).most_nodes(depth)
+    max_depth = drafter.with_shape(Chain()).max_nodes(depth)
     progress("acceptance")
     acceptance = measure_acceptance(
         target.model,

@@ -208,7 +208,7 @@ class Evaluation:
                 "so time more prompts, or on a machine that has nothing else to do"
             )
         else:
-            found = break_even(policy.most, costs["c"], costs["v"])
+            found = break_even(policy.max_depth, costs["c"], costs["v"])
         return {"break_even_acceptance": found, "break_even_note": note}
 
     def _fluent_counts(self) -> Counts:
@@ -241,8 +241,8 @@ def evaluate(
     batches = _timed(prompts, protocol)
     timed = sum(map(len, batches))
     speculative, costs = protocol.decoder(target, drafter, min(prompts, key=len))
-    rule, most = protocol.for_drafter(drafter).rule, speculative.policy.most
-    protocol = replace(protocol, rule=rule, gamma=most)
+    rule, max_depth = protocol.for_drafter(drafter).rule, speculative.policy.max_depth
+    protocol = replace(protocol, rule=rule, gamma=max_depth)
     plain, _ = replace(protocol, policy=None, shape=None).decoder(target, DRAFTERS["none"]())
     outputs, counts, steps = _decode_all(speculative, prompts, protocol, report)
     short = replace(protocol, timed_tokens=min(WARM_UP, protocol.timed_tokens))
@@ -294,7 +294,7 @@ def evaluate(
         close,
         steps,
         costs,
-        speculative.drafter.describe_drafts(most),
+        speculative.drafter.describe_drafts(max_depth),
         [tokens for _, tokens in generated] if protocol.generate else None,
         others,
     )
@@ -378,11 +378,11 @@ def time_generate(
         mask[row, longest - len(prompt) :] = 1
     with nothing_filled_in(target.model):
         begin = time.perf_counter()
-        made = target.model.generate(ids, attention_mask=mask, generation_config=settings)
+        ids = target.model.generate(ids, attention_mask=mask, generation_config=settings)
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
         seconds = time.perf_counter() - begin
-    texts = made[:, longest:].tolist()
+    texts = ids[:, longest:].tolist()
     return seconds, sum(_length(text, target.eos_token_ids) for text in texts)
 
 
@@ -435,13 +435,13 @@ def repetition(tokens: Sequence[int]) -> float:
     >>> repetition([1, 2, 3, 4, 5, 6, 7, 8] * 2)
     1.0
     """
-    places: dict[tuple[int, ...], list[int]] = {}
+    starts: dict[tuple[int, ...], list[int]] = {}
     for i in range(len(tokens) - REPEATED + 1):
-        places.setdefault(tuple(tokens[i : i + REPEATED]), []).append(i)
+        starts.setdefault(tuple(tokens[i : i + REPEATED]), []).append(i)
     inside = np.zeros(len(tokens), dtype=bool)
-    for found in places.values():
-        if len(found) > 1:
-            for i in found:
+    for copies in starts.values():
+        if len(copies) > 1:
+            for i in copies:
                 inside[i : i + REPEATED] = True
     return float(inside.mean()) if len(tokens) else 0.0
 
@@ -464,17 +464,17 @@ def ratio_of_totals(
     over, under = per or (np.ones(count), np.ones(count))
     if not count or not (denominator.sum() and over.sum() and under.sum()):
         return None
-    whole = np.arange(count)[None]
+    everything = np.arange(count)[None]
     drawn = np.random.default_rng(seed).integers(0, count, (draws, count))
 
     def ratios(index: np.ndarray) -> np.ndarray:
         n, d, o, u = (x[index].sum(1) for x in (numerator, denominator, over, under))
         usable = (d * o * u) != 0
-        found: np.ndarray = n[usable] * u[usable] / (d[usable] * o[usable])
-        return found
+        values: np.ndarray = n[usable] * u[usable] / (d[usable] * o[usable])
+        return values
 
     low, high = np.quantile(ratios(drawn), [0.025, 0.975])
-    return {"value": float(ratios(whole)[0]), "low": float(low), "high": float(high)}
+    return {"value": float(ratios(everything)[0]), "low": float(low), "high": float(high)}
 
 
 def break_even(gamma: int, c: float | None, v: float | None) -> float | None:

@@ -183,6 +183,6 @@ class _FillerDrafter(Drafter):
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
-        tokens = torch.zeros(len(limits.depths), limits.deepest, dtype=torch.int64)
+        tokens = torch.zeros(len(limits.depths), limits.max_depth, dtype=torch.int64)
         parents = torch.full_like(tokens, -1) if self.trees else None
         return Draft(tokens, limits.depths.copy(), parents=parents)

@@ -25,21 +25,23 @@ from decode.verification import Verification
 class Policy(ABC):
     """Call order within one decode: start → (depths → stops* → observe)*, with keep_rows between.
 
-    most: the max depth of a draft. watches: the drafter calls `stops` before each token of a chain.
-    constant: all drafts have the same depth, so figures per draft length are meaningful. asked: the
-    number of tokens of the last draft for which `stops` was called; the drafter computed logits for
-    each of them. needs_costs: `use_costs` is worth the seconds that measuring takes.
+    max_depth: of a draft. watches: the drafter calls `stops` before each token of a chain.
+    constant: all drafts have the same depth, so figures per draft length are meaningful. watched:
+    the number of tokens of the last draft for which `stops` was called; the drafter computed logits
+    for each of them. needs_costs: `use_costs` is worth the seconds that measuring takes.
     """
 
     watches: bool = False
     constant: bool = False
     needs_costs: bool = False
-    asked: int = 0
+    watched: int = 0
 
-    def __init__(self, most: int) -> None:
-        if most < 1:
-            raise UserError(f"gamma is {most}; a draft needs at least 1 token (use drafter none)")
-        self.most = most
+    def __init__(self, max_depth: int) -> None:
+        if max_depth < 1:
+            raise UserError(
+                f"gamma is {max_depth}; a draft needs at least 1 token (use drafter none)"
+            )
+        self.max_depth = max_depth
         self.rows = 0
 
     def start(self, rows: int) -> None:
@@ -48,11 +50,11 @@ class Policy(ABC):
 
     @abstractmethod
     def depths(self) -> np.ndarray:
-        """int [B], 0 … most: the max depth of each row's next draft. All 0 is a plain step."""
+        """int [B], 0 … max_depth: the max depth of each row's next draft. All 0 is a plain step."""
 
-    def stops(self, place: int, logits: Tensor, drafting: np.ndarray) -> Tensor:
-        """bool [B]: the rows whose draft ends before its token number `place` (0, 1, …), given the
-        drafter's logits for that token, [B, V']. Called only if `watches`.
+    def stops(self, position: int, logits: Tensor, drafting: np.ndarray) -> Tensor:
+        """bool [B]: the rows whose draft ends before its token number `position` (0, 1, …), given
+        the drafter's logits for that token, [B, V']. Called only if `watches`.
 
         drafting: bool [B], the rows that are still drafting. The logits of the other rows mean
         nothing: their draft has ended, or another drafter serves them. In one round, several
@@ -76,60 +78,63 @@ class Policy(ABC):
 class Watcher(Policy):
     """A policy that looks at one number per draft token, computed from the drafter's logits.
 
-    signal: the name of that number in `Verification.signals`. least: a draft is never stopped
-    before it has this many tokens. Raises UserError unless 1 ≤ least ≤ most.
+    signal: the name of that number in `Verification.signals`. min_depth: a draft is never stopped
+    before it has this many tokens. Raises UserError unless 1 ≤ min_depth ≤ max_depth.
     """
 
     watches = True
     signal: str
 
-    def __init__(self, most: int, least: int) -> None:
-        super().__init__(most)
-        if not 1 <= least <= most:
-            raise UserError(f"least is {least} and most is {most}; expected 1 ≤ least ≤ most")
-        self.least = least
+    def __init__(self, max_depth: int, min_depth: int) -> None:
+        super().__init__(max_depth)
+        if not 1 <= min_depth <= max_depth:
+            raise UserError(
+                f"min_depth is {min_depth} and max_depth {max_depth}; expected 1 ≤ min_depth ≤ "
+                "max_depth"
+            )
+        self.min_depth = min_depth
         self._forget()
 
     def _forget(self) -> None:
-        # By place: the number, float [B], and the rows it was computed for, bool [B].
+        # By position: the number, float [B], and the rows it was computed for, bool [B].
         self._seen: list[Tensor] = []
         self._drafting: list[np.ndarray] = []
-        self.asked = 0
+        self.watched = 0
 
     def depths(self) -> np.ndarray:
-        return np.full(self.rows, self.most)
+        return np.full(self.rows, self.max_depth)
 
     @abstractmethod
     def measure(self, logits: Tensor) -> Tensor:
         """float32 [B]: the number, from the drafter's logits [B, V']."""
 
     @abstractmethod
-    def ends(self, place: int, value: Tensor) -> Tensor:
-        """bool [B]: the rows whose draft ends before this place. value: the number there, [B], NaN
-        in rows that are not drafting."""
+    def ends(self, position: int, value: Tensor) -> Tensor:
+        """bool [B]: the rows whose draft ends before this position. value: the number there, [B],
+        NaN in rows that are not drafting."""
 
-    def learn(self, done: Verification, values: np.ndarray, asked: np.ndarray) -> None:
-        """values: float64 [B, D], the number at each place. asked: int [B], at how many places
-        `stops` was called for a row. These are the first places; after them, values are NaN."""
+    def learn(self, done: Verification, values: np.ndarray, watched: np.ndarray) -> None:
+        """values: float64 [B, D], the number at each position. watched: int [B], at how many
+        positions `stops` was called for a row: the first ones. After them, values are NaN."""
         return None
 
     def start(self, rows: int) -> None:
         super().start(rows)
         self._forget()
 
-    def stops(self, place: int, logits: Tensor, drafting: np.ndarray) -> Tensor:
+    def stops(self, position: int, logits: Tensor, drafting: np.ndarray) -> Tensor:
         value = self.measure(logits)
-        asked = torch.as_tensor(drafting, device=value.device)
-        value = torch.where(asked, value, torch.nan)
-        if place < len(self._seen):  # another drafter called before, for other rows
-            self._seen[place] = torch.where(asked, value, self._seen[place].to(value))
-            self._drafting[place] = self._drafting[place] | drafting
+        rows = torch.as_tensor(drafting, device=value.device)
+        value = torch.where(rows, value, torch.nan)
+        if position < len(self._seen):  # another drafter called before, for other rows
+            self._seen[position] = torch.where(rows, value, self._seen[position].to(value))
+            self._drafting[position] = self._drafting[position] | drafting
         else:
             self._seen.append(value)
             self._drafting.append(drafting)
-        self.asked = len(self._seen)
-        ended = self.ends(place, value) & asked
-        return ended if place >= self.least else torch.zeros_like(ended)
+        self.watched = len(self._seen)
+        ended = self.ends(position, value) & rows
+        return ended if position >= self.min_depth else torch.zeros_like(ended)
 
     def observe(self, done: Verification) -> None:
         if not self._seen:
@@ -145,12 +150,12 @@ POLICIES: Registry[type[Policy]] = Registry("draft-length policy")
 
 @POLICIES.register("fixed")
 class Fixed(Policy):
-    """Every draft is `most` deep. Acceptance rates are compared with this policy."""
+    """Every draft is `max_depth` deep. Acceptance rates are compared with this policy."""
 
     constant = True
 
     def depths(self) -> np.ndarray:
-        return np.full(self.rows, self.most)
+        return np.full(self.rows, self.max_depth)
 
 
 from decode.policies import (  # noqa: E402, F401  (each registers itself)

@@ -16,14 +16,14 @@ class Confidence(Watcher):
     The distribution is the drafter's at temperature 1, whatever temperature the text is drawn with.
     So a threshold means the same for greedy and for drawn drafts. The policy uses the largest
     probability, never the probability of the drawn token: dropping a token because of its own
-    probability would change the distribution of the text. least: this many tokens are always
+    probability would change the distribution of the text. min_depth: this many tokens are always
     drafted. The pass that computes the first token's logits is already paid.
     """
 
     signal = "confidence"
 
-    def __init__(self, most: int = 8, threshold: float = 0.4, least: int = 1) -> None:
-        super().__init__(most, least)
+    def __init__(self, max_depth: int = 8, threshold: float = 0.4, min_depth: int = 1) -> None:
+        super().__init__(max_depth, min_depth)
         if not 0 <= threshold <= 1:
             raise UserError(f"threshold is {threshold}; expected a probability, 0 to 1")
         self.threshold = threshold
@@ -31,7 +31,7 @@ class Confidence(Watcher):
     def measure(self, logits: Tensor) -> Tensor:
         return largest_probability(logits)
 
-    def ends(self, place: int, value: Tensor) -> Tensor:
+    def ends(self, position: int, value: Tensor) -> Tensor:
         return value < self.threshold
 
 
@@ -61,13 +61,13 @@ class AdaptiveConfidence(Watcher):
 
     def __init__(
         self,
-        most: int = 8,
+        max_depth: int = 8,
         threshold: float = 0.4,
         window: int = 128,
         price: float = 0.25,
-        least: int = 1,
+        min_depth: int = 1,
     ) -> None:
-        super().__init__(most, least)
+        super().__init__(max_depth, min_depth)
         if not 0 <= threshold <= 1:
             raise UserError(f"threshold is {threshold}; expected a probability, 0 to 1")
         if window < self.WARM:
@@ -79,7 +79,7 @@ class AdaptiveConfidence(Watcher):
 
     def _start(self, rows: int) -> None:
         self.thresholds = np.full(rows, self.threshold)
-        # The latest pairs of each row, oldest first; empty places have confidence NaN.
+        # The latest pairs of each row, oldest first; empty positions have confidence NaN.
         self._confidence = np.full((rows, self.window), np.nan)
         self._gain = np.zeros((rows, self.window))
 
@@ -90,16 +90,16 @@ class AdaptiveConfidence(Watcher):
     def measure(self, logits: Tensor) -> Tensor:
         return largest_probability(logits)
 
-    def ends(self, place: int, value: Tensor) -> Tensor:
+    def ends(self, position: int, value: Tensor) -> Tensor:
         return value < torch.as_tensor(self.thresholds, dtype=value.dtype, device=value.device)
 
-    def learn(self, done: Verification, values: np.ndarray, asked: np.ndarray) -> None:
-        judged = np.minimum(np.minimum(done.reached, asked), done.drafted)
-        for place in range(int(judged.max(initial=0))):
-            row = np.flatnonzero(judged > place)
+    def learn(self, done: Verification, values: np.ndarray, watched: np.ndarray) -> None:
+        judged = np.minimum(np.minimum(done.reached, watched), done.drafted)
+        for position in range(int(judged.max(initial=0))):
+            row = np.flatnonzero(judged > position)
             for past, new in (
-                (self._confidence, values[row, place]),
-                (self._gain, (done.accepted[row] > place) - self.price),
+                (self._confidence, values[row, position]),
+                (self._gain, (done.accepted[row] > position) - self.price),
             ):
                 past[row, :-1] = past[row, 1:]
                 past[row, -1] = new

@@ -13,8 +13,9 @@ INSTANT = 1e-9
 
 @POLICIES.register("cost_model")
 class CostModel(Policy):
-    """Maximises expected tokens per time, (1 + Σᵢ Πⱼ≤ᵢ αⱼ)/(γc + v(γ+1)), over γ = 0 … most: the
-    speed-up of 2211.17192 (theorem 3.8) with acceptance by position and the real cost of a pass.
+    """Maximises expected tokens per time, (1 + Σᵢ Πⱼ≤ᵢ αⱼ)/(γc + v(γ+1)), over γ = 0 …
+    max_depth: the speed-up of 2211.17192 (theorem 3.8) with acceptance by position and the real
+    cost of a pass.
 
     Acceptance is pooled over the batch, because the rows share the cost. It decays exponentially
     with the emitted tokens: a result from n tokens ago weighs `memory`ⁿ. Costs are measured on
@@ -40,12 +41,12 @@ class CostModel(Policy):
 
     def __init__(
         self,
-        most: int = 8,
+        max_depth: int = 8,
         memory: float = 0.97,
         probe_share: float = 0.03,
         patience: int = 24,
     ) -> None:
-        super().__init__(most)
+        super().__init__(max_depth)
         for name, value in (("memory", memory), ("probe_share", probe_share)):
             if not 0 < value < 1:
                 raise UserError(f"{name} is {value}; expected a number between 0 and 1")
@@ -58,7 +59,7 @@ class CostModel(Policy):
         self._nodes = 1.0  # nodes of a draft per draft step
         # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
         # new drafter gets a few real tries.
-        self._accepted, self._tried = np.zeros(most), np.zeros(most)
+        self._accepted, self._tried = np.zeros(max_depth), np.zeros(max_depth)
         self._accepted[0], self._tried[0] = 0.6, 1.0
         self._new_text = True
         self._waited = 0.0  # tokens since the last draft
@@ -82,7 +83,7 @@ class CostModel(Policy):
             return 0  # first, measure the cost of a plain step
         if self._draft_s is None or not self._passes.known_beyond(self.rows):
             return 1
-        gammas = np.arange(self.most + 1)
+        gammas = np.arange(self.max_depth + 1)
         best = int(np.argmax(self._expected() / self._seconds(gammas)))
         if best:
             return best
@@ -94,10 +95,10 @@ class CostModel(Policy):
         return int(self._hopeful or self._waited >= interval)
 
     def _expected(self) -> np.ndarray:
-        """float64 [most + 1]: the expected number of tokens per step and row, by γ."""
-        alpha = np.empty(self.most)
+        """float64 [max_depth + 1]: the expected number of tokens per step and row, by γ."""
+        alpha = np.empty(self.max_depth)
         alpha[0] = self._accepted[0] / max(self._tried[0], 1e-9)
-        for i in range(1, self.most):
+        for i in range(1, self.max_depth):
             alpha[i] = (self._accepted[i] + 2 * alpha[i - 1]) / (self._tried[i] + 2)
         return 1 + np.append(0.0, alpha.cumprod().cumsum())
 
@@ -118,10 +119,10 @@ class CostModel(Policy):
             # No draft was allowed, or the drafter drafted nothing: there is no acceptance to learn.
             self._waited = 0.0 if done.depths.any() else self._waited + emitted
             return
-        places = np.arange(self.most)
-        tried = (done.depths[:, None] > places) & (done.accepted[:, None] >= places)
+        positions = np.arange(self.max_depth)
+        tried = (done.depths[:, None] > positions) & (done.accepted[:, None] >= positions)
         self._tried += tried.sum(0)
-        self._accepted += (tried & (done.accepted[:, None] > places)).sum(0)
+        self._accepted += (tried & (done.accepted[:, None] > positions)).sum(0)
         self._nodes = (done.width - 1) / done.draft_steps
         self._see_draft(done.draft_s, done.draft_steps)
         self._hopeful = bool((done.accepted > 0).mean() > 0.5)

@@ -14,18 +14,20 @@ from decode.verification import Verification
 @POLICIES.register("entropy")
 class Entropy(Watcher):
     """The normalised entropy h = H/log V' of the drafter's distribution at temperature 1 sets the
-    length: γ(h) = most − (most − least)·min(1, h/flat), rounded. It is `most` for h = 0 and `least`
-    for h ≥ `flat`. A draft stops before token i = 0, 1, … if i ≥ γ(h_i).
+    length: γ(h) = max_depth − (max_depth − min_depth)·min(1, h/flat), rounded. It is `max_depth`
+    for h = 0 and `min_depth` for h ≥ `flat`. A draft stops before token i = 0, 1, … if i ≥ γ(h_i).
 
     ema: the weight of the past in an EMA (exponential moving average) that replaces h. 0: no EMA.
-    The next draft continues the EMA from the first rejected token. Later places are left out,
+    The next draft continues the EMA from the first rejected token. Later positions are left out,
     because their text was not kept.
     """
 
     signal = "entropy"
 
-    def __init__(self, most: int = 8, least: int = 1, flat: float = 0.3, ema: float = 0.0) -> None:
-        super().__init__(most, least)
+    def __init__(
+        self, max_depth: int = 8, min_depth: int = 1, flat: float = 0.3, ema: float = 0.0
+    ) -> None:
+        super().__init__(max_depth, min_depth)
         if not 0 < flat <= 1:
             raise UserError(f"flat is {flat}; expected a normalised entropy, above 0 and at most 1")
         if not 0 <= ema < 1:
@@ -43,23 +45,25 @@ class Entropy(Watcher):
         entropy = torch.special.entr(log_q.exp()).sum(-1)
         return entropy / math.log(max(logits.shape[-1], 2))
 
-    def ends(self, place: int, value: Tensor) -> Tensor:
+    def ends(self, position: int, value: Tensor) -> Tensor:
         if self.ema:
             past = torch.as_tensor(self._past, dtype=value.dtype, device=value.device)
-            before = past if place == 0 or self._running is None else self._running
+            before = past if position == 0 or self._running is None else self._running
             value = torch.where(before.isnan(), value, self.ema * before + (1 - self.ema) * value)
             self._running = value
-        gamma = self.most - (self.most - self.least) * (value / self.flat).clamp(max=1.0)
-        return place >= gamma.round()
+        gamma = self.max_depth - (self.max_depth - self.min_depth) * (value / self.flat).clamp(
+            max=1.0
+        )
+        return position >= gamma.round()
 
-    def learn(self, done: Verification, values: np.ndarray, asked: np.ndarray) -> None:
-        kept = np.minimum(asked, done.accepted + 1)
-        for place in range(values.shape[1] if self.ema else 0):
-            now = values[:, place]
+    def learn(self, done: Verification, values: np.ndarray, watched: np.ndarray) -> None:
+        kept = np.minimum(watched, done.accepted + 1)
+        for position in range(values.shape[1] if self.ema else 0):
+            now = values[:, position]
             average = np.where(
                 np.isnan(self._past), now, self.ema * self._past + (1 - self.ema) * now
             )
-            self._past = np.where(place < kept, average, self._past)
+            self._past = np.where(position < kept, average, self._past)
 
     def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)

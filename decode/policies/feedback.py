@@ -13,14 +13,14 @@ class Heuristic(Policy):
     but stays at least 1. This is the schedule of assisted generation in `transformers`. A row
     without a draft keeps its length.
 
-    first: the initial length for a text. Default: 5, or `most` if that is less.
+    first: the initial length for a text. Default: 5, or `max_depth` if that is less.
     """
 
-    def __init__(self, most: int = 8, first: int | None = None) -> None:
-        super().__init__(most)
-        self.first = min(5, most) if first is None else first
-        if not 1 <= self.first <= most:
-            raise UserError(f"first is {first}; expected a length from 1 to most, {most}")
+    def __init__(self, max_depth: int = 8, first: int | None = None) -> None:
+        super().__init__(max_depth)
+        self.first = min(5, max_depth) if first is None else first
+        if not 1 <= self.first <= max_depth:
+            raise UserError(f"first is {first}; expected a length from 1 to max_depth, {max_depth}")
         self._lengths = np.zeros(0, dtype=np.int64)
 
     def start(self, rows: int) -> None:
@@ -31,9 +31,9 @@ class Heuristic(Policy):
         return self._lengths.copy()
 
     def observe(self, done: Verification) -> None:
-        whole = done.accepted >= done.longest()
-        change = np.where(whole, 2, -1)
-        lengths = np.clip(self._lengths + change, 1, self.most)
+        all_accepted = done.accepted >= done.longest()
+        change = np.where(all_accepted, 2, -1)
+        lengths = np.clip(self._lengths + change, 1, self.max_depth)
         self._lengths = np.where(done.drafted > 0, lengths, self._lengths)
 
     def keep_rows(self, rows: np.ndarray) -> None:
@@ -43,20 +43,25 @@ class Heuristic(Policy):
 
 @POLICIES.register("feedback")
 class Feedback(Policy):
-    """γ = least + (most − least)·r, rounded. r is an EMA (exponential moving average) of la/k, the
-    accepted tokens / draft tokens of one draft, per row.
+    """γ = min_depth + (max_depth − min_depth)·r, rounded. r is an EMA (exponential moving average)
+    of la/k, the accepted tokens / draft tokens of one draft, per row.
 
     ema: the weight of the past. A text begins with r = `first`. A row without a draft keeps its r.
     """
 
-    def __init__(self, most: int = 8, least: int = 1, ema: float = 0.7, first: float = 0.5) -> None:
-        super().__init__(most)
-        if not 1 <= least <= most:
-            raise UserError(f"least is {least} and most is {most}; expected 1 ≤ least ≤ most")
+    def __init__(
+        self, max_depth: int = 8, min_depth: int = 1, ema: float = 0.7, first: float = 0.5
+    ) -> None:
+        super().__init__(max_depth)
+        if not 1 <= min_depth <= max_depth:
+            raise UserError(
+                f"min_depth is {min_depth} and max_depth {max_depth}; expected 1 ≤ min_depth ≤ "
+                "max_depth"
+            )
         for name, value, fits in (("ema", ema, 0 <= ema < 1), ("first", first, 0 <= first <= 1)):
             if not fits:
                 raise UserError(f"{name} is {value}; expected a number from 0 to 1 (ema below 1)")
-        self.least, self.ema, self.first = least, ema, first
+        self.min_depth, self.ema, self.first = min_depth, ema, first
         self._ratio = np.zeros(0)
 
     def start(self, rows: int) -> None:
@@ -64,7 +69,7 @@ class Feedback(Policy):
         self._ratio = np.full(rows, self.first)
 
     def depths(self) -> np.ndarray:
-        lengths = self.least + (self.most - self.least) * self._ratio
+        lengths = self.min_depth + (self.max_depth - self.min_depth) * self._ratio
         return np.floor(lengths + 0.5).astype(np.int64)
 
     def observe(self, done: Verification) -> None:

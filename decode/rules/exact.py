@@ -27,9 +27,9 @@ def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, 
         return path, accepted, torch.minimum(accepted + 1, draft.valid().sum(1)), accepted
     ancestors = draft.ancestors()
     stays = ((ancestors & ~passes[:, None, :]).sum(2) == 0) & passes
-    accepted, deepest = (ancestors.sum(2) * stays).max(1)
-    path = draft.path_to(torch.where(accepted > 0, deepest, -1))
-    last_row = torch.where(accepted > 0, deepest + 1, 0)
+    accepted, last = (ancestors.sum(2) * stays).max(1)
+    path = draft.path_to(torch.where(accepted > 0, last, -1))
+    last_row = torch.where(accepted > 0, last + 1, 0)
     went_on = ((draft.parent_rows() == last_row[:, None]) & draft.valid()).any(1)
     return path, accepted, accepted + went_on, last_row
 

@@ -47,13 +47,13 @@ class Descent(Rule):
         going = torch.ones(rows, dtype=torch.bool, device=device)
         path: list[Tensor] = []
         weights = torch.zeros(0, device=device)
-        deepest = draft.nodes_by_depth().shape[1]
-        for depth in range(deepest + 1):
+        levels = draft.nodes_by_depth().shape[1]
+        for depth in range(levels + 1):
             p = scores.probs_at(at)
             child, left = self.judge(p, table[row, at], draft, uniforms)
             weights = left if depth == 0 else torch.where(going[:, None], left, weights)
             going = going & (child >= 0)
-            if depth == deepest or settled(going):
+            if depth == levels or settled(going):
                 break
             path.append(child.clamp(min=0))
             accepted = accepted + going
@@ -97,15 +97,15 @@ class MultiRound(Descent):
             open_ = (child < 0) & (children[:, k] >= 0)
             if settled(open_):
                 break
-            q, whole = draft.q_of(nodes[:, k], p.shape[1])
+            q, q_mass = draft.q_of(nodes[:, k], p.shape[1])
             token = tokens[:, k : k + 1]
             p_x, q_x = (weights.gather(1, token)[:, 0].double() for weights in (p, q))
-            stays = open_ & (u[:, k] * q_x * mass < p_x * whole)
+            stays = open_ & (u[:, k] * q_x * mass < p_x * q_mass)
             child = torch.where(stays, children[:, k], child)
             rejected = open_ & ~stays
             if settled(rejected):
                 break
-            left, left_mass = residual(p, q * (mass / whole.clamp(min=TINY))[:, None].float())
+            left, left_mass = residual(p, q * (mass / q_mass.clamp(min=TINY))[:, None].float())
             p = torch.where(rejected[:, None], left, p)
             mass = torch.where(rejected & (left_mass > 0), left_mass, mass)
         return child, p

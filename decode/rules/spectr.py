@@ -47,10 +47,10 @@ class SpecTr(Descent):
         return child, residual(p, each * share[:, None].float())[0]
 
     @staticmethod
-    def _rho(p: Tensor, q: Tensor, count: Tensor, most: int) -> Tensor:
+    def _rho(p: Tensor, q: Tensor, count: Tensor, max_children: int) -> Tensor:
         """float64 [B]: ρ of each row. count: int64 [B], the number of children."""
         low = torch.ones(len(p), dtype=torch.float64, device=p.device)
-        if most == 1:
+        if max_children == 1:
             return low
         high = count.clamp(min=1).double()
         for _ in range(HALVINGS):

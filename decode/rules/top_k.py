@@ -14,20 +14,20 @@ from decode.verification import Scores, Verification
 @RULES.register("top_k")
 class TopKAcceptance(Rule):
     """Lossy, at any temperature: accepts a token if it is among the target's `k` likeliest. The
-    first `least` tokens of a draft are always accepted. (The paper's minimum block has one more:
-    the target's token.) The longest accepted path wins. The token after it is the target's.
+    first `min_accepted` tokens of a draft are always accepted. (The paper's minimum block has one
+    more: the target's token.) The longest accepted path wins. The token after it is the target's.
 
-    With k = 1 and least = 0 it is exact match of greedy text. Raises UserError for k < 1 or
-    least < 0.
+    With k = 1 and min_accepted = 0 it is exact match of greedy text. Raises UserError for k < 1 or
+    min_accepted < 0.
     """
 
     lossless, trees, exact_when_greedy = False, True, False
 
-    def __init__(self, k: int = 2, least: int = 0) -> None:
+    def __init__(self, k: int = 2, min_accepted: int = 0) -> None:
         require_whole(k=k)
-        if not isinstance(least, int) or least < 0:
-            raise UserError(f"least is {least!r}; expected a whole number ≥ 0")
-        self.k, self.least = k, least
+        if not isinstance(min_accepted, int) or min_accepted < 0:
+            raise UserError(f"min_accepted is {min_accepted!r}; expected a whole number ≥ 0")
+        self.k, self.min_accepted = k, min_accepted
 
     def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
         rows, nodes = draft.tokens.shape
@@ -41,8 +41,10 @@ class TopKAcceptance(Rule):
                 draft, scores, path=draft.tokens, accepted=zero, reached=zero, next_token=picked
             )
         logits = scores.logits[row_B1, draft.parent_rows()]  # [B, N, V]
-        own = logits.gather(2, draft.tokens[..., None])
-        passes = ((logits > own).sum(2) < self.k) | (draft.ancestors().sum(2) <= self.least)
+        drafted = logits.gather(2, draft.tokens[..., None])
+        passes = ((logits > drafted).sum(2) < self.k) | (
+            draft.ancestors().sum(2) <= self.min_accepted
+        )
         path, accepted, reached, last_row = longest_path(draft, passes)
         picked = scores.sampling.pick(scores.logits_at(last_row), uniform)
         return Verification.of(

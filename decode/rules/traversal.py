@@ -56,7 +56,7 @@ class _Walk:
     """The current node of each row in its tree, and the state of the path to it.
 
     depth: int64 [B]. done: bool [B], the current node was accepted. By depth on the path, [B, D+1]
-    each: at, int64, the row of p; turn, int64, the index of the next child; a, float64; p, float32
+    each: at, int64, the row of p; next, int64, the index of the next child; a, float64; p, float32
     [B, D+1, V], unnormalised; mass, float64, the sum of p.
     """
 
@@ -69,7 +69,7 @@ class _Walk:
         self.depth = torch.zeros(rows, dtype=torch.int64, device=device)
         self.done = torch.zeros(rows, dtype=torch.bool, device=device)
         self.at = torch.zeros(rows, levels, dtype=torch.int64, device=device)
-        self.turn = torch.zeros_like(self.at)
+        self.next = torch.zeros_like(self.at)
         self.a = torch.ones(rows, levels, dtype=torch.float64, device=device)
         self.mass = torch.ones_like(self.a)
         root = scores.probs_at(self.at[:, 0])
@@ -78,11 +78,11 @@ class _Walk:
 
     def next_child(self) -> Tensor:
         """int64 [B]: the next child to visit from the current node of each row, −1 for none."""
-        turn = self.turn[self.row, self.depth]
+        order = self.next[self.row, self.depth]
         children = self.table[self.row, self.at[self.row, self.depth]]
         last = children.shape[1] - 1
-        child = children.gather(1, turn.clamp(max=last)[:, None])[:, 0]
-        return torch.where(self.done | (turn > last), -1, child)
+        child = children.gather(1, order.clamp(max=last)[:, None])[:, 0]
+        return torch.where(self.done | (order > last), -1, child)
 
     def descend(self) -> None:
         """Steps down once, in rows that have a child left to visit."""
@@ -95,15 +95,15 @@ class _Walk:
         p_x = self.p[row, depth, token].double()
         a_child = a * (p_x / mass)
         if self.draft.q is not None:
-            q, whole = self.draft.q_of(node, self.p.shape[2])
-            a_child = a_child * (whole / q[row, token].double())
+            q, q_mass = self.draft.q_of(node, self.p.shape[2])
+            a_child = a_child * (q_mass / q[row, token].double())
         a_child = torch.where(p_x > 0, a_child, 0.0).clamp(max=1.0)
 
-        self.turn[row, depth] += down.long()
+        self.next[row, depth] += down.long()
         self.depth = below = depth + down.long()
         for values, new in (
             (self.at, node + 1),
-            (self.turn, torch.zeros_like(node)),
+            (self.next, torch.zeros_like(node)),
             (self.a, a_child),
             (self.mass, torch.ones_like(mass)),
         ):
@@ -130,9 +130,9 @@ class _Walk:
             # q is one-hot: the chosen token is removed.
             q = torch.zeros_like(p).scatter_(1, self.draft.tokens[row, node][:, None], 1.0)
         else:
-            q, whole = self.draft.q_of(node, p.shape[1])
-            # a·p/mass − q/whole up to a factor, so that p does not change if nothing is left.
-            q = q * (mass / (whole * a).clamp(min=TINY))[:, None].float()
+            q, q_mass = self.draft.q_of(node, p.shape[1])
+            # a·p/mass − q/q_mass up to a factor, so that p does not change if nothing is left.
+            q = q * (mass / (q_mass * a).clamp(min=TINY))[:, None].float()
         left, left_mass = residual(p, q)
         S = a * left_mass / mass
         spare = S + 1.0 - a

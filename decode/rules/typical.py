@@ -39,8 +39,8 @@ class TypicalAcceptance(Rule):
             # Few nodes of a large tree are accepted, and only their children are checked.
             row, node = ((depth.gather(1, above) == level) & valid).nonzero(as_tuple=True)
             parent = above[row, node]
-            places, which = (row * (nodes + 1) + parent).unique(return_inverse=True)
-            p = scores.sampling.probs(scores.logits.flatten(0, 1)[places])
+            flat, which = (row * (nodes + 1) + parent).unique(return_inverse=True)
+            p = scores.sampling.probs(scores.logits.flatten(0, 1)[flat])
             entropy = torch.special.entr(p).sum(-1)
             bound = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
             p_x = p[which, draft.tokens[row, node]]

@@ -73,7 +73,7 @@ class Growth(ABC):
         """Converts rows of the draft vocabulary to token ids."""
         return drawn if self.vocabulary is None else self.vocabulary[drawn]
 
-    def whole(self, probs: Tensor) -> Tensor:
+    def over_vocabulary(self, probs: Tensor) -> Tensor:
         """Converts probabilities over the draft vocabulary [..., V'] to q over the full one
         [..., V]."""
         if self.vocabulary is None:
@@ -139,8 +139,8 @@ class Shape(ABC):
     branches: bool = True
     depth: int | None = None
 
-    def describe(self, most: int | None = None) -> str:
-        """A short description, such as `chain`. most: the max depth, if limited."""
+    def describe(self, max_depth: int | None = None) -> str:
+        """A short description, such as `chain`. max_depth: None: not limited."""
         return type(self).__name__.lower()
 
     @abstractmethod
@@ -148,7 +148,7 @@ class Shape(ABC):
         """How the children of one node are picked under this sampling."""
 
     @abstractmethod
-    def most_nodes(self, gamma: int) -> int:
+    def max_nodes(self, gamma: int) -> int:
         """The number of nodes to make room for, for drafts at most `gamma` deep: the nodes of the
         draft or the nodes fed to the drafter, whichever is larger."""
 
@@ -156,8 +156,8 @@ class Shape(ABC):
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         """A draft for each row, at most `limits` deep.
 
-        Draws come from `rng.uniforms(CounterRNG.DRAFT, place, …)`. Each place is used once in a
-        round, so that a row's draft does not depend on the other rows.
+        Draws come from `rng.uniforms(CounterRNG.DRAFT, position, …)`. Each position is used once in
+        a round, so that a row's draft does not depend on the other rows.
         """
 
 
@@ -203,7 +203,7 @@ class Chain(Shape):
     def siblings(self, sampling: Sampling) -> Siblings:
         return "chosen" if sampling.greedy else "independent"
 
-    def most_nodes(self, gamma: int) -> int:
+    def max_nodes(self, gamma: int) -> int:
         return gamma
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
@@ -211,7 +211,7 @@ class Chain(Shape):
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         logits = growth.first()
-        for position in range(limits.deepest):
+        for position in range(limits.max_depth):
             if limits.stops is not None:
                 # One device transfer per token, only for policies that read the logits.
                 ended = limits.stops(position, logits, sizes > position).cpu().numpy()
@@ -223,7 +223,7 @@ class Chain(Shape):
             else:
                 probs = sampling.probs(logits)
                 drawn = draw(probs, rng.uniforms(CounterRNG.DRAFT, position, 1)[:, 0])
-                q.append(growth.whole(probs))
+                q.append(growth.over_vocabulary(probs))
             tokens.append(drawn)
             if position + 1 < int(sizes.max()):
                 logits = growth.extend(drawn[:, None])[:, 0]

@@ -38,7 +38,7 @@ class Chains(Shape):
     def siblings(self, sampling: Sampling) -> Siblings:
         return "chosen" if sampling.greedy else "independent"
 
-    def most_nodes(self, gamma: int) -> int:
+    def max_nodes(self, gamma: int) -> int:
         # Greedy chains are fed at full length before the best nodes are selected.
         return self.chains * gamma
 
@@ -51,7 +51,7 @@ class Chains(Shape):
         self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
         chains, rows, device = self.chains, growth.rows, growth.device
-        all_nodes = chains * limits.deepest
+        all_nodes = chains * limits.max_depth
         nodes = all_nodes if self.budget is None else min(self.budget, all_nodes)
         logits = growth.first()[:, None]
         drawn: list[Tensor] = []
@@ -59,7 +59,7 @@ class Chains(Shape):
         for begin in range(0, nodes, chains):
             width = min(chains, nodes - begin)
             probs = sampling.probs(logits)
-            q.append(growth.whole(probs))
+            q.append(growth.over_vocabulary(probs))
             uniforms = rng.uniforms(CounterRNG.DRAFT, begin, width)
             drawn.append(draw(probs.expand(-1, width, -1), uniforms))
             following = min(chains, nodes - begin - width)
@@ -84,13 +84,13 @@ class Chains(Shape):
         logits = growth.first()[:, None]
         drawn: list[Tensor] = []
         scores: list[Tensor] = []
-        for depth in range(limits.deepest):
+        for depth in range(limits.max_depth):
             tokens = logits.argmax(-1) if depth else likeliest(logits[:, 0], chains)
             drawn.append(tokens)
             if self.budget is not None:
                 score = log_q(logits.expand(-1, chains, -1), tokens[..., None])[..., 0]
                 scores.append(score + scores[-1] if depth else score)
-            if depth + 1 < limits.deepest:
+            if depth + 1 < limits.max_depth:
                 logits = _next(growth, tokens, (depth - 1) * chains)
         all_tokens = growth.ids(torch.cat(drawn, 1))
         order = torch.arange(all_tokens.shape[1], device=growth.device).expand(rows, -1)

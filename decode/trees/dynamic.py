@@ -28,7 +28,7 @@ class Dynamic(Shape):
     def siblings(self, sampling: Sampling) -> Siblings:
         return "chosen"
 
-    def most_nodes(self, gamma: int) -> int:
+    def max_nodes(self, gamma: int) -> int:
         candidates = self.width + (gamma - 1) * self.width**2
         return max(min(self.nodes, candidates), self.width * (gamma - 1))
 
@@ -42,7 +42,7 @@ class Dynamic(Shape):
         layers = [(tokens, scores, torch.full_like(tokens, -1))]
         # The fed node that is the parent of each candidate.
         fed_parents = torch.full_like(tokens, -1)
-        for depth in range(1, limits.deepest):
+        for depth in range(1, limits.max_depth):
             scores_BK, chosen = scores.sort(dim=1, descending=True, stable=True)
             scores_BK, chosen = scores_BK[:, :width], chosen[:, :width]
             begin = 0 if depth == 1 else width + (depth - 2) * width**2

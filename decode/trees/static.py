@@ -110,23 +110,23 @@ class FixedTree(Shape):
         self.depth = structure.depth
         self._plans: dict[tuple[int, torch.device], _Plan] = {}
 
-    def describe(self, most: int | None = None) -> str:
+    def describe(self, max_depth: int | None = None) -> str:
         text = f"tree of {len(self.structure)} nodes, {self.depth} deep"
-        if most is None or most >= self.structure.depth:
+        if max_depth is None or max_depth >= self.structure.depth:
             return text
-        return f"{text}, cut to {self.structure.within(most)} nodes, {most} deep"
+        return f"{text}, cut to {self.structure.within(max_depth)} nodes, {max_depth} deep"
 
     def siblings(self, sampling: Sampling) -> Siblings:
         if sampling.greedy or self.draw == "top":
             return "chosen"
         return "distinct" if self.draw == "distinct" else "independent"
 
-    def most_nodes(self, gamma: int) -> int:
+    def max_nodes(self, gamma: int) -> int:
         return self.structure.within(gamma)
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         rows = growth.rows
-        plan = self._plan(limits.deepest, growth.device)
+        plan = self._plan(limits.max_depth, growth.device)
         if not plan.levels:
             return Draft.none(rows, growth.device)
         children = _Children(self.siblings(sampling), growth, sampling, rng)
@@ -179,7 +179,7 @@ class _Children:
             tokens = likeliest(logits, level.rank_count).flatten(1)
             return tokens[:, level.parents * level.rank_count + level.ranks]
         probs = self.sampling.probs(logits)
-        self.q.append(self.growth.whole(probs))
+        self.q.append(self.growth.over_vocabulary(probs))
         uniforms = self.rng.uniforms(CounterRNG.DRAFT, level.first, len(level.orders))
         tokens = torch.zeros_like(level.orders.expand(len(probs), -1))
         if self.siblings == "independent":

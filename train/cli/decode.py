@@ -151,9 +151,9 @@ def generate(
         pieces.put(torch.tensor(done.outputs[0]))
     pieces.end()
     counts, seconds = done.counts, done.timing.total
-    drafts = decoder.drafter.describe_drafts(decoder.policy.most)
+    drafts = decoder.drafter.describe_drafts(decoder.policy.max_depth)
     gamma = decoding.gamma
-    if gamma is not None and decoder.drafter.deepest(gamma) != gamma:
+    if gamma is not None and decoder.drafter.max_depth(gamma) != gamma:
         drafts += f" (γ {gamma} is for drafts that have no depth of their own)"
     typer.echo(
         f"\n[{len(done.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} tokens "

@@ -72,7 +72,7 @@ class Drafting(Drawing):
         int | None,
         typer.Option(
             help="how many tokens a draft is deep; default 4. A tree is as deep as it is: what "
-            "cuts it is --policy fixed:most=N"
+            "cuts it is --policy fixed:max_depth=N"
         ),
     ] = None
     draft_temperature: Annotated[

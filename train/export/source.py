@@ -88,7 +88,7 @@ def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
     reduced = load_vocabulary(path, model)
     if reduced is None:
         return SmallLMSource(model, tokenizer, dtype)
-    own, before = model.get_output_embeddings(), reduced.whole
+    own, before = model.get_output_embeddings(), reduced.full
     filled_from = "the output layer it had before it was reduced"
     rows = before.weight.detach()
     if target is not None:

@@ -97,9 +97,11 @@ def verify(
     record = check_export(task.export)
     engine = engine_for(name, record["layout"])
     require_same_target(record["drafter"]["target"], task.target, str(task.export))
-    deepest = record["facts"].get("deepest")
-    if deepest is not None and task.gamma > deepest:
-        raise UserError(f"gamma is {task.gamma}, and {task.export} drafts at most {deepest} tokens")
+    max_depth = record["facts"].get("max_depth")
+    if max_depth is not None and task.gamma > max_depth:
+        raise UserError(
+            f"gamma is {task.gamma}, and {task.export} drafts at most {max_depth} tokens"
+        )
     run = engine.run(task)
     task.say("our own loop")
     drafter = reload(task.export, record, task.target)

@@ -78,10 +78,12 @@ def export_drafter(
     chosen = format_for(form, str(description["kind"]))
     moved = _moved_target(drafter, description, target, out, backbone)
     in_run = found_in_run(drafter)
-    deepest = chosen.deepest(drafter)
-    if gamma is not None and deepest is not None and gamma > deepest:
-        raise UserError(f"gamma is {gamma}, and {drafter} drafts at most {deepest} tokens")
-    gamma = gamma or min(int((in_run or {}).get("gamma") or DEFAULT_GAMMA), deepest or sys.maxsize)
+    max_depth = chosen.max_depth(drafter)
+    if gamma is not None and max_depth is not None and gamma > max_depth:
+        raise UserError(f"gamma is {gamma}, and {drafter} drafts at most {max_depth} tokens")
+    gamma = gamma or min(
+        int((in_run or {}).get("gamma") or DEFAULT_GAMMA), max_depth or sys.maxsize
+    )
     spec = str(moved or target or description["target"]["name"])
     found_at = None if backbone is None else target_repository(repository, backbone)
     job = ExportJob(drafter, description, None, spec, dtype, gamma, found_at)
@@ -105,7 +107,7 @@ def export_drafter(
             "layout": chosen.name,
             "kind": job.kind,
             "gamma": gamma,
-            "facts": facts | {"deepest": deepest},
+            "facts": facts | {"max_depth": max_depth},
             "drafter": {"manifest_sha256": _sha256(drafter / MANIFEST), **description},
             "backbone": found_at,
         }

@@ -62,7 +62,7 @@ def varies(evaluation: dict[str, Any]) -> bool:
 
 
 def draft_length(evaluation: dict[str, Any]) -> str:
-    """'4', or '≤ 8 by heuristic:most=8'."""
+    """'4', or '≤ 8 by heuristic:max_depth=8'."""
     most = evaluation.get("gamma")
     if not varies(evaluation):
         return NONE if most is None else str(most)

@@ -62,7 +62,7 @@ class Format(ABC):
     needs_target: ClassVar[bool] = False
     carries_vocabulary: ClassVar[bool] = False
 
-    def deepest(self, drafter: Path) -> int | None:
+    def max_depth(self, drafter: Path) -> int | None:
         """Return the largest γ that a drafter directory can draft; None for any γ."""
         return None
 

@@ -66,7 +66,7 @@ class Eagle3GGUF(InGGUF):
     spec_type = "draft-eagle3"
     carries_vocabulary = True
 
-    def deepest(self, drafter: Path) -> int | None:
+    def max_depth(self, drafter: Path) -> int | None:
         options: Any = stored_options(drafter)
         steps: int = options.steps
         return steps
@@ -162,7 +162,7 @@ class Eagle3GGUF(InGGUF):
         state = {theirs: weights[own] for theirs, own in NAMES.items()}
         state[OWN_OUTPUT] = state.pop(OUTPUT)
         record: Any = read_json(directory / EXPORT_FILE)
-        options = Eagle3Options(steps=record["facts"]["deepest"])
+        options = Eagle3Options(steps=record["facts"]["max_depth"])
         ids: torch.Tensor | None = weights.get(D2T)
         drafter = drafter_of(Eagle3Drafter, options, ids, state, target)
         if keys[f"{OF}.target_layers"] != [layer + 1 for layer in drafter.heads.captured_layers]:

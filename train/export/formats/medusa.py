@@ -46,7 +46,7 @@ class Medusa(Format):
     engines = ("vllm", "tgi")
     needs_target = True
 
-    def deepest(self, drafter: Path) -> int:
+    def max_depth(self, drafter: Path) -> int:
         options: Any = stored_options(drafter)
         depth: int = options.heads
         return depth

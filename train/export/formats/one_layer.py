@@ -53,7 +53,7 @@ class OneLayer(Format):
     drafter: ClassVar[type[HeadsDrafter]]
     needs_target = True
 
-    def deepest(self, drafter: Path) -> int | None:
+    def max_depth(self, drafter: Path) -> int | None:
         options: Any = stored_options(drafter)
         return self.depth_of(options)
 
@@ -158,7 +158,7 @@ class OneLayer(Format):
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         config = self.flat(json.loads((directory / "config.json").read_text()))
-        depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["deepest"]
+        depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["max_depth"]
         require_fit(config, directory, target)
         options, ids, state = self.restored(load_file(directory / WEIGHTS), depth)
         return drafter_of(self.drafter, options, ids, state, target)
