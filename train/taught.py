@@ -8,12 +8,15 @@ from train.data.samples import TextConfig
 
 
 class TaughtConfig(TextConfig):
-    """losses: {name: weight}, or {name: {weight: …, option: …}}; see `distill.losses`.
-    teacher_temperature, drafter_temperature: of the two distributions that a loss compares."""
+    """The settings of a stage that learns from the target's distribution."""
 
     losses: dict[str, Any]
+    """The weighted sum that is minimised: {name: weight}, or {name: {weight: …, option: …}}; see
+    `distill.losses`."""
     teacher_temperature: float = 1.0
+    """Divides the target's logits before a loss compares the distributions (1503.02531)."""
     drafter_temperature: float = 1.0
+    """Divides the drafter's logits before a loss compares the distributions."""
 
     @property
     def weighted_loss(self) -> WeightedLoss:

@@ -33,21 +33,25 @@ Item = TypeVar("Item")
 
 
 class OnPolicyConfig(Strict):
-    """fraction: λ, the share of samples that the drafter generates; the others come from the text.
-
-    samples: the number of samples of a round. Each round generates new text with the current
-    drafter. drafter: speeds up the generation itself: none, ngram (speculative decoding), or auto,
-    whichever is faster on the first batch. It does not change the text.
-    """
+    """Text that the drafter generates during its training (GKD, 2306.13649)."""
 
     fraction: float = Field(0.5, gt=0, le=1)
+    """λ, the share of samples that the drafter generates; the others come from the text."""
     samples: int = Field(128, ge=1)
+    """The number of samples of a round. Each round generates new text with the current drafter."""
     max_new_tokens: int = Field(128, ge=1)
+    """The length limit of a generated answer in tokens."""
     temperature: float = Field(1.0, ge=0)
+    """0: greedy."""
     top_k: int = Field(0, ge=0)
+    """0: off."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """1: off."""
     batch_size: int = Field(32, ge=1)
+    """The number of prompts that a process answers together."""
     drafter: Literal["auto", "none", "ngram"] = "auto"
+    """What speeds up the generation: nothing, ngram (speculative decoding), or auto, whichever is
+    faster on the first batch. It does not change the text."""
 
 
 class OnPolicyText:

@@ -25,24 +25,31 @@ from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
 
 
 class GenerateConfig(StageConfig):
-    """split: the split whose prompts are answered. No stage trains on answers to the test split.
-    prompts: the number of prompts, spread evenly over the split; None: all. samples: answers per
-    prompt (they differ if temperature > 0). num_beams > 1: beam search by `transformers`
-    `generate()`, for Blockwise distillation. part_prompts: the number of answers per saved part; a
-    killed stage loses at most one part."""
+    """The target answers prompts. No stage trains on answers to the test split."""
 
     kind: Literal["generate"] = "generate"
     split: Literal["train", "dev", "test"] = "train"
+    """The split whose prompts are answered."""
     prompts: int | None = Field(None, ge=1)
+    """The number of prompts, spread evenly over the split. None: all."""
     max_new_tokens: int = Field(128, ge=1)
+    """The length limit of an answer in tokens."""
     batch_size: int = Field(16, ge=1)
+    """The number of prompts that a process answers together."""
     temperature: float = Field(0.0, ge=0)
+    """0: greedy."""
     top_k: int = Field(0, ge=0)
+    """0: off."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """1: off."""
     samples: int = Field(1, ge=1)
+    """Answers per prompt. They differ if the temperature is above 0."""
     num_beams: int = Field(1, ge=1)
+    """Above 1: beam search by `generate()` of `transformers`, for Blockwise distillation."""
     part_prompts: int = Field(64, ge=1)
+    """The number of answers per saved part. A killed stage loses at most one part."""
     seed: int = 0
+    """The seed of the draws."""
 
     @model_validator(mode="after")
     def _fits(self) -> "GenerateConfig":

@@ -46,33 +46,38 @@ from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
 
 class HeadsConfig(TaughtConfig):
-    """heads: type and options, as {type: medusa, heads: 5}; see `heads`. start: an earlier heads
-    stage on the same target; this stage continues to train its heads. backbone: train the target
-    too and write the new target to `target/`; None: the target does not change.
-
-    losses: {name: weight}, between each head and the token it predicts. A loss that reads the
-    teacher distils the target's distribution of that same token.
-    draft_vocabulary: draft only this many of the text's most frequent tokens. features: live, or
-    the name or directory of a feature_cache stage. remember_features: keep live hidden states in
-    memory after their first use. dev: figures on a dev slice; its `gamma` is at most the number of
-    heads. tree: calibrate a tree after the drafter is written, and store it with the drafter. A
-    target that cannot verify trees is refused before the training. None: the drafter drafts chains.
-    chunk_tokens: the number of tokens whose logits are in memory at a time.
-    """
+    """Small modules on the target learn to predict the tokens after its next token."""
 
     kind: Literal["heads"] = "heads"
     heads: SerializeAsAny[HeadOptions]
+    """The type of heads and its options, as {type: medusa, heads: 5}; see `heads`."""
     start: str | None = None
+    """An earlier heads stage on the same target; this stage continues to train its heads. None: new
+    heads."""
     backbone: BackboneConfig | None = None
+    """Train the target too and write the new target to `target/`. None: the target does not
+    change."""
     losses: dict[str, Any] = {"cross_entropy": 1.0}
+    """{name: weight}, between each head and the token it predicts. A loss that reads the teacher
+    distils the target's distribution of that same token."""
     draft_vocabulary: int | None = Field(None, ge=1)
+    """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
+    of `start`."""
     features: str = "live"
+    """The source of hidden states: live, or the name or directory of a feature_cache stage."""
     remember_features: bool = False
+    """Keep live hidden states in memory after their first use."""
     dev: DevConfig | None = None
+    """Figures on a dev slice during the training. None: there are none."""
     tree: TreeConfig | None = None
+    """Calibrate a tree after the drafter is written, and store it with the drafter. A target that
+    cannot verify trees is refused before the training. None: the drafter drafts chains."""
     chunk_tokens: int = Field(256, ge=1)
+    """The number of tokens whose logits are in memory at a time."""
     loop: LoopConfig = LoopConfig()
+    """The length of the training and the size of its batches."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
+    """AdamW and its learning rate."""
 
     @field_validator("heads", mode="before")
     @classmethod
