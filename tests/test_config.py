@@ -1,6 +1,7 @@
 """Configs: what is refused, in which words, and before anything expensive."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import yaml
 from decode.errors import UserError
 from decode.sampling import Sampling
 from train.config import differences, dump_config, load_config, validate_config
+from train.data.on_policy import OnPolicyConfig
+from train.schema import SamplingConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -80,10 +83,14 @@ def test_a_good_config_is_read_whole(tmp_path):
         ),
         ("name: run", "name: run\nevaluation: {policy: hueristic}", 'Did you mean "heuristic"'),
         ("name: run", "name: run\nevaluation: {shape: chan}", 'Did you mean "chain"'),
-        ("name: run", "name: run\nevaluation: {min_p: 2.0}", "'evaluation.min_p'"),
+        (
+            "name: run",
+            "name: run\nevaluation: {sampling: {min_p: 2.0}}",
+            "'evaluation.sampling.min_p'",
+        ),
         ("name: run", "name: run\nevaluation: {baselines: [ngrm]}", 'Did you mean "ngram"'),
         ("name: run", "name: run\nevaluation: {in_turn: [ngrm]}", 'Did you mean "ngram"'),
-        ("kind: generate", "kind: generate, samples: 2", "temperature > 0"),
+        ("kind: generate", "kind: generate, samples: 2", "sampling.temperature > 0"),
         ("name: run", "name: [", "not valid YAML"),
     ],
 )
@@ -101,13 +108,20 @@ stages:
   - {name: live, kind: online, drafter: {stage: medusa}, split: train}
 evaluation: {baselines: []}
 """
+BLOCK = "{rule: block, sampling: {temperature: 1.0}"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("{rule: block, temperature: 1.0}", "drafter of stage medusa drafts trees .* chains only"),
-        ("{rule: block, temperature: 1.0, stages: [live]}", "drafter of stage live drafts trees"),
+        (
+            BLOCK + "}",
+            "drafter of stage medusa drafts trees .* chains only",
+        ),
+        (
+            BLOCK + ", stages: [live]}",
+            "drafter of stage live drafts trees",
+        ),
         ("{policy: entropy}", "entropy watches a chain grow, and the drafter of stage medusa"),
         ("{split: dev}", "evaluation.split is dev, which data lacks"),
     ],
@@ -153,10 +167,8 @@ def test_parts_take_options(tmp_path):
         "  rule: {name: lenience, lenience: 0.7}\n"
         "  policy: {name: by_batch, table: {1: 8, 4: 2}}\n"
         "  shape: chain\n"
-        "  temperature: 0.8\n"
+        "  sampling: {temperature: 0.8, min_p: 0.05, repetition_penalty: 1.2}\n"
         "  draft_temperature: 0.5\n"
-        "  min_p: 0.05\n"
-        "  repetition_penalty: 1.2\n"
     )
     config = load(tmp_path, text, "evaluation.gamma=7")
     protocol = config.evaluation.protocol()
@@ -172,6 +184,13 @@ def test_parts_take_options(tmp_path):
     short = load(tmp_path, GOOD, "evaluation.policy=heuristic:first=3", "evaluation.gamma=7")
     assert short.evaluation.protocol().make_policy().most == 7
     assert short.evaluation.protocol(2 + 2).make_policy().most == 4
+
+
+def test_sampling_is_configured_as_the_loop_has_it():
+    assert SamplingConfig().build() == Sampling()
+    assert set(SamplingConfig.model_fields) == {field.name for field in fields(Sampling)}
+    # A part of the settings leaves the others as they are in that place.
+    assert OnPolicyConfig(sampling={"top_k": 5}).sampling.build() == Sampling(1.0, top_k=5)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from decode.drafters import DRAFTERS
 from decode.errors import UserError, nearest
 from decode.measure.evaluation import EvaluationProtocol
 from decode.rules import require_fitting
-from decode.sampling import Sampling
 from train.online.learners import heads_stage
-from train.schema import StageConfig, Strict
+from train.schema import SamplingConfig, StageConfig, Strict
 from train.stages import STAGES
 
 SPLITS = ("train", "dev", "test", "stream")
@@ -91,16 +90,8 @@ class EvaluationConfig(Strict):
     shape: str | dict[str, Any] | None = None
     """The shape of trained drafters' drafts. None: each drafter's default, a chain or the tree
     stored with it."""
-    temperature: float = Field(0.0, ge=0)
-    """0: greedy."""
-    top_k: int = Field(0, ge=0)
-    """0: off."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """1: off."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    """0: off."""
-    repetition_penalty: float = Field(1.0, gt=0)
-    """1: off."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How the target draws text."""
     draft_temperature: float | None = Field(None, ge=0)
     """The temperature of the drafter. None: the target's temperature."""
     max_new_tokens: int = Field(64, ge=2)
@@ -132,12 +123,9 @@ class EvaluationConfig(Strict):
         gamma: None: the run's γ. Raises UserError for unknown parts and parts that do not fit
         together.
         """
-        sampling = Sampling(
-            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
-        )
         return EvaluationProtocol(
             gamma=gamma or self.gamma,
-            sampling=sampling,
+            sampling=self.sampling.build(),
             rule=self.rule,
             policy=self.policy,
             shape=self.shape if trained else None,

@@ -20,16 +20,22 @@ from transformers import PreTrainedModel
 from decode.artifact import verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.loop import Decoder
-from decode.sampling import Sampling
 from distill.lora import Trainable
 from train.data.batches import permutation
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import Example
 from train.data.rounds import Weights
-from train.schema import Strict
+from train.schema import SamplingConfig, Strict
 from train.stage import StageContext
 
 Item = TypeVar("Item")
+
+
+class OnPolicySampling(SamplingConfig):
+    """As elsewhere, but at temperature 1 by default."""
+
+    temperature: float = Field(1.0, ge=0)
+    """Divides the logits. 0: greedy decoding."""
 
 
 class OnPolicyConfig(Strict):
@@ -41,12 +47,8 @@ class OnPolicyConfig(Strict):
     """The number of samples of a round. Each round generates new text with the current drafter."""
     max_new_tokens: int = Field(128, ge=1)
     """The length limit of a generated answer in tokens."""
-    temperature: float = Field(1.0, ge=0)
-    """0: greedy."""
-    top_k: int = Field(0, ge=0)
-    """0: off."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """1: off."""
+    sampling: OnPolicySampling = OnPolicySampling()
+    """How the text is drawn."""
     batch_size: int = Field(32, ge=1)
     """The number of prompts that a process answers together."""
     drafter: Literal["auto", "none", "ngram"] = "auto"
@@ -136,7 +138,7 @@ class OnPolicyText:
             eos_token_ids=self.context.target.eos_token_ids,
             # With this rule the text does not depend on the draft tokens.
             rule="exact",
-            sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
+            sampling=settings.sampling.build(),
         )
         rows = [number * settings.samples + index for index, _ in batch]
         prompts = [prompt for _, prompt in batch]

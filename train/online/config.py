@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from train.online.learning import OnlineConfig
-from train.schema import StageConfig
+from train.schema import SamplingConfig, StageConfig
 from train.training.load_student import StudentConfig
 
 
@@ -26,12 +26,8 @@ class OnlineStageConfig(StageConfig):
     """The depth of a draft in tokens. Ignored for trees, which have a fixed depth."""
     rule: str = "speculative"
     """The verification rule, by name."""
-    temperature: float = Field(0.0, ge=0)
-    """0: greedy."""
-    top_k: int = Field(0, ge=0)
-    """0: off."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """1: off."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How served answers are drawn."""
     max_new_tokens: int = Field(128, ge=2)
     """The length limit of an answer in tokens."""
     seed: int = 0
