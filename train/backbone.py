@@ -27,7 +27,7 @@ from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat import Sample
 from train.data.read import spread
 from train.data.samples import read_samples
-from train.schema import StageConfig, Strict, closest_stage
+from train.schema import Losses, StageConfig, Strict, closest_stage
 from train.stage import StageContext
 from train.training.clock import Clock
 from train.training.optimizer import GroupConfig, OptimizerConfig
@@ -53,7 +53,7 @@ class BackboneConfig(Strict):
 
     lora: AdapterConfig | None = AdapterConfig()
     """Adapters on the target, merged at the end. None: all of its weights are trained."""
-    losses: dict[str, Any] = {"cross_entropy": 1.0}
+    losses: Losses = {"cross_entropy": 1.0}
     """The target's own losses, {name: weight}. cross_entropy compares it with the text. A loss
     that reads the teacher, such as forward_kl, is self-distillation from the original target."""
     heads_weight: float | None = Field(None, gt=0)

@@ -1,12 +1,16 @@
-"""The base classes of every part of a config."""
+"""The base classes of a config, and the types that several of its parts share."""
 
-import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from decode.errors import UserError
+from decode.errors import UserError, nearest
+from decode.registry import Registry
 from decode.sampling import Sampling
+from distill.losses import LOSSES
 
 
 class Strict(BaseModel):
@@ -16,6 +20,48 @@ class Strict(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
     )
+
+
+def part_of(registry: Registry[Any]) -> WithJsonSchema:
+    """Annotates a setting that names a part, with or without options: the schema lists the
+    names."""
+    names = list(registry)
+    options = {
+        "title": "NAME:option=value,…",
+        "type": "string",
+        "pattern": f"^({'|'.join(names)}):",
+    }
+    mapping = {
+        "title": "a mapping with name and options",
+        "type": "object",
+        "properties": {"name": {"enum": names, "type": "string"}},
+        "required": ["name"],
+    }
+    return WithJsonSchema({"anyOf": [{"enum": names, "type": "string"}, options, mapping]})
+
+
+def name_in(names: Iterable[str]) -> WithJsonSchema:
+    """Annotates a setting that names a part without options."""
+    return WithJsonSchema({"enum": list(names), "type": "string"})
+
+
+def one_of(classes: Iterable[type[BaseModel]], tag: str) -> Any:
+    """The type of a setting that is one of these classes, as its value of `tag` says."""
+    return Annotated[reduce(or_, classes), Field(discriminator=tag)]
+
+
+_WEIGHT = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "object"}]}
+Losses = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "title": "a mapping of names and weights",
+            "type": "object",
+            "properties": dict.fromkeys(LOSSES, _WEIGHT),
+            "additionalProperties": False,
+        }
+    ),
+]
 
 
 class SamplingConfig(Strict):
@@ -42,7 +88,9 @@ class SamplingConfig(Strict):
 class StageConfig(Strict):
     """The settings of every stage."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", title="a name of letters, digits, _ and -"
+    )
     """The name of the stage, by which later stages refer to it. No other stage has it."""
     kind: str
     """What the stage does, from the registry of stages."""
@@ -53,10 +101,8 @@ def closest_stage(name: str, stages: Sequence[StageConfig], *kinds: str) -> Stag
     the names of the stages of these kinds."""
     fitting = {stage.name: stage for stage in stages if stage.kind in kinds}
     if name not in fitting:
-        close = difflib.get_close_matches(name, list(fitting), n=1)
         raise UserError(
             f"no earlier stage {name!r} of kind {' or '.join(kinds)}; there "
-            f"{'is' if fitting else 'are'} {', '.join(fitting) or 'none'}."
-            + (f' Did you mean "{close[0]}"?' if close else "")
+            f"{'is' if fitting else 'are'} {', '.join(fitting) or 'none'}." + nearest(name, fitting)
         )
     return fitting[name]

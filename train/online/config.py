@@ -1,11 +1,12 @@
 """The settings of an `online` stage."""
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from decode.rules import RULES
 from train.online.learning import OnlineConfig
-from train.schema import SamplingConfig, StageConfig
+from train.schema import Losses, SamplingConfig, StageConfig, name_in
 from train.training.load_student import StudentConfig
 
 
@@ -24,7 +25,7 @@ class OnlineStageConfig(StageConfig):
     """The number of prompts that are decoded together."""
     gamma: int = Field(4, ge=1)
     """The depth of a draft in tokens. Ignored for trees, which have a fixed depth."""
-    rule: str = "speculative"
+    rule: Annotated[str, name_in(RULES)] = "speculative"
     """The verification rule, by name."""
     sampling: SamplingConfig = SamplingConfig()
     """How served answers are drawn."""
@@ -34,7 +35,7 @@ class OnlineStageConfig(StageConfig):
     """The seed of the draws, and of random init weights."""
     learning: OnlineConfig | None = OnlineConfig()
     """The schedule and the data of learning. None: the drafter does not learn."""
-    losses: dict[str, Any] = {"forward_kl": 1.0}
+    losses: Losses = {"forward_kl": 1.0}
     """The weighted sum that is minimised, as in a `distill` stage."""
     train_embeddings: bool = False
     """Train a small language model's token embeddings and output layer too. Heads are always

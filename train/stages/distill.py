@@ -30,7 +30,7 @@ from train.data.rounds import FixedText, Text
 from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.dev import DevConfig, DevSlice, Judging
 from train.online.learners import heads_stage
-from train.schema import StageConfig, closest_stage
+from train.schema import Losses, StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StageContext, StagePlan
 from train.taught import TaughtConfig
 from train.teacher import Cache, TargetModel, open_cache, teacher_of
@@ -54,7 +54,7 @@ class DistillConfig(TaughtConfig):
     kind: Literal["distill"] = "distill"
     drafter: StudentConfig
     """Where the drafter starts."""
-    losses: dict[str, Any] = {"forward_kl": 1.0}
+    losses: Losses = {"forward_kl": 1.0}
     """The weighted sum that is minimised: {name: weight}, or {name: {weight: …, option: …}}; see
     `distill.losses`."""
     teacher: str = "live"

@@ -7,10 +7,10 @@ only in their computation (`heads.base`), not in the training around it.
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from decode.drafters import DRAFTERS, Drafter
@@ -22,7 +22,7 @@ from decode.trees.stored import store_tree
 from distill.drift import Drift
 from distill.teacher.live_hidden_states import FeatureSource, LiveFeatures
 from distill.teacher.output_layer import split_model
-from heads.base import HeadOptions, Heads
+from heads.base import HEADS, HeadOptions, Heads
 from heads.bigrams import Bigrams, lookup_top1
 from heads.joint import JointTraining
 from heads.store import build_heads, make_ready, new_heads, read_heads, save_heads
@@ -34,7 +34,7 @@ from train.data.rounds import FixedText
 from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.dev import DevConfig, DevSlice, Judging
 from train.head_tree import TreeConfig, calibrated_tree, require_tree
-from train.schema import StageConfig, closest_stage
+from train.schema import Losses, StageConfig, closest_stage, one_of
 from train.stage import STAGES, Outcome, StageContext, StagePlan
 from train.taught import TaughtConfig
 from train.teacher import open_features
@@ -44,12 +44,17 @@ from train.training.load_student import frequent_tokens
 from train.training.optimizer import OptimizerConfig
 from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
+if TYPE_CHECKING:
+    AnyHeads = HeadOptions
+else:
+    AnyHeads = one_of((HEADS[kind].Options for kind in HEADS), "type")
+
 
 class HeadsConfig(TaughtConfig):
     """Small modules on the target learn to predict the tokens after its next token."""
 
     kind: Literal["heads"] = "heads"
-    heads: SerializeAsAny[HeadOptions]
+    heads: AnyHeads
     """The type of heads and its options, as {type: medusa, heads: 5}; see `heads`."""
     start: str | None = None
     """An earlier heads stage on the same target; this stage continues to train its heads. None: new
@@ -57,7 +62,7 @@ class HeadsConfig(TaughtConfig):
     backbone: BackboneConfig | None = None
     """Train the target too and write the new target to `target/`. None: the target does not
     change."""
-    losses: dict[str, Any] = {"cross_entropy": 1.0}
+    losses: Losses = {"cross_entropy": 1.0}
     """{name: weight}, between each head and the token it predicts. A loss that reads the teacher
     distils the target's distribution of that same token."""
     draft_vocabulary: int | None = Field(None, ge=1)
@@ -78,11 +83,6 @@ class HeadsConfig(TaughtConfig):
     """The length of the training and the size of its batches."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
     """AdamW and its learning rate."""
-
-    @field_validator("heads", mode="before")
-    @classmethod
-    def _known_heads(cls, given: Any) -> HeadOptions:
-        return HeadOptions.of(given)
 
 
 @STAGES.register("heads")
