@@ -61,7 +61,8 @@ class HeadOptions(BaseModel):
                     f"heads of type {given['type']} have no option {key!r}; they have "
                     f"{', '.join(kind.model_fields)}.{nearest(key, kind.model_fields)}"
                 ) from None
-            raise UserError(f"heads: {key} is {item['input']!r}: {item['msg']}") from None
+            reason = item["msg"].replace("Input should be", "expected")
+            raise UserError(f"heads: {key} is {item['input']!r}; {reason}") from None
 
 
 @dataclass

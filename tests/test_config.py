@@ -140,9 +140,15 @@ def test_what_is_wrong_is_named(tmp_path, old: str, new: str, message: str):
         ),
         (", kind: generate", "", "run.yaml:6: config key 'stages.answers.kind' is missing"),
         ("- {name: answers, kind: generate}", "- 3", "run.yaml:6: config key 'stages.0' is 3"),
+        ("- {name: answers, kind: generate}", "- [3]", "run.yaml:6: .*'stages.0' is a list; exp"),
         ("name: run", "# nothing", "run.yaml:3: config key 'name' is missing"),
         # Settings that do not fit together: the line of what holds them.
         ("[0, 1]", "[0], model: x", "run.yaml:10: .*'stages.distill.drafter' does not fit: found"),
+        (
+            "name: run",
+            "name: run\nevaluation:\n  policy: heuristic:most=8.5",
+            "run.yaml:3: .*'evaluation' does not fit: .*most is 8.5; expected a valid integer",
+        ),
         ("generate}", "generate, samples: 2}", "run.yaml:6: .*'stages.answers' does not fit: sam"),
         ("text: answers", "text: answer", "run.yaml:7: no earlier stage 'answer'"),
         ("name: distill", "name: answers", "run.yaml:7: two stages are called 'answers'"),

@@ -239,7 +239,7 @@ def test_adaptive_confidence_maximises_its_criterion() -> None:
         ("cost_model:patience=0", "patience is 0"),
         ("cost_modle", 'Did you mean "cost_model"'),
         ("cost_model:mots=3", "no option 'mots'.*Did you mean \"most\""),
-        ("cost_model:most=3.5", "option most is 3.5: Input should be a valid integer"),
+        ("cost_model:most=3.5", "option most is 3.5; expected a valid integer"),
     ],
 )
 def test_bad_options_are_named(spec: str, message: str) -> None:

@@ -251,7 +251,8 @@ def _explain(source: ConfigSource, item: Any) -> str:
     keys = source.existing((*path[:2], *path[3:]) if path[:1] == ("stages",) else path)
     if item["type"] == "value_error":
         return source.explain(keys, f"does not fit: {item['ctx']['error']}")
-    return source.explain(keys, f"is {item['input']!r}: {item['msg']}")
+    reason = item["msg"].replace("Input should be", "expected")
+    return source.explain(keys, f"is {item['input']!r}; {reason}")
 
 
 def _check_evaluation(config: RunConfig) -> None:

@@ -244,7 +244,7 @@ def _describe(option: Schema) -> str:
     if "minItems" in option:
         bounds.append(f"of {option['minItems']} or more")
     if option["type"] == "array" and option.get("items"):
-        bounds.append(f"with entries: {describe(option['items'])}")
+        bounds.append(f"(each {describe(option['items'])})")
     return " ".join([words, " and ".join(bounds)]).rstrip()
 
 
@@ -324,8 +324,9 @@ def _suggestion(value: Any, options: Sequence[Schema]) -> str:
             if not list(find_problems([value], option)):
                 return f" Did you mean [{value}]?"
             return _suggestion(value, alternatives(option.get("items", {})))
-        if "discriminator" in option and value in option["discriminator"]["mapping"]:
-            return f" Did you mean {{{option['discriminator']['propertyName']}: {value}}}?"
+        tagged = option.get("discriminator", {"mapping": ()})
+        if isinstance(value, str) and value in tagged["mapping"]:
+            return f" Did you mean {{{tagged['propertyName']}: {value}}}?"
     names = [name for option in options for name in _names(option)]
     if value is False and "no" in names:
         return ' Did you mean "no"? Without quotes it is read as false.'
