@@ -47,7 +47,9 @@ def run_config(
     else:
         texts = [
             answers | {"name": "answers", "max_new_tokens": 96},
-            answers | {"name": "sampled", "max_new_tokens": 96, "temperature": 1.0, "samples": 2},
+            answers
+            | {"name": "sampled", "max_new_tokens": 96}
+            | {"sampling": {"temperature": 1.0}, "samples": 2},
         ]
     name = re.sub(r"[^A-Za-z0-9]+", "-", target).strip("-")
     return {

@@ -124,7 +124,7 @@ def run_config(settings: Settings) -> dict[str, Any]:
         answer | {"name": "answers", "prompts": 64 if quick else None},
         answer
         | {"name": "variants", "prompts": 32 if quick else 240}
-        | {"temperature": 0.8, "top_k": 50, "samples": 3},
+        | {"sampling": {"temperature": 0.8, "top_k": 50}, "samples": 3},
         answer | {"name": "test-answers", "split": "test", "prompts": 42, "max_new_tokens": 64},
         {
             "name": "states",

@@ -131,8 +131,8 @@ def run_config(arms: list[tuple[str, str, int]], *, quick: bool, runs: Path) -> 
     """Return the config of one run: the texts, the common start, and a distill stage per arm and
     seed."""
     answer = {"kind": "generate", "max_new_tokens": 80, "batch_size": 32, "part_prompts": 96}
-    sampled = {"temperature": 1.0, "samples": 1 if quick else 2}
-    dev = answer | {"split": "dev", "temperature": 1.0}
+    sampled = {"sampling": {"temperature": 1.0}, "samples": 1 if quick else 2}
+    dev = answer | {"split": "dev", "sampling": {"temperature": 1.0}}
     stages: list[dict[str, Any]] = [
         answer | {"name": "greedy"},
         answer | {"name": "sampled"} | sampled,

@@ -177,7 +177,7 @@ def _serving(arm: Arm, settings: Settings) -> dict[str, Any]:
         "batch_size": BATCH,
         "window": BATCH,
         "gamma": GAMMA,
-        "temperature": settings.temperature,
+        "sampling": {"temperature": settings.temperature},
         "max_new_tokens": settings.tokens,
         "learning": learning,
     }

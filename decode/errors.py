@@ -12,7 +12,32 @@ class UserError(Exception):
     """
 
 
+# Usual words for what has a quite different name here.
+SYNONYMS = {
+    "batch_size": ("tokens_per_batch",),
+    "ce": ("cross_entropy",),
+    "eagle": ("eagle1",),
+    "eagle2": ("eagle1",),  # EAGLE-2 is EAGLE-1 with the shape `dynamic`
+    "float32": ("no",),
+    "fp32": ("float32", "no"),
+    "greedy": ("exact",),
+    "half": ("float16", "fp16"),
+    "hydra++": ("hydra_plus",),
+    "kl": ("forward_kl",),
+    "learning_rate": ("lr",),
+    "nll": ("cross_entropy",),
+    "prompt_lookup": ("ngram",),
+    "rejection_sampling": ("speculative",),
+    "rkl": ("reverse_kl",),
+    "tv": ("total_variation",),
+    "tvd": ("total_variation",),
+}
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
-    """' Did you mean "x"?' with the known word closest to `word`, or '' if none is close."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    """' Did you mean "x"?' with a known word that means the same as `word` or is spelt most like
+    it, or '' if there is none."""
+    words = list(known)
+    matches = [synonym for synonym in SYNONYMS.get(word.lower(), ()) if synonym in words]
+    matches = matches or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f' Did you mean "{matches[0]}"?' if matches else ""

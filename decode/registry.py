@@ -181,4 +181,5 @@ def _checked(what: str, value: Any, annotation: Any) -> Any:
         return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
     except (ValidationError, TypeError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise UserError(f"{what} is {value!r}: {reason}") from None
+        reason = reason.replace("Input should be", "expected")
+        raise UserError(f"{what} is {value!r}; {reason}") from None

@@ -245,7 +245,7 @@ def _of_model(model: PreTrainedModel, target: Target) -> SmallLMDrafter:
         raise UserError(
             f"the drafter {type(model).__name__} has a vocabulary of {vocab_size} tokens and the "
             f"target one of {target.vocab_size}. If their tokenizers are the same and only the "
-            "padding differs, give the drafter by its name or directory, so that they can be compared"
+            "padding differs, give the drafter by its name or directory: then they are compared"
         )
     return SmallLMDrafter.of_target(model, target)
 

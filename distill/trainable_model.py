@@ -13,18 +13,21 @@ from decode.errors import UserError
 
 
 class LoraConfig(BaseModel):
-    """Low-rank adapters (LoRA, 2106.09685), built with peft.
+    """Low-rank adapters (LoRA, 2106.09685), built with peft."""
 
-    targets: the names of the linear layers that get an adapter, or `all-linear` for all linear
-    layers except the output layer.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
 
     r: int = Field(16, ge=1)
+    """The rank of an adapter."""
     alpha: float = Field(32.0, gt=0)
+    """The scale of an adapter is alpha / r."""
     dropout: float = Field(0.0, ge=0, lt=1)
+    """The dropout rate of an adapter's input."""
     targets: str | list[str] = "all-linear"
+    """The names of the linear layers that get an adapter, or `all-linear` for all linear layers
+    except the output layer."""
 
 
 class Trainable:

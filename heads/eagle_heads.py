@@ -23,19 +23,18 @@ from heads.llama_layer import Attend, DraftLayer
 
 
 class Eagle1Options(HeadOptions):
-    """Options of EAGLE-1 heads.
-
-    depth: the max depth of a draft, also used to evaluate on dev text. Training uses one step.
-    regression: w_reg, the loss weight of the feature loss. The token loss is one of the stage's
-    `losses` (the paper's w_cls: `forward_kl: 0.1`). noise: a; training adds noise from U(−a, a) to
-    the features.
-    """
+    """Options of EAGLE-1 heads (2401.15077). The token loss is one of the stage's `losses` (the
+    paper's w_cls: `forward_kl: 0.1`)."""
 
     type: Literal["eagle1"] = "eagle1"
     output: Literal["target"] = "target"
+    """The output layer: the target's, frozen and not stored."""
     depth: int = Field(7, ge=1)
+    """The max depth of a draft, also used to evaluate on dev text. Training uses one step."""
     regression: float = Field(1.0, ge=0)
+    """w_reg, the loss weight of the feature loss."""
     noise: float = Field(0.1, ge=0)
+    """a; training adds noise from U(−a, a) to the features."""
 
 
 @HEADS.register("eagle1")
@@ -107,18 +106,18 @@ class Eagle1Drafter(AutoregressiveDrafter):
 
 
 class Eagle3Options(HeadOptions):
-    """Options of EAGLE-3 heads.
-
-    steps: the number of steps of the training-time test, and the max depth of a draft. Each step
-    reads the states of the previous step. decay: the loss weight of step k is decay^(k − 1). The
-    losses are the stage's `losses`; the paper trains on the target's distribution, `forward_kl: 1`.
-    output: `shared` is one separate output layer that starts as a copy of the target's.
-    """
+    """Options of EAGLE-3 heads (2503.01840). The losses are the stage's `losses`; the paper trains
+    on the target's distribution, `forward_kl: 1`."""
 
     type: Literal["eagle3"] = "eagle3"
     output: Literal["shared", "target"] = "shared"
+    """The output layer. `shared`: one separate layer that starts as a copy of the target's and is
+    trained. `target`: the target's output layer itself, frozen and not stored."""
     steps: int = Field(7, ge=1)
+    """The number of steps of the training-time test, and the max depth of a draft. Each step reads
+    the states of the previous step."""
     decay: float = Field(0.8, gt=0, le=1)
+    """The loss weight of step k is decay^(k − 1)."""
 
 
 def auxiliary_layers(layers: int) -> tuple[int, int, int]:

@@ -33,17 +33,18 @@ from heads.target_layers import (
 
 
 class HeadOptions(BaseModel):
-    """Settings of a kind of heads. `type` names the kind.
+    """Settings of a kind of heads."""
 
-    output: the output layer. `own`: one per head. `shared`: one for all heads. Both start as a
-    copy of the target's output layer and are trained. `target`: the target's output layer itself,
-    frozen and not stored.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
 
     type: str
+    """The kind of heads."""
     output: OutputKind = "own"
+    """The output layer. `own`: one per head. `shared`: one for all heads. Both start as a copy of
+    the target's output layer and are trained. `target`: the target's output layer itself, frozen
+    and not stored."""
 
     @classmethod
     def of(cls, settings: Any) -> "HeadOptions":
@@ -66,7 +67,8 @@ class HeadOptions(BaseModel):
                     f"heads of type {settings['type']} have no option {key!r}; they have "
                     f"{', '.join(kind.model_fields)}.{nearest(key, kind.model_fields)}"
                 ) from None
-            raise UserError(f"heads: {key} is {item['input']!r}: {item['msg']}") from None
+            reason = item["msg"].replace("Input should be", "expected")
+            raise UserError(f"heads: {key} is {item['input']!r}; {reason}") from None
 
 
 @dataclass

@@ -35,16 +35,15 @@ from heads.llama_layer import Attend, DraftLayer, Rotary, UnrolledAttention, lay
 
 
 class HydraOptions(HeadOptions):
-    """Options of Hydra heads.
-
-    heads: the number of heads. layers: the number of layers of each head's MLP. decay: the loss
-    weight of head k is decay^(k − 1); in the paper all heads have the same weight.
-    """
+    """Options of Hydra heads (2402.05109)."""
 
     type: Literal["hydra"] = "hydra"
     heads: int = Field(4, ge=1)
+    """The number of heads."""
     layers: int = Field(1, ge=1)
+    """The number of layers of each head's MLP."""
     decay: float = Field(1.0, gt=0, le=1)
+    """The loss weight of head k is decay^(k − 1). In the paper all heads have the same weight."""
 
 
 class _Block(nn.Module):
@@ -181,14 +180,12 @@ class HydraGrowth(Growth):
 
 
 class HydraPlusOptions(HydraOptions):
-    """Options of Hydra++ heads.
-
-    heads, layers, decay: as for Hydra. The paper's Hydra++ heads have four layers. The paper trains
-    them on the target's distribution: set the stage's `losses` to `forward_kl: 1`.
-    """
+    """Options of Hydra++ heads (2402.05109). The paper trains them on the target's distribution:
+    set the stage's `losses` to `forward_kl: 1`."""
 
     type: Literal["hydra_plus"] = "hydra_plus"  # type: ignore[assignment]
     layers: int = Field(4, ge=1)
+    """The number of layers of each head's MLP; four in the paper."""
 
 
 class PrefixLayer(nn.Module):

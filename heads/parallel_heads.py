@@ -78,16 +78,15 @@ class _Growth(Growth):
 
 
 class MedusaOptions(HeadOptions):
-    """Options of Medusa heads.
-
-    heads: K, the number of heads. layers: the number of residual blocks per head. decay: λ; the
-    loss weight of head k is λᵏ.
-    """
+    """Options of Medusa heads (2401.10774)."""
 
     type: Literal["medusa"] = "medusa"
     heads: int = Field(5, ge=1)
+    """K, the number of heads."""
     layers: int = Field(1, ge=1)
+    """The number of residual blocks per head."""
     decay: float = Field(0.8, gt=0, le=1)
+    """λ; the loss weight of head k is λᵏ."""
 
 
 class _Block(nn.Module):
@@ -138,19 +137,20 @@ class MedusaDrafter(ParallelHeadsDrafter):
 
 
 class BlockwiseOptions(HeadOptions):
-    """Options of blockwise heads.
-
-    k: the block size. p₁ is the target itself, so there are k − 1 heads. hidden: the width of the
-    hidden layer per head; None uses the width of the target's feed-forward layers. sub_loss: the
-    loss of a minibatch. `random`: the loss of one head, drawn uniformly, as in the paper. `mean`:
-    the mean over all heads.
-    """
+    """Options of blockwise heads (1811.03115)."""
 
     type: Literal["blockwise"] = "blockwise"
     output: Literal["shared", "target"] = "target"
+    """The output layer of all heads. `shared`: starts as a copy of the target's output layer and is
+    trained. `target`: the target's output layer itself, frozen and not stored."""
     k: int = Field(8, ge=2)
+    """The block size. p₁ is the target itself, so there are k − 1 heads."""
     hidden: int | None = Field(None, ge=1)
+    """The width of the hidden layer per head. None: the width of the target's feed-forward
+    layers."""
     sub_loss: Literal["random", "mean"] = "random"
+    """The loss of a minibatch. `random`: the loss of one head, drawn uniformly, as in the paper.
+    `mean`: the mean over all heads."""
 
 
 @HEADS.register("blockwise")

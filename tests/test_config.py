@@ -1,6 +1,11 @@
 """Configs: what is refused, in which words, and before anything expensive."""
 
 import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,6 +15,8 @@ from decode.errors import UserError
 from decode.parts import make_rule
 from decode.sampling import Sampling
 from train.config import differences, dump_config, load_config, validate_config
+from train.data.on_policy import OnPolicyConfig
+from train.schema import SamplingConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -23,7 +30,7 @@ stages:
     kind: distill
     text: answers
     drafter: {layers: [0, 1]}
-    optimizer: {lr: 1e-3}
+    optimizer: {lr: 1e-3, clip: .inf}
 """
 
 
@@ -37,22 +44,27 @@ def test_a_good_config_is_read_whole(tmp_path):
     config = load(tmp_path, GOOD)
     assert config.stages[1].drafter.layers == [0, 1]
     assert config.stages[1].optimizer.lr == 1e-3  # YAML 1.1 alone would read a text
+    assert config.stages[1].optimizer.clip == math.inf
     assert validate_config(dump_config(config), base_dir=tmp_path) == config
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("name: run", "nmae: run", "unknown config key 'nmae'.*Did you mean \"name\""),
-        ("{model: some/where}", "{modle: x}", "unknown config key 'target.modle'.*\"model\""),
-        ("{lr: 1e-3}", "{lrr: 1.0}", r"unknown config key 'stages.1.optimizer.lrr'.*\"lr\""),
-        ("{lr: 1e-3}", "{lr: fast}", "'stages.1.optimizer.lr' is 'fast'"),
-        ("{lr: 1e-3}", "{lr: 0}", "'stages.1.optimizer.lr'"),
-        ("[0, 1]", "two", "'stages.1.drafter.layers' is 'two'"),
+        ("name: run", "nmae: run", "config key 'nmae' is unknown.*Did you mean \"name\""),
+        ("{model: some/where}", "{modle: x}", "config key 'target.modle' is unknown.*\"model\""),
+        (
+            "{lr: 1e-3, clip: .inf}",
+            "{lrr: 1.0}",
+            r"config key 'stages.distill.optimizer.lrr' is unknown.*\"lr\"",
+        ),
+        ("{lr: 1e-3, clip: .inf}", "{lr: fast}", "'stages.distill.optimizer.lr' is 'fast'"),
+        ("{lr: 1e-3, clip: .inf}", "{lr: 0}", "'stages.distill.optimizer.lr'"),
+        ("[0, 1]", "two", "'stages.distill.drafter.layers' is 'two'"),
         ("{layers: [0, 1]}", "{}", "exactly one of layers, model, config, stage"),
         ("{layers: [0, 1]}", "{layers: [0], model: x}", "exactly one of"),
         ("kind: generate", "kind: genrate", 'Did you mean "generate"'),
-        (", kind: generate", "", "stages.0 has no kind"),
+        (", kind: generate", "", "'stages.answers.kind' is missing"),
         ("text: answers", "text: answer", 'no earlier stage .*Did you mean "answers"'),
         ("name: run", "name: run\nevaluation: {stages: [distil]}", 'Did you mean "distill"'),
         (
@@ -62,13 +74,17 @@ def test_a_good_config_is_read_whole(tmp_path):
         ),
         ("name: distill", "name: answers", "two stages are called 'answers'"),
         ("text: answers", "losses: {forward_lk: 1.0}", 'Did you mean "forward_kl"'),
-        ("text: answers", "text: answers\n    text: data", "'text' stands twice.*line"),
+        ("text: answers", "text: answers\n    text: data", "yaml:10: .*'text' stands twice"),
         ("name: run", "name: ../run", "'name'"),
         ("name: run", "", "'name' is missing"),
         ("name: run", "name: run\nevaluation: {gamma: 0}", "'evaluation.gamma'"),
         ("name: run", "name: run\nevaluation: {rule: exactt}", 'Did you mean "exact"'),
         ("name: run", "name: run\nevaluation: {rule: 3}", "'evaluation.rule"),
-        ("name: run", "name: run\nevaluation: {rule: {nam: exact}}", "names no part"),
+        (
+            "name: run",
+            "name: run\nevaluation: {rule: {nam: exact}}",
+            "'evaluation.rule.name' is missing",
+        ),
         (
             "name: run",
             "name: run\nevaluation: {policy: {name: heuristic, max_dept: 8}}",
@@ -81,16 +97,143 @@ def test_a_good_config_is_read_whole(tmp_path):
         ),
         ("name: run", "name: run\nevaluation: {policy: hueristic}", 'Did you mean "heuristic"'),
         ("name: run", "name: run\nevaluation: {shape: chan}", 'Did you mean "chain"'),
-        ("name: run", "name: run\nevaluation: {min_p: 2.0}", "'evaluation.min_p'"),
+        (
+            "name: run",
+            "name: run\nevaluation: {sampling: {min_p: 2.0}}",
+            "'evaluation.sampling.min_p'",
+        ),
         ("name: run", "name: run\nevaluation: {baselines: [ngrm]}", 'Did you mean "ngram"'),
         ("name: run", "name: run\nevaluation: {in_turn: [ngrm]}", 'Did you mean "ngram"'),
-        ("kind: generate", "kind: generate, samples: 2", "temperature > 0"),
+        ("kind: generate", "kind: generate, samples: 2", "sampling.temperature > 0"),
+        (
+            "name: run",
+            "name: 2024-05-01",
+            r"'name' is datetime.date\(2024, 5, 1\); expected a name",
+        ),
+        ("name: run", "name: {a: b}", "'name' is a mapping; expected a name"),
+        ("kind: generate", "kind: generate, seed: true", "'stages.answers.seed' is True; expected"),
+        ("{lr: 1e-3, clip: .inf}", "{clip: .nan}", "optimizer.clip' is nan; expected a number > 0"),
         ("name: run", "name: [", "not valid YAML"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, old: str, new: str, message: str):
     with pytest.raises(UserError, match=f"(?s){message}"):
         load(tmp_path, GOOD.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "{lr: 1e-3, clip: .inf}",
+            "{lr: fast}",
+            "run.yaml:11: config key 'stages.distill.optimizer.lr' is",
+        ),
+        (
+            "{lr: 1e-3, clip: .inf}",
+            "\n      lr: 1.0\n      ema: 2",
+            "run.yaml:13: .*optimizer.ema' is 2; ",
+        ),
+        (
+            "{lr: 1e-3, clip: .inf}",
+            "{lrr: 1.0}",
+            "run.yaml:11: config key 'stages.distill.optimizer.lrr'",
+        ),
+        (", kind: generate", "", "run.yaml:6: config key 'stages.answers.kind' is missing"),
+        ("- {name: answers, kind: generate}", "- 3", "run.yaml:6: config key 'stages.0' is 3"),
+        ("- {name: answers, kind: generate}", "- [3]", "run.yaml:6: .*'stages.0' is a list; exp"),
+        ("name: run", "# nothing", "run.yaml:3: config key 'name' is missing"),
+        # Settings that do not fit together: the line of what holds them.
+        ("[0, 1]", "[0], model: x", "run.yaml:10: .*'stages.distill.drafter' does not fit: found"),
+        (
+            "name: run",
+            "name: run\nevaluation:\n  policy: heuristic:max_depth=8.5",
+            "run.yaml:3: .*'evaluation' does not fit: .*most is 8.5; expected a valid integer",
+        ),
+        ("generate}", "generate, samples: 2}", "run.yaml:6: .*'stages.answers' does not fit: sam"),
+        ("text: answers", "text: answer", "run.yaml:7: no earlier stage 'answer'"),
+        ("name: distill", "name: answers", "run.yaml:7: two stages are called 'answers'"),
+        (
+            "name: run",
+            "name: run\nevaluation:\n  split: dev",
+            "run.yaml:3: evaluation.split is dev",
+        ),
+        ("name: run", "name: run\n  seed: 3", "run.yaml:3: not valid YAML: mapping values"),
+    ],
+)
+def test_a_message_begins_with_the_line(tmp_path, old: str, new: str, message: str):
+    text = GOOD.replace(old, new, 1)
+    with pytest.raises(UserError, match=f"(?s)^{tmp_path}/{message}") as raised:
+        load(tmp_path, text)
+    assert "value error" not in str(raised.value).lower()
+
+
+def test_every_problem_is_listed(tmp_path):
+    text = GOOD.replace("name: run", "nmae: run").replace("1e-3", "0")
+    with pytest.raises(UserError) as raised:
+        load(tmp_path, text, "stages.answers.samples=0")
+    lines = str(raised.value).splitlines()
+    assert [line.partition(": config key ")[0] for line in lines] == [
+        f"{tmp_path}/run.yaml:2",  # nmae is unknown
+        "override 'stages.answers.samples=0'",
+        f"{tmp_path}/run.yaml:11",
+        f"{tmp_path}/run.yaml:2",  # name is missing
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "hint"),
+    [
+        ("some/where", "some/where, dtype: bf16", '"bfloat16"'),
+        ("some/where", "some/where, dtype: half", '"float16"'),
+        ("name: run", "name: run\nprecision: bfloat16", '"bf16"'),
+        ("name: run", "name: run\nprecision: fp32", '"no"'),
+        ("name: run", "name: run\nprecision: no", '"no"'),
+        ("name: run", "name: run\ntrackers: wandb", "[wandb]"),
+        ("name: run", "name: run\ntrackers: [wandbb]", '"wandb"'),
+        ("name: run", "name: run\ntrackers: wandbb", '"wandb"'),
+        ("name: run", "name: run\nevaluation: {baselines: [prompt_lookup]}", '"ngram"'),
+        ("name: run", "name: run\nevaluation: {rule: lenienec:lenience=0.7}", '"lenience"'),
+        ("kind: generate", "kind: genrate", '"generate"'),
+        ("kind: generate", "kind: generate, temperature: 1.0", '"sampling.temperature"'),
+        ("text: answers", "epochs: 2", '"loop.epochs"'),
+        ("text: answers", "losses: {kl: 1.0}", '"forward_kl"'),
+        ("text: answers", "on_long: truncated", '"truncate"'),
+        ("{lr: 1e-3, clip: .inf}", "{learning_rate: 1e-3}", '"lr"'),
+        ("text: answers", "on_policy: {drafter: ngrm}", '"ngram"'),
+    ],
+)
+def test_what_was_probably_meant_is_offered(tmp_path, old: str, new: str, hint: str):
+    with pytest.raises(UserError, match=re.escape(f"Did you mean {hint}?")):
+        load(tmp_path, GOOD.replace(old, new, 1))
+
+
+def test_heads_and_rules_of_a_stage_are_offered_too(tmp_path):
+    for old, new, hint in (
+        ("type: medusa", "type: hydra++", "hydra_plus"),
+        ("nodes: 4", "node: 4", "nodes"),
+        ("split: train}", "split: train, rule: exactly}", "exact"),
+    ):
+        with pytest.raises(UserError, match=f'Did you mean "{hint}"'):
+            load(tmp_path, JUDGED.replace(old, new, 1))
+
+
+def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
+    """Importing torch takes seconds."""
+    (tmp_path / "run.yaml").write_text(GOOD.replace("text: answers", "losses: {forward_lk: 1}"))
+    code = (
+        "import sys\n"
+        "from train.cli import app\n"
+        "try:\n"
+        f"    app(['train', {str(tmp_path / 'run.yaml')!r}])\n"
+        "except SystemExit as stop:\n"
+        "    assert stop.code == 2\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert "run.yaml:9: config key 'stages.distill.losses.forward_lk' is unknown." in done.stderr
+    assert 'Did you mean "forward_kl"?' in done.stderr
 
 
 JUDGED = """
@@ -102,13 +245,20 @@ stages:
   - {name: live, kind: online, drafter: {stage: medusa}, split: train}
 evaluation: {baselines: []}
 """
+BLOCK = "{rule: block, sampling: {temperature: 1.0}"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("{rule: block, temperature: 1.0}", "drafter of stage medusa drafts trees .* chains only"),
-        ("{rule: block, temperature: 1.0, stages: [live]}", "drafter of stage live drafts trees"),
+        (
+            BLOCK + "}",
+            "drafter of stage medusa drafts trees .* chains only",
+        ),
+        (
+            BLOCK + ", stages: [live]}",
+            "drafter of stage live drafts trees",
+        ),
         ("{policy: entropy}", "entropy watches a chain grow, and the drafter of stage medusa"),
         ("{split: dev}", "evaluation.split is dev, which data lacks"),
     ],
@@ -154,10 +304,8 @@ def test_parts_take_options(tmp_path):
         "  rule: {name: lenience, lenience: 0.7}\n"
         "  policy: {name: by_batch, table: {1: 8, 4: 2}}\n"
         "  shape: chain\n"
-        "  temperature: 0.8\n"
+        "  sampling: {temperature: 0.8, min_p: 0.05, repetition_penalty: 1.2}\n"
         "  draft_temperature: 0.5\n"
-        "  min_p: 0.05\n"
-        "  repetition_penalty: 1.2\n"
     )
     config = load(tmp_path, text, "evaluation.gamma=7")
     protocol = config.evaluation.protocol()
@@ -175,11 +323,19 @@ def test_parts_take_options(tmp_path):
     assert short.evaluation.protocol(2 + 2).make_policy().max_depth == 4
 
 
+def test_sampling_is_configured_as_the_loop_has_it():
+    assert SamplingConfig().build() == Sampling()
+    assert set(SamplingConfig.model_fields) == {field.name for field in fields(Sampling)}
+    # A part of the settings leaves the others as they are in that place.
+    assert OnPolicyConfig(sampling={"top_k": 5}).sampling.build() == Sampling(1.0, top_k=5)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("seed", "expected key.sub=value"),
-        ("sed=3", 'Did you mean "seed"'),
+        ("sed=3", "^override 'sed=3': config key 'sed' is unknown. Did you mean \"seed\""),
+        ("seed=[", "^override 'seed=.': .* is not valid YAML"),
         ("stages.distil.seed=3", 'Did you mean "distill"'),
         ("name.first=3", "inside a plain value"),
     ],

@@ -66,7 +66,8 @@ stages:
     kind: distill
     drafter: {{layers: [0]}}
     lora: {{r: 4}}
-    on_policy: {{fraction: 0.5, samples: 6, max_new_tokens: 6, temperature: 0.0, drafter: none}}
+    on_policy: {{fraction: 0.5, samples: 6, max_new_tokens: 6, sampling: {{temperature: 0}},
+      drafter: none}}
     dev: {{text: data, samples: 3, every: 4, decode_prompts: 2, gamma: 2, max_new_tokens: 6}}
     loop: {{max_steps: 8, tokens_per_batch: 120, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.5}}
@@ -102,7 +103,7 @@ stages:
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1, ema: 0.5}}
   - name: eagle1
     kind: heads
-    heads: {{type: eagle1, depth: 2, rng: 0.0}}
+    heads: {{type: eagle1, depth: 2, noise: 0.0}}
     losses: {{forward_kl: 0.1}}
     loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}

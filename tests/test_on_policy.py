@@ -35,6 +35,7 @@ from train.stage import StageContext
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 SETTINGS: dict[str, Any] = {"samples": 6, "max_new_tokens": 6, "batch_size": 4, "drafter": "none"}
+GREEDY = {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ def test_prompts_and_given_text_are_dealt_out_evenly_over_the_rounds(context, ta
 def test_the_text_is_what_the_student_says_by_then(context, target):
     """Greedy against `generate()`, sampled against the loop given all prompts at once."""
     student = Student(target)
-    greedy = text_of(context, student, temperature=0, fraction=1.0)
+    greedy = text_of(context, student, sampling=GREEDY, fraction=1.0)
     sampled = text_of(
         replace(context, directory=context.directory / "sampled"), student, fraction=1.0
     )
@@ -166,7 +167,7 @@ def test_the_text_is_what_the_student_says_by_then(context, target):
 def test_a_trained_student_says_something_else_to_the_same_prompts(context, target):
     """Rounds of all ten prompts in two directories: what differs is the student alone."""
     student = Student(target)
-    settings = {"samples": 10, "fraction": 1.0, "temperature": 0}
+    settings = {"samples": 10, "fraction": 1.0, "sampling": GREEDY}
     before = text_of(context, student, **settings).round(0, student.weights)
     same = text_of(
         replace(context, directory=context.directory / "same"), student, **settings
@@ -188,7 +189,7 @@ def test_a_reduced_vocabulary_says_its_own_tokens_only_and_in_its_own_shares(con
     assert spoken <= set(ids.tolist())
     assert len(spoken) > 5
     greedy = text_of(
-        replace(context, directory=context.directory / "greedy"), student, temperature=0
+        replace(context, directory=context.directory / "greedy"), student, sampling=GREEDY
     )
     model, _ = student.trainable.plain(student.weights("student."))
     for sample in own(greedy.round(0, student.weights)):
@@ -229,7 +230,7 @@ def test_the_text_is_the_same_however_it_is_made_faster(context, target, monkeyp
             fraction=1.0,
             max_new_tokens=40,
             samples=10,
-            temperature=temperature,
+            sampling={"temperature": temperature},
         ).round(0, student.weights)
         for drafter in ("none", "ngram", "auto")
     ]
@@ -294,11 +295,11 @@ def test_killed_within_a_round_it_ends_with_the_same_weights(context, monkeypatc
 
 def test_the_first_round_is_of_the_start_and_later_ones_are_not(context, target):
     """And the summary says how much of the time writing took."""
-    settings = SETTINGS | {"temperature": 0, "fraction": 1.0}
+    settings = SETTINGS | {"sampling": GREEDY, "fraction": 1.0}
     outcome = run_stage(context, on_policy_stage("own", on_policy=settings))
     start = Student(target)
     elsewhere = replace(context, directory=context.directory / "elsewhere")
-    text = text_of(elsewhere, start, temperature=0, fraction=1.0)
+    text = text_of(elsewhere, start, sampling=GREEDY, fraction=1.0)
     last = outcome.summary["training"]["history"][-1]["epoch"]
     same = []
     for number in (0, last):

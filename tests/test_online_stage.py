@@ -47,7 +47,7 @@ STAGE: dict[str, Any] = {
     "batch_size": 4,
     "gamma": 2,
     "max_new_tokens": 10,
-    "temperature": 1.0,
+    "sampling": {"temperature": 1.0},
     "train_embeddings": True,
     "learning": LEARNING,
     "window": 6,

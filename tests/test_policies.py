@@ -237,7 +237,7 @@ def test_adaptive_confidence_maximises_its_criterion() -> None:
         ("cost_model:patience=0", "patience is 0"),
         ("cost_modle", 'Did you mean "cost_model"'),
         ("cost_model:max_dept=3", "no option 'max_dept'.*Did you mean \"max_depth\""),
-        ("cost_model:max_depth=3.5", "option max_depth is 3.5: Input should be a valid integer"),
+        ("cost_model:max_depth=3.5", "option max_depth is 3.5; expected a valid integer"),
     ],
 )
 def test_bad_options_are_named(spec: str, message: str) -> None:

@@ -25,7 +25,7 @@ from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat import Sample
 from train.data.read import spread
 from train.data.samples import read_samples
-from train.schema import StageConfig, Strict, closest_stage
+from train.schema import Losses, StageConfig, Strict, closest_stage
 from train.stage import StageContext
 from train.training.clock import Clock
 from train.training.optimizer import GroupConfig, OptimizerConfig
@@ -34,36 +34,39 @@ PREFIX = "backbone."
 
 
 class AdapterConfig(LoraConfig):
-    """The defaults are those of Medusa's experiments, which also adapted the output layer."""
+    """LoRA adapters on the target. The defaults are those of Medusa's experiments, which also
+    adapted the output layer."""
 
     r: int = Field(32, ge=1)
+    """The rank of an adapter."""
     alpha: float = Field(16.0, gt=0)
+    """The scale of an adapter is alpha / r."""
     dropout: float = Field(0.05, ge=0, lt=1)
+    """The dropout rate of an adapter's input."""
 
 
 class BackboneConfig(Strict):
     """Trains the target together with its heads: Medusa-2 (2401.10774, section 2.2.2), and
-    Blockwise's fine-tuned variant (1811.03115, section 6).
-
-    lora: adapters on the target, merged at the end. None: all of its weights are trained.
-    losses: the target's own losses, {name: weight}. cross_entropy compares it with the text. A loss
-    that reads the teacher, such as forward_kl, is self-distillation from the original target.
-    heads_weight: λ₀, the weight of the heads' loss. None: the value in the heads' paper.
-    lr_ratio: the target's learning rate divided by `optimizer.lr`, the heads' learning rate.
-    ramp: λ₀ rises from 0 over this share of the steps, as a quarter of a sine wave.
-    remember_teacher: keep the original target's hidden states in memory after their first use.
-    held_out: the text for measuring drift: `data` for the test split's own responses, or a generate
-    stage that answered the dev split. held_out_samples: how many of its samples are used.
-    """
+    Blockwise's fine-tuned variant (1811.03115, section 6)."""
 
     lora: AdapterConfig | None = AdapterConfig()
-    losses: dict[str, Any] = {"cross_entropy": 1.0}
+    """Adapters on the target, merged at the end. None: all of its weights are trained."""
+    losses: Losses = {"cross_entropy": 1.0}
+    """The target's own losses, {name: weight}. cross_entropy compares it with the text. A loss
+    that reads the teacher, such as forward_kl, is self-distillation from the original target."""
     heads_weight: float | None = Field(None, gt=0)
+    """λ₀, the weight of the heads' loss. None: the value in the heads' paper."""
     lr_ratio: float = Field(0.25, gt=0)
+    """The target's learning rate divided by `optimizer.lr`, the heads' learning rate."""
     ramp: float = Field(0.0, ge=0, le=1)
+    """λ₀ rises from 0 over this share of the steps, as a quarter of a sine wave."""
     remember_teacher: bool = False
+    """Keep the original target's hidden states in memory after their first use."""
     held_out: str = "data"
+    """The text for measuring drift: `data` for the test split's own responses, or a generate stage
+    that answered the dev split."""
     held_out_samples: int = Field(64, ge=1)
+    """How many samples of `held_out` are used, spread evenly."""
 
     @property
     def terms(self) -> WeightedLoss:

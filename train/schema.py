@@ -1,24 +1,99 @@
-"""The base classes of every part of a config."""
+"""The base classes of a config, and the types that several of its parts share."""
 
-import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from decode.errors import UserError
+from decode.errors import UserError, nearest
+from decode.registry import Registry
+from decode.sampling import Sampling
+from distill.losses import LOSSES
 
 
 class Strict(BaseModel):
-    """A part of the config. Unknown keys and wrong types are errors. Instances are immutable."""
+    """A part of the config. Unknown keys and wrong types are errors. Instances are immutable. A
+    docstring under a field describes it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
+
+
+def part_of(registry: Registry[Any]) -> WithJsonSchema:
+    """Annotates a setting that names a part, with or without options: the schema lists the
+    names."""
+    names = list(registry)
+    options = {
+        "title": "NAME:option=value,…",
+        "type": "string",
+        "pattern": f"^({'|'.join(names)}):",
+    }
+    mapping = {
+        "title": "a mapping with name and options",
+        "type": "object",
+        "properties": {"name": {"enum": names, "type": "string"}},
+        "required": ["name"],
+    }
+    return WithJsonSchema({"anyOf": [{"enum": names, "type": "string"}, options, mapping]})
+
+
+def name_in(names: Iterable[str]) -> WithJsonSchema:
+    """Annotates a setting that names a part without options."""
+    return WithJsonSchema({"enum": list(names), "type": "string"})
+
+
+def one_of(classes: Iterable[type[BaseModel]], tag: str) -> Any:
+    """The type of a setting that is one of these classes, as its value of `tag` says."""
+    return Annotated[reduce(or_, classes), Field(discriminator=tag)]
+
+
+_WEIGHT = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "object"}]}
+Losses = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "title": "a mapping of names and weights",
+            "type": "object",
+            "properties": dict.fromkeys(LOSSES, _WEIGHT),
+            "additionalProperties": False,
+        }
+    ),
+]
+
+
+class SamplingConfig(Strict):
+    """How text is drawn. The settings apply in the order of `generate()`: repetition penalty,
+    temperature, top-k, top-p, min-p."""
+
+    temperature: float = Field(0.0, ge=0)
+    """Divides the logits. 0: greedy decoding."""
+    top_k: int = Field(0, ge=0)
+    """Draw from this many of the likeliest tokens. 0: from all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the likeliest tokens whose probabilities add up to this (1904.09751). 1: from
+    all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Remove tokens with a probability below this share of the largest one (2407.01082). 0: keep
+    all."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Makes tokens that stand in the text less likely (1909.05858). 1: off."""
+
+    def build(self) -> Sampling:
+        return Sampling(**dict(self))
 
 
 class StageConfig(Strict):
-    """The settings of every stage: a unique name, and a kind from the registry of stages."""
+    """The settings of every stage."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", title="a name of letters, digits, _ and -"
+    )
+    """The name of the stage, by which later stages refer to it. No other stage has it."""
     kind: str
+    """What the stage does, from the registry of stages."""
 
 
 def closest_stage(name: str, stages: Sequence[StageConfig], *kinds: str) -> StageConfig:
@@ -26,10 +101,8 @@ def closest_stage(name: str, stages: Sequence[StageConfig], *kinds: str) -> Stag
     the names of the stages of these kinds."""
     fitting = {stage.name: stage for stage in stages if stage.kind in kinds}
     if name not in fitting:
-        close = difflib.get_close_matches(name, list(fitting), n=1)
         raise UserError(
             f"no earlier stage {name!r} of kind {' or '.join(kinds)}; there "
-            f"{'is' if fitting else 'are'} {', '.join(fitting) or 'none'}."
-            + (f' Did you mean "{close[0]}"?' if close else "")
+            f"{'is' if fitting else 'are'} {', '.join(fitting) or 'none'}." + nearest(name, fitting)
         )
     return fitting[name]

@@ -1,19 +1,24 @@
 """The loss settings of stages that learn from the target's distribution."""
 
 from collections.abc import Mapping
-from typing import Any
+
+from pydantic import Field
 
 from distill.losses import WeightedLoss
 from train.data.samples import TextConfig
+from train.schema import Losses
 
 
 class TaughtConfig(TextConfig):
-    """losses: {name: weight}, or {name: {weight: …, option: …}}; see `distill.losses`.
-    teacher_temperature, drafter_temperature: of the two distributions that a loss compares."""
+    """The settings of a stage that learns from the target's distribution."""
 
-    losses: dict[str, Any]
-    teacher_temperature: float = 1.0
-    drafter_temperature: float = 1.0
+    losses: Losses
+    """The weighted sum that is minimised: {name: weight}, or {name: {weight: …, option: …}}; see
+    `distill.losses`."""
+    teacher_temperature: float = Field(1.0, gt=0)
+    """Divides the target's logits before a loss compares the distributions (1503.02531)."""
+    drafter_temperature: float = Field(1.0, gt=0)
+    """Divides the drafter's logits before a loss compares the distributions."""
 
     @property
     def weighted_loss(self) -> WeightedLoss:

@@ -13,6 +13,7 @@ from train.cli.shared import (
     quieten,
     shows_errors,
 )
+from train.config_file import read_config
 
 
 @app.command()
@@ -36,18 +37,17 @@ def train(
     `accelerate launch -m train CONFIG` is the same on several processes. SIGTERM and Ctrl-C stop
     training after a checkpoint, with exit status 143.
     """
-    # Check the config before importing anything heavy.
-    from train.config import load_config
-
-    settings = load_config(config, overrides or [])
+    source = read_config(config, overrides or [])  # before anything heavy is imported
 
     import torch
 
+    from train.config import build_config
     from train.console import Reporter
     from train.run import Run
     from train.training import parallel
     from train.training.stopping import EXIT_STATUS, Stopped
 
+    settings = build_config(source)
     quieten()
     accelerator = parallel.start(
         # accelerate would choose Apple's mps, which targets do not use (`decode.target.loading`).

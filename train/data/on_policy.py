@@ -20,34 +20,40 @@ from transformers import PreTrainedModel
 from decode.artifact import verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.loop import Decoder
-from decode.sampling import Sampling
 from distill.trainable_model import Trainable
 from train.data.batches import permutation
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import Example
 from train.data.rounds import Weights
-from train.schema import Strict
+from train.schema import SamplingConfig, Strict
 from train.stage import StageContext
 
 Item = TypeVar("Item")
 
 
-class OnPolicyConfig(Strict):
-    """fraction: λ, the share of samples that the drafter generates; the others come from the text.
+class OnPolicySampling(SamplingConfig):
+    """As elsewhere, but at temperature 1 by default."""
 
-    samples: the number of samples of a round. Each round generates new text with the current
-    drafter. drafter: speeds up the generation itself: none, ngram (speculative decoding), or auto,
-    whichever is faster on the first batch. It does not change the text.
-    """
+    temperature: float = Field(1.0, ge=0)
+    """Divides the logits. 0: greedy decoding."""
+
+
+class OnPolicyConfig(Strict):
+    """Text that the drafter generates during its training (GKD, 2306.13649)."""
 
     fraction: float = Field(0.5, gt=0, le=1)
+    """λ, the share of samples that the drafter generates; the others come from the text."""
     samples: int = Field(128, ge=1)
+    """The number of samples of a round. Each round generates new text with the current drafter."""
     max_new_tokens: int = Field(128, ge=1)
-    temperature: float = Field(1.0, ge=0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    """The length limit of a generated answer in tokens."""
+    sampling: OnPolicySampling = OnPolicySampling()
+    """How the text is drawn."""
     batch_size: int = Field(32, ge=1)
+    """The number of prompts that a process answers together."""
     drafter: Literal["auto", "none", "ngram"] = "auto"
+    """What speeds up the generation: nothing, ngram (speculative decoding), or auto, whichever is
+    faster on the first batch. It does not change the text."""
 
 
 class OnPolicyText:
@@ -132,7 +138,7 @@ class OnPolicyText:
             eos_token_ids=self.context.target.eos_token_ids,
             # With this rule the text does not depend on the draft tokens.
             rule="exact",
-            sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
+            sampling=settings.sampling.build(),
         )
         rows = [number * settings.samples + index for index, _ in batch]
         prompts = [prompt for _, prompt in batch]

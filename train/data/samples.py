@@ -14,15 +14,15 @@ from train.stage import StageContext
 
 
 class TextConfig(StageConfig):
-    """text: a generate stage's name, or several, or `data` for the responses in the training data.
-
-    max_length: of a sample in tokens, prompt included. on_long: longer samples are cut from the
-    right, or dropped.
-    """
+    """The settings of a stage that reads a text."""
 
     text: str | list[str] = "data"
+    """The name of a generate stage, or several, or `data` for the responses in the training
+    data."""
     max_length: int = Field(1024, ge=2)
+    """The maximum length of a sample in tokens, prompt included."""
     on_long: Literal["truncate", "drop"] = "truncate"
+    """Cut longer samples from the right, or drop them."""
 
     @property
     def text_stages(self) -> list[str]:

@@ -42,30 +42,36 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class OnlineConfig(Strict):
-    """The schedule and the data of online learning.
-
-    every_requests, every_rejected: start a round after this many requests or this many rejected
-    tokens, whichever comes first. Set at least one. steps: optimizer steps of a round.
-    tokens_per_batch: tokens of text for each step and process, padding included. accepted: the
-    share of the tokens that were not rejected to learn from too. k: how many of the target's
-    likeliest tokens to keep for each distribution. buffer_mib: the maximum size of the replay
-    buffer. holdout_every: one request in holdout_every is held out. Held-out requests are used to
-    judge versions, not to learn; the newest holdout_requests of them count. max_length: the maximum
-    length of a text in tokens. A longer text keeps the last tokens before each position.
-    """
+    """The schedule and the data of online learning. At least one of every_requests and
+    every_rejected is set."""
 
     every_requests: int | None = Field(16, ge=1)
+    """Start a round after this many requests, or at `every_rejected`, whichever comes first. None:
+    requests are not counted."""
     every_rejected: int | None = Field(None, ge=1)
+    """Start a round after this many rejected tokens. None: they are not counted."""
     steps: int = Field(4, ge=1)
+    """Optimizer steps of a round."""
     tokens_per_batch: int = Field(1024, ge=2)
+    """Tokens of text for each step and process, padding included."""
     accepted: float = Field(0.25, ge=0, le=1)
+    """The share of the tokens that were not rejected to learn from too."""
     k: int = Field(64, ge=1)
+    """How many of the target's likeliest tokens are kept of each distribution."""
     buffer_mib: float = Field(64.0, gt=0)
+    """The maximum size of the replay buffer in MiB."""
     holdout_every: int = Field(8, ge=2)
+    """One request in holdout_every is held out. Held-out requests are used to judge versions, not
+    to learn."""
     holdout_requests: int = Field(16, ge=1)
+    """The number of the newest held-out requests that count."""
     max_length: int = Field(1024, ge=2)
+    """The maximum length of a text in tokens. A longer text keeps the last tokens before each
+    position."""
     seed: int = 0
+    """The seed of the choice of recorded tokens and of their order."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, warmup_steps=4, schedule="constant")
+    """AdamW. The schedule is constant and there is no EMA."""
 
     @model_validator(mode="after")
     def _fits(self) -> "OnlineConfig":

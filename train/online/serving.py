@@ -10,7 +10,6 @@ from accelerate.utils import gather_object
 
 from decode.drafters import Drafter
 from decode.loop import Decoder
-from decode.sampling import Sampling
 from distill.replay.online_student import OnlineStudent
 from train.data.chat import prompt_tokens
 from train.data.read import Example
@@ -59,7 +58,7 @@ class Serving:
             eos_token_ids=self.context.target.eos_token_ids,
             gamma=settings.gamma,
             rule=settings.rule,
-            sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
+            sampling=settings.sampling.build(),
             observers=[*observers, *([background.swap] if background else [])],
         )
         request = StopRequest()

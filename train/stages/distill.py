@@ -29,7 +29,7 @@ from train.data.rounds import FixedText, Text
 from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.dev import DevConfig, DevSlice, Judging
 from train.online.learners import heads_stage
-from train.schema import StageConfig, closest_stage
+from train.schema import Losses, StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StageContext, StagePlan
 from train.taught import TaughtConfig
 from train.teacher import Cache, TargetModel, open_cache, teacher_of
@@ -48,33 +48,41 @@ from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
 
 class DistillConfig(TaughtConfig):
-    """teacher: live, or the name or directory of a teacher_cache stage (the target's likeliest
-    tokens) or of a feature_cache stage (its complete distribution).
-    remember_teacher: keep the live target's hidden states of the text in memory after first use.
-    shard_teacher: shard the live target over the ranks while this stage runs.
-    on_policy: the drafter generates a part of the text itself. dev: figures on a dev slice.
-    train_embeddings: if off, the token embeddings and the output layer keep their init weights.
-    lora: train adapters instead of the weights.
-    draft_vocabulary: draft only this many of the text's most frequent tokens. None: all tokens, or
-    the vocabulary of the stage that this stage continues, or of the cache.
-    chunk_tokens: the number of tokens whose logits are in memory at a time.
-    """
+    """A small language model learns the target's distribution (DistillSpec, 2310.08461)."""
 
     kind: Literal["distill"] = "distill"
     drafter: StudentConfig
-    losses: dict[str, Any] = {"forward_kl": 1.0}
+    """Where the drafter starts."""
+    losses: Losses = {"forward_kl": 1.0}
+    """The weighted sum that is minimised: {name: weight}, or {name: {weight: …, option: …}}; see
+    `distill.losses`."""
     teacher: str = "live"
+    """live, or the name or directory of a teacher_cache stage (the target's likeliest tokens) or of
+    a feature_cache stage (its complete distribution)."""
     remember_teacher: bool = False
+    """Keep the live target's hidden states of the text in memory after their first use."""
     shard_teacher: bool = False
+    """Shard the live target over the ranks while this stage runs."""
     on_policy: OnPolicyConfig | None = None
+    """The drafter generates a part of the text itself. None: the text is fixed."""
     dev: DevConfig | None = None
+    """Figures on a dev slice during the training. None: there are none."""
     train_embeddings: bool = True
+    """Train the token embeddings and the output layer too. If false, they keep their init
+    weights."""
     lora: LoraConfig | None = None
+    """Train adapters. None: train the weights themselves."""
     gradient_checkpointing: bool = False
+    """Recompute the layers' activations in the backward pass: less memory, more time."""
     draft_vocabulary: int | None = Field(None, ge=1)
+    """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
+    of the stage that this stage continues, or of the cache."""
     chunk_tokens: int = Field(256, ge=1)
+    """The number of tokens whose logits are in memory at a time."""
     loop: LoopConfig = LoopConfig()
+    """The length of the training and the size of its batches."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its learning rate."""
 
 
 @STAGES.register("distill")

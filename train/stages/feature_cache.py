@@ -22,14 +22,16 @@ from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
 
 
 class FeatureCacheConfig(TextConfig):
-    """captured_layers: the layers whose hidden states are captured, by number; −1 for the hidden
-    states that the output layer reads. part_samples: the number of samples per written part; a
-    killed stage loses at most one part."""
+    """The target's hidden states of a text, for any number of trainings."""
 
     kind: Literal["feature_cache"] = "feature_cache"
     captured_layers: list[int] = Field([FINAL], min_length=1)
+    """The layers whose hidden states are captured, by number; −1 for the hidden states that the
+    output layer reads."""
     tokens_per_batch: int = Field(2048, ge=1)
+    """The size of a batch on each rank: rows times the longest row's length."""
     part_samples: int = Field(256, ge=1)
+    """The number of samples per written part. A killed stage loses at most one part."""
 
 
 @STAGES.register("feature_cache")

@@ -13,43 +13,47 @@ from decode.artifact import verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.sampling import Sampling
 from decode.target.generation_config import nothing_filled_in, stated_config
 from decode.target.loading import Target
 from train.console import Bar
 from train.data.answers import PART, read_answers
 from train.data.chat import prompt_tokens
 from train.data.read import Example, spread
-from train.schema import StageConfig
+from train.schema import SamplingConfig, StageConfig
 from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
 
 
 class GenerateConfig(StageConfig):
-    """split: the split whose prompts are answered. No stage trains on answers to the test split.
-    prompts: the number of prompts, spread evenly over the split; None: all. samples: answers per
-    prompt (they differ if temperature > 0). num_beams > 1: beam search by `transformers`
-    `generate()`, for Blockwise distillation. part_prompts: the number of answers per saved part; a
-    killed stage loses at most one part."""
+    """The target answers prompts. No stage trains on answers to the test split."""
 
     kind: Literal["generate"] = "generate"
     split: Literal["train", "dev", "test"] = "train"
+    """The split whose prompts are answered."""
     prompts: int | None = Field(None, ge=1)
+    """The number of prompts, spread evenly over the split. None: all."""
     max_new_tokens: int = Field(128, ge=1)
+    """The length limit of an answer in tokens."""
     batch_size: int = Field(16, ge=1)
-    temperature: float = Field(0.0, ge=0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    """The number of prompts that a process answers together."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How answers are drawn."""
     samples: int = Field(1, ge=1)
+    """Answers per prompt. They differ if the temperature is above 0."""
     num_beams: int = Field(1, ge=1)
+    """Above 1: beam search by `generate()` of `transformers`, for Blockwise distillation."""
     part_prompts: int = Field(64, ge=1)
+    """The number of answers per saved part. A killed stage loses at most one part."""
     seed: int = 0
+    """The seed of the draws."""
 
     @model_validator(mode="after")
     def _fits(self) -> "GenerateConfig":
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError("samples > 1 needs a temperature > 0, or all answers are the same")
-        if self.num_beams > 1 and self.temperature > 0:
-            raise ValueError("beam search (num_beams > 1) goes with temperature 0")
+        if self.sampling.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                "samples > 1 needs sampling.temperature > 0, or all answers are the same"
+            )
+        if self.num_beams > 1 and self.sampling.temperature > 0:
+            raise ValueError("beam search (num_beams > 1) goes with sampling.temperature 0")
         return self
 
 
@@ -162,7 +166,7 @@ class GenerateStage(Stage):
             target.model,
             DRAFTERS["none"](),
             eos_token_ids=target.eos_token_ids,
-            sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
+            sampling=settings.sampling.build(),
         )
         done = decoder.decode(
             prompts, settings.max_new_tokens, seed=settings.seed, row_ids=list(rows)
@@ -193,7 +197,7 @@ def _beam_search(
         ids[row, width - len(prompt) :] = torch.tensor(prompt, device=target.device)
         mask[row, width - len(prompt) :] = 1
     given = stated_config(
-        Sampling(),
+        settings.sampling.build(),
         max_new_tokens=settings.max_new_tokens,
         eos_token_ids=eos,
         num_beams=settings.num_beams,

@@ -7,10 +7,10 @@ only in their computation (`heads.heads_module`), not in the training around it.
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from decode.drafters import DRAFTERS, Drafter
@@ -25,7 +25,7 @@ from distill.teacher.feature_sources import FeatureSource, LiveFeatures
 from distill.teacher.teacher_signal import split_model
 from heads.head_training import HeadTraining, JointTraining
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
-from heads.heads_module import HeadOptions, Heads
+from heads.heads_module import HEADS, HeadOptions, Heads
 from train.backbone import Backbone, BackboneConfig
 from train.data.batches import Inputs
 from train.data.chat import Sample
@@ -33,7 +33,7 @@ from train.data.rounds import FixedText
 from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
 from train.dev import DevConfig, DevSlice, Judging
 from train.head_tree import TreeConfig, calibrated_tree, require_tree
-from train.schema import StageConfig, closest_stage
+from train.schema import Losses, StageConfig, closest_stage, one_of
 from train.stage import STAGES, Outcome, StageContext, StagePlan
 from train.taught import TaughtConfig
 from train.teacher import open_features
@@ -43,40 +43,45 @@ from train.training.load_student import frequent_tokens
 from train.training.optimizer import OptimizerConfig
 from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
+if TYPE_CHECKING:
+    AnyHeads = HeadOptions
+else:
+    AnyHeads = one_of((HEADS[kind].Options for kind in HEADS), "type")
+
 
 class HeadsConfig(TaughtConfig):
-    """heads: type and options, as {type: medusa, heads: 5}; see `heads`. start: an earlier heads
-    stage on the same target; this stage continues to train its heads. backbone: train the target
-    too and write the new target to `target/`; None: the target does not change.
-
-    losses: {name: weight}, between each head and the token it predicts. A loss that reads the
-    teacher distils the target's distribution of that same token.
-    draft_vocabulary: draft only this many of the text's most frequent tokens. features: live, or
-    the name or directory of a feature_cache stage. remember_features: keep live hidden states in
-    memory after their first use. dev: figures on a dev slice; its `gamma` is at most the number of
-    heads. tree: calibrate a tree after the drafter is written, and store it with the drafter. A
-    target that cannot verify trees is refused before the training. None: the drafter drafts chains.
-    chunk_tokens: the number of tokens whose logits are in memory at a time.
-    """
+    """Small modules on the target learn to predict the tokens after its next token."""
 
     kind: Literal["heads"] = "heads"
-    heads: SerializeAsAny[HeadOptions]
+    heads: AnyHeads
+    """The type of heads and its options, as {type: medusa, heads: 5}; see `heads`."""
     start: str | None = None
+    """An earlier heads stage on the same target; this stage continues to train its heads. None: new
+    heads."""
     backbone: BackboneConfig | None = None
-    losses: dict[str, Any] = {"cross_entropy": 1.0}
+    """Train the target too and write the new target to `target/`. None: the target does not
+    change."""
+    losses: Losses = {"cross_entropy": 1.0}
+    """{name: weight}, between each head and the token it predicts. A loss that reads the teacher
+    distils the target's distribution of that same token."""
     draft_vocabulary: int | None = Field(None, ge=1)
+    """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
+    of `start`."""
     features: str = "live"
+    """The source of hidden states: live, or the name or directory of a feature_cache stage."""
     remember_features: bool = False
+    """Keep live hidden states in memory after their first use."""
     dev: DevConfig | None = None
+    """Figures on a dev slice during the training. None: there are none."""
     tree: TreeConfig | None = None
+    """Calibrate a tree after the drafter is written, and store it with the drafter. A target that
+    cannot verify trees is refused before the training. None: the drafter drafts chains."""
     chunk_tokens: int = Field(256, ge=1)
+    """The number of tokens whose logits are in memory at a time."""
     loop: LoopConfig = LoopConfig()
+    """The length of the training and the size of its batches."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
-
-    @field_validator("heads", mode="before")
-    @classmethod
-    def _known_heads(cls, given: Any) -> HeadOptions:
-        return HeadOptions.of(given)
+    """AdamW and its learning rate."""
 
 
 @STAGES.register("heads")

@@ -62,7 +62,7 @@ class OnlineStage(Stage):
                 f"stage {settings.name}: heads are trained whole, so train_embeddings would do "
                 "nothing; leave it out"
             )
-        if heads.tree is not None and settings.temperature and not rule.trees:
+        if heads.tree is not None and settings.sampling.temperature and not rule.trees:
             raise UserError(
                 f"stage {settings.name}: the heads of {heads.name} draft in a tree, and the rule "
                 f"{settings.rule} judges chains only; set rule: multi_round, or leave tree out of "

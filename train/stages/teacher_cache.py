@@ -26,18 +26,22 @@ from train.training.load_student import frequent_tokens
 
 
 class TeacherCacheConfig(TextConfig):
-    """k: the number of tokens kept of each distribution. temperature: of the target.
-    draft_vocabulary: keep the distribution over this many of the text's most frequent tokens,
-    renormalised. part_samples: the number of samples per written part; a killed stage loses at most
-    one part."""
+    """The target's top-k log-probabilities of a text, for any number of trainings."""
 
     kind: Literal["teacher_cache"] = "teacher_cache"
     k: int = Field(64, ge=1)
+    """The number of tokens kept of each distribution."""
     temperature: float = Field(1.0, gt=0)
+    """The temperature of the target."""
     draft_vocabulary: int | None = Field(None, ge=1)
+    """Keep the distribution over this many of the text's most frequent tokens, renormalised. None:
+    over all tokens."""
     tokens_per_batch: int = Field(2048, ge=1)
+    """The size of a batch on each rank: rows times the longest row's length."""
     part_samples: int = Field(256, ge=1)
+    """The number of samples per written part. A killed stage loses at most one part."""
     chunk_tokens: int = Field(256, ge=1)
+    """The number of tokens whose logits are in memory at a time."""
 
 
 @STAGES.register("teacher_cache")

@@ -30,18 +30,17 @@ LOST_MASS_SAMPLES = 16
 
 
 class StudentConfig(Strict):
-    """Where the drafter starts: exactly one of these settings.
-
-    layers: a subset of the target's layers. model: an existing smaller model with the same
-    tokenizer (hub id, directory, GGUF file); its output layer may be padded to another size.
-    config: changes to the target's config, for a model with random weights. stage: the drafter of
-    an earlier distill or online stage.
-    """
+    """Where the drafter starts: exactly one of these settings."""
 
     layers: list[int] | None = None
+    """A subset of the target's layers, by number from 0."""
     model: str | None = None
+    """An existing smaller model with the same tokenizer: a hub id, directory or GGUF file. Its
+    output layer may be padded to another size."""
     config: dict[str, Any] | None = None
+    """Changes to the target's config, for a model with random weights."""
     stage: str | None = None
+    """The stage whose drafter is trained further: an earlier distill or online stage."""
 
     @model_validator(mode="after")
     def _one(self) -> "StudentConfig":

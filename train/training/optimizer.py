@@ -16,31 +16,39 @@ from train.schema import Strict
 
 
 class GroupConfig(Strict):
-    """Settings of the parameters whose dotted names match. None: as in OptimizerConfig."""
+    """Settings of the parameters whose dotted names match a pattern."""
 
     lr: float | None = Field(None, gt=0)
+    """Their learning rate. None: `optimizer.lr`."""
     weight_decay: float | None = Field(None, ge=0)
+    """Their weight decay. None: `optimizer.weight_decay`."""
 
 
 class OptimizerConfig(Strict):
-    """AdamW. The learning rate is warmed up linearly, then lowered by a schedule.
-
-    groups: {pattern: settings}, with patterns such as `*embed_tokens*`. The first match counts.
-    ema: the decay, such as 0.999, of an exponential moving average (EMA) of the weights, which are
-    then evaluated and saved. None: the last weights are. DeepSpeed's forward pass has only the last
-    weights, so figures on a dev slice use them there.
-    """
+    """AdamW. The learning rate is warmed up linearly, then lowered by a schedule."""
 
     lr: float = Field(3e-4, gt=0)
+    """The learning rate after the warm-up."""
     weight_decay: float = Field(0.0, ge=0)
+    """The decoupled weight decay of AdamW (1711.05101)."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """The decay of the mean of the gradients."""
     beta2: float = Field(0.95, ge=0, lt=1)
+    """The decay of the mean of the squared gradients."""
     clip: float = Field(1.0, gt=0)
+    """The maximum norm of a step's gradient. A larger gradient is scaled down."""
     warmup_steps: int = Field(10, ge=0)
+    """Optimizer steps until the learning rate is reached."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
     min_lr_ratio: float = Field(0.02, ge=0, le=1)
+    """The learning rate at the end of the schedule, as a share of `lr`."""
     groups: dict[str, GroupConfig] = {}
+    """{pattern: settings}, with patterns such as `*embed_tokens*`. The first match counts."""
     ema: float | None = Field(None, gt=0, lt=1)
+    """The decay, such as 0.999, of an exponential moving average (EMA) of the weights, which are
+    then evaluated and saved. None: the last weights are. DeepSpeed's forward pass has only the last
+    weights, so figures on a dev slice use them there."""
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

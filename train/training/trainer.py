@@ -31,20 +31,23 @@ Step = Callable[[nn.Module, Inputs, Sequence[str]], tuple[Tensor, Tensor]]
 
 
 class LoopConfig(Strict):
-    """The length of the training and the size of its batches.
-
-    tokens_per_batch: rows times the longest row's length, for all ranks together.
-    accumulation: batches per optimizer step. max_steps: training stops after this many steps, even
-    if `epochs` are not complete.
-    """
+    """The length of the training and the size of its batches."""
 
     epochs: int = Field(3, ge=1)
+    """How often the training goes through the text."""
     max_steps: int | None = Field(None, ge=1)
+    """The training stops after this many optimizer steps, even if `epochs` are not complete. None:
+    no limit."""
     tokens_per_batch: int = Field(2048, ge=1)
+    """The size of a batch, for all ranks together: rows times the longest row's length."""
     accumulation: int = Field(1, ge=1)
+    """Batches per optimizer step."""
     save_every: int = Field(100, ge=1)
+    """Optimizer steps between two checkpoints."""
     log_every: int = Field(5, ge=1)
+    """Optimizer steps between two logged figures."""
     seed: int = 0
+    """The seed of the order of batches, of init weights, and of text that the drafter generates."""
 
 
 @dataclass

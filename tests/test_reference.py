@@ -1,0 +1,54 @@
+"""The generated files are current, and the early check knows all that the schema says."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reference import ROOT, make_files, make_schema
+
+# What describes a value, and what `train.config_file` checks.
+DESCRIBES = {"description", "default", "title", "$defs"}
+CHECKED = {
+    *("$ref", "anyOf", "oneOf", "discriminator", "type", "const", "enum", "pattern"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    *("items", "minItems", "properties", "additionalProperties", "required"),
+}
+
+
+def pinned(package: str) -> str:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith(f"{package}==")).partition("==")[2]
+
+
+@pytest.mark.skipif(
+    version("pydantic") != pinned("pydantic"), reason="versions of pydantic word schemas otherwise"
+)
+@pytest.mark.parametrize("path", make_files(), ids=lambda path: path.name)
+def test_a_generated_file_is_current(path: Path) -> None:
+    assert path.read_text() == make_files()[path], "run `python -m tests.reference --write`"
+
+
+def test_every_keyword_of_the_schema_is_checked() -> None:
+    assert keywords(make_schema()) <= CHECKED | DESCRIBES
+
+
+def keywords(part: dict[str, Any]) -> set[str]:
+    found = set(part)
+    for key in ("properties", "$defs"):
+        for inner in part.get(key, {}).values():
+            found |= keywords(inner)
+    for key in ("items", "additionalProperties"):
+        if isinstance(part.get(key), dict):
+            found |= keywords(part[key])
+    for inner in part.get("anyOf", []):
+        found |= keywords(inner)
+    return found
+
+
+def test_every_setting_is_described() -> None:
+    schema = make_schema()
+    for name, part in [("", schema), *schema["$defs"].items()]:
+        for key, field in part["properties"].items():
+            assert "description" in field or "const" in field or "$ref" in field, f"{name}.{key}"
