@@ -44,7 +44,7 @@ from benchmarks.decode_drafter import PROMPTS, train_drafter
 from benchmarks.decode_profile import profile_loop, profile_table
 from benchmarks.decode_tables import cold_table, contest_table, plot, ratio_table
 from decode.target.loading import load_target
-from train.cli.shared import cores, quieten, shows_errors
+from train.cli.command import cores, quieten, shows_errors
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import read_examples

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.common import MIB, describe_machine, in_fresh_process, require, write_json
 from benchmarks.distill_contestants import MANY_TEXTS, NAMES, Settings
-from train.cli.shared import quieten, shows_errors
+from train.cli.command import quieten, shows_errors
 from train.console import Reporter
 
 TRL_REQUIREMENT = "trl>=1.16,<1.17"

@@ -31,7 +31,7 @@ from distill.student import student_from_layers
 from distill.teacher.live import LiveTeacher
 from distill.teacher.output_layer import split_model
 from distill.teacher.signal import Teacher, TeacherLogits
-from train.cli.shared import cores, quieten
+from train.cli.command import cores, quieten
 from train.console import Bar, Reporter
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat import Sample, prompt_tokens

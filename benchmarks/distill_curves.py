@@ -22,7 +22,7 @@ from distill.losses import WeightedLoss
 from distill.module import Distillation
 from distill.teacher.live import LiveTeacher
 from distill.teacher.output_layer import split_model
-from train.cli.shared import cores, quieten
+from train.cli.command import cores, quieten
 from train.plots import LIGHT, SERIES
 
 KINDS = {"chunked": Distillation, "eager": EagerDistillation}

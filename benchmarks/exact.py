@@ -32,7 +32,7 @@ from decode.target.attention import SLOTS, attention_forward, each_token_alone
 from decode.target.cached_model import CachedLM
 from decode.target.loading import Target, load_target
 from decode.trees.chain import Chain
-from train.cli.shared import cores, quieten, shows_errors
+from train.cli.command import cores, quieten, shows_errors
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import read_examples

@@ -31,7 +31,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.settings import DecodeSettings
 from decode.target.loading import Target, load_target
-from train.cli.shared import cores, quieten, shows_errors
+from train.cli.command import cores, quieten, shows_errors
 from train.config import validate_config
 from train.console import Reporter
 from train.data.read import spread

@@ -39,7 +39,7 @@ from distill.losses import WeightedLoss
 from distill.teacher.live import LiveTeacher
 from distill.teacher.output_layer import split_model
 from distill.teacher.top_k_cache import bytes_per_token, top_k
-from train.cli.shared import cores, quieten, shows_errors
+from train.cli.command import cores, quieten, shows_errors
 from train.config import validate_config
 from train.console import Reporter
 from train.data.answers import read_answers

@@ -53,7 +53,7 @@ from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from train.cli.shared import cores, quieten, shows_errors
+from train.cli.command import cores, quieten, shows_errors
 from train.config import validate_config
 from train.console import Reporter
 from train.data.read import Example, read_examples

@@ -25,11 +25,11 @@ from decode.drafters.shaped import ShapedDrafter
 from decode.measure.calibrate_tree import calibrate_tree
 from decode.measure.evaluation import EvaluationProtocol, evaluate
 from decode.target.loading import load_target
-from train.cli.shared import cores, quieten, shows_errors
+from train.cli.command import cores, quieten, shows_errors
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.read import read_examples, spread
-from train.report.words import percent, ratio
+from train.report.format_figures import format_ratio, format_share
 
 
 def main(
@@ -67,7 +67,8 @@ def main(
             timed_prompts=min(timed_prompts, 4) if quick else timed_prompts,
         )
         reporter.say(
-            f"  speed-up {ratio(speed['speedup'])}; others took {percent(speed['others_share'])}"
+            f"  speed-up {format_ratio(speed['speedup'])}; others took "
+            f"{format_share(speed['others_share'])}"
         )
         tree = in_fresh_process(
             "benchmarks.repeat:measure_tree", **what, prompts=str(dev), limit=8 if quick else 32
