@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.decode_contestants import Contestant, Models, makers
-from benchmarks.decode_passes import Passes
+from benchmarks.decode_contestants import Contestant, Models, Passes, makers
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -71,16 +70,16 @@ class Contest:
             if name in (*OURS, "generate"):
                 raise
             self.unable[name] = _reason(error)
-            for known in (self.seconds, self.outputs, self.passes):
-                known.pop(name, None)
+            for results in (self.seconds, self.outputs, self.passes):
+                results.pop(name, None)
 
     def ratio(self, theirs: str, ours: str) -> dict[str, float] | None:
         """Return the time of `theirs` over the time of `ours`, with an interval if there is more
         than one job. None if one of them has no times."""
         if theirs not in self.seconds or ours not in self.seconds:
             return None
-        found = ratio_of_totals(*(np.array(self.seconds[name]) for name in (theirs, ours)))
-        return {"value": found["value"]} if found and self.setting.jobs == 1 else found
+        ratio = ratio_of_totals(*(np.array(self.seconds[name]) for name in (theirs, ours)))
+        return {"value": ratio["value"]} if ratio and self.setting.jobs == 1 else ratio
 
     def figures(self, name: str) -> dict[str, Any]:
         """Return a contestant's figures for JSON and the table. Unknown ones are None."""
@@ -94,7 +93,7 @@ class Contest:
                 ("overhead", passes.overhead_s),
             )
         }
-        same, close = self.equal.get(name, (None, None))
+        equal, close = self.equal.get(name, (None, None))
         return {
             "tokens_per_second": tokens / seconds,
             "seconds": self.seconds[name],
@@ -102,13 +101,13 @@ class Contest:
             "acceptance_rate": _share(passes.accepted, passes.reached),
             "draft_efficiency": _share(passes.accepted, passes.drafted),
             **milliseconds,
-            "equal_to_generate": same,
+            "equal_to_generate": equal,
             "equal_within_rounding": close,
         }
 
 
-def _share(part: int, whole: int) -> float | None:
-    return finite(part / whole) if whole else None
+def _share(part: int, total: int) -> float | None:
+    return finite(part / total) if total else None
 
 
 def long_answers(
@@ -124,12 +123,12 @@ def long_answers(
     for begin in range(0, len(order), 16):
         if len(long) >= count:
             break
-        batch = [prompts[place] for place in order[begin : begin + 16]]
-        found = decoder.decode(batch, tokens).outputs
+        batch = [prompts[index] for index in order[begin : begin + 16]]
+        outputs = decoder.decode(batch, tokens).outputs
         ends = set(target.eos_token_ids)
         long += [
             prompt
-            for prompt, output in zip(batch, found, strict=True)
+            for prompt, output in zip(batch, outputs, strict=True)
             if len(output) == tokens and output[-1] not in ends
         ]
     if not long:
@@ -140,7 +139,7 @@ def long_answers(
     return spread(long, count)
 
 
-def hold(
+def hold_contest(
     models: Models,
     setting: Setting,
     texts: Sequence[list[int]],
@@ -152,17 +151,17 @@ def hold(
     Errors of other packages are recorded as reasons. Our own loop and plain `generate()` must
     support every setting, so their errors are raised.
     """
-    wanted = spread(texts, setting.jobs * setting.batch)
-    whole = max(setting.batch, len(wanted) - len(wanted) % setting.batch)
-    jobs = [wanted[i : i + setting.batch] for i in range(0, whole, setting.batch)]
+    prompts = spread(texts, setting.jobs * setting.batch)
+    count = max(setting.batch, len(prompts) - len(prompts) % setting.batch)  # complete batches
+    jobs = [prompts[i : i + setting.batch] for i in range(0, count, setting.batch)]
     dtype = str(models.target.dtype).removeprefix("torch.")
     contest = Contest(replace(setting, jobs=len(jobs)), dtype)
     ready: dict[str, Contestant] = {}
     for name, make in makers(models, gamma=gamma, sampled=setting.sampled).items():
         with contest.excusing(name):
-            run = make()
-            run(jobs[0], min(8, setting.tokens), 0)  # the warm-up
-            ready[name] = run
+            contestant = make()
+            contestant(jobs[0], min(8, setting.tokens), 0)  # the warm-up
+            ready[name] = contestant
             contest.seconds[name], contest.outputs[name] = [], []
             contest.passes[name] = Passes()
     names = list(ready)
@@ -175,15 +174,16 @@ def hold(
             with contest.excusing(name):
                 finish(models.target)
                 begin = time.perf_counter()
-                ran = ready[name](job, setting.tokens, number)
+                result = ready[name](job, setting.tokens, number)
                 finish(models.target)
                 contest.seconds[name].append(time.perf_counter() - begin)
-                contest.outputs[name].append(ran.outputs)
-                contest.passes[name] += ran.passes()
+                contest.outputs[name].append(result.outputs)
+                contest.passes[name] += result.passes()
     if not setting.sampled:
         prompts = [prompt for job in jobs for prompt in job]
         rows = {
-            name: [row for job in found for row in job] for name, found in contest.outputs.items()
+            name: [row for job in outputs for row in job]
+            for name, outputs in contest.outputs.items()
         }
         contest.equal = {
             name: identical(models.target, prompts, rows["generate"], rows[name]) for name in rows

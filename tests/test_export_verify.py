@@ -74,7 +74,9 @@ def test_transformers_counts_what_our_loop_counts(
 
 
 def _common_token(target: Target, exported: Path) -> int:
-    texts = ENGINES["transformers"].run(task(replace(target, eos_token_ids=()), exported)).plain_texts
+    texts = (
+        ENGINES["transformers"].run(task(replace(target, eos_token_ids=()), exported)).plain_texts
+    )
     tokens = torch.tensor([token for text in texts for token in text[6:]])
     return int(tokens.bincount().argmax())
 
