@@ -19,10 +19,8 @@ a run that is kept (see `benchmarks.decode`).
 """
 
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +40,6 @@ from benchmarks.common import (
     TargetOption,
     describe_machine,
     execute_run,
-    in_fresh_process,
     rows_table,
     run_command,
     run_config,
@@ -50,21 +47,19 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.decode_contest import (
+from benchmarks.decode_contestants import NAMES, Models
+from benchmarks.decode_measurements import (
     OURS,
     PACKAGES,
     Contest,
     Setting,
-    finish,
+    cold_starts,
     hold_contest,
     long_answers,
+    profile_loop,
 )
-from benchmarks.decode_contestants import NAMES, Models, makers
-from decode.drafters import DRAFTERS
-from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop import Decoder
 from decode.target.loading import Target, load_target
-from train.cli.command import cores, table, tokenized_prompts
+from train.cli.command import table, tokenized_prompts
 from train.console import Reporter
 from train.data.read import read_examples
 
@@ -85,8 +80,6 @@ RATIOS = {
     "lookup_vs_economize": ("economize_lookup", "lookup"),
 }
 COLD = ("plain", "generate", "speculative", "assisted", "economize", "flashspec")
-# How many operations a profile lists.
-OPERATIONS = 8
 # The layers of the default drafter.
 LAYERS = 4
 
@@ -201,49 +194,6 @@ def ratios(contests: Sequence[Contest]) -> dict[str, dict[str, float]]:
     return values
 
 
-def cold_starts(
-    names: Sequence[str],
-    models: dict[str, str],
-    prompt: Sequence[int],
-    gamma: int,
-    reporter: Reporter,
-) -> dict[str, dict[str, float]]:
-    """Return the seconds to the first token, each contestant in a new process (`first_token`)."""
-    seconds = {}
-    for name in names:
-        reporter.say(f"cold start: {NAMES[name]}")
-        try:
-            seconds[name] = in_fresh_process(
-                "benchmarks.decode:first_token",
-                name=name,
-                prompt=list(prompt),
-                gamma=gamma,
-                **models,
-            )
-        except RuntimeError as error:
-            reporter.say(f"  not there: {str(error).splitlines()[-1]}")
-    return seconds
-
-
-def first_token(
-    name: str, prompt: list[int], gamma: int, target: str, drafter: str, dtype: str, device: str
-) -> dict[str, float]:
-    """Return three times in seconds: from loaded models to a ready loop (ours: with packed
-    weights), the first call for one token, and a second such call."""
-    torch.set_num_threads(cores())
-    models = Models.load(load_target(target, dtype=dtype, device=device), drafter)
-    begin = time.perf_counter()
-    run = makers(models, gamma=gamma, sampled=False)[name]()
-    finish(models.target)
-    marks = [begin, time.perf_counter()]
-    for _ in range(2):
-        run([prompt], 1, 0)
-        finish(models.target)
-        marks.append(time.perf_counter())
-    ready, first, second = (b - a for a, b in pairwise(marks))
-    return {"ready": ready, "first": first, "second": second}
-
-
 def contest_table(contest: Contest, gamma: int) -> Table:
     """Return a table of the contestants' figures. Times are medians over passes."""
     setting = contest.setting
@@ -321,69 +271,6 @@ def plot_contests(contests: Sequence[Contest], file: Path) -> None:
         panel.set_xlabel("tokens/s", fontsize=8)
         panel.margins(x=0.15)
     save_figure(figure, file)
-
-
-def profile_loop(
-    models: Models, prompt: Sequence[int], tokens: int, gamma: int
-) -> dict[str, dict[str, Any]]:
-    """Return milliseconds per step, plain and with the drafter, for the forwards, the rule and the
-    bookkeeping. A second run under torch's profiler gives the slowest operations.
-
-    operations: (name, milliseconds per step, calls per step), ordered by self time. python_ms: the
-    time of a step in the profiled run outside all operations, including the profiler itself.
-    """
-    profiles: dict[str, dict[str, Any]] = {}
-    for name, drafter in (
-        ("plain", DRAFTERS["none"]()),
-        ("speculative", SmallLMDrafter(models.assistant)),
-    ):
-        decoder = Decoder(models.target.model, drafter, gamma=gamma)
-        decoder.decode([prompt], 8)
-        rule_seconds = [0.0]
-        verify = decoder.rule.verify
-
-        def timed(*args: Any, verify: Any = verify, seconds: list[float] = rule_seconds) -> Any:
-            begin = time.perf_counter()
-            verdict = verify(*args)
-            if models.target.device.type == "cuda":
-                torch.cuda.synchronize(models.target.device)
-            seconds[0] += time.perf_counter() - begin
-            return verdict
-
-        vars(decoder.rule)["verify"] = timed
-        timing = decoder.decode([prompt], tokens).timing
-        del vars(decoder.rule)["verify"]
-        ms_per_step = 1000 / timing.steps
-        profiles[name] = {
-            "draft_ms": timing.draft * ms_per_step,
-            "verify_ms": timing.verify * ms_per_step,
-            "rule_ms": rule_seconds[0] * ms_per_step,
-            "bookkeeping_ms": (timing.overhead - rule_seconds[0]) * ms_per_step,
-            **_operations(decoder, prompt, tokens),
-        }
-    return profiles
-
-
-def _operations(decoder: Decoder, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    cuda = decoder.lm.device.type == "cuda"
-    if cuda:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        timing = decoder.decode([prompt], tokens).timing
-
-    def self_time(event: Any) -> float:  # microseconds
-        return float(event.self_device_time_total if cuda else event.self_cpu_time_total)
-
-    events = sorted(profiler.key_averages(), key=self_time, reverse=True)
-    ms_per_step = 1e-3 / timing.steps
-    return {
-        "python_ms": 1000 * timing.total / timing.steps - sum(map(self_time, events)) * ms_per_step,
-        "operations": [
-            (event.key, self_time(event) * ms_per_step, event.count / timing.steps)
-            for event in events[:OPERATIONS]
-        ],
-    }
 
 
 def profile_table(profiles: dict[str, dict[str, Any]]) -> Table:

@@ -14,12 +14,11 @@ from benchmarks.decode import (
     contest_table,
     drafter_config,
     first_layers,
-    profile_loop,
     profile_table,
     ratios,
 )
-from benchmarks.decode_contest import Setting, hold_contest, long_answers
 from benchmarks.decode_contestants import Models
+from benchmarks.decode_measurements import Setting, hold_contest, long_answers, profile_loop
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder

@@ -120,7 +120,8 @@ def verify_export(
         task.target, task.prompts, run.plain_texts, run.drafted_texts, engine.rounding
     )
     failures = []
-    theirs, ours = _share(run.accepted_tokens, run.drafted_tokens), _share(accepted, drafted)
+    engine_efficiency = _share(run.accepted_tokens, run.drafted_tokens)
+    our_efficiency = _share(accepted, drafted)
     if not run.drafted_tokens:
         failures.append(f"{name} drafted nothing: it ignored the drafter")
     elif run.drafted_tokens < min_drafted:
@@ -128,10 +129,14 @@ def verify_export(
             f"{name} drafted {run.drafted_tokens} tokens, too few to judge by; {min_drafted} are "
             "needed: give more prompts, or more tokens"
         )
-    if theirs is not None and ours is not None and abs(theirs - ours) > tolerance:
+    if (
+        engine_efficiency is not None
+        and our_efficiency is not None
+        and abs(engine_efficiency - our_efficiency) > tolerance
+    ):
         failures.append(
-            f"draft efficiency is {theirs:.3f} in {name} and {ours:.3f} in our loop; they may "
-            f"differ by {tolerance}"
+            f"draft efficiency is {engine_efficiency:.3f} in {name} and {our_efficiency:.3f} in "
+            f"our loop; they may differ by {tolerance}"
         )
     if close < 1:
         failures.append(
@@ -163,21 +168,21 @@ def count_drafts(task: EngineTask, drafter: Drafter, counting: Counting) -> tupl
         nonlocal drafted, accepted
         for row in step:
             tokens = [token.token for token in row.drafted]
-            kept = sum(token.verdict == "accepted" for token in row.drafted)
+            right = sum(token.verdict == "accepted" for token in row.drafted)
             length = lengths.get(row.row, int(decoder.first_target))
-            lengths[row.row] = length + kept + 1
+            lengths[row.row] = length + right + 1
             if length >= task.max_new_tokens:
                 continue
             first_eos = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
             if counting.stops_at_eos:
                 tokens = tokens[: first_eos + 1]
             if not counting.past_end:
-                block = [*tokens[:kept], row.next_token]
+                block = [*tokens[:right], row.next_token]
                 end = next((i + 1 for i, token in enumerate(block) if token in eos), None)
                 tokens = tokens[:end]
-                kept = min(kept, len(tokens))
+                right = min(right, len(tokens))
             drafted += len(tokens)
-            accepted += kept
+            accepted += right
 
     for begin in range(0, len(task.prompts), BATCH):
         lengths.clear()

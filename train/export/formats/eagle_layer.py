@@ -1,5 +1,4 @@
-"""The base of EAGLE's layouts: one llama decoder layer, and the tensors that engines need with it.
-And EAGLE-1.
+"""EAGLE's layouts: one llama decoder layer, with the tensors that engines need. Among them EAGLE-1.
 
 `config.json` is that of a one-layer llama, `model.safetensors` holds the weights. H hidden size, V
 vocabulary, V' draft vocabulary.
@@ -110,9 +109,6 @@ class EagleLayer(Format):
     def setting_problems(self, contents: dict[str, Any]) -> list[str]:
         """Return the problems with config.json outside the result of `layer_config`."""
         return []
-
-    def refuse(self, job: ExportJob) -> None:
-        return None
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         heads: Any = read_heads_for(self.name, job.drafter, job.loaded_target)

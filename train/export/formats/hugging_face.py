@@ -27,9 +27,6 @@ class HuggingFace(Format):
     kinds = ("small_lm",)
     engines = ("transformers", "vllm", "sglang", "mlx", "openvino")
 
-    def refuse(self, job: ExportJob) -> None:
-        return None
-
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         source = read_small_lm(job.drafter, job.target)
         dtype = job.dtype or source.dtype

@@ -57,9 +57,6 @@ class Medusa(Format):
         depth: int = options.heads
         return depth
 
-    def refuse(self, job: ExportJob) -> None:
-        return None
-
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         target = job.loaded_target
         heads = read_heads_for(self.name, job.drafter, target)
