@@ -1,4 +1,4 @@
-"""Code that all benchmarks share: fresh processes, peak memory, the machine, JSON files."""
+"""Code that all benchmarks share: options, runs, fresh processes, peak memory, files."""
 
 import importlib
 import json
@@ -7,19 +7,26 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
+import torch
+import typer
+from accelerate import Accelerator
 
 from decode.errors import UserError
-from train.run import describe_process, make_directory
+from train.cli.command import cores, quieten, shows_errors, table
+from train.config import validate_config
+from train.console import Reporter
+from train.run import Run, describe_process, make_directory
 from train.training.memory import peak_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.table import Table
 
 MIB = 2**20
 # The `evaluation` of a run whose drafters the benchmark measures itself: as short as possible.
@@ -31,7 +38,60 @@ UNJUDGED = {
     "baselines": [],
     "in_turn": [],
 }
-_SHOWN = 4000  # characters shown of a failed process's output
+OUTPUT_CHARACTERS = 4000  # shown of a failed process's output
+TARGET = "embedded:smollm2-135m"
+PROMPTS = Path(__file__).parents[1] / "configs" / "prompts"
+
+JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
+RunsOption = Annotated[Path, typer.Option(help="where trained drafters are kept")]
+TargetOption = Annotated[str, typer.Option(help="as elsewhere")]
+PromptsOption = Annotated[Path, typer.Option(help="held-out prompts")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")]
+
+
+def run_command(main: Callable[..., None]) -> None:
+    """Run a benchmark's `main` with the options of the command line."""
+    app = typer.Typer(pretty_exceptions_show_locals=False)
+    app.command()(shows_errors(main))
+    app()
+
+
+def start_benchmark() -> Reporter:
+    """Set the number of threads, silence libraries, and return what reports progress."""
+    quieten()
+    torch.set_num_threads(cores())
+    return Reporter()
+
+
+def run_config(
+    name: str,
+    runs: Path,
+    stages: list[dict[str, Any]],
+    *,
+    target: str = TARGET,
+    device: str = "cpu",
+    data: dict[str, Any] | None = None,
+    evaluation: dict[str, Any] = UNJUDGED,
+) -> dict[str, Any]:
+    """Return the config of a run in bfloat16. data: by default the shipped prompts."""
+    return {
+        "name": name,
+        "output_dir": str(runs),
+        "trackers": [],
+        "precision": "bf16",
+        "target": {"model": target, "dtype": "bfloat16", "device": device},
+        "data": data or {split: f"{split}.jsonl" for split in ("train", "dev", "test")},
+        "evaluation": evaluation,
+        "stages": stages,
+    }
+
+
+def execute_run(config: dict[str, Any], reporter: Reporter) -> tuple[Run, dict[str, Any]]:
+    """Execute a run, or what is left of it, and return it with its report."""
+    on_cpu = config["target"]["device"] == "cpu"
+    validated = validate_config(config, base_dir=PROMPTS)
+    run = Run(validated, Accelerator(cpu=on_cpu), reporter)
+    return run, run.execute()
 
 
 def require(package: str, requirement: str, what: str) -> None:
@@ -46,10 +106,27 @@ def require(package: str, requirement: str, what: str) -> None:
         ) from None
 
 
+def rows_table(title: str, rows: Sequence[dict[str, str]], **options: Any) -> "Table":
+    """Return a table for the terminal. rows: cells by column. options: as for `table`."""
+    return table(
+        title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], **options
+    )
+
+
+def format_interval(ratio: dict[str, float], digits: int) -> str:
+    """'1.23 [1.18, 1.29]'."""
+    value, low, high = (f"{ratio[key]:.{digits}f}" for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
 def describe_machine(packages: Sequence[str] = ()) -> dict[str, Any]:
     """Like `train.run.describe_process`, with the versions of these packages too."""
     process = describe_process()
-    process["versions"] |= {package: version(package) for package in packages}
+    for package in packages:
+        try:
+            process["versions"][package] = version(package)
+        except PackageNotFoundError:
+            process["versions"][package] = "not installed"
     return process
 
 
@@ -78,13 +155,12 @@ def in_fresh_process(function: str, **arguments: Any) -> Any:
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
         command = [sys.executable, "-m", "benchmarks.common", function, json.dumps(arguments)]
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, str(result)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        if done.returncode or not result.exists():
-            raise RuntimeError(
-                f"{function} ended with status {done.returncode}:\n{done.stdout[-_SHOWN:]}"
-            )
+        if process.returncode or not result.exists():
+            output = process.stdout[-OUTPUT_CHARACTERS:]
+            raise RuntimeError(f"{function} ended with status {process.returncode}:\n{output}")
         answer = json.loads(result.read_text())
     if "error" in answer:
         raise UserError(answer["error"])
@@ -114,11 +190,11 @@ def peak_resident_memory() -> int:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return peak_memory()
-    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else peak_memory()
+    peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    return int(peak[1]) * 1024 if peak else peak_memory()
 
 
-def _called() -> None:
+def _run_in_fresh_process() -> None:
     """Run in the new process of `in_fresh_process`."""
     # transformers asks the hub about model names. No benchmark may wait for a network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -133,4 +209,4 @@ def _called() -> None:
 
 
 if __name__ == "__main__":
-    _called()
+    _run_in_fresh_process()

@@ -15,38 +15,52 @@ If a contestant refuses a setting, fails in it or is not installed, the output g
 it has no ratio there. Ratios are of time, theirs over ours: above 1 we are faster. A name without
 an ending means batch 1, greedy, in the requested dtype. Intervals are 95% bootstrap intervals over
 prompts (over batches at batch 8). The default drafter is the target's first layers, trained here in
-a run that is kept (see `benchmarks.decode_drafter`).
+a run that is kept (see `benchmarks.decode`).
 """
 
-import time
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
+from rich.table import Table
+from transformers import PreTrainedModel
 
-from benchmarks.common import describe_machine, in_fresh_process, write_json
-from benchmarks.decode_contest import (
+from benchmarks.common import (
+    PROMPTS,
+    TARGET,
+    DeviceOption,
+    JsonOption,
+    PromptsOption,
+    RunsOption,
+    TargetOption,
+    describe_machine,
+    execute_run,
+    rows_table,
+    run_command,
+    run_config,
+    save_figure,
+    start_benchmark,
+    write_json,
+)
+from benchmarks.decode_contestants import NAMES, Models
+from benchmarks.decode_measurements import (
     OURS,
     PACKAGES,
     Contest,
     Setting,
-    finish,
-    hold,
+    cold_starts,
+    hold_contest,
     long_answers,
+    profile_loop,
 )
-from benchmarks.decode_contestants import NAMES, Models, makers
-from benchmarks.decode_drafter import PROMPTS, train_drafter
-from benchmarks.decode_profile import profile_loop, profile_table
-from benchmarks.decode_tables import cold_table, contest_table, plot, ratio_table
-from decode.target.loading import load_target
-from train.cli.shared import cores, quieten, shows_errors
+from decode.target.loading import Target, load_target
+from train.cli.command import table, tokenized_prompts
 from train.console import Reporter
-from train.data.chat import prompt_tokens
 from train.data.read import read_examples
 
 # Ratio name: (contestant whose time is the numerator, contestant whose time is the denominator).
@@ -66,6 +80,9 @@ RATIOS = {
     "lookup_vs_economize": ("economize_lookup", "lookup"),
 }
 COLD = ("plain", "generate", "speculative", "assisted", "economize", "flashspec")
+# The layers of the default drafter.
+LAYERS = 4
+
 
 QUICK = (
     Setting(5, 64),
@@ -85,21 +102,19 @@ EXACT = {True: Setting(2, 24, dtype="float32"), False: Setting(8, 64, dtype="flo
 
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="a few minutes on 2 cores")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write decode.png here")] = None,
-    target: Annotated[str, typer.Option(help="as elsewhere")] = "embedded:smollm2-135m",
+    target: TargetOption = TARGET,
     drafter: Annotated[str | None, typer.Option(help="a directory; default: one is made")] = None,
     dtype: Annotated[str, typer.Option(help="of both models")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    device: DeviceOption = "auto",
     gamma: Annotated[int, typer.Option(min=1, help="of every loop that takes one")] = 4,
-    prompts: Annotated[Path, typer.Option(help="held-out prompts")] = PROMPTS / "test.jsonl",
-    runs: Annotated[Path, typer.Option(help="where the trained drafter is kept")] = Path("runs"),
+    prompts: PromptsOption = PROMPTS / "test.jsonl",
+    runs: RunsOption = Path("runs"),
     profile: Annotated[bool, typer.Option("--profile", help="where our steps' time goes")] = False,
 ) -> None:
     """Run all settings and print their tables."""
-    quieten()
-    torch.set_num_threads(cores())
-    reporter = Reporter()
+    reporter = start_benchmark()
     loaded = load_target(target, dtype=dtype, device=device)
     if drafter is None:
         drafter = str(train_drafter(loaded, quick=quick, runs=runs, reporter=reporter))
@@ -108,13 +123,13 @@ def main(
     settings = list(QUICK if quick else FULL)
     texts = long_answers(
         loaded,
-        [prompt_tokens(example, loaded.tokenizer) for example in examples],
+        tokenized_prompts(examples, loaded, None),
         count=max(setting.jobs * setting.batch for setting in settings),
         tokens=max(setting.tokens for setting in settings),
     )
     contests: list[Contest] = []
 
-    def show(contest: Contest) -> None:
+    def report(contest: Contest) -> None:
         # Print immediately, so an interrupted run has shown its results so far.
         contests.append(contest)
         reporter.table(contest_table(contest, gamma))
@@ -122,34 +137,32 @@ def main(
             reporter.say(f"  not there: {NAMES[name]}: {reason}")
 
     for setting in settings:
-        show(hold(models, setting, texts, gamma, reporter))
+        report(hold_contest(models, setting, texts, gamma, reporter))
     if loaded.dtype != torch.float32:
         exact = Models.load(load_target(target, dtype="float32", device=device), drafter)
-        show(hold(exact, EXACT[quick], texts, gamma, reporter))
+        report(hold_contest(exact, EXACT[quick], texts, gamma, reporter))
         del exact
-    where = {"target": target, "drafter": drafter, "dtype": dtype, "device": device}
-    cold = cold_starts(COLD[:3] if quick else COLD, where, texts[0], gamma, reporter)
-    profiled = profile_loop(models, texts[0], 64, gamma) if profile else None
+    models_of_all = {"target": target, "drafter": drafter, "dtype": dtype, "device": device}
+    cold = cold_starts(COLD[:3] if quick else COLD, models_of_all, texts[0], gamma, reporter)
+    profiles = profile_loop(models, texts[0], 64, gamma) if profile else None
 
-    found = ratios(contests)
-    reporter.table(ratio_table(found))
+    time_ratios = ratios(contests)
+    reporter.table(ratio_table(time_ratios))
     reporter.table(cold_table(cold))
-    if profiled:
-        reporter.table(profile_table(profiled))
-    machine = describe_machine()
-    for package in PACKAGES:
-        machine["versions"][package] = _version(package)
+    if profiles:
+        reporter.table(profile_table(profiles))
+    machine = describe_machine(PACKAGES)
     reporter.say(f"machine: {machine['machine']}; {machine['versions']}")
     if plots is not None:
-        plot(contests, plots / "decode.png")
+        plot_contests(contests, plots / "decode.png")
     if json_file is not None:
         figures = {
             "benchmark": "decode",
             "quick": quick,
-            "settings": {**where, "gamma": gamma, "prompts": str(prompts)},
+            "settings": {**models_of_all, "gamma": gamma, "prompts": str(prompts)},
             "process": machine,
-            "ratios": {name: value["value"] for name, value in found.items()},
-            "intervals": found,
+            "ratios": {name: ratio["value"] for name, ratio in time_ratios.items()},
+            "intervals": time_ratios,
             "contests": [
                 {
                     **asdict(contest.setting),
@@ -159,79 +172,172 @@ def main(
                 for contest in contests
             ],
             "cold_start_seconds": cold,
-            "profile": profiled,
+            "profile": profiles,
         }
         write_json(json_file, figures)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def ratios(contests: Sequence[Contest]) -> dict[str, dict[str, float]]:
     """Return all RATIOS with value, low and high, and for each of our loops its total time over the
     time of its forwards (1 + overhead / forwards)."""
-    found = {}
+    values: dict[str, dict[str, float]] = {}
     for contest in contests:
         for name, (theirs, ours) in RATIOS.items():
             ratio = contest.ratio(theirs, ours)
             if ratio is not None:
-                found[name + contest.setting.ending] = ratio
+                values[name + contest.setting.ending] = ratio
         for name in OURS:
             passes = contest.passes[name]
             forwards = sum(passes.draft_s) + sum(passes.verify_s)
             value = 1 + sum(passes.overhead_s) / forwards
-            found[f"{name}_total_vs_forwards{contest.setting.ending}"] = {"value": value}
-    return found
+            values[f"{name}_total_vs_forwards{contest.setting.ending}"] = {"value": value}
+    return values
 
 
-def cold_starts(
-    names: Sequence[str],
-    where: dict[str, str],
-    prompt: Sequence[int],
-    gamma: int,
-    reporter: Reporter,
-) -> dict[str, dict[str, float]]:
-    """Return the seconds to the first token, each contestant in a new process (`first_token`)."""
-    found = {}
-    for name in names:
-        reporter.say(f"cold start: {NAMES[name]}")
-        try:
-            found[name] = in_fresh_process(
-                "benchmarks.decode:first_token",
-                name=name,
-                prompt=list(prompt),
-                gamma=gamma,
-                **where,
-            )
-        except RuntimeError as error:
-            reporter.say(f"  not there: {str(error).splitlines()[-1]}")
-    return found
+def contest_table(contest: Contest, gamma: int) -> Table:
+    """Return a table of the contestants' figures. Times are medians over passes."""
+    setting = contest.setting
+
+    def cell(value: float | None, form: str = "{:.2f}") -> str:
+        return "–" if value is None else form.format(value)
+
+    rows = []
+    for name in contest.seconds:
+        figures = contest.figures(name)
+        cells = {
+            "contestant": NAMES[name],
+            "tokens/s": f"{figures['tokens_per_second']:.1f}",
+            "tokens/step": cell(figures["tokens_per_step"]),
+            "accepted": cell(figures["acceptance_rate"]),
+            "draft ms": cell(figures["draft_ms"]),
+            "verify ms": cell(figures["verify_ms"]),
+            "overhead ms": cell(figures["overhead_ms"]),
+            "same text": cell(figures["equal_to_generate"], "{:.0%}"),
+            "up to rounding": cell(figures["equal_within_rounding"], "{:.0%}"),
+        }
+        rows.append(cells)
+    return rows_table(
+        f"{contest.title}, γ = {gamma}: {setting.jobs * setting.batch} prompts, "
+        f"{setting.tokens} tokens each",
+        rows,
+    )
 
 
-def first_token(
-    name: str, prompt: list[int], gamma: int, target: str, drafter: str, dtype: str, device: str
-) -> dict[str, float]:
-    """Return three times in seconds: from loaded models to a ready loop (ours: with packed
-    weights), the first call for one token, and a second such call."""
-    torch.set_num_threads(cores())
-    models = Models.load(load_target(target, dtype=dtype, device=device), drafter)
-    begin = time.perf_counter()
-    run = makers(models, gamma=gamma, sampled=False)[name]()
-    finish(models.target)
-    marks = [begin, time.perf_counter()]
-    for _ in range(2):
-        run([prompt], 1, 0)
-        finish(models.target)
-        marks.append(time.perf_counter())
-    ready, first, second = (b - a for a, b in pairwise(marks))
-    return {"ready": ready, "first": first, "second": second}
+def ratio_table(ratios: dict[str, dict[str, float]]) -> Table:
+    rows = [
+        {
+            "what": name,
+            "ratio": f"{ratio['value']:.2f}",
+            "95% interval": f"{ratio['low']:.2f}–{ratio['high']:.2f}" if "low" in ratio else "–",
+        }
+        for name, ratio in ratios.items()
+    ]
+    return rows_table("ratios of time, theirs over ours", rows)
+
+
+def cold_table(cold: dict[str, dict[str, float]]) -> Table:
+    rows = [
+        {
+            "contestant": NAMES[name],
+            "making it ready": f"{seconds['ready']:.2f}",
+            "first call, one token": f"{seconds['first']:.2f}",
+            "second call": f"{seconds['second']:.2f}",
+        }
+        for name, seconds in cold.items()
+    ]
+    return rows_table("cold start: seconds in a fresh process, models loaded", rows)
+
+
+def plot_contests(contests: Sequence[Contest], file: Path) -> None:
+    """Plot the tokens per second of every contestant, one panel per setting."""
+    from matplotlib.figure import Figure
+
+    names = [name for name in NAMES if any(name in contest.seconds for contest in contests)]
+    figure = Figure(
+        figsize=(3.2 * len(contests) + 2.4, 0.34 * len(names) + 1), layout="constrained"
+    )
+    panels = figure.subplots(1, len(contests), sharey=True, squeeze=False)[0]
+    ys = np.arange(len(names))[::-1]
+    for panel, contest in zip(panels, contests, strict=True):
+        for name, y in zip(names, ys, strict=True):
+            if name not in contest.seconds:
+                panel.text(0, y, " –", va="center", fontsize=8, color="#5a6674")
+                continue
+            speed = contest.figures(name)["tokens_per_second"]
+            panel.barh(y, speed, color="#0067a5" if name in OURS else "#b8c2cc")
+            panel.text(speed, y, f" {speed:.0f}", va="center", fontsize=8)
+        panel.set_title(contest.title, fontsize=9)
+        panel.set_yticks(ys, [NAMES[name] for name in names], fontsize=8)
+        panel.set_xlabel("tokens/s", fontsize=8)
+        panel.margins(x=0.15)
+    save_figure(figure, file)
+
+
+def profile_table(profiles: dict[str, dict[str, Any]]) -> Table:
+    columns = ["what"]
+    for name in profiles:
+        columns += [f"{name}: ms", "calls"]
+    rows = []
+    for part in ("draft", "verify", "rule", "bookkeeping", "python"):
+        cells = [(f"{profile[f'{part}_ms']:.2f}", "") for profile in profiles.values()]
+        rows.append([part, *(cell for pair in cells for cell in pair)])
+    operations = {op: None for profile in profiles.values() for op, _, _ in profile["operations"]}
+    for operation in operations:
+        row = [f"  {operation}"]
+        for profile in profiles.values():
+            figures = {name: (ms, calls) for name, ms, calls in profile["operations"]}
+            ms, calls = figures.get(operation, (None, None))
+            row += ["–", "–"] if ms is None else [f"{ms:.2f}", f"{calls:.0f}"]
+        rows.append(row)
+    title = "a step of our loop, greedy, batch 1 (operations: under the profiler)"
+    return table(title, columns, rows)
+
+
+def train_drafter(target: Target, *, quick: bool, runs: Path, reporter: Reporter) -> Path:
+    """Return the directory of a small LM with the target's first layers and full vocabulary.
+
+    It is trained on the target's answers to the shipped prompts in a separate run. The run is kept,
+    so a second call reuses it. Other decoding loops do not support a reduced draft vocabulary.
+    """
+    layers = first_layers(target.model)
+    config = drafter_config(target.name, layers, target.device.type, quick, runs)
+    run, _ = execute_run(config, reporter)
+    return run.stage_directory("distill") / "drafter"
+
+
+def first_layers(model: PreTrainedModel) -> list[int]:
+    """Return the numbers of the first LAYERS layers, but at most half of the model's layers."""
+    return list(range(max(1, min(LAYERS, model.config.get_text_config().num_hidden_layers // 2))))
+
+
+def drafter_config(
+    target: str, layers: list[int], device: str, quick: bool, runs: Path
+) -> dict[str, Any]:
+    """Return the config of one run: the target's answers, and distillation on them."""
+    answers: dict[str, Any] = {"kind": "generate", "batch_size": 32, "part_prompts": 64}
+    if quick:
+        texts = [answers | {"name": "answers", "prompts": 160, "max_new_tokens": 64}]
+    else:
+        texts = [
+            answers | {"name": "answers", "max_new_tokens": 96},
+            answers
+            | {"name": "sampled", "max_new_tokens": 96}
+            | {"sampling": {"temperature": 1.0}, "samples": 2},
+        ]
+    distill = {
+        "name": "distill",
+        "kind": "distill",
+        "text": [text["name"] for text in texts],
+        "drafter": {"layers": layers},
+        "losses": {"forward_kl": 1.0},
+        "train_embeddings": False,
+        "loop": {"epochs": 100, "max_steps": 50 if quick else 300, "tokens_per_batch": 1024},
+        "optimizer": {"lr": 2e-3},
+    }
+    name = re.sub(r"[^A-Za-z0-9]+", "-", target).strip("-")
+    name = f"decode-{name}{'-quick' if quick else ''}"
+    return run_config(name, runs, [*texts, distill], target=target, device=device)
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_show_locals=False)
-    app.command()(shows_errors(main))
-    app()
+    run_command(main)

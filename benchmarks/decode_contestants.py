@@ -2,18 +2,21 @@
 
 All of them decode the same two modules, a target and a drafter, without an end-of-text token, so
 all emit the same number of tokens. A contestant that does not support a setting raises its
-package's error, and the benchmark reports it.
+package's error, and the benchmark reports it. `Passes` has the passes of a loop, reported by the
+loop or observed from outside.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from benchmarks.decode_passes import Passes, watched
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import open_drafter
 from decode.drafters.ngram import NgramDrafter
@@ -44,7 +47,103 @@ NAMES = {
 
 
 @dataclass
-class Ran:
+class Passes:
+    """The target's passes over one job. If a loop runs the prompt in a separate pass, that pass and
+    its token do not count.
+
+    steps, emitted, drafted, reached, accepted: as in `decode.stats`, over all rows. The times are
+    in seconds, one value per pass, or empty if they cannot be measured. draft_s: drafting (for
+    other loops: the drafter's forwards). verify_s: the target's forward. overhead_s: the rest.
+    """
+
+    steps: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    reached: int = 0
+    accepted: int = 0
+    draft_s: list[float] = field(default_factory=list)
+    verify_s: list[float] = field(default_factory=list)
+    overhead_s: list[float] = field(default_factory=list)
+
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+
+class Watch:
+    """Records the start, the end and the input sizes of a target's and a drafter's forwards.
+
+    On a GPU the hooks would only see kernel launches, so it gives no times there.
+    """
+
+    def __init__(self, timed: bool) -> None:
+        self._timed = timed
+        self.inputs: list[tuple[int, int]] = []  # the target's: (length of the past, input tokens)
+        self.target_spans: list[list[float]] = []  # the target's
+        self.drafter_spans: list[list[float]] = []  # the drafter's
+
+    def times(self) -> Passes:
+        """Return draft_s, verify_s and overhead_s of `Passes`, without the prompt's pass."""
+        drafts, verify, overhead = [], [], []
+        for before, span in pairwise(self.target_spans) if self._timed else ():
+            gap = [before[1], span[0]]
+            inside = [end - begin for begin, end in self.drafter_spans if gap[0] <= begin < gap[1]]
+            drafts.append(sum(inside))
+            verify.append(span[1] - span[0])
+            overhead.append(gap[1] - gap[0] - drafts[-1])
+        return Passes(draft_s=drafts, verify_s=verify, overhead_s=overhead)
+
+    def passes(self, width: int, tokens: int, *, rows: int, drafts: bool) -> Passes:
+        """Return the passes of `generate()`. width: tokens of each prompt. tokens: new tokens."""
+        steps = len(self.inputs)
+        if not drafts:  # the prompt has a separate pass
+            return self.times() + Passes(rows * (steps - 1), rows * (tokens - 1))
+        last = [width - 1, *(past for past, _ in self.inputs[1:]), width + tokens - 1]
+        drafted = [self.inputs[0][1] - width, *(fed - 1 for _, fed in self.inputs[1:])]
+        accepted = [b - a - 1 for a, b in pairwise(last)]
+        reached = sum(min(d, a + 1) for d, a in zip(drafted, accepted, strict=True))
+        counts = Passes(steps, tokens, sum(drafted), reached, sum(accepted))
+        return self.times() + counts
+
+
+@contextmanager
+def watched(target: PreTrainedModel, drafter: PreTrainedModel | None) -> Iterator[Watch]:
+    """Watch the two modules inside a `with` block."""
+    watch = Watch(timed=target.device.type == "cpu")
+
+    def begin(spans: list[list[float]]) -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if spans is watch.target_spans:
+                past = kwargs.get("past_key_values")
+                ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+                watch.inputs.append(
+                    (past.get_seq_length() if past is not None else 0, ids.shape[1])
+                )
+            spans.append([time.perf_counter(), 0.0])
+
+        return hook
+
+    def end(spans: list[list[float]]) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            spans[-1][1] = time.perf_counter()
+
+        return hook
+
+    hooks = []
+    for model, spans in ((target, watch.target_spans), (drafter, watch.drafter_spans)):
+        if model is not None:
+            hooks.append(model.register_forward_pre_hook(begin(spans), with_kwargs=True))
+            hooks.append(model.register_forward_hook(end(spans)))
+    try:
+        yield watch
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass
+class JobResult:
     """The result of a contestant for one job: new tokens by row, and a function that counts its
     passes. The benchmark calls the function after the clock has stopped."""
 
@@ -53,7 +152,7 @@ class Ran:
 
 
 Prompts = Sequence[Sequence[int]]
-Contestant = Callable[[Prompts, int, int], Ran]  # prompts, new tokens for each, seed
+Contestant = Callable[[Prompts, int, int], JobResult]  # prompts, new tokens for each, seed
 Maker = Callable[[], Contestant]
 
 
@@ -128,23 +227,23 @@ def makers(models: Models, *, gamma: int, sampled: bool) -> dict[str, Maker]:
 
 
 def _ours(decoder: Decoder) -> Contestant:
-    def run(prompts: Prompts, tokens: int, seed: int) -> Ran:
-        done = decoder.decode(prompts, tokens, seed=seed)
+    def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
+        decoded = decoder.decode(prompts, tokens, seed=seed)
 
         def passes() -> Passes:
-            counts = done.counts
+            counts = decoded.counts
             return Passes(
                 counts.steps,
                 counts.emitted,
                 int(counts.drafted.sum()),
                 int(counts.reached.sum()),
                 int(counts.accepted.sum()),
-                [step.draft_s for step in done.steps],
-                [step.verify_s for step in done.steps],
-                [step.overhead_s for step in done.steps],
+                [step.draft_s for step in decoded.steps],
+                [step.verify_s for step in decoded.steps],
+                [step.overhead_s for step in decoded.steps],
             )
 
-        return Ran(done.outputs, passes)
+        return JobResult(decoded.outputs, passes)
 
     return run
 
@@ -164,12 +263,12 @@ def _transformers(
     """Return `generate()` as a contestant. drafting: None without drafts, else their settings, for
     the assistant if there is one."""
     pad = model.generation_config.pad_token_id
-    drawn = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}
+    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}
     lookup = drafting if assistant is None and drafting else {}
 
-    def run(prompts: Prompts, tokens: int, seed: int) -> Ran:
+    def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
         settings = GenerationConfig(
-            max_new_tokens=tokens, do_sample=sampled, pad_token_id=pad, **drawn, **lookup
+            max_new_tokens=tokens, do_sample=sampled, pad_token_id=pad, **sampling, **lookup
         )
         if assistant is not None:
             # A new config for each job, because generate() stores adapted values in it.
@@ -182,15 +281,15 @@ def _transformers(
             mask[row, width - len(prompt) :] = 1
         torch.manual_seed(seed)
         with nothing_filled_in(model), watched(model, assistant) as watch:
-            found = model.generate(
+            texts = model.generate(
                 ids.to(model.device),
                 attention_mask=mask.to(model.device),
                 assistant_model=assistant,
                 generation_config=settings,
             )
-        outputs = found[:, width:].tolist()
+        outputs = texts[:, width:].tolist()
         drafts, rows = drafting is not None, len(outputs)
-        return Ran(outputs, lambda: watch.passes(width, tokens, rows=rows, drafts=drafts))
+        return JobResult(outputs, lambda: watch.passes(width, tokens, rows=rows, drafts=drafts))
 
     return run
 
@@ -222,7 +321,7 @@ def _flashspec(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
         TargetModel(target.name, device, target.dtype, model=target.model),
     )
 
-    def run(prompts: Prompts, tokens: int, seed: int) -> Ran:
+    def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
         if len({len(prompt) for prompt in prompts}) > 1:
             raise RuntimeError("it takes prompts of one length only, and no attention mask")
         ids = torch.tensor([list(prompt) for prompt in prompts], device=device)
@@ -241,7 +340,7 @@ def _flashspec(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
             )
             return watch.times() + counts
 
-        return Ran(result.output_ids.tolist(), passes)
+        return JobResult(result.output_ids.tolist(), passes)
 
     return run
 
@@ -262,7 +361,7 @@ def _economize(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
     )
     model = economize.apply(models.target.model, technique, decoding=decoding)
 
-    def run(prompts: Prompts, tokens: int, seed: int) -> Ran:
+    def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
         ids = [torch.tensor(list(prompt), device=models.target.device) for prompt in prompts]
         selector = economize.TopPSampler(seed=seed) if sampled else None
         results = model.decode_batch(ids, tokens, selector=selector)
@@ -278,6 +377,6 @@ def _economize(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
                 sum(accepted for _, accepted in cycles),
             )
 
-        return Ran([result.tokens.tolist() for result in results], passes)
+        return JobResult([result.tokens.tolist() for result in results], passes)
 
     return run

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from benchmarks.common import forget_peak, peak_resident_memory, resident_memory
+from benchmarks.common import PROMPTS, TARGET, forget_peak, peak_resident_memory, resident_memory
 from decode.target.loading import Target, load_target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, Teacher, TeacherLogits, split_model
 from distill.untrained_student import student_from_layers
-from train.cli.shared import cores, quieten
+from train.cli.command import cores, quieten
 from train.console import Bar, Reporter
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat import Sample, prompt_tokens
@@ -38,7 +38,6 @@ from train.data.rounds import FixedText
 from train.training.optimizer import OptimizerConfig
 from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
-PROMPTS = Path(__file__).parents[1] / "configs" / "prompts" / "train.jsonl"
 # Answer lengths as in instruction data: medians of 50 to 110 tokens and a standard deviation of the
 # logarithm of 0.4 to 1.1 (Alpaca, Dolly, GSM8K).
 ANSWER_MEDIAN, ANSWER_SPREAD, ANSWER_LIMITS = 90, 0.8, (8, 512)
@@ -68,7 +67,7 @@ class Settings:
     predicted, so no contestant can save work on padding or prompts.
     """
 
-    target: str = "embedded:smollm2-135m"
+    target: str = TARGET
     layers: tuple[int, ...] = (0, 1, 2, 3)
     precision: str = "fp32"
     rows: int = 8
@@ -100,7 +99,7 @@ class Meter:
         self.cpu.append(time.process_time())
         self.peak = peak_resident_memory()
 
-    def saw(self, attention_mask: Tensor, predicted: Tensor) -> None:
+    def count_batch(self, attention_mask: Tensor, predicted: Tensor) -> None:
         """Count a batch. attention_mask: [B, T]. predicted: bool [B, T − 1], tokens in the loss."""
         self.tokens.append(
             (int(attention_mask.sum()), int(predicted.sum()), attention_mask.numel())
@@ -114,7 +113,7 @@ def make_texts(tokenizer: Any, count: int, settings: Settings, first: int = 0) -
     other prompts: throughput depends on lengths, not on meaning. first: the number of texts to
     skip.
     """
-    examples, _ = read_examples(str(PROMPTS))
+    examples, _ = read_examples(str(PROMPTS / "train.jsonl"))
     prompts = [prompt_tokens(example, tokenizer) for example in examples]
     words = [
         tokenizer(example.prompt, add_special_tokens=False)["input_ids"] for example in examples
@@ -145,39 +144,39 @@ def measure(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
     quieten()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores())
-    chosen = Settings(**settings)
+    options = Settings(**settings)
     train = train_trl if contestant in TRL else train_ours
     if contestant in TRL:
         # Import before reading memory: the size of a library is not part of its training memory.
         import trl.experimental.gkd
         import trl.trainer.distillation_trainer  # noqa: F401
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[chosen.precision]
-    target = load_target(chosen.target, dtype=dtype, device="cpu")
-    student = student_from_layers(target.model, chosen.layers)
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[options.precision]
+    target = load_target(options.target, dtype=dtype, device="cpu")
+    student = student_from_layers(target.model, options.layers)
     gc.collect()
     loaded = resident_memory()
-    texts = make_texts(target.tokenizer, chosen.rows * chosen.steps, chosen)
-    warm_up = make_texts(target.tokenizer, chosen.rows, chosen, first=len(texts))
-    train(contestant, target, copy.deepcopy(student), warm_up, chosen, Meter())
+    texts = make_texts(target.tokenizer, options.rows * options.steps, options)
+    warm_up = make_texts(target.tokenizer, options.rows, options, first=len(texts))
+    train(contestant, target, copy.deepcopy(student), warm_up, options, Meter())
     gc.collect()
     forget_peak()
     meter = Meter()
-    train(contestant, target, student, texts, chosen, meter)
+    train(contestant, target, student, texts, options, meter)
     seconds = meter.times[-1] - meter.times[0]
-    real, predicted, padded = (sum(column) for column in zip(*meter.tokens, strict=True))
-    weighed = zip(meter.losses, meter.tokens, strict=True)
+    text_tokens, predicted, padded = (sum(column) for column in zip(*meter.tokens, strict=True))
+    weighted = zip(meter.losses, meter.tokens, strict=True)
     return {
         "seconds": seconds,
         "cpu_seconds": meter.cpu[-1] - meter.cpu[0],
         "step_seconds": [b - a for a, b in zip(meter.times, meter.times[1:], strict=False)],
         "steps": len(meter.losses),
-        "text_tokens": real,
+        "text_tokens": text_tokens,
         "predicted_tokens": predicted,
-        "padding_share": 1 - real / padded,
-        "text_tokens_per_second": real / seconds,
+        "padding_share": 1 - text_tokens / padded,
+        "text_tokens_per_second": text_tokens / seconds,
         "predicted_tokens_per_second": predicted / seconds,
         "losses": meter.losses,
-        "mean_loss": sum(loss * tokens[1] for loss, tokens in weighed) / predicted,
+        "mean_loss": sum(loss * tokens[1] for loss, tokens in weighted) / predicted,
         "loaded_bytes": loaded,
         "peak_bytes": meter.peak,
         "training_bytes": meter.peak - loaded,
@@ -190,20 +189,20 @@ def measure(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
 def padding_of_many(settings: dict[str, Any]) -> dict[str, float]:
     """Return the share of padding in one epoch of MANY_TEXTS. Call it in a fresh process."""
     quieten()
-    chosen = Settings(**settings)
-    tokenizer = load_target(chosen.target, dtype="bfloat16", device="cpu").tokenizer
-    texts = make_texts(tokenizer, MANY_TEXTS, chosen)
+    options = Settings(**settings)
+    tokenizer = load_target(options.target, dtype="bfloat16", device="cpu").tokenizer
+    texts = make_texts(tokenizer, MANY_TEXTS, options)
     lengths = [len(text.tokens) for text in texts]
-    size = _tokens_per_batch(texts, chosen.rows, chosen.seed)
-    torch.manual_seed(chosen.seed)
-    grouped = get_length_grouped_indices(lengths, chosen.rows)
-    at_random = _in_order(len(texts), chosen.rows)
+    size = _tokens_per_batch(texts, options.rows, options.seed)
+    torch.manual_seed(options.seed)
+    grouped = get_length_grouped_indices(lengths, options.rows)
+    unsorted = _in_order(len(texts), options.rows)
     batches = {
-        "ours": bucket_batches(lengths, tokens_per_batch=size, seed=chosen.seed, epoch=0),
-        "trl": at_random,
-        "trl_grouped": [[grouped[i] for i in batch] for batch in at_random],
+        "ours": bucket_batches(lengths, tokens_per_batch=size, seed=options.seed, epoch=0),
+        "trl": unsorted,
+        "trl_grouped": [[grouped[i] for i in batch] for batch in unsorted],
     }
-    return {name: padding_share(found, lengths) for name, found in batches.items()}
+    return {name: padding_share(numbers, lengths) for name, numbers in batches.items()}
 
 
 def train_ours(
@@ -218,18 +217,18 @@ def train_ours(
     terms = WeightedLoss({"forward_kl": 1.0})
     teacher = LiveTeacher(split_model(target.model))
 
-    def step(module: nn.Module, given: Inputs, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-        meter.saw(given["attention_mask"], given["loss_mask"][:, 1:])
-        loss, parts = module(**given, teacher=teacher.signal(**given, ids=names))
+    def step(module: nn.Module, batch: Inputs, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+        meter.count_batch(batch["attention_mask"], batch["loss_mask"][:, 1:])
+        loss, parts = module(**batch, teacher=teacher.signal(**batch, ids=names))
         return loss, parts
 
     module = EagerDistillation if "eager" in contestant else Distillation
-    loop = _InOrder if "random" in contestant else Trainer
-    _InOrder.rows = settings.rows
+    loop = _InOrderTrainer if "random" in contestant else Trainer
+    _InOrderTrainer.rows = settings.rows
     with tempfile.TemporaryDirectory() as directory:
         trainer = loop(
             Accelerator(cpu=True, mixed_precision="bf16" if settings.precision == "bf16" else "no"),
-            _Metered(meter),
+            _MeteredReporter(meter),
             TrainingTask(
                 "distill",
                 module(student, terms),
@@ -278,28 +277,28 @@ class EagerDistillation(Distillation):
         return self.weighted_loss.weigh(sums), sums.detach().double()
 
 
-class _InOrder(Trainer):
+class _InOrderTrainer(Trainer):
     """Takes the texts in the given order, which is random, with `rows` in every batch."""
 
     rows: int
 
     def _text(self, number: int) -> Any:
         current = super()._text(number)
-        current.batches = _Given(_in_order(len(current.samples), self.rows))
+        current.batches = _FixedBatches(_in_order(len(current.samples), self.rows))
         return current
 
     def _total_steps(self) -> int:
         return len(self._text(0).batches)
 
 
-class _Given(Batches):
+class _FixedBatches(Batches):
     """A fixed list of batches."""
 
     def __init__(self, batches: list[list[int]]) -> None:
         self._batches = batches
 
 
-class _Metered(Reporter):
+class _MeteredReporter(Reporter):
     """A silent reporter. Its bar calls the meter at the start of training and after each step."""
 
     def __init__(self, meter: Meter) -> None:
@@ -309,10 +308,10 @@ class _Metered(Reporter):
     @contextmanager
     def bar(self, what: str, total: int) -> Iterator[Bar]:
         with super().bar(what, total) as bar:
-            yield _Ticking(bar, self.meter)
+            yield _MeteredBar(bar, self.meter)
 
 
-class _Ticking(Bar):
+class _MeteredBar(Bar):
     def __init__(self, bar: Bar, meter: Meter) -> None:
         vars(self).update(vars(bar))
         self._meter = meter
@@ -413,7 +412,7 @@ def _trl_gkd(common: dict[str, Any], order: str, meter: Meter, **parts: Any) -> 
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = collator(examples)
-        meter.saw(batch["attention_mask"], batch["labels"][:, 1:] != -100)
+        meter.count_batch(batch["attention_mask"], batch["labels"][:, 1:] != -100)
         return batch
 
     args = GKDConfig(lmbda=0.0, temperature=1.0, train_sampling_strategy=order, **common)
@@ -425,14 +424,14 @@ def _trl_chunked(common: dict[str, Any], order: str, meter: Meter, **parts: Any)
     the given texts."""
     from trl import DistillationConfig, DistillationTrainer
 
-    class OnGivenTexts(DistillationTrainer):  # type: ignore[misc, unused-ignore]
+    class FixedTextTrainer(DistillationTrainer):  # type: ignore[misc, unused-ignore]
         def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
             prompt_ids, answer_ids = zip(*(split[prompt] for prompt in prompts), strict=True)
             return list(prompt_ids), list(answer_ids), None, None, []
 
         def _compute_loss(self, student: Any, inputs: dict[str, Tensor], items: Any) -> Any:
             mask = inputs["completion_mask"]
-            meter.saw(torch.cat([inputs["prompt_mask"], mask], dim=1), mask)
+            meter.count_batch(torch.cat([inputs["prompt_mask"], mask], dim=1), mask)
             return super()._compute_loss(student, inputs, items)
 
     split = {}
@@ -440,4 +439,4 @@ def _trl_chunked(common: dict[str, Any], order: str, meter: Meter, **parts: Any)
         begin = row["completion_mask"].index(1)
         split[row["prompt"]] = row["input_ids"][:begin], row["input_ids"][begin:]
     args = DistillationConfig(temperature=1.0, shuffle_dataset=False, **common)
-    return OnGivenTexts(args=args, **parts)
+    return FixedTextTrainer(args=args, **parts)

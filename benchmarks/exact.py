@@ -10,7 +10,6 @@ pass. Then the greedy texts of each drafter, in chains, beside those of plain de
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -21,8 +20,17 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import heads  # noqa: F401  (makes its drafters known)
-from benchmarks.common import describe_machine, write_json
-from benchmarks.decode_drafter import PROMPTS
+from benchmarks.common import (
+    PROMPTS,
+    TARGET,
+    JsonOption,
+    PromptsOption,
+    TargetOption,
+    describe_machine,
+    run_command,
+    start_benchmark,
+    write_json,
+)
 from decode.drafters import DRAFTERS
 from decode.drafters.directory import open_drafter
 from decode.drafters.trained import ShapedDrafter
@@ -33,9 +41,7 @@ from decode.target.cpu_kernels import SLOT_STEP, attention_forward, each_token_a
 from decode.target.loading import Target, load_target
 from decode.target.slots import round_up_slots
 from decode.trees import Chain
-from train.cli.shared import cores, quieten, shows_errors
-from train.console import Reporter
-from train.data.chat import prompt_tokens
+from train.cli.command import tokenized_prompts
 from train.data.read import read_examples
 
 CONTEXTS = (100, 1000, 4000)
@@ -45,17 +51,15 @@ FED = (1, 3, 5, 9)  # tokens of a pass: plain decoding, and chains of 2, 4 and 8
 def main(
     drafter: Annotated[list[str] | None, typer.Option(help="name or directory; may repeat")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="fewer prompts")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
-    target: Annotated[str, typer.Option(help="as elsewhere")] = "embedded:smollm2-135m",
+    json_file: JsonOption = None,
+    target: TargetOption = TARGET,
     dtype: Annotated[str, typer.Option(help="of target and drafters")] = "bfloat16",
     gamma: Annotated[int, typer.Option(min=1, help="depth of the chains")] = 4,
-    prompts: Annotated[Path, typer.Option(help="held-out prompts")] = PROMPTS / "test.jsonl",
+    prompts: PromptsOption = PROMPTS / "test.jsonl",
     tokens: Annotated[int, typer.Option(min=2, help="tokens of each text")] = 48,
 ) -> None:
     """Measure the cost of equal bits, and count equal texts."""
-    quieten()
-    torch.set_num_threads(cores())
-    reporter = Reporter()
+    reporter = start_benchmark()
     loaded = load_target(target, dtype=dtype, device="cpu")
     costs = [cost for context in CONTEXTS for cost in measure_costs(loaded, context, quick=quick)]
     for cost in costs:
@@ -65,10 +69,10 @@ def main(
             f"{cost['share_of_pass']:+.1%} of the pass"
         )
     examples = read_examples(str(prompts))[0][:: 6 if quick else 1]
-    texts = [prompt_tokens(example, loaded.tokenizer) for example in examples]
+    texts = tokenized_prompts(examples, loaded, None)
     shares = {}
     if drafter:
-        shares = count_equal(loaded, drafter, texts, gamma=gamma, tokens=tokens)
+        shares = equal_shares(loaded, drafter, texts, gamma=gamma, tokens=tokens)
     for name, share in shares.items():
         reporter.say(f"{name}: {share:.1%} of {len(texts)} greedy texts are plain decoding's")
     if json_file is not None:
@@ -105,8 +109,8 @@ def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str
             seen = torch.arange(padded) <= context + torch.arange(fed)[:, None]
             mask = torch.zeros(1, 1, fed, padded, dtype=target.dtype)
             mask.masked_fill_(~seen, torch.finfo(target.dtype).min)
-            exact = context + fed
-            boolean = seen[None, None, :, :exact] if fed > 1 else None
+            length = context + fed
+            boolean = seen[None, None, :, :length] if fed > 1 else None
 
             def ours(query: Any = query, mask: Any = mask, padded: int = padded) -> None:
                 with each_token_alone():
@@ -114,16 +118,16 @@ def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str
                         module, query, keys[:, :, :padded], values[:, :, :padded], mask
                     )
 
-            def sdpa(query: Any = query, mask: Any = boolean, exact: int = exact) -> None:
+            def sdpa(query: Any = query, mask: Any = boolean, length: int = length) -> None:
                 sdpa_attention_forward(
-                    module, query, keys[:, :, :exact], values[:, :, :exact], mask
+                    module, query, keys[:, :, :length], values[:, :, :length], mask
                 )
 
-            def whole(fed: int = fed) -> None:
+            def full_pass(fed: int = fed) -> None:
                 lm.forward(ids[:, context : context + fed], np.array([context]))
 
             ours_s, sdpa_s = seconds_by_turns([ours, sdpa], turns=turns, calls=20)
-            (pass_s,) = seconds_by_turns([whole], turns=turns, calls=1)
+            (pass_s,) = seconds_by_turns([full_pass], turns=turns, calls=1)
             rows.append(
                 {
                     "context": context,
@@ -141,16 +145,16 @@ def seconds_by_turns(functions: list[Callable[[], None]], *, turns: int, calls: 
     """Seconds of one call of each: the median over turns, after one that is left out."""
     seconds: list[list[float]] = [[] for _ in functions]
     for turn in range(turns + 1):
-        for which, function in enumerate(functions):
+        for index, function in enumerate(functions):
             begin = time.perf_counter()
             for _ in range(calls):
                 function()
             if turn:
-                seconds[which].append((time.perf_counter() - begin) / calls)
-    return [median(found) for found in seconds]
+                seconds[index].append((time.perf_counter() - begin) / calls)
+    return [median(times) for times in seconds]
 
 
-def count_equal(
+def equal_shares(
     target: Target, drafters: list[str], prompts: list[list[int]], *, gamma: int, tokens: int
 ) -> dict[str, float]:
     """For each drafter, the share of prompts whose greedy text, at batch 1, is plain decoding's."""
@@ -168,6 +172,4 @@ def count_equal(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_show_locals=False)
-    app.command()(shows_errors(main))
-    app()
+    run_command(main)

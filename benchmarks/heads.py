@@ -21,24 +21,33 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from accelerate import Accelerator
 from rich.table import Table
 
-from benchmarks.common import describe_machine, save_figure, write_json
+from benchmarks.common import (
+    PROMPTS,
+    TARGET,
+    JsonOption,
+    RunsOption,
+    describe_machine,
+    execute_run,
+    format_interval,
+    rows_table,
+    run_command,
+    run_config,
+    save_figure,
+    start_benchmark,
+    write_json,
+)
 from decode.drafters import DRAFTERS
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.settings import DecodeSettings
 from decode.target.loading import Target, load_target
-from train.cli.shared import cores, quieten, shows_errors
-from train.config import validate_config
 from train.console import Reporter
 from train.data.read import spread
 from train.run import Run
 
-PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"
-TARGET = "embedded:smollm2-135m"
 TEXT = ["answers", "variants"]
 # The options of the heads, and the loss weights of their stage. All learn the target's
 # distribution, since one pass of the target over the text is available anyway. EAGLE-1 adds it to
@@ -75,40 +84,36 @@ def main(
     arms: Annotated[str, typer.Option(help="those to train, in this order")] = ",".join(ARMS),
     more: Annotated[Path | None, typer.Option(help="prompts to learn from beside ours")] = None,
     more_prompts: Annotated[int, typer.Option(help="how many of them")] = 4000,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write heads.png here")] = None,
-    runs: Annotated[Path, typer.Option(help="where trained drafters are kept")] = Path("runs"),
+    runs: RunsOption = Path("runs"),
 ) -> None:
     """Train every arm, measure it, print the table."""
-    quieten()
-    torch.set_num_threads(cores())
-    reporter = Reporter()
-    chosen = tuple(arms.split(","))
-    if unknown := [name for name in chosen if name not in KNOWN]:
+    reporter = start_benchmark()
+    names = tuple(arms.split(","))
+    if unknown := [name for name in names if name not in KNOWN]:
         raise UserError(f"unknown arm {unknown[0]!r}; known arms: {', '.join(KNOWN)}")
-    settings = Settings(quick, chosen, more, more_prompts, runs)
-    config = validate_config(run_config(settings), base_dir=PROMPTS)
-    run = Run(config, Accelerator(cpu=True), reporter)
-    report = run.execute()
-    found = figures(report)
-    identical = same_text(run, reporter, prompts=3 if quick else 12)
-    reporter.table(table(found, identical))
+    settings = Settings(quick, names, more, more_prompts, runs)
+    run, report = execute_run(heads_config(settings), reporter)
+    figures = figures_by_arm(report)
+    identical = identical_shares(run, reporter, prompts=3 if quick else 12)
+    reporter.table(arms_table(figures, identical))
     if plots:
-        plot(found, plots / "heads.png")
+        plot_arms(figures, plots / "heads.png")
     if json_file:
         write_json(
             json_file,
             {
-                "ratios": ratios(found),
-                "arms": found,
+                "ratios": ratios(figures),
+                "arms": figures,
                 "identical_in_float32": identical,
-                "settings": config.model_dump(mode="json"),
+                "settings": run.config.model_dump(mode="json"),
                 "machine": describe_machine(),
             },
         )
 
 
-def run_config(settings: Settings) -> dict[str, Any]:
+def heads_config(settings: Settings) -> dict[str, Any]:
     """Return the config of the run: the texts, their hidden states, and a stage for every arm."""
     quick = settings.quick
     train, limit = ["train.jsonl"], None
@@ -117,9 +122,9 @@ def run_config(settings: Settings) -> dict[str, Any]:
         train, limit = [*train, str(settings.more.absolute())], shipped + settings.more_prompts
     answer = {"kind": "generate", "max_new_tokens": 80, "batch_size": 32, "part_prompts": 96}
     loop = {"epochs": 1 if quick else 3, "tokens_per_batch": 1024, "log_every": 40}
-    learning: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
+    training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
     # These figures are not used to choose anything, so they may use test text.
-    judged = {"text": "test-answers", "samples": 42, "every": 10**6}
+    dev = {"text": "test-answers", "samples": 42, "every": 10**6}
     stages: list[dict[str, Any]] = [
         answer | {"name": "answers", "prompts": 64 if quick else None},
         answer
@@ -136,14 +141,14 @@ def run_config(settings: Settings) -> dict[str, Any]:
     ]
     for name in settings.arms:
         if name == SMALL_LM:
-            begun = {
+            start = {
                 "name": "words",
                 "kind": "distill",
                 "drafter": {"layers": [0, 1]},
                 "draft_vocabulary": 8000,
                 "losses": {"cross_entropy": 1.0},
                 "train_embeddings": False,
-                **learning,
+                **training,
                 "loop": loop | {"max_steps": 30},
             }
             distilled = {
@@ -153,9 +158,9 @@ def run_config(settings: Settings) -> dict[str, Any]:
                 "teacher": "states",
                 "losses": {"forward_kl": 1.0},
                 "train_embeddings": False,
-                **learning,
+                **training,
             }
-            stages += [begun, distilled]
+            stages += [start, distilled]
             continue
         heads, losses = HEADS[name]
         stages.append(
@@ -166,9 +171,9 @@ def run_config(settings: Settings) -> dict[str, Any]:
                 "losses": losses,
                 "features": "states",
                 "draft_vocabulary": 8000,
-                "dev": judged,
+                "dev": dev,
                 "tree": {"width": 6, "prompts": 12},
-                **learning,
+                **training,
             }
         )
     parts = ["heads"]
@@ -176,14 +181,12 @@ def run_config(settings: Settings) -> dict[str, Any]:
         parts += settings.arms
     if settings.more is not None:
         parts.append(f"more{settings.more_prompts}")
-    return {
-        "name": "-".join([*parts, "quick"] if quick else parts),
-        "output_dir": str(settings.runs),
-        "trackers": [],
-        "precision": "bf16",
-        "target": {"model": TARGET, "dtype": "bfloat16", "device": "cpu"},
-        "data": {"train": train, "limit": limit, "dev": "dev.jsonl", "test": "test.jsonl"},
-        "evaluation": {
+    return run_config(
+        "-".join([*parts, "quick"] if quick else parts),
+        settings.runs,
+        stages,
+        data={"train": train, "limit": limit, "dev": "dev.jsonl", "test": "test.jsonl"},
+        evaluation={
             "stages": list(settings.arms),
             "in_turn": [],
             "prompts": 6 if quick else 42,
@@ -192,23 +195,22 @@ def run_config(settings: Settings) -> dict[str, Any]:
             "timed_prompts": 3 if quick else 12,
             "timed_tokens": 24 if quick else 48,
         },
-        "stages": stages,
-    }
+    )
 
 
-def figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def figures_by_arm(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the figures of each arm and of prompt lookup, from evaluations and stages."""
     rows = {
         "ngram" if row["stage"] == "before" else row["stage"]: row["evaluation"]
         for row in report["rows"]
     }
-    done = {stage["name"]: stage["summary"] for stage in report["stages"]}
-    found = {}
+    summaries = {stage["name"]: stage["summary"] for stage in report["stages"]}
+    figures = {}
     for name, evaluation in rows.items():
-        summary = done.get(name, {})
+        summary = summaries.get(name, {})
         training = summary.get("training") or {}
         last = (training.get("dev") or [{}])[-1]
-        found[name] = {
+        figures[name] = {
             **{
                 key: evaluation[key]
                 for key in ("tokens_per_step", "acceptance_rate", "c", "v", "speedup", "drafts")
@@ -220,23 +222,23 @@ def figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "trained_parameters": summary.get("trained_parameters"),
             "seconds": training.get("training_seconds"),
         }
-    return found
+    return figures
 
 
 @torch.inference_mode()
-def same_text(run: Run, reporter: Reporter, *, prompts: int) -> dict[str, float]:
+def identical_shares(run: Run, reporter: Reporter, *, prompts: int) -> dict[str, float]:
     """Return by arm the share of test prompts whose greedy float32 text equals plain decoding's."""
     target = load_target(TARGET, dtype="float32", device="cpu")
     texts = run.prompts(spread(run.read_data()["test"], prompts))
     plain = _decode(target, "none", texts)
-    found = {}
+    shares = {}
     for stage in run.config.stages:
         if stage.name in KNOWN:
             drafted = _decode(target, str(run.stage_directory(stage.name) / "drafter"), texts)
-            same = [ours == theirs for ours, theirs in zip(drafted, plain, strict=True)]
-            found[stage.name] = sum(same) / len(same)
-            reporter.say(f"{stage.name}: {found[stage.name]:.0%} of float32 texts identical")
-    return found
+            equal = [ours == theirs for ours, theirs in zip(drafted, plain, strict=True)]
+            shares[stage.name] = sum(equal) / len(equal)
+            reporter.say(f"{stage.name}: {shares[stage.name]:.0%} of float32 texts identical")
+    return shares
 
 
 def _decode(target: Target, spec: str, texts: list[list[int]]) -> list[list[int]]:
@@ -245,85 +247,70 @@ def _decode(target: Target, spec: str, texts: list[list[int]]) -> list[list[int]
     return decoder.decode(texts, 48).outputs
 
 
-def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Return the ratios. speedup_…: over plain decoding. top1_gain_…: the first head's share of
     correct predictions minus a bigram table's. tokens_per_step_…_vs_small_lm: over the small LM's.
     """
-    shown = {}
-    for name, row in found.items():
+    values = {}
+    for name, row in figures.items():
         if row["speedup"] is not None:
-            shown[f"speedup_{name}"] = row["speedup"]["value"]
+            values[f"speedup_{name}"] = row["speedup"]["value"]
         if row["top1"] is not None:
-            shown[f"top1_gain_{name}"] = row["top1"] - row["bigram_top1"]
-        if name != SMALL_LM and SMALL_LM in found:
-            shown[f"tokens_per_step_{name}_vs_small_lm"] = (
-                row["tokens_per_step"] / found[SMALL_LM]["tokens_per_step"]
+            values[f"top1_gain_{name}"] = row["top1"] - row["bigram_top1"]
+        if name != SMALL_LM and SMALL_LM in figures:
+            values[f"tokens_per_step_{name}_vs_small_lm"] = (
+                row["tokens_per_step"] / figures[SMALL_LM]["tokens_per_step"]
             )
-    return shown
+    return values
 
 
-def table(found: dict[str, dict[str, Any]], identical: dict[str, float]) -> Table:
-    some: dict[str, Any] = next((x for x in found.values() if x["bigram_top1"] is not None), {})
+def arms_table(figures: dict[str, dict[str, Any]], identical: dict[str, float]) -> Table:
+    """Return the table of all arms. identical: shares of equal texts in float32, by arm."""
     title = "heads on the target's hidden states"
-    if some:
+    if heads := next((row for row in figures.values() if row["bigram_top1"] is not None), None):
         title += (
-            f"; of the test text a bigram table guesses {some['bigram_top1']:.1%}, prompt lookup "
-            f"{some['lookup_top1']:.1%}"
+            f"; of the test text a bigram table guesses {heads['bigram_top1']:.1%}, prompt lookup "
+            f"{heads['lookup_top1']:.1%}"
         )
-    shown = Table(title=title)
-    for column in (
-        "drafter",
-        "trained",
-        "seconds",
-        "first head: top-1",
-        "top-5",
-        "drafts",
-        "tokens/step",
-        "c",
-        "v",
-        "speed-up",
-        "same text, float32",
-    ):
-        shown.add_column(column)
 
     def cell(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
 
-    for name, row in found.items():
+    rows = []
+    for name, row in figures.items():
         speedup = row["speedup"]
-        shown.add_row(
-            name,
-            cell(row["trained_parameters"], ",d"),
-            cell(row["seconds"], ".0f"),
-            cell(row["top1"], ".1%"),
-            cell(row["top5"], ".1%"),
-            row["drafts"],
-            cell(row["tokens_per_step"], ".2f"),
-            cell(row["c"], ".3f"),
-            cell(row["v"], ".2f"),
-            "–"
-            if speedup is None
-            else f"{speedup['value']:.2f} [{speedup['low']:.2f}, {speedup['high']:.2f}]",
-            cell(identical.get(name), ".0%"),
-        )
-    return shown
+        cells = {
+            "drafter": name,
+            "trained": cell(row["trained_parameters"], ",d"),
+            "seconds": cell(row["seconds"], ".0f"),
+            "first head: top-1": cell(row["top1"], ".1%"),
+            "top-5": cell(row["top5"], ".1%"),
+            "drafts": row["drafts"],
+            "tokens/step": cell(row["tokens_per_step"], ".2f"),
+            "c": cell(row["c"], ".3f"),
+            "v": cell(row["v"], ".2f"),
+            "speed-up": "–" if speedup is None else format_interval(speedup, 2),
+            "same text, float32": cell(identical.get(name), ".0%"),
+        }
+        rows.append(cells)
+    return rows_table(title, rows, left=len(rows[0]) if rows else 1)
 
 
-def plot(found: dict[str, dict[str, Any]], file: Path) -> None:
+def plot_arms(figures: dict[str, dict[str, Any]], file: Path) -> None:
     """Plot tokens per step and speed-up of every arm."""
     from matplotlib.figure import Figure
 
-    names = list(found)[::-1]
+    names = list(figures)[::-1]
     figure = Figure(figsize=(8, 0.4 * len(names) + 1.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    left.barh(names, [found[name]["tokens_per_step"] - 1 for name in names], left=1.0)
+    left.barh(names, [figures[name]["tokens_per_step"] - 1 for name in names], left=1.0)
     left.set_xlabel("tokens per step (plain decoding: 1)", fontsize=9)
-    for place, name in enumerate(names):
-        speedup = found[name]["speedup"]
+    for y, name in enumerate(names):
+        speedup = figures[name]["speedup"]
         if speedup is not None:
             value = speedup["value"]
             errors = [[value - speedup["low"]], [speedup["high"] - value]]
-            right.errorbar(value, place, xerr=errors, fmt="o", color="#0067a5", capsize=2)
+            right.errorbar(value, y, xerr=errors, fmt="o", color="#0067a5", capsize=2)
     right.axvline(1.0, color="#5a6674", linestyle=":")
     right.set_xlabel("speed-up over plain decoding, 95% interval", fontsize=9)
     for side in (left, right):
@@ -334,6 +321,4 @@ def plot(found: dict[str, dict[str, Any]], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_show_locals=False)
-    app.command()(shows_errors(main))
-    app()
+    run_command(main)

@@ -25,10 +25,21 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from accelerate import Accelerator
 from rich.table import Table
 
-from benchmarks.common import UNJUDGED, describe_machine, save_figure, write_json
+from benchmarks.common import (
+    JsonOption,
+    RunsOption,
+    describe_machine,
+    execute_run,
+    format_interval,
+    rows_table,
+    run_command,
+    run_config,
+    save_figure,
+    start_benchmark,
+    write_json,
+)
 from decode.drafters.directory import open_drafter
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.loop import Decoder
@@ -38,8 +49,6 @@ from decode.target.loading import Target, load_model_and_tokenizer
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model
 from distill.teacher.top_k_cache import bytes_per_token, top_k
-from train.cli.shared import cores, quieten, shows_errors
-from train.config import validate_config
 from train.console import Reporter
 from train.data.answers import read_answers
 from train.data.batches import collate, inputs
@@ -47,8 +56,6 @@ from train.data.chat import to_sample
 from train.data.read import spread
 from train.run import Run
 
-PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"
-TARGET = "embedded:smollm2-135m"
 # (loss, text): every loss on sampled text, then the other combinations that the papers recommend.
 ARMS = [
     ("cross_entropy", "sampled"),
@@ -74,29 +81,26 @@ GAMMA = 4
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="few steps, one seed")] = False,
     seeds: Annotated[int | None, typer.Option(help="default 2, quick 1")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write objectives.png here")] = None,
-    runs: Annotated[Path, typer.Option(help="where trained drafters are kept")] = Path("runs"),
+    runs: RunsOption = Path("runs"),
 ) -> None:
     """Train every arm, measure it, print the table."""
-    quieten()
-    torch.set_num_threads(cores())
     seeds = seeds or (1 if quick else 2)
-    reporter = Reporter()
+    reporter = start_benchmark()
     arms = [
         (loss, text, seed) for seed in range(seeds) for loss, text in (ARMS[:4] if quick else ARMS)
     ]
-    config = validate_config(run_config(arms, quick=quick, runs=runs), base_dir=PROMPTS)
-    run = Run(config, Accelerator(cpu=True), reporter)
-    run.execute()
-    found = {
+    run, _ = execute_run(objectives_config(arms, quick=quick, runs=runs), reporter)
+    figures = {
         _name(*arm): measure(run, arm, reporter, quick=quick) for arm in [("start", "", 0), *arms]
     }
-    rows = {arm: [found[_name(*arm, seed)] for seed in range(seeds)] for arm in _distinct(arms)}
-    start = found["start"]
-    reporter.table(table(rows, start))
-    cached = cache_error(run)
-    reporter.table(cache_table(cached))
+    objectives = dict.fromkeys((loss, text) for loss, text, _ in arms)
+    rows = {arm: [figures[_name(*arm, seed)] for seed in range(seeds)] for arm in objectives}
+    start = figures["start"]
+    reporter.table(arms_table(rows, start))
+    errors = cache_errors(run)
+    reporter.table(cache_table(errors))
     base = rows[BASE]
     ratios = {
         f"{metric}_{_name(loss, text)[:-2]}_vs_{'-'.join(BASE)}": float(
@@ -106,7 +110,7 @@ def main(
         for metric in ("greedy", "sampled")
     }
     if plots:
-        plot(rows, start, plots / "objectives.png")
+        plot_arms(rows, start, plots / "objectives.png")
     if json_file:
         write_json(
             json_file,
@@ -114,20 +118,22 @@ def main(
                 "ratios": ratios,
                 "arms": {
                     f"{loss}, {text}": {
-                        metric: _acceptance(runs_of, metric) for metric in ("greedy", "sampled")
+                        metric: _acceptance(by_seed, metric) for metric in ("greedy", "sampled")
                     }
-                    | {"seeds": runs_of}
-                    for (loss, text), runs_of in rows.items()
+                    | {"seeds": by_seed}
+                    for (loss, text), by_seed in rows.items()
                 },
                 "start": start,
-                "cache": cached,
-                "settings": config.model_dump(mode="json"),
+                "cache": errors,
+                "settings": run.config.model_dump(mode="json"),
                 "machine": describe_machine(),
             },
         )
 
 
-def run_config(arms: list[tuple[str, str, int]], *, quick: bool, runs: Path) -> dict[str, Any]:
+def objectives_config(
+    arms: list[tuple[str, str, int]], *, quick: bool, runs: Path
+) -> dict[str, Any]:
     """Return the config of one run: the texts, the common start, and a distill stage per arm and
     seed."""
     answer = {"kind": "generate", "max_new_tokens": 80, "batch_size": 32, "part_prompts": 96}
@@ -176,17 +182,7 @@ def run_config(arms: list[tuple[str, str, int]], *, quick: bool, runs: Path) -> 
                 "max_new_tokens": 80,
             }
         stages.append(stage)
-    return {
-        "name": "objectives-quick" if quick else "objectives",
-        "output_dir": str(runs),
-        "trackers": [],
-        "precision": "bf16",
-        "target": {"model": TARGET, "dtype": "bfloat16", "device": "cpu"},
-        "data": {split: f"{split}.jsonl" for split in ("train", "dev", "test")},
-        # The run's own evaluation uses other prompts for every row. Here it would waste time.
-        "evaluation": UNJUDGED,
-        "stages": stages,
-    }
+    return run_config("objectives-quick" if quick else "objectives", runs, stages)
 
 
 def measure(
@@ -199,14 +195,14 @@ def measure(
     training them.
     """
     name = _name(*arm)
-    kept = run.directory / "measured" / f"{name}.json"
-    if kept.exists():
-        result: dict[str, Any] = json.loads(kept.read_text())
-        return result
+    file = run.directory / "measured" / f"{name}.json"
+    if file.exists():
+        measured: dict[str, Any] = json.loads(file.read_text())
+        return measured
     directory = run.stage_directory(name)
     target: Target = run.target
     examples = spread(run.read_data()["test"], 12 if quick else 42)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for metric, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         decoder = Decoder(
             target.model,
@@ -216,28 +212,27 @@ def measure(
             sampling=Sampling(temperature),
         )
         tally = decoder.decode(run.prompts(examples), 32 if quick else 64, seed=1).tally
-        found[metric] = {
+        figures[metric] = {
             "accepted": tally.accepted.sum(1).tolist(),
             "reached": tally.reached.sum(1).tolist(),
             "tokens_per_step": tally.pooled().tokens_per_step,
         }
         reporter.say(f"{name}, {metric}: {tally.pooled().acceptance_rate:.3f}")
-    done = (directory / "done.json").read_text()
-    training = json.loads(done)["summary"]["training"]
-    result = found | {
-        "expected_acceptance": training["dev"][-1]["expected_acceptance"]
-        if training["dev"]
-        else None,
+    record = json.loads((directory / "done.json").read_text())
+    training = record["summary"]["training"]
+    dev = training["dev"]
+    figures |= {
+        "expected_acceptance": dev[-1]["expected_acceptance"] if dev else None,
         "tokens": training["tokens"],
         "seconds": training["training_seconds"],
         "writing_seconds": training["clock"].get("text", 0.0),
     }
-    write_json(kept, result)
-    return result
+    write_json(file, figures)
+    return figures
 
 
 @torch.no_grad()
-def cache_error(run: Run) -> list[dict[str, float]]:
+def cache_errors(run: Run) -> list[dict[str, float]]:
     """Measure how much of the forward KL from the target to the start remains with k outcomes and a
     tail, on dev texts.
 
@@ -255,51 +250,52 @@ def cache_error(run: Run) -> list[dict[str, float]]:
     examples = {example.id: example for example in run.read_data()["dev"]}
     terms = WeightedLoss({"forward_kl": 1.0})
     sums = {k: np.zeros(3) for k in (8, 16, 32, 64, 128)}
-    whole_divergence, tokens = 0.0, 0
+    full_divergence, tokens = 0.0, 0
     for answer in answers:
         sample = to_sample(examples[answer["id"]], target.tokenizer, answer["tokens"])
         batch = inputs(collate([sample], 0), target.device)
         predicted = batch["loss_mask"][0, 1:]
-        word = teacher.signal(**batch, ids=[])(slice(0, int(predicted.sum())))
+        full = teacher.signal(**batch, ids=[])(slice(0, int(predicted.sum())))
         logits = student(batch["input_ids"]).logits[0, :-1][predicted]
         labels = torch.zeros(len(logits), dtype=torch.int64)
-        values, gradient = terms.fused(logits, word, labels)
-        whole_divergence += float(values.sum())
+        values, gradient = terms.fused(logits, full, labels)
+        full_divergence += float(values.sum())
         tokens += len(logits)
-        for k, found in sums.items():
-            few = top_k(word.logits, k)
-            coarse, approximate = terms.fused(logits, few, labels)
-            error = (approximate - gradient).norm(dim=-1) / gradient.norm(dim=-1)
-            found += [
-                float(few.log_tail.exp().sum()),
-                float(coarse.sum()),
+        for k, totals in sums.items():
+            cached = top_k(full.logits, k)
+            cached_values, cached_gradient = terms.fused(logits, cached, labels)
+            error = (cached_gradient - gradient).norm(dim=-1) / gradient.norm(dim=-1)
+            totals += [
+                float(cached.log_tail.exp().sum()),
+                float(cached_values.sum()),
                 float(error.sum()),
             ]
     return [
         {
             "k": k,
             "bytes": bytes_per_token(k, len(vocabulary.ids)),
-            "tail": found[0] / tokens,
-            "divergence": found[1] / whole_divergence,
-            "gradient": found[2] / tokens,
+            "tail": totals[0] / tokens,
+            "divergence": totals[1] / full_divergence,
+            "gradient": totals[2] / tokens,
         }
-        for k, found in sums.items()
+        for k, totals in sums.items()
     ]
 
 
-def cache_table(rows: list[dict[str, float]]) -> Table:
-    shown = Table(title="the teacher's top k and a tail, against its whole distribution")
-    for column in ("k", "bytes a token", "mass in the tail", "divergence kept", "gradient error"):
-        shown.add_column(column, justify="right")
-    for row in rows:
-        shown.add_row(
-            f"{row['k']:.0f}",
-            f"{row['bytes']:.0f}",
-            f"{row['tail']:.2%}",
-            f"{row['divergence']:.1%}",
-            f"{row['gradient']:.1%}",
-        )
-    return shown
+def cache_table(errors: list[dict[str, float]]) -> Table:
+    rows = [
+        {
+            "k": f"{row['k']:.0f}",
+            "bytes a token": f"{row['bytes']:.0f}",
+            "mass in the tail": f"{row['tail']:.2%}",
+            "divergence kept": f"{row['divergence']:.1%}",
+            "gradient error": f"{row['gradient']:.1%}",
+        }
+        for row in errors
+    ]
+    return rows_table(
+        "the teacher's top k and a tail, against its whole distribution", rows, left=0
+    )
 
 
 def _name(loss: str, text: str, seed: int = 0) -> str:
@@ -310,58 +306,41 @@ def _name(loss: str, text: str, seed: int = 0) -> str:
     return f"{loss}-{plain}-{seed}"
 
 
-def _distinct(arms: list[tuple[str, str, int]]) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((loss, text) for loss, text, _ in arms))
-
-
 def _acceptance(seeds: list[dict[str, Any]], metric: str) -> dict[str, float]:
     accepted, reached = (
         np.array([x for seed in seeds for x in seed[metric][key]])
         for key in ("accepted", "reached")
     )
-    found = ratio_of_totals(accepted, reached)
-    assert found is not None
-    return found
+    ratio = ratio_of_totals(accepted, reached)
+    assert ratio is not None
+    return ratio
 
 
-def table(rows: dict[tuple[str, str], list[dict[str, Any]]], start: dict[str, Any]) -> Table:
+def arms_table(rows: dict[tuple[str, str], list[dict[str, Any]]], start: dict[str, Any]) -> Table:
     """Return a table: the common start, then arms by acceptance at temperature 1, best first."""
-    shown = Table(title=f"acceptance rate at γ = {GAMMA}")
-    for column in (
-        "loss",
-        "text",
-        "greedy",
-        "T = 1",
-        "expected, T = 1",
-        "tokens",
-        "seconds",
-        "writing",
-    ):
-        shown.add_column(column)
-    best = sorted(rows.items(), key=lambda item: -_acceptance(item[1], "sampled")["value"])
-    for (loss, text), seeds in [(("(start)", ""), [start]), *best]:
-        cells = []
-        for metric in ("greedy", "sampled"):
-            x = _acceptance(seeds, metric)
-            cells.append(f"{x['value']:.3f} [{x['low']:.3f}, {x['high']:.3f}]")
+    best_first = sorted(rows.items(), key=lambda item: -_acceptance(item[1], "sampled")["value"])
+    table_rows = []
+    for (loss, text), seeds in [(("(start)", ""), [start]), *best_first]:
         expected = [s["expected_acceptance"] for s in seeds if s["expected_acceptance"] is not None]
-        cells.append(f"{np.mean(expected):.3f}" if expected else "–")
-        mean = {
-            k: float(np.mean([s[k] for s in seeds]))
-            for k in ("tokens", "seconds", "writing_seconds")
-        }
-        shown.add_row(
-            loss,
-            text,
-            *cells,
-            f"{mean['tokens']:,.0f}",
-            f"{mean['seconds']:.0f}",
-            f"{mean['writing_seconds'] / mean['seconds']:.0%}",
+        tokens, seconds, writing = (
+            float(np.mean([s[key] for s in seeds]))
+            for key in ("tokens", "seconds", "writing_seconds")
         )
-    return shown
+        cells = {
+            "loss": loss,
+            "text": text,
+            "greedy": format_interval(_acceptance(seeds, "greedy"), 3),
+            "T = 1": format_interval(_acceptance(seeds, "sampled"), 3),
+            "expected, T = 1": f"{np.mean(expected):.3f}" if expected else "–",
+            "tokens": f"{tokens:,.0f}",
+            "seconds": f"{seconds:.0f}",
+            "writing": f"{writing / seconds:.0%}",
+        }
+        table_rows.append(cells)
+    return rows_table(f"acceptance rate at γ = {GAMMA}", table_rows, left=len(table_rows[0]))
 
 
-def plot(
+def plot_arms(
     rows: dict[tuple[str, str], list[dict[str, Any]]], start: dict[str, Any], file: Path
 ) -> None:
     """Plot each arm's two acceptance rates with their intervals."""
@@ -373,22 +352,18 @@ def plot(
     for side, (metric, title) in zip(
         axes, (("greedy", "greedy"), ("sampled", "temperature 1")), strict=True
     ):
-        found = [_acceptance(seeds, metric) for seeds in rows.values()]
-        values = np.array([x["value"] for x in found])
-        errors = np.array(
-            [[x["value"] - x["low"] for x in found], [x["high"] - x["value"] for x in found]]
-        )
-        places = np.arange(len(names))[::-1]
-        side.errorbar(values, places, xerr=errors, fmt="o", color="#0067a5", capsize=2)
+        ratios = [_acceptance(seeds, metric) for seeds in rows.values()]
+        values, low, high = (np.array([r[key] for r in ratios]) for key in ("value", "low", "high"))
+        errors = np.array([values - low, high - values])
+        ys = np.arange(len(names))[::-1]
+        side.errorbar(values, ys, xerr=errors, fmt="o", color="#0067a5", capsize=2)
         side.axvline(_acceptance([start], metric)["value"], color="#5a6674", linestyle=":")
         side.set_title(title, fontsize=9)
         side.set_xlabel("acceptance rate (dotted: the start)", fontsize=9)
-        side.set_yticks(places, names, fontsize=9)
+        side.set_yticks(ys, names, fontsize=9)
         side.grid(axis="x", alpha=0.3)
     save_figure(figure, file)
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_show_locals=False)
-    app.command()(shows_errors(main))
-    app()
+    run_command(main)

@@ -31,14 +31,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
-from accelerate import Accelerator
+from rich.table import Table
 
-from benchmarks.common import describe_machine, write_json
+from benchmarks.common import (
+    JsonOption,
+    RunsOption,
+    describe_machine,
+    execute_run,
+    format_interval,
+    rows_table,
+    run_command,
+    save_figure,
+    start_benchmark,
+    write_json,
+)
 from benchmarks.online_runs import (
+    BATCH,
     DOMAINS,
     FAMILIES,
+    GAMMA,
     MAIN,
     START,
     Arm,
@@ -47,17 +59,19 @@ from benchmarks.online_runs import (
     offline_steps,
     second_config,
 )
-from benchmarks.online_tables import END, plot, ratios, row, table
 from decode.artifact import write_file
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.measure.evaluation import ratio_of_totals
 from decode.sampling import Sampling
-from train.cli.shared import cores, quieten, shows_errors
-from train.config import validate_config
-from train.console import Reporter
 from train.data.read import Example, read_examples
+from train.plots import LIGHT, SERIES
 from train.run import Run
+
+END = 40  # requests at the end of a domain
+# An arm has recovered if a window's acceptance is at most this far below the domain's end.
+RECOVERY_TOLERANCE = 0.02
 
 
 def main(
@@ -68,45 +82,43 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="short answers, fewer requests")] = False,
     requests: Annotated[int | None, typer.Option(help="of each domain; default 400, 100")] = None,
     temperature: Annotated[float, typer.Option(help="of what is served")] = 0.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write online.png here")] = None,
-    runs: Annotated[Path, typer.Option(help="where runs are kept")] = Path("runs"),
+    runs: RunsOption = Path("runs"),
 ) -> None:
     """Distil, serve with every arm, print the table."""
-    quieten()
-    torch.set_num_threads(cores())
-    reporter = Reporter()
-    files = _files(data, maths, code, general)
+    reporter = start_benchmark()
+    files = _domain_files(data, maths, code, general)
     size = requests or (100 if quick else 400)
-    place = runs / ("online-quick-data" if quick else "online-data") / str(size)
-    settings = Settings(quick, runs, place.absolute(), size, temperature)
+    directory = runs / ("online-quick-data" if quick else "online-data") / str(size)
+    settings = Settings(quick, runs, directory.absolute(), size, temperature)
     reporter.say(f"expected to take about {'17 minutes' if quick else '3 hours'} on two cores")
-    prepare(files, place, {"train": size, "stream": size})
+    prepare(files, directory, {"train": size, "stream": size})
     begin = time.perf_counter()
-    first = _run(first_config(settings), reporter)
-    taken = {
+    first, _ = execute_run(first_config(settings), reporter)
+    additional_steps = {
         family: offline_steps(len(_summary(first, Arm(family, MAIN).stage)["rounds"]))
         for family in FAMILIES
     }
-    second = _run(second_config(taken, settings), reporter)
-    of = {arm: second if arm.offline else first for arm in settings.arms}
-    summaries = {arm: _summary(run, arm.stage) for arm, run in of.items()}
-    counts = {arm: _counts(run, arm.stage) for arm, run in of.items()}
+    second, _ = execute_run(second_config(additional_steps, settings), reporter)
+    run_of = {arm: second if arm.offline else first for arm in settings.arms}
+    summaries = {arm: _summary(run, arm.stage) for arm, run in run_of.items()}
+    counts = {arm: _counts(run, arm.stage) for arm, run in run_of.items()}
     ngram = measure_ngram(first, settings)
-    rows = {arm: row(counts[arm], summaries[arm], size) for arm in of}
-    training = {arm: _training(run, START[arm.family]) for arm, run in of.items()}
-    reporter.table(table(rows, ngram, training))
+    figures = {arm: arm_figures(counts[arm], summaries[arm], size) for arm in run_of}
+    training = {arm: _offline_cost(run, START[arm.family]) for arm, run in run_of.items()}
+    reporter.table(arms_table(figures, ngram, training))
     if plots:
-        plot(counts, size, plots / "online.png")
+        plot_stream(counts, size, plots / "online.png")
     if json_file:
         write_json(
             json_file,
             {
-                "ratios": ratios(rows),
-                "arms": {arm.name: found for arm, found in rows.items()},
+                "ratios": ratios(figures),
+                "arms": {arm.name: row for arm, row in figures.items()},
                 "ngram": ngram,
-                "offline_training": {arm.name: found for arm, found in training.items()},
-                "summaries": {arm.name: found for arm, found in summaries.items()},
+                "offline_training": {arm.name: cost for arm, cost in training.items()},
+                "summaries": {arm.name: summary for arm, summary in summaries.items()},
                 "seconds": time.perf_counter() - begin,
                 "settings": {
                     run.config.name: run.config.model_dump(mode="json") for run in (first, second)
@@ -116,25 +128,25 @@ def main(
         )
 
 
-def _files(data: Path | None, *given: Path | None) -> dict[str, Path]:
+def _domain_files(data: Path | None, *named_files: Path | None) -> dict[str, Path]:
     files = {}
-    for domain, file in zip(DOMAINS, given, strict=True):
+    for domain, file in zip(DOMAINS, named_files, strict=True):
         if file is None and data is None:
             raise UserError(f"no prompts for the domain {domain}; give --data DIR or --{domain}")
         files[domain] = file or (data or Path()) / f"{domain}.jsonl"
     return files
 
 
-def prepare(files: dict[str, Path], place: Path, sizes: dict[str, int]) -> None:
+def prepare(files: dict[str, Path], directory: Path, sizes: dict[str, int]) -> None:
     """Write each domain's prompts for offline distillation and for serving, if they do not exist.
 
     Raises UserError if an input file is missing, broken or too short.
     """
     for domain, file in files.items():
-        if all((place / f"{domain}-{split}.jsonl").exists() for split in sizes):
+        if all((directory / f"{domain}-{split}.jsonl").exists() for split in sizes):
             continue
-        found, _ = read_examples(str(file), limit=sum(sizes.values()))
-        prompts = [example for example in found if example.messages is not None]
+        examples, _ = read_examples(str(file), limit=sum(sizes.values()))
+        prompts = [example for example in examples if example.messages is not None]
         if len(prompts) < sum(sizes.values()):
             raise UserError(
                 f"{file} has {len(prompts)} prompts among its first {sum(sizes.values())} rows; "
@@ -143,7 +155,7 @@ def prepare(files: dict[str, Path], place: Path, sizes: dict[str, int]) -> None:
         begin = 0
         for split, count in sizes.items():
             lines = [_line(domain, e) for e in prompts[begin : begin + count]]
-            write_file(place / f"{domain}-{split}.jsonl", "".join(lines))
+            write_file(directory / f"{domain}-{split}.jsonl", "".join(lines))
             begin += count
 
 
@@ -156,19 +168,13 @@ def _line(domain: str, example: Example) -> str:
     return json.dumps({"id": f"{domain} {example.id}", "messages": turns, "kind": domain}) + "\n"
 
 
-def _run(raw: dict[str, Any], reporter: Reporter) -> Run:
-    run = Run(validate_config(raw, base_dir=Path()), Accelerator(cpu=True), reporter)
-    run.execute()
-    return run
-
-
 def _summary(run: Run, stage: str) -> dict[str, Any]:
-    done = json.loads((run.stage_directory(stage) / "done.json").read_text())
-    summary: dict[str, Any] = done["summary"]
+    record = json.loads((run.stage_directory(stage) / "done.json").read_text())
+    summary: dict[str, Any] = record["summary"]
     return summary
 
 
-def _training(run: Run, name: str) -> dict[str, float]:
+def _offline_cost(run: Run, name: str) -> dict[str, float]:
     """Return the cost of offline distillation: steps, seconds of training and of the target's
     answers."""
     training = _summary(run, name)["training"]
@@ -189,10 +195,10 @@ def _counts(run: Run, stage: str) -> np.ndarray:
 def measure_ngram(run: Run, settings: Settings) -> dict[str, float]:
     """Measure prompt lookup at the end of the first domain, with the γ that gives the most tokens
     per step there."""
-    kept = run.directory / "measured" / "ngram.json"
-    if kept.exists():
-        result: dict[str, float] = json.loads(kept.read_text())
-        return result
+    file = run.directory / "measured" / "ngram.json"
+    if file.exists():
+        measured: dict[str, float] = json.loads(file.read_text())
+        return measured
     numbers = list(range(max(settings.requests - END, 0), settings.requests))
     examples = run.read_data()["stream"]
     prompts = run.prompts([examples[i] for i in numbers])
@@ -206,17 +212,131 @@ def measure_ngram(run: Run, settings: Settings) -> dict[str, float]:
             sampling=Sampling(settings.temperature),
         )
         counts = decoder.decode(prompts, settings.tokens, row_ids=numbers).counts
-        found = {
+        figures = {
             "gamma": gamma,
             "acceptance_rate": counts.acceptance_rate,
             "tokens_per_step": counts.tokens_per_step,
         }
-        best = max(best or found, found, key=lambda x: x["tokens_per_step"])
-    write_json(kept, best)
+        best = max(best or figures, figures, key=lambda x: x["tokens_per_step"])
+    write_json(file, best)
     return best
 
 
+def arm_figures(counts: np.ndarray, summary: dict[str, Any], size: int) -> dict[str, Any]:
+    """Return an arm's figures: acceptance in each domain and at its end, recovery time, costs.
+
+    counts: int [requests, 4], see `train.online.stream.COUNTS`. size: requests per domain.
+    """
+    keys = ("acceptance", "end", "end_tokens_per_step", "recovered_after")
+    figures: dict[str, Any] = {key: {} for key in keys}
+    for number, domain in enumerate(DOMAINS):
+        requests = counts[number * size : (number + 1) * size]
+        figures["acceptance"][domain] = acceptance(requests)
+        figures["end"][domain] = acceptance(requests[-END:])
+        steps, emitted = requests[-END:, :2].sum(0)
+        figures["end_tokens_per_step"][domain] = float(emitted / steps)
+        level = figures["end"][domain]["value"] - RECOVERY_TOLERANCE
+        rates = [acceptance(requests[i : i + BATCH])["value"] for i in range(0, size, BATCH)]
+        recovered = next((i for i, rate in enumerate(rates) if rate >= level), len(rates))
+        figures["recovered_after"][domain] = recovered * BATCH
+    seconds = summary["decoding_seconds"] + summary["learning_seconds"]
+    return figures | {
+        "tokens_per_step": float(counts[:, 1].sum() / counts[:, 0].sum()),
+        "net_tokens_per_second": summary["tokens"] / seconds,
+        "learning_share": summary["learning_seconds"] / seconds,
+        "learning_seconds": summary["learning_seconds"],
+        "versions_kept": summary["versions_kept"],
+        "versions_rolled_back": summary["versions_rolled_back"],
+    }
+
+
+def acceptance(counts: np.ndarray) -> dict[str, float]:
+    """Return accepted / reached, with a 95% bootstrap interval over requests."""
+    ratio = ratio_of_totals(counts[:, 3], counts[:, 2])
+    assert ratio is not None
+    return ratio
+
+
+def ratios(figures: dict[Arm, dict[str, Any]]) -> dict[str, float]:
+    """Return the figures to compare between versions of this project."""
+    values = {}
+    for family in FAMILIES:
+        name = family.replace(" ", "_")
+        frozen, learning, offline = (
+            figures[arm] for arm in (Arm(family), Arm(family, MAIN), Arm(family, offline=True))
+        )
+        for domain in DOMAINS:
+            end = [row["end"][domain]["value"] for row in (frozen, learning, offline)]
+            values[f"{name}_acceptance_gain_{domain}"] = end[1] - end[0]
+            values[f"{name}_acceptance_{domain}_vs_offline"] = end[1] / end[2]
+        speed = "net_tokens_per_second"
+        values[f"{name}_net_speed_vs_frozen"] = learning[speed] / frozen[speed]
+    return values
+
+
+def arms_table(
+    figures: dict[Arm, dict[str, Any]],
+    ngram: dict[str, float],
+    training: dict[Arm, dict[str, float]],
+) -> Table:
+    """Return the table of all arms. training: the cost of each arm's offline distillation."""
+    first = DOMAINS[0]
+    frozen = ", ".join(
+        f"{arm.name} {row['end_tokens_per_step'][first]:.2f}"
+        for arm, row in figures.items()
+        if arm.share is None and not arm.offline
+    )
+    rows = []
+    for arm, row in figures.items():
+        recovered = " / ".join(str(row["recovered_after"][domain]) for domain in DOMAINS[1:])
+        versions = f"{row['versions_kept']} / {row['versions_rolled_back']}"
+        learns, cost = arm.share is not None, training[arm]
+        cells = {
+            "arm": arm.name,
+            **{domain: format_interval(row["end"][domain], 3) for domain in DOMAINS},
+            "recovered after": recovered if learns else "–",
+            "kept / undone": versions if learns else "–",
+            "learning": f"{row['learning_seconds']:.0f} s ({row['learning_share']:.0%})",
+            "offline": f"{cost['seconds']:.0f} s + {cost['answer_seconds']:.0f} s",
+            "net tokens/s": f"{row['net_tokens_per_second']:.0f}",
+        }
+        rows.append(cells)
+    return rows_table(
+        f"acceptance rate at γ = {GAMMA}, last {END} requests of each domain",
+        rows,
+        left=1 + len(DOMAINS),
+        caption=f"tokens a step on {first}: ngram at its best γ of {ngram['gamma']:.0f} "
+        f"{ngram['tokens_per_step']:.2f} (acceptance {ngram['acceptance_rate']:.3f}), {frozen}",
+    )
+
+
+def plot_stream(counts: dict[Arm, np.ndarray], size: int, file: Path) -> None:
+    """Plot acceptance over the stream by batches of requests, with marks at changes of domain."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 6.4), layout="constrained")
+    panels = figure.subplots(len(FAMILIES), sharex=True, sharey=True)
+    for family, axes in zip(FAMILIES, panels, strict=True):
+        family_counts = {arm: rows for arm, rows in counts.items() if arm.family == family}
+        for (arm, rows), colour in zip(family_counts.items(), SERIES, strict=False):
+            starts = range(0, len(rows), BATCH)
+            rates = [acceptance(rows[i : i + BATCH])["value"] for i in starts]
+            middles = [i + BATCH / 2 for i in starts]
+            label = arm.name.partition(", ")[2]
+            axes.plot(middles, rates, "o-", color=colour, markersize=3, label=label)
+        for number, domain in enumerate(DOMAINS):
+            if number:
+                axes.axvline(number * size, color=LIGHT["muted"], linestyle=":")
+            axes.text((number + 0.5) * size, 0.01, domain, ha="center", color=LIGHT["muted"])
+        axes.set_ylim(bottom=0)
+        axes.set_title(family, loc="left")
+        axes.set_ylabel("acceptance rate α")
+        axes.grid(color=LIGHT["grid"])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    panels[-1].set_xlabel("requests served")
+    save_figure(figure, file)
+
+
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_show_locals=False)
-    app.command()(shows_errors(main))
-    app()
+    run_command(main)

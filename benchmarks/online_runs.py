@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import UNJUDGED
+from benchmarks.common import run_config
 
 DOMAINS = ("maths", "code", "general")
-TARGET = "embedded:smollm2-135m"
 GAMMA = 2
 BATCH = 20
 # The share of accepted positions that an online arm learns from, besides all rejected ones.
@@ -75,13 +74,13 @@ class Settings:
     @property
     def arms(self) -> list[Arm]:
         """All arms. In a quick run, the only online arm with heads is the mix, to save time."""
-        found = []
+        arms = []
         for family in FAMILIES:
             shares = [MAIN] if self.quick and family == HEADS else SHARES
-            found.append(Arm(family))
-            found += [Arm(family, share) for share in shares]
-            found.append(Arm(family, offline=True))
-        return found
+            arms.append(Arm(family))
+            arms += [Arm(family, share) for share in shares]
+            arms.append(Arm(family, offline=True))
+        return arms
 
 
 def first_config(settings: Settings) -> dict[str, Any]:
@@ -97,34 +96,29 @@ def offline_steps(rounds: int) -> int:
     return math.ceil(rounds * ROUND_STEPS * ROUND_TOKENS / OFFLINE_TOKENS)
 
 
-def second_config(taken: dict[str, int], settings: Settings) -> dict[str, Any]:
-    """Return the run that distils on all domains and serves the stream. taken: the additional
-    optimizer steps by family."""
-    steps = {family: settings.start_steps + taken[family] for family in FAMILIES}
+def second_config(additional_steps: dict[str, int], settings: Settings) -> dict[str, Any]:
+    """Return the run that distils on all domains and serves the stream.
+    additional_steps: optimizer steps by family."""
+    steps = {family: settings.start_steps + additional_steps[family] for family in FAMILIES}
     serving = [_serving(arm, settings) for arm in settings.arms if arm.offline]
     stages = [*_offline(steps, settings), *serving]
     return _config("online-all", DOMAINS, stages, settings)
 
 
 def _config(
-    name: str, learnt: Sequence[str], stages: list[dict[str, Any]], settings: Settings
+    name: str, domains: Sequence[str], stages: list[dict[str, Any]], settings: Settings
 ) -> dict[str, Any]:
-    data = settings.data
-    return {
-        "name": f"{name}-quick-{settings.requests}" if settings.quick else name,
-        "output_dir": str(settings.runs),
-        "trackers": [],
-        "precision": "bf16",
-        "target": {"model": TARGET, "dtype": "bfloat16", "device": "cpu"},
-        "data": {
-            "train": [f"{data}/{domain}-train.jsonl" for domain in learnt],
-            "test": f"{data}/maths-stream.jsonl",
-            "stream": [f"{data}/{domain}-stream.jsonl" for domain in DOMAINS],
+    directory = settings.data
+    return run_config(
+        f"{name}-quick-{settings.requests}" if settings.quick else name,
+        settings.runs,
+        stages,
+        data={
+            "train": [f"{directory}/{domain}-train.jsonl" for domain in domains],
+            "test": f"{directory}/maths-stream.jsonl",
+            "stream": [f"{directory}/{domain}-stream.jsonl" for domain in DOMAINS],
         },
-        # The run's own evaluation uses other prompts for every row. Here it would waste time.
-        "evaluation": UNJUDGED,
-        "stages": stages,
-    }
+    )
 
 
 def _offline(steps: dict[str, int], settings: Settings) -> list[dict[str, Any]]:

@@ -18,79 +18,89 @@ import torch
 import typer
 
 import heads  # noqa: F401  (makes its drafters known)
-from benchmarks.common import describe_machine, in_fresh_process, write_json
-from benchmarks.decode_drafter import PROMPTS
+from benchmarks.common import (
+    PROMPTS,
+    TARGET,
+    DeviceOption,
+    JsonOption,
+    PromptsOption,
+    TargetOption,
+    describe_machine,
+    in_fresh_process,
+    run_command,
+    start_benchmark,
+    write_json,
+)
 from decode.drafters.directory import open_drafter
 from decode.drafters.trained import ShapedDrafter
 from decode.measure.calibrate_tree import calibrate_tree
 from decode.measure.evaluation import EvaluationProtocol, evaluate
 from decode.target.loading import load_target
-from train.cli.shared import cores, quieten, shows_errors
-from train.console import Reporter
-from train.data.chat import prompt_tokens
-from train.data.read import read_examples, spread
-from train.report.words import percent, ratio
+from train.cli.command import cores, tokenized_prompts
+from train.data.read import read_examples
+from train.report.format_figures import format_ratio, format_share
 
 
 def main(
     drafter: Annotated[str, typer.Option(help="a drafter directory, or as elsewhere")],
     quick: Annotated[bool, typer.Option("--quick", help="fewer prompts")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    json_file: JsonOption = None,
     times: Annotated[int, typer.Option(min=2, help="how often each is measured")] = 2,
-    target: Annotated[str, typer.Option(help="as elsewhere")] = "embedded:smollm2-135m",
+    target: TargetOption = TARGET,
     dtype: Annotated[str, typer.Option(help="of both models")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    device: DeviceOption = "auto",
     gamma: Annotated[int, typer.Option(min=1, help="of drafts without a depth of their own")] = 4,
-    prompts: Annotated[Path, typer.Option(help="held-out prompts")] = PROMPTS / "test.jsonl",
+    prompts: PromptsOption = PROMPTS / "test.jsonl",
     dev: Annotated[Path, typer.Option(help="prompts for the tree")] = PROMPTS / "dev.jsonl",
     timed_prompts: Annotated[int, typer.Option(min=1, help="prompts that are timed")] = 12,
     tokens: Annotated[int, typer.Option(min=2, help="tokens of each text")] = 48,
 ) -> None:
     """Measure speed-up and tree several times, and compare."""
-    quieten()
-    reporter = Reporter()
-    what: dict[str, Any] = {
+    reporter = start_benchmark()
+    subject: dict[str, Any] = {
         "target": target,
         "drafter": drafter,
         "dtype": dtype,
         "device": device,
         "tokens": tokens,
     }
-    found: list[dict[str, Any]] = []
+    measurements: list[dict[str, Any]] = []
     for turn in range(times):
         reporter.say(f"measurement {turn + 1} of {times}")
         speed = in_fresh_process(
             "benchmarks.repeat:measure_speed",
-            **what,
+            **subject,
             gamma=gamma,
             prompts=str(prompts),
             timed_prompts=min(timed_prompts, 4) if quick else timed_prompts,
         )
         reporter.say(
-            f"  speed-up {ratio(speed['speedup'])}; others took {percent(speed['others_share'])}"
+            f"  speed-up {format_ratio(speed['speedup'])}; others took "
+            f"{format_share(speed['others_share'])}"
         )
         tree = in_fresh_process(
-            "benchmarks.repeat:measure_tree", **what, prompts=str(dev), limit=8 if quick else 32
+            "benchmarks.repeat:measure_tree", **subject, prompts=str(dev), limit=8 if quick else 32
         )
         reporter.say(f"  {tree['verdict'] if tree else 'it drafts in no shape: no tree'}")
-        found.append({**speed, "tree": tree})
-    verdict = compare(found)
+        measurements.append({**speed, "tree": tree})
+    verdict = compare(measurements)
     reporter.say(f"speed-ups whose intervals overlap: {verdict['intervals_overlap']}")
     reporter.say(f"the same tree every time: {verdict['same_tree']}")
     if json_file is not None:
         process = describe_machine()
         write_json(
-            json_file, {"benchmark": "repeat", "process": process, **verdict, "measurements": found}
+            json_file,
+            {"benchmark": "repeat", "process": process, **verdict, "measurements": measurements},
         )
     if False in verdict.values():
         raise typer.Exit(1)
 
 
-def compare(found: list[dict[str, Any]]) -> dict[str, bool | None]:
+def compare(measurements: list[dict[str, Any]]) -> dict[str, bool | None]:
     """Return whether all intervals of the speed-up overlap, and whether all trees are the same
     (None without trees)."""
-    pairs = list(combinations([one["speedup"] for one in found], 2))
-    trees = [one["tree"]["paths"] for one in found if one["tree"]]
+    pairs = list(combinations([one["speedup"] for one in measurements], 2))
+    trees = [one["tree"]["paths"] for one in measurements if one["tree"]]
     return {
         "intervals_overlap": all(a["low"] <= b["high"] and b["low"] <= a["high"] for a, b in pairs),
         "same_tree": all(tree == trees[0] for tree in trees) if trees else None,
@@ -110,7 +120,7 @@ def measure_speed(
     """Return the speed-up, c, v and the share of the processor that other processes took."""
     torch.set_num_threads(cores())
     loaded = load_target(target, dtype=dtype, device=device)
-    examples = spread(read_examples(prompts)[0], timed_prompts)
+    examples, _ = read_examples(prompts)
     protocol = EvaluationProtocol(
         gamma=gamma,
         max_new_tokens=tokens,
@@ -118,10 +128,10 @@ def measure_speed(
         timed_tokens=tokens,
         generate=False,
     )
-    texts = [prompt_tokens(example, loaded.tokenizer) for example in examples]
-    shown = evaluate(loaded, open_drafter(drafter, loaded), texts, protocol).to_dict()
+    texts = tokenized_prompts(examples, loaded, timed_prompts)
+    figures = evaluate(loaded, open_drafter(drafter, loaded), texts, protocol).to_dict()
     names = ("speedup", "speedup_without_prefill", "c", "v", "tokens_per_step", "others_share")
-    return {name: shown[name] for name in names}
+    return {name: figures[name] for name in names}
 
 
 def measure_tree(
@@ -130,17 +140,14 @@ def measure_tree(
     """Return the tree's paths, the figures it was chosen by and the verdict; None if no tree."""
     torch.set_num_threads(cores())
     loaded = load_target(target, dtype=dtype, device=device)
-    which = open_drafter(drafter, loaded)
-    if not isinstance(which, ShapedDrafter):
+    opened_drafter = open_drafter(drafter, loaded)
+    if not isinstance(opened_drafter, ShapedDrafter):
         return None
-    examples = spread(read_examples(prompts)[0], limit)
-    texts = [prompt_tokens(example, loaded.tokenizer) for example in examples]
-    found = calibrate_tree(loaded, which, texts, max_new_tokens=tokens)
-    paths = [list(path) for path in found.structure.paths]
-    return {"paths": paths, "verdict": found.verdict, **found.to_dict()}
+    texts = tokenized_prompts(read_examples(prompts)[0], loaded, limit)
+    calibration = calibrate_tree(loaded, opened_drafter, texts, max_new_tokens=tokens)
+    paths = [list(path) for path in calibration.structure.paths]
+    return {"paths": paths, "verdict": calibration.verdict, **calibration.to_dict()}
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_show_locals=False)
-    app.command()(shows_errors(main))
-    app()
+    run_command(main)

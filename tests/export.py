@@ -23,8 +23,10 @@ from heads.heads_directory import new_heads, save_heads
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions, Heads
 from tests.tiny import VOCAB, save_tiny
+from train.export import ExportOptions
 from train.export.engines import ENGINES, EngineTask
-from train.export.write import Measuring, check_export, export_drafter, reload
+from train.export.export_directory import Measuring, check_export, export_drafter, reload_export
+from train.export.verify_export import ExportVerification
 
 PROMPTS = [[3 + i, 17 + i, 250 - i, 9, 42 + i][: 2 + i % 4] for i in range(40)]
 # Attention heads of 32 numbers, the least that vLLM has kernels for.
@@ -97,18 +99,19 @@ def exported(
     options: dict[str, Any],
     kept: torch.Tensor | None = None,
     moved: float = 0.0,
-    **asked: Any,
+    **changes: Any,
 ) -> Path:
     """The export of `make_heads(…)` for vLLM."""
     make_heads(path / "drafter", target, options, kept, moved)
     measuring = None if kept is None else FEW
-    export_drafter(path / "drafter", "vllm", path / "out", measuring=measuring, **asked)
+    options_of_export = ExportOptions(**changes)
+    export_drafter(path / "drafter", "vllm", path / "out", options_of_export, measuring=measuring)
     return path / "out"
 
 
 def reloaded(out: Path, target: Target) -> HeadsDrafter:
     """A checked export in our own loop."""
-    drafter = reload(out, check_export(out), target)
+    drafter = reload_export(out, check_export(out), target)
     assert isinstance(drafter, HeadsDrafter)
     return drafter
 
@@ -117,6 +120,13 @@ def task(target: Target, export: Path, **changes: Any) -> EngineTask:
     """All PROMPTS, γ = 3, 24 tokens each, unless changed."""
     asked = EngineTask(target, target.name, export, PROMPTS, gamma=3, max_new_tokens=24)
     return replace(asked, **changes)
+
+
+def assert_same_counts(verification: ExportVerification) -> None:
+    """To the token: same drafts, same verdicts."""
+    run = verification.run
+    assert run.drafted_tokens == verification.our_drafted
+    assert run.accepted_tokens == verification.our_accepted
 
 
 def needs(name: str) -> None:

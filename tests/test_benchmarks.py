@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import exact, heads, online, online_runs, online_tables, repeat
-from benchmarks.common import in_fresh_process, require
-from benchmarks.decode import ratios
-from benchmarks.decode_contest import Setting, hold, long_answers
+from benchmarks import exact, heads, objectives, online, online_runs, repeat
+from benchmarks.common import PROMPTS, in_fresh_process, require
+from benchmarks.decode import (
+    contest_table,
+    drafter_config,
+    first_layers,
+    profile_table,
+    ratios,
+)
 from benchmarks.decode_contestants import Models
-from benchmarks.decode_drafter import first_layers
-from benchmarks.decode_drafter import run_config as decode_run_config
-from benchmarks.decode_profile import profile_loop, profile_table
-from benchmarks.decode_tables import contest_table
-from benchmarks.objectives import ARMS, BASE, PROMPTS, run_config
+from benchmarks.decode_measurements import Setting, hold_contest, long_answers, profile_loop
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -46,10 +47,12 @@ def test_a_missing_contestant_is_named_with_what_installs_it():
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_objectives_are_one_sound_run(quick: bool, tmp_path):
-    arms = [(loss, text, seed) for seed in range(2) for loss, text in ARMS]
-    config = validate_config(run_config(arms, quick=quick, runs=tmp_path), base_dir=PROMPTS)
+    arms = [(loss, text, seed) for seed in range(2) for loss, text in objectives.ARMS]
+    config = validate_config(
+        objectives.objectives_config(arms, quick=quick, runs=tmp_path), base_dir=PROMPTS
+    )
     assert len({stage.name for stage in config.stages}) == len(config.stages)
-    assert BASE in ARMS
+    assert objectives.BASE in objectives.ARMS
 
 
 @pytest.mark.parametrize("arms", [heads.ARMS, heads.KNOWN[1:], ("eagle1",), (heads.SMALL_LM,)])
@@ -58,7 +61,7 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
     more.write_text('{"prompt": "Why?"}\n')
     plain, with_more = (
         validate_config(
-            heads.run_config(heads.Settings(False, arms, file, 1, tmp_path)), base_dir=PROMPTS
+            heads.heads_config(heads.Settings(False, arms, file, 1, tmp_path)), base_dir=PROMPTS
         )
         for file in (None, more)
     )
@@ -88,7 +91,7 @@ TEXTS = [[5 + i, 17, 90, 17, 4 + i, 60, 17, 90][: 5 + i % 3] for i in range(6)]
 def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models):
     # What a checkpoint may ask for reaches none of them.
     tiny_models.target.model.generation_config.repetition_penalty = 1.5
-    contest = hold(tiny_models, Setting(3, 20), TEXTS, 3, Reporter(silent=True))
+    contest = hold_contest(tiny_models, Setting(3, 20), TEXTS, 3, Reporter(silent=True))
     # Packages that are not installed here are named; nobody else fails.
     assert all("not installed" in reason for reason in contest.unable.values())
     assert {"plain", "lookup", "generate", "assisted", "transformers_lookup"} <= set(contest.equal)
@@ -108,7 +111,7 @@ def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models):
 
 def test_a_batch_is_compared_with_those_who_take_one(tiny_models):
     setting = Setting(1, 6, batch=4, sampled=True)
-    contest = hold(tiny_models, setting, TEXTS, 2, Reporter(silent=True))
+    contest = hold_contest(tiny_models, setting, TEXTS, 2, Reporter(silent=True))
     assert "batch" in contest.unable["assisted"]
     assert "batch" in contest.unable["transformers_lookup"]
     found = ratios([contest])
@@ -141,7 +144,7 @@ def test_other_loops_take_no_reduced_vocabulary():
 def test_the_benchmarks_drafter_is_a_sound_run(quick: bool, tmp_path):
     layers = first_layers(tiny_target(layers=2).model)
     assert layers == [0]
-    config = decode_run_config("org/model", layers, "cpu", quick, tmp_path)
+    config = drafter_config("org/model", layers, "cpu", quick, tmp_path)
     assert validate_config(config, base_dir=PROMPTS).stages[-1].name == "distill"
 
 
@@ -197,14 +200,14 @@ def test_the_online_benchmarks_figures_are_of_the_counts(tmp_path):
             "versions_kept": 1,
             "versions_rolled_back": 0,
         }
-        return online_tables.row(counts(*accepted), summary, 20)
+        return online.arm_figures(counts(*accepted), summary, 20)
 
     rows = {}
     for family in online_runs.FAMILIES:
         rows[online_runs.Arm(family)] = figures(5, 1, 1, learning=0.0)
         rows[online_runs.Arm(family, "mix")] = figures(5, 3, 4, learning=5.0)
         rows[online_runs.Arm(family, offline=True)] = figures(4, 4, 4, learning=0.0)
-    found = online_tables.ratios(rows)
+    found = online.ratios(rows)
     assert found["heads_acceptance_gain_code"] == pytest.approx(0.2)
     assert found["small_LM_acceptance_gain_maths"] == 0
     assert found["small_LM_acceptance_code_vs_offline"] == pytest.approx(0.75)
@@ -217,15 +220,15 @@ def test_the_online_benchmarks_figures_are_of_the_counts(tmp_path):
     late = np.concatenate([counts(5, 1), counts(3)])  # a domain of two windows, the second better
     summary = {"decoding_seconds": 1.0, "learning_seconds": 0.0, "tokens": 1}
     kept = {"versions_kept": 0, "versions_rolled_back": 0}
-    found = online_tables.row(np.tile(late[:40], (3, 1)), summary | kept, 40)
+    found = online.arm_figures(np.tile(late[:40], (3, 1)), summary | kept, 40)
     assert found["recovered_after"]["code"] == 0
-    found = online_tables.row(np.tile(late[20:], (3, 1)), summary | kept, 40)
+    found = online.arm_figures(np.tile(late[20:], (3, 1)), summary | kept, 40)
     assert found["recovered_after"]["code"] == 20
     ngram = {"gamma": 2, "tokens_per_step": 1.2, "acceptance_rate": 0.4}
     training = {arm: {"steps": 1, "seconds": 2.0, "answer_seconds": 3.0} for arm in rows}
-    assert online_tables.table(rows, ngram, training).row_count == len(rows)
+    assert online.arms_table(rows, ngram, training).row_count == len(rows)
     drawn = {arm: counts(5, 3, 4) for arm in rows}
-    online_tables.plot(drawn, 20, tmp_path / "online.png")
+    online.plot_stream(drawn, 20, tmp_path / "online.png")
     assert (tmp_path / "online.png").stat().st_size > 0
 
 
@@ -282,4 +285,4 @@ def test_equal_bits_are_priced_and_equal_texts_counted() -> None:
     assert [cost["fed"] for cost in costs] == list(exact.FED)
     assert all(cost["pass_ms"] > 0 and np.isfinite(cost["share_of_pass"]) for cost in costs)
     prompts = [[5, 6, 7, 5, 6], [9, 8, 7]]
-    assert exact.count_equal(target, ["ngram"], prompts, gamma=3, tokens=12) == {"ngram": 1.0}
+    assert exact.equal_shares(target, ["ngram"], prompts, gamma=3, tokens=12) == {"ngram": 1.0}

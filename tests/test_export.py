@@ -22,10 +22,16 @@ from tests.export import edit_json, edit_weights, rewrite_gguf
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from train.cli import main as cli
-from train.export import hub
+from train.export import ExportOptions, export_directory
+from train.export.export_directory import (
+    Measuring,
+    check_export,
+    export_drafter,
+    push_export,
+    reload_export,
+)
+from train.export.file_schema import StoredTensor, TensorSpec, key_problems, tensor_problems
 from train.export.formats import EXPORT_FILE, FORMATS, format_for
-from train.export.tensors import FoundTensor, TensorSpec, key_problems, tensor_problems
-from train.export.write import Measuring, check_export, export_drafter, reload
 
 IDS = torch.tensor([[5, 17, 250, 9, 42, 7, 111]])
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -77,7 +83,7 @@ def measuring(prompts: int = 4) -> Measuring:
 
 def reloaded_logits(out: Path, target: Target) -> torch.Tensor:
     record = check_export(out)
-    drafter = reload(out, record, target)
+    drafter = reload_export(out, record, target)
     assert isinstance(drafter, SmallLMDrafter)
     with torch.no_grad():
         found: torch.Tensor = drafter.lm.model(IDS).logits
@@ -93,7 +99,7 @@ def test_the_export_is_the_same_model(
     # transformers reads no head size from a qwen3 file, and takes the 128 that all of them have.
     shape = {"head_dim": 128} if family == "qwen3" else {}
     model = make_drafter(tmp_path / "drafter", target, family, tie=tie, **shape)
-    export_drafter(tmp_path / "drafter", form, tmp_path / "out", gamma=3)
+    export_drafter(tmp_path / "drafter", form, tmp_path / "out", ExportOptions(gamma=3))
     with torch.no_grad():
         expected = model(IDS).logits
     torch.testing.assert_close(reloaded_logits(tmp_path / "out", target), expected, rtol=0, atol=0)
@@ -103,7 +109,7 @@ def test_the_export_is_the_same_model(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_dtype_of_the_weights(form: str, dtype: str, tmp_path: Path, target: Target) -> None:
     model = make_drafter(tmp_path / "drafter", target)
-    export_drafter(tmp_path / "drafter", form, tmp_path / "out", dtype=dtype)
+    export_drafter(tmp_path / "drafter", form, tmp_path / "out", ExportOptions(dtype=dtype))
     assert check_export(tmp_path / "out")["facts"]["dtype"] == dtype
     with torch.no_grad():
         gap = (reloaded_logits(tmp_path / "out", target) - model(IDS).logits).abs().max()
@@ -192,7 +198,7 @@ def test_the_gguf_has_the_tokenizer_of_the_targets(
 
 def test_the_hf_export_drafts_a_constant_number(tmp_path: Path, target: Target) -> None:
     make_drafter(tmp_path / "drafter", target)
-    export_drafter(tmp_path / "drafter", "hf", tmp_path / "out", gamma=5)
+    export_drafter(tmp_path / "drafter", "hf", tmp_path / "out", ExportOptions(gamma=5))
     model = load_model_and_tokenizer(str(tmp_path / "out")).model
     settings = model.generation_config
     assert settings.num_assistant_tokens == 5
@@ -214,7 +220,9 @@ def test_the_readme_says_what_a_hub_page_should(tmp_path: Path, target: Target) 
     (run / "evaluations" / "03-distill").mkdir(parents=True)
     record = {"stage": "distill", "drafter": "small_lm", "evaluation": evaluation}
     (run / "evaluations" / "03-distill" / "evaluation.json").write_text(json.dumps(record))
-    export_drafter(drafter, "hf", tmp_path / "out", data_licence="MIT", repository="org/name")
+    export_drafter(
+        drafter, "hf", tmp_path / "out", ExportOptions(data_licence="MIT", repository="org/name")
+    )
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlicense: other\n")
     assert "| in its run | 7 | bfloat16 | 2 | 99 | 0.400 | 0.250 | 1.500 |" in card
@@ -250,7 +258,7 @@ def test_what_cannot_be_exported(tmp_path: Path, target: Target) -> None:
     with pytest.raises(UserError, match="is no drafter directory"):
         export_drafter(tmp_path / "plain", "hf", out)
     with pytest.raises(UserError, match="unknown dtype 'int8'"):
-        export_drafter(drafter, "hf", out, dtype="int8")
+        export_drafter(drafter, "hf", out, ExportOptions(dtype="int8"))
     assert not out.exists()
 
 
@@ -284,15 +292,11 @@ def test_a_half_written_drafter_is_refused(tmp_path: Path, target: Target) -> No
 def test_a_drafter_of_another_target_is_refused(tmp_path: Path, target: Target) -> None:
     make_drafter(tmp_path / "drafter", target)
     save_tiny(tmp_path / "other", vocab=320)
+    other = ExportOptions(target=str(tmp_path / "other"))
     with pytest.raises(UserError, match="has another vocabulary than the target"):
-        export_drafter(
-            tmp_path / "drafter", "hf", tmp_path / "out",
-            target=str(tmp_path / "other"), measuring=measuring(),
-        )  # fmt: skip
+        export_drafter(tmp_path / "drafter", "hf", tmp_path / "out", other, measuring=measuring())
     with pytest.raises(UserError, match=r"takes the tokenizer from the target's GGUF.*--target"):
-        export_drafter(
-            tmp_path / "drafter", "gguf", tmp_path / "out", target=str(tmp_path / "other")
-        )
+        export_drafter(tmp_path / "drafter", "gguf", tmp_path / "out", other)
 
 
 @pytest.mark.parametrize(
@@ -322,9 +326,9 @@ def test_gguf_refuses_what_it_would_write_wrongly(
 def test_tables_name_every_difference() -> None:
     expected = {"a": TensorSpec((2, 3)), "b": TensorSpec((4,), ("F32",)), "c": TensorSpec((1,))}
     found = {
-        "a": FoundTensor((3, 2), "F32"),
-        "b": FoundTensor((4,), "BF16", finite=False),
-        "d": FoundTensor((1,), "F32"),
+        "a": StoredTensor((3, 2), "F32"),
+        "b": StoredTensor((4,), "BF16", finite=False),
+        "d": StoredTensor((1,), "F32"),
     }
     assert tensor_problems(expected, found) == [
         "tensor c is missing",
@@ -423,7 +427,7 @@ def test_push_hands_over_a_sound_directory(
     make_drafter(tmp_path / "drafter", target)
     export_drafter(tmp_path / "drafter", "hf", tmp_path / "out")
     calls: list[tuple[str, dict[str, Any]]] = []
-    standin = hub.huggingface_hub
+    standin = export_directory.huggingface_hub
     monkeypatch.setattr(
         standin, "create_repo", lambda name, **kw: calls.append(("create", {"id": name, **kw}))
     )
@@ -433,7 +437,7 @@ def test_push_hands_over_a_sound_directory(
         return "https://hub/org/name"
 
     monkeypatch.setattr(standin, "upload_folder", upload)
-    assert hub.push(tmp_path / "out", "org/name") == "https://hub/org/name"
+    assert push_export(tmp_path / "out", "org/name") == "https://hub/org/name"
     assert calls[0] == ("create", {"id": "org/name", "repo_type": "model", "exist_ok": True})
     assert calls[1][1]["folder_path"] == tmp_path / "out"
     assert calls[1][1]["repo_id"] == "org/name"
@@ -443,11 +447,11 @@ def test_push_hands_over_a_sound_directory(
 
     monkeypatch.setattr(standin, "upload_folder", refuses)
     with pytest.raises(UserError, match=r"was not pushed to org/name \(no route\)"):
-        hub.push(tmp_path / "out", "org/name")
+        push_export(tmp_path / "out", "org/name")
     calls.clear()
     (tmp_path / "out" / "config.json").write_text("{}")
     with pytest.raises(CorruptArtifact):
-        hub.push(tmp_path / "out", "org/name")
+        push_export(tmp_path / "out", "org/name")
     assert calls == []
 
 

@@ -14,13 +14,22 @@ from decode.artifact import MANIFEST, CorruptArtifact, write_directory
 from decode.drafters.directory import describe_drafter
 from decode.errors import UserError
 from decode.target.loading import Target, load_target
-from tests.export import PROMPTS, SHAPE, make_heads, make_taught, needs, save_target, task
+from tests.export import (
+    PROMPTS,
+    SHAPE,
+    assert_same_counts,
+    make_heads,
+    make_taught,
+    needs,
+    save_target,
+    task,
+)
 from tests.stages import LOOP, examples, make_stage, run_stage, stage_context
 from tests.tiny import save_tiny
 from train.cli import main as cli
-from train.export import hub
-from train.export.verify import verify
-from train.export.write import check_export, export_drafter
+from train.export import ExportOptions, export_directory
+from train.export.export_directory import check_export, export_drafter
+from train.export.verify_export import verify_export
 
 MEDUSA = {"type": "medusa", "heads": 3}
 DRIFT = {"kl": 0.0123, "perplexity_original": 8.5, "perplexity_new": 8.25, "tokens": 321}
@@ -50,7 +59,7 @@ def moved(stage: Path, tmp_path: Path) -> Path:
 
 def test_both_are_written(moved: Path, tmp_path: Path) -> None:
     out, new = tmp_path / "heads", tmp_path / "model"
-    export_drafter(moved / "drafter", "vllm", out, backbone=new, data_licence="MIT")
+    export_drafter(moved / "drafter", "vllm", out, ExportOptions(backbone=new, data_licence="MIT"))
     before, after = load_target(str(moved / "target")), load_target(str(new))
     ids = torch.tensor([PROMPTS[3]])
     assert torch.equal(after.model(ids).logits, before.model(ids).logits)
@@ -81,8 +90,8 @@ def test_what_is_pushed(moved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         pushed.append((repo_id, folder_path.name))
         return repo_id
 
-    monkeypatch.setattr(hub.huggingface_hub, "create_repo", lambda *a, **b: None)
-    monkeypatch.setattr(hub.huggingface_hub, "upload_folder", upload)
+    monkeypatch.setattr(export_directory.huggingface_hub, "create_repo", lambda *a, **b: None)
+    monkeypatch.setattr(export_directory.huggingface_hub, "upload_folder", upload)
     words = ["export", str(moved / "drafter"), "--format", "vllm", "--out", str(tmp_path / "heads")]
     both = ["--backbone", str(tmp_path / "model"), "--push-to-hub", "org/heads"]
     found = CliRunner().invoke(cli.app, [*words, *both])
@@ -101,7 +110,7 @@ def test_refusals(moved: Path, tmp_path: Path) -> None:
 
     def refused(message: str, **asked: Any) -> None:
         with pytest.raises(UserError, match=message):
-            export_drafter(drafter, "vllm", out, **asked)
+            export_drafter(drafter, "vllm", out, ExportOptions(**asked))
         assert not out.exists()
         assert not new.exists()
 
@@ -109,12 +118,12 @@ def test_refusals(moved: Path, tmp_path: Path) -> None:
     refused("not beside each other", backbone=out / "target")
     refused("not beside each other", backbone=out)
     with pytest.raises(UserError, match="overwrites nothing; name another --backbone"):
-        export_drafter(drafter, "vllm", out, backbone=moved / "target")
+        export_drafter(drafter, "vllm", out, ExportOptions(backbone=moved / "target"))
     other = save_tiny(tmp_path / "other", seed=5, **SHAPE)
     refused("has other weights than the target in use", backbone=new, target=str(other))
     (moved / "target" / "tokenizer.json").write_text("{}")
     with pytest.raises(CorruptArtifact):
-        export_drafter(drafter, "vllm", out, backbone=new)
+        export_drafter(drafter, "vllm", out, ExportOptions(backbone=new))
     (moved / "target" / MANIFEST).unlink()
     (moved / "target" / "model.safetensors").write_bytes(b"x")
     refused("is no sound model directory:\n- model.safetensors cannot be read", backbone=new)
@@ -122,7 +131,7 @@ def test_refusals(moved: Path, tmp_path: Path) -> None:
     refused(r"target is not there: it is the\s+target/ directory.*--target DIR", backbone=new)
     make_heads(tmp_path / "plain", save_target(tmp_path / "whole"), MEDUSA)
     with pytest.raises(UserError, match="for a target that stayed as it is; leave it out"):
-        export_drafter(tmp_path / "plain", "vllm", out, backbone=new)
+        export_drafter(tmp_path / "plain", "vllm", out, ExportOptions(backbone=new))
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
@@ -136,7 +145,9 @@ def test_what_a_stage_leaves_is_exported(tmp_path: Path) -> None:
     assert outcome.drafter is not None
     provenance = describe_drafter(outcome.drafter)["provenance"]
     assert provenance["original"] == original.name
-    export_drafter(outcome.drafter, "tgi", tmp_path / "heads", backbone=tmp_path / "model")
+    export_drafter(
+        outcome.drafter, "tgi", tmp_path / "heads", ExportOptions(backbone=tmp_path / "model")
+    )
     card = (tmp_path / "model" / "README.md").read_text()
     assert f"its drift from original, on {provenance['drift']['tokens']} held-out tokens" in card
     assert str(tmp_path) not in card
@@ -149,9 +160,11 @@ def test_vllm_accepts_what_our_loop_accepts(stage: Path, tmp_path: Path) -> None
     target: Target = load_target(str(stage / "target"))
     make_taught(tmp_path / "taught", target, MEDUSA, provenance=PROVENANCE)
     out, new = tmp_path / "heads", tmp_path / "model"
-    export_drafter(tmp_path / "taught", "vllm", out, target=str(stage / "target"), backbone=new)
+    export_drafter(
+        tmp_path / "taught", "vllm", out, ExportOptions(target=str(stage / "target"), backbone=new)
+    )
     served = replace(load_target(str(new)), name=str(new))
-    found = verify("vllm", task(served, out), min_drafted=500)
+    found = verify_export("vllm", task(served, out), min_drafted=500)
     assert found.failures == []
-    assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
-    assert found.accepted > 0.4 * found.drafted
+    assert_same_counts(found)
+    assert found.our_accepted > 0.4 * found.our_drafted

@@ -14,6 +14,7 @@ from decode.target.loading import Target
 from tests.export import (
     FEW,
     KEPT,
+    assert_same_counts,
     edit_json,
     edit_weights,
     exported,
@@ -24,10 +25,11 @@ from tests.export import (
     save_target,
     task,
 )
+from train.export import ExportOptions
 from train.export.engines import Counting
+from train.export.export_directory import check_export, export_drafter
 from train.export.formats import FORMATS
-from train.export.verify import count_ours, verify
-from train.export.write import check_export, export_drafter
+from train.export.verify_export import count_drafts, verify_export
 
 EAGLE1 = {"type": "eagle1", "depth": 3}
 EAGLE3 = {"type": "eagle3", "steps": 3}
@@ -54,7 +56,7 @@ def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -
     asked = task(target, out)
     before = open_drafter(str(tmp_path / "drafter"), target)
     counted = [
-        count_ours(asked, drafter, Counting()) for drafter in (before, reloaded(out, target))
+        count_drafts(asked, drafter, Counting()) for drafter in (before, reloaded(out, target))
     ]
     assert counted[0] == counted[1]
     weights = load_file(out / "model.safetensors")
@@ -86,7 +88,7 @@ def test_identity_layers_are_accepted_in_our_loop(
     options: dict[str, Any], tmp_path: Path, target: Target
 ) -> None:
     out = exported(tmp_path, target, options)
-    drafted, accepted = count_ours(task(target, out), reloaded(out, target), Counting())
+    drafted, accepted = count_drafts(task(target, out), reloaded(out, target), Counting())
     assert drafted > 2000
     assert accepted > 10
 
@@ -107,7 +109,7 @@ def test_what_layers_cannot_be_exported(tmp_path: Path, target: Target) -> None:
         with pytest.raises(UserError, match=message):
             export_drafter(tmp_path / name, form, tmp_path / "out")
     with pytest.raises(UserError, match=r"gamma is 4, and .* drafts at most 3 tokens"):
-        export_drafter(tmp_path / "eagle1", "vllm", tmp_path / "out", gamma=4)
+        export_drafter(tmp_path / "eagle1", "vllm", tmp_path / "out", ExportOptions(gamma=4))
     assert not (tmp_path / "out").exists()
 
 
@@ -205,7 +207,7 @@ def test_vllm_accepts_what_our_loop_accepts(
     needs("vllm")
     make_taught(tmp_path / "drafter", target, options, reduced)
     export_drafter(tmp_path / "drafter", "vllm", tmp_path / "out")
-    found = verify("vllm", task(target, tmp_path / "out"), min_drafted=500)
+    found = verify_export("vllm", task(target, tmp_path / "out"), min_drafted=500)
     assert found.failures == []
-    assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
-    assert found.accepted > 0.4 * found.drafted
+    assert_same_counts(found)
+    assert found.our_accepted > 0.4 * found.our_drafted

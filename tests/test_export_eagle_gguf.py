@@ -15,6 +15,7 @@ from decode.target.loading import Target, load_target
 from tests.export import (
     KEPT,
     PROMPTS,
+    assert_same_counts,
     make_heads,
     make_taught,
     needs,
@@ -25,11 +26,12 @@ from tests.export import (
 )
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny
+from train.export import ExportOptions
 from train.export.engines import Counting
+from train.export.export_directory import check_export, export_drafter
 from train.export.formats import FORMATS, format_for
-from train.export.formats.in_gguf import in_halves, in_pairs
-from train.export.verify import count_ours, verify
-from train.export.write import check_export, export_drafter
+from train.export.formats.gguf_layout import rows_in_halves, rows_in_pairs
+from train.export.verify_export import count_drafts, verify_export
 
 EAGLE3 = {"type": "eagle3", "steps": 3}
 KINDS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
@@ -59,16 +61,18 @@ def exported(
     options, kept = KINDS[kind]
     make_heads(path / "drafter", target, options, kept, moved)
     served = str(file or target.name)
-    export_drafter(path / "drafter", "llama-server", path / "out", target=served, dtype=dtype)
+    export_drafter(
+        path / "drafter", "llama-server", path / "out", ExportOptions(target=served, dtype=dtype)
+    )
     return path / "out"
 
 
 def test_rows_in_pairs_and_back() -> None:
     rows = torch.arange(24).reshape(8, 3)
-    assert in_pairs(rows, 2)[:, 0].div(3).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert rows_in_pairs(rows, 2)[:, 0].div(3).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     rows = torch.arange(48).reshape(16, 3)
-    assert in_pairs(rows, 2)[:8, 0].div(3).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert torch.equal(in_halves(in_pairs(rows, 2), 2), rows)
+    assert rows_in_pairs(rows, 2)[:8, 0].div(3).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert torch.equal(rows_in_halves(rows_in_pairs(rows, 2), 2), rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,7 +81,7 @@ def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -
     asked = task(target, out, prompts=PROMPTS[:8])
     before = open_drafter(str(tmp_path / "drafter"), target)
     counted = [
-        count_ours(asked, drafter, Counting()) for drafter in (before, reloaded(out, target))
+        count_drafts(asked, drafter, Counting()) for drafter in (before, reloaded(out, target))
     ]
     assert counted[0] == counted[1]
     record = check_export(out)
@@ -115,12 +119,14 @@ def test_what_cannot_be_written(tmp_path: Path, target: Target) -> None:
     scaled = save_target(tmp_path / "scaled", layers=7, rope_parameters=rope)
     make_heads(tmp_path / "rope", scaled, EAGLE3)
     with pytest.raises(UserError, match=r"has rope_type linear.*convert_hf_to_gguf"):
-        export_drafter(tmp_path / "rope", "gguf", tmp_path / "out", target=target.name)
+        export_drafter(
+            tmp_path / "rope", "gguf", tmp_path / "out", ExportOptions(target=target.name)
+        )
     rewrite_gguf(Path(shutil.copy(target.name, tmp_path / "other.gguf")), _swap_tokens)
     make_heads(tmp_path / "drafter", target, EAGLE3)
     other = str(tmp_path / "other.gguf")
     with pytest.raises(UserError, match=r"20 of the 300 tokens of .* are not those of"):
-        export_drafter(tmp_path / "drafter", "gguf", tmp_path / "out", target=other)
+        export_drafter(tmp_path / "drafter", "gguf", tmp_path / "out", ExportOptions(target=other))
     assert not (tmp_path / "out").exists()
 
 
@@ -141,7 +147,7 @@ def test_the_file_that_is_served_may_be_quantized(tmp_path: Path, target: Target
     out = exported(tmp_path, target, "whole", moved=0.05, file=file)
     served = load_target(str(file))
     asked = task(served, out, prompts=PROMPTS[:8])
-    assert count_ours(asked, reloaded(out, served), Counting())[0] > 100
+    assert count_drafts(asked, reloaded(out, served), Counting())[0] > 100
 
 
 LLAMA3 = {
@@ -238,8 +244,8 @@ def test_llama_server_accepts_what_our_loop_accepts(
     target, file = llama3 if which else (target, Path(target.name))
     make_taught(tmp_path / "drafter", target, EAGLE3, reduced)
     out = tmp_path / "out"
-    export_drafter(tmp_path / "drafter", "llama-server", out, target=str(file))
-    found = verify("llama-server", task(target, out, target_spec=str(file)), min_drafted=500)
+    export_drafter(tmp_path / "drafter", "llama-server", out, ExportOptions(target=str(file)))
+    found = verify_export("llama-server", task(target, out, target_spec=str(file)), min_drafted=500)
     assert found.failures == []
-    assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
-    assert found.accepted > 0.4 * found.drafted
+    assert_same_counts(found)
+    assert found.our_accepted > 0.4 * found.our_drafted

@@ -18,6 +18,7 @@ from tests.export import (
     KEPT,
     PROMPTS,
     SHAPE,
+    assert_same_counts,
     edit_json,
     edit_weights,
     exported,
@@ -28,10 +29,11 @@ from tests.export import (
     task,
 )
 from tests.tiny import save_tiny
+from train.export import ExportOptions
 from train.export.engines import ENGINES, Counting
+from train.export.export_directory import Measuring, check_export, export_drafter
 from train.export.formats import FORMATS
-from train.export.verify import count_ours, verify
-from train.export.write import Measuring, check_export, export_drafter
+from train.export.verify_export import count_drafts, verify_export
 
 MEDUSA = {"type": "medusa", "heads": 3}
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -79,7 +81,7 @@ def test_the_export_is_the_same_heads(
 def test_identity_heads_are_accepted_in_our_loop(tmp_path: Path, target: Target) -> None:
     """They draft the target's next token again: right wherever it repeats itself."""
     out = exported(tmp_path, target, MEDUSA)
-    drafted, accepted = count_ours(
+    drafted, accepted = count_drafts(
         task(target, out), reloaded(out, target), Counting(past_length=True)
     )
     assert drafted > 2000
@@ -129,12 +131,14 @@ def test_what_heads_cannot_be_exported(tmp_path: Path, target: Target) -> None:
     with pytest.raises(UserError, match="no inference engine has Blockwise heads; train Medusa"):
         export_drafter(tmp_path / "blockwise", "vllm", out)
     with pytest.raises(UserError, match=r"gamma is 4, and .* drafts at most 3 tokens"):
-        export_drafter(tmp_path / "drafter", "vllm", out, gamma=4)
+        export_drafter(tmp_path / "drafter", "vllm", out, ExportOptions(gamma=4))
     with pytest.raises(UserError, match=r"must be measured\. Give --prompts"):
         export_drafter(tmp_path / "reduced", "vllm", out)
     save_tiny(tmp_path / "other", seed=5, **SHAPE)
     with pytest.raises(UserError, match="other weights"):
-        export_drafter(tmp_path / "drafter", "vllm", out, target=str(tmp_path / "other"))
+        export_drafter(
+            tmp_path / "drafter", "vllm", out, ExportOptions(target=str(tmp_path / "other"))
+        )
     assert not out.exists()
 
 
@@ -150,9 +154,9 @@ def test_an_export_for_another_target_or_deeper_drafts(tmp_path: Path, target: T
     with installed.context() as patch:
         patch.setattr(type(ENGINES["vllm"]), "missing", lambda self: None)
         with pytest.raises(UserError, match="has another vocabulary"):
-            verify("vllm", task(other, out))
+            verify_export("vllm", task(other, out))
         with pytest.raises(UserError, match=r"gamma is 4, and .* drafts at most 3 tokens"):
-            verify("vllm", task(target, out, gamma=4))
+            verify_export("vllm", task(target, out, gamma=4))
 
 
 # Schema
@@ -233,10 +237,10 @@ def test_vllm_accepts_what_our_loop_accepts(what: str, tmp_path: Path, target: T
     needs("vllm")
     options, kept = SERVED[what]
     out = exported(tmp_path, target, options, kept, moved=0.01)
-    found = verify("vllm", task(target, out), min_drafted=1000)
+    found = verify_export("vllm", task(target, out), min_drafted=1000)
     assert found.failures == []
     assert found.run.accepted_tokens > 0
-    assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
+    assert_same_counts(found)
 
 
 @pytest.mark.engine
@@ -245,7 +249,7 @@ def test_vllm_ends_texts_as_our_loop_does(tmp_path: Path, target: Target) -> Non
     needs("vllm")
     which = replace(target, eos_token_ids=(169,))
     out = exported(tmp_path, target, MEDUSA)
-    found = verify("vllm", task(which, out), min_drafted=300)
+    found = verify_export("vllm", task(which, out), min_drafted=300)
     assert found.failures == []
-    assert any(len(text) < 24 for text in found.run.plain)
-    assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
+    assert any(len(text) < 24 for text in found.run.plain_texts)
+    assert_same_counts(found)

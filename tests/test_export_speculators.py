@@ -14,6 +14,7 @@ from decode.target.loading import Target
 from tests.export import (
     KEPT,
     PROMPTS,
+    assert_same_counts,
     edit_json,
     edit_weights,
     make_heads,
@@ -24,9 +25,9 @@ from tests.export import (
     task,
 )
 from train.export.engines import Counting
+from train.export.export_directory import check_export, export_drafter
 from train.export.formats import FORMATS
-from train.export.verify import count_ours, verify
-from train.export.write import check_export, export_drafter
+from train.export.verify_export import count_drafts, verify_export
 
 EAGLE3 = {"type": "eagle3", "steps": 3}
 
@@ -50,7 +51,7 @@ def test_the_export_drafts_the_same(
     out = exported(tmp_path, target, kept, moved=0.05)
     before = open_drafter(str(tmp_path / "drafter"), target)
     counted = [
-        count_ours(task(target, out, prompts=PROMPTS[:8]), drafter, Counting())
+        count_drafts(task(target, out, prompts=PROMPTS[:8]), drafter, Counting())
         for drafter in (before, reloaded(out, target))
     ]
     assert counted[0] == counted[1]
@@ -134,7 +135,7 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path: Path, target: Target) -> N
     needs("vllm")
     make_taught(tmp_path / "drafter", target, EAGLE3, reduced=True)
     export_drafter(tmp_path / "drafter", "speculators", tmp_path / "out")
-    found = verify("vllm", task(target, tmp_path / "out"), min_drafted=500)
+    found = verify_export("vllm", task(target, tmp_path / "out"), min_drafted=500)
     assert found.failures == []
-    assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
-    assert found.accepted > 0.4 * found.drafted
+    assert_same_counts(found)
+    assert found.our_accepted > 0.4 * found.our_drafted

@@ -14,14 +14,14 @@ import torch
 from decode.drafters.directory import save_drafter
 from decode.errors import UserError
 from decode.target.loading import Target, load_target
-from tests.export import PROMPTS, SHAPE, needs, save_target, task
+from tests.export import PROMPTS, SHAPE, assert_same_counts, needs, save_target, task
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
+from train.export import ExportOptions
 from train.export.engines import ENGINES, Counting, EngineTask
-from train.export.engines.child import run_child
-from train.export.engines.server import serving
-from train.export.verify import agreement, count_ours, engine_for, verify
-from train.export.write import check_export, export_drafter, reload
+from train.export.engines.child_process import run_job, serving
+from train.export.export_directory import check_export, export_drafter, reload_export
+from train.export.verify_export import agreement, count_drafts, engine_for, verify_export
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def export(
         tiny_tokenizer().save_pretrained(path)
 
     save_drafter(directory / "drafter", "small_lm", write, target=target, provenance={})
-    export_drafter(directory / "drafter", form, directory / "export", gamma=3)
+    export_drafter(directory / "drafter", form, directory / "export", ExportOptions(gamma=3))
     return directory / "export"
 
 
@@ -63,18 +63,20 @@ def test_transformers_counts_what_our_loop_counts(
     texts are full of stands for it."""
     ends = (_common_token(target, exported),) if eos else ()
     which = replace(target, eos_token_ids=ends)
-    found = verify("transformers", task(which, exported), min_drafted=100)
+    found = verify_export("transformers", task(which, exported), min_drafted=100)
     assert found.failures == []
     assert found.equal == 1
-    assert found.run.drafted_tokens == found.drafted > 300
-    assert found.run.accepted_tokens == found.accepted
-    assert 0.1 < found.accepted / found.drafted < 0.9
-    assert any(len(text) < 24 for text in found.run.plain) == eos
+    assert found.run.drafted_tokens == found.our_drafted > 300
+    assert found.run.accepted_tokens == found.our_accepted
+    assert 0.1 < found.our_accepted / found.our_drafted < 0.9
+    assert any(len(text) < 24 for text in found.run.plain_texts) == eos
     assert found.to_dict()["our_efficiency"] == found.to_dict()["engine_efficiency"]
 
 
 def _common_token(target: Target, exported: Path) -> int:
-    texts = ENGINES["transformers"].run(task(replace(target, eos_token_ids=()), exported)).plain
+    texts = (
+        ENGINES["transformers"].run(task(replace(target, eos_token_ids=()), exported)).plain_texts
+    )
     tokens = torch.tensor([token for text in texts for token in text[6:]])
     return int(tokens.bincount().argmax())
 
@@ -82,11 +84,11 @@ def _common_token(target: Target, exported: Path) -> int:
 def test_ways_of_counting_differ(target: Target, exported: Path) -> None:
     ends = (_common_token(target, exported),)
     which = replace(target, eos_token_ids=ends)
-    drafter = reload(exported, check_export(exported), which)
+    drafter = reload_export(exported, check_export(exported), which)
     asked = task(which, exported)
 
     def counted(**how: bool) -> tuple[int, int]:
-        return count_ours(asked, drafter, Counting(**how))
+        return count_drafts(asked, drafter, Counting(**how))
 
     drafted, accepted = counted()
     assert counted(past_end=True)[0] > drafted
@@ -110,7 +112,7 @@ def test_a_drafter_that_was_ignored_fails(
         return replace(run, drafted_tokens=0, accepted_tokens=0)
 
     monkeypatch.setattr(engine, "run", ignoring)
-    found = verify("transformers", task(target, exported, prompts=PROMPTS[:4]))
+    found = verify_export("transformers", task(target, exported, prompts=PROMPTS[:4]))
     assert found.failures == ["transformers drafted nothing: it ignored the drafter"]
     assert found.to_dict()["engine_efficiency"] is None
 
@@ -123,14 +125,17 @@ def test_another_acceptance_or_text_fails(
 
     def broken(self: Any, asked: EngineTask) -> Any:
         run = original(self, asked)
-        texts = [[(token + 1) % 300 for token in text] for text in run.drafted]
+        texts = [[(token + 1) % 300 for token in text] for text in run.drafted_texts]
         accepted = run.accepted_tokens - int(0.04 * run.drafted_tokens)
-        return replace(run, accepted_tokens=accepted, drafted=texts)
+        return replace(run, accepted_tokens=accepted, drafted_texts=texts)
 
     monkeypatch.setattr(engine, "run", broken)
-    found = verify("transformers", task(target, exported, prompts=PROMPTS[:4]), min_drafted=10)
+    few_prompts = task(target, exported, prompts=PROMPTS[:4])
+    found = verify_export(
+        "transformers", task(target, exported, prompts=PROMPTS[:4]), min_drafted=10
+    )
     assert [failure.split()[0] for failure in found.failures] == ["draft", "100%"]
-    few = verify("transformers", task(target, exported, prompts=PROMPTS[:4])).failures[0]
+    few = verify_export("transformers", few_prompts).failures[0]
     assert "too few to judge by; 2000 are needed" in few
 
 
@@ -166,7 +171,7 @@ def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_export_for_another_target(tmp_path: Path, exported: Path) -> None:
     other = load_target(str(save_tiny(tmp_path / "other", vocab=320)))
     with pytest.raises(UserError, match="has another vocabulary than the target"):
-        verify("transformers", task(other, exported))
+        verify_export("transformers", task(other, exported))
 
 
 # Children
@@ -191,22 +196,22 @@ answer.write_text(f'[{job.read_text()}, "{os.environ["GIVEN"]}"]')
 
 def test_a_child_answers(python: Path) -> None:
     python.write_text(ECHO)
-    assert run_child("it", python, {"a": [1, 2]}, {"GIVEN": "x"}) == [{"a": [1, 2]}, "x"]
+    assert run_job("it", python, {"a": [1, 2]}, {"GIVEN": "x"}) == [{"a": [1, 2]}, "x"]
 
 
 def test_a_child_that_fails_says_why(python: Path) -> None:
     python.write_text("raise SystemExit('no such head size')")
     with pytest.raises(UserError, match=r"it ended with exit status 1(?s:.)*no such head size"):
-        run_child("it", python, {})
+        run_job("it", python, {})
     python.write_text("print('all is well')")
     with pytest.raises(UserError, match=r"it left no answer(?s:.)*all is well"):
-        run_child("it", python, {})
+        run_job("it", python, {})
 
 
 def test_a_child_that_hangs_is_ended_with_its_own(
     python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.export.engines.child.HANG_SECONDS", 6.0)
+    monkeypatch.setattr("train.export.engines.child_process.HANG_SECONDS", 6.0)
     python.write_text(
         "import os, pathlib, time\n"
         "child = os.fork()\n"
@@ -215,7 +220,7 @@ def test_a_child_that_hangs_is_ended_with_its_own(
     )
     file = python.with_name("pid")
     with pytest.raises(UserError, match="it made no progress for 6 s"):
-        run_child("it", python, {}, {"FILE": str(file)})
+        run_job("it", python, {}, {"FILE": str(file)})
     child = int(file.read_text())
     for _ in range(100):  # A killed process is gone a little later.
         if not _runs(child):
@@ -289,7 +294,7 @@ def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
 
 
 def test_a_server_that_never_gets_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.export.engines.server.READY_SECONDS", 0.5)
+    monkeypatch.setattr("train.export.engines.child_process.READY_SECONDS", 0.5)
     command = _script(tmp_path / "s.py", "import time; time.sleep(60)")
     with (
         pytest.raises(UserError, match="was not ready after"),
@@ -306,10 +311,10 @@ def test_llama_server(tmp_path: Path, target: Target) -> None:
     """To the token: same drafts, same verdicts."""
     needs("llama-server")
     path = export(tmp_path, target, "gguf")
-    found = verify("llama-server", task(target, path), min_drafted=500)
+    found = verify_export("llama-server", task(target, path), min_drafted=500)
     assert found.failures == []
-    assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
-    assert found.accepted > 100
+    assert_same_counts(found)
+    assert found.our_accepted > 100
 
 
 @pytest.mark.engine
@@ -334,16 +339,16 @@ def for_vllm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
 def test_vllm(for_vllm: tuple[Target, Path]) -> None:
     """To the token: same drafts, same verdicts."""
     needs("vllm")
-    found = verify("vllm", task(*for_vllm), min_drafted=500)
+    found = verify_export("vllm", task(*for_vllm), min_drafted=500)
     assert found.failures == []
-    assert (found.run.drafted_tokens, found.run.accepted_tokens) == (found.drafted, found.accepted)
-    assert found.accepted > 100
+    assert_same_counts(found)
+    assert found.our_accepted > 100
 
 
 @pytest.mark.engine
 def test_openvino(for_vllm: tuple[Target, Path]) -> None:
     needs("openvino")
-    found = verify("openvino", task(*for_vllm, max_new_tokens=64), min_drafted=500)
+    found = verify_export("openvino", task(*for_vllm, max_new_tokens=64), min_drafted=500)
     assert found.failures == []
     assert found.run.accepted_tokens > 100
 
@@ -362,4 +367,4 @@ def test_vllm_refuses_half_a_drafter(for_vllm: tuple[Target, Path], tmp_path: Pa
 def test_save_tiny_is_no_export(tmp_path: Path, target: Target) -> None:
     save_tiny(tmp_path / "plain")
     with pytest.raises(UserError, match="manifest"):
-        verify("transformers", task(target, tmp_path / "plain"))
+        verify_export("transformers", task(target, tmp_path / "plain"))

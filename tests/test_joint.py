@@ -49,9 +49,8 @@ from train.config import load_config
 from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.samples import read_samples
-from train.report.headline import headline
-from train.report.notes import footnotes
-from train.report.page import html
+from train.report.report_files import render_page
+from train.report.report_summary import footnotes, headline
 from train.run import Run
 from train.stage import StageContext
 from train.training.clock import Clock
@@ -507,7 +506,7 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
     assert f"KL(original‖new) is {both['drift']['kl']:.4f} nats per token" in notes
     best = headline(report)
     assert best is not None
-    page = html(report, {})
+    page = render_page(report, {})
     assert "medusa (new target)" in page
     assert "perplexity of held-out text, original → new target" in page
     # The command says the same of it, and refuses it for the target that it no longer fits.

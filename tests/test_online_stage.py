@@ -29,7 +29,7 @@ from train.online.learning import Online
 from train.online.serving import Serving
 from train.online.stream import StreamProgress
 from train.online.versions import Versions
-from train.plots import lines
+from train.plots.line_plots import stream_plot
 from train.stage import StageContext
 from train.training.stopping import Stopped
 
@@ -109,7 +109,7 @@ def test_a_stream_is_served_in_order_and_learnt_from(context, target):
     assert made_by["round"]["version"] == len(kept)
     assert made_by["round"]["requests"]
     open_drafter(str(newest), target)
-    assert "new weights" in lines.stream("s", summary["windows"], summary["rounds"])
+    assert "new weights" in stream_plot("s", summary["windows"], summary["rounds"])
 
 
 def test_without_learning_the_drafter_stays_as_it_is(context):

@@ -14,12 +14,10 @@ from rich.console import Console
 from decode.errors import UserError
 from train.cli.train import print_report
 from train.console import Reporter
-from train.report.headline import headline
-from train.report.make import make_report
-from train.report.notes import footnotes
-from train.report.rows import labels
-from train.report.table import table
-from train.report.words import duration, percent, ratio
+from train.report.drafter_table import drafter_table, row_labels
+from train.report.format_figures import format_duration, format_ratio, format_share
+from train.report.report_files import make_report
+from train.report.report_summary import footnotes, headline
 from train.stage import ReportSection, Stage, StagePlot
 from train.stages import STAGES
 
@@ -171,7 +169,7 @@ class Page(HTMLParser):
 
 def rendered(report: dict[str, Any], width: int = 120) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=width).print(table(report))
+    Console(file=stream, width=width).print(drafter_table(report))
     return stream.getvalue()
 
 
@@ -192,7 +190,7 @@ def test_report_json(tmp_path: Path) -> None:
         ("one", "distill"),
     ]
     assert len(report["stages"][1]["summary"]["training"]["history"]) == 40
-    assert labels(report) == ["ngram γ=8", "one (start)", "one", "two"]
+    assert row_labels(report) == ["ngram γ=8", "one (start)", "one", "two"]
 
 
 def test_the_same_again(tmp_path: Path) -> None:
@@ -579,10 +577,10 @@ def test_not_a_number_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_how_figures_are_written() -> None:
-    assert ratio({"value": 1.234, "low": 1.18, "high": 1.29}) == "1.23× [1.18, 1.29]"
-    assert [percent(x) for x in (None, 0, 0.0001, 0.004, 0.126, 0.996, 0.9999, 1)] == [
+    assert format_ratio({"value": 1.234, "low": 1.18, "high": 1.29}) == "1.23× [1.18, 1.29]"
+    assert [format_share(x) for x in (None, 0, 0.0001, 0.004, 0.126, 0.996, 0.9999, 1)] == [
         "–", "0%", "<0.1%", "0.4%", "13%", "99.6%", ">99.9%", "100%",
     ]  # fmt: skip
-    assert [duration(x) for x in (None, 0.84, 42.2, 185, 7620)] == [
+    assert [format_duration(x) for x in (None, 0.84, 42.2, 185, 7620)] == [
         "–", "0.8 s", "42 s", "3 min 5 s", "2 h 7 min",
     ]  # fmt: skip

@@ -27,7 +27,7 @@ from tests.tiny import (
     tiny_target,
     tiny_tokenizer,
 )
-from train.export.formats.eagle3_gguf import slowed
+from train.export.formats.eagle3_gguf import rotation_slowdowns
 
 IDS = torch.tensor([[5, 17, 250, 9, 42]])
 
@@ -345,7 +345,7 @@ def write_gguf(path: Path, **shape: Any) -> None:
             tensor = halves.transpose(1, 2).flatten(0, 2).contiguous()
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
     if config.rope_parameters["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", slowed(config).numpy())
+        writer.add_tensor("rope_freqs.weight", rotation_slowdowns(config).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

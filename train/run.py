@@ -29,7 +29,7 @@ from decode.target.cached_model import require_trees
 from train.config import SPLITS, differences, dump_config, validate_config
 from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.evaluate import evaluate_baselines, evaluate_drafter, evaluate_in_turn
-from train.report.make import make_report
+from train.report.report_files import make_report
 from train.resources import Resources
 from train.schema import StageConfig
 from train.stage import Outcome, StageContext, StagePlan

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from train.plots.lines import agreement, curves
-from train.report.words import percent
+from train.plots.line_plots import agreement_plot, loss_plot
+from train.report.format_figures import format_share
 from train.stage import ReportSection, Stage, StagePlot
 from train.training.trainer import TrainingProgress
 
@@ -35,12 +35,12 @@ class TrainedStage(Stage):
         training = dict(others.pop("training", None) or {})
         history, dev = (training.pop(key, None) or [] for key in ("history", "dev"))
         clock = training.pop("clock", None) or {}
-        losses = curves(f"loss-{number}", history, summary.get("losses") or [])
+        losses = loss_plot(f"loss-{number}", history, summary.get("losses") or [])
         return ReportSection(
             _in_short(history, dev, clock) | training | others,
             [
                 StagePlot(f"loss-{number}", LOSS, losses),
-                StagePlot(f"dev-{number}", DEV, agreement(f"dev-{number}", dev)),
+                StagePlot(f"dev-{number}", DEV, agreement_plot(f"dev-{number}", dev)),
             ],
         )
 
@@ -59,5 +59,5 @@ def _in_short(
     if clock:
         whole = sum(clock.values())
         shares = sorted(clock.items(), key=lambda item: -item[1])
-        figures["time in"] = ", ".join(f"{part} {percent(t / whole)}" for part, t in shares)
+        figures["time in"] = ", ".join(f"{part} {format_share(t / whole)}" for part, t in shares)
     return figures

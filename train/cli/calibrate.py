@@ -1,38 +1,49 @@
 """`calibrate` and `calibrate-tree`: choose settings by measurement on dev prompts."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from decode.errors import UserError
-from train.cli.options import (
+from train.cli.command import (
     DrafterOption,
     Drafting,
     Drawing,
+    LimitOption,
     Loading,
     TokensOption,
+    numbers,
+    quieten,
+    shows_errors,
+    table,
     takes_groups,
+    tokenized_prompts,
 )
-from train.cli.shared import app, quieten, shows_errors
 
 
-@app.command()
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """The dev prompts to measure on, and the file for the figures."""
+
+    prompts: Annotated[Path, typer.Option(help="JSONL file with prompts of the dev split")]
+    max_new_tokens: TokensOption = 64
+    limit: LimitOption = 32
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None
+
+
 @shows_errors
 @takes_groups
 def calibrate(
     *,
     loading: Loading,
     drafter: DrafterOption,
-    prompts: Annotated[Path, typer.Option(help="JSONL file with prompts of the dev split")],
+    trials: Trials,
     thresholds: Annotated[str, typer.Option(help="θ to try")] = "0.15,0.20,0.25,0.30,0.35",
     acceptance: Annotated[str, typer.Option(help="acceptance to be within")] = "0.6,0.8",
     drafting: Drafting,
-    max_new_tokens: TokensOption = 64,
-    limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = 32,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
     """Choose θ of the rule `threshold`, which is LOSSY, on dev prompts: the θ with the lowest
     latency among those whose acceptance is within bounds."""
@@ -44,62 +55,62 @@ def calibrate(
     from decode.stats import finite
     from decode.trees import Chain
     from train.console import Reporter
-    from train.data.chat import prompt_tokens
-    from train.data.read import read_examples, spread
-    from train.report.words import number
+    from train.data.read import read_examples
+    from train.report.format_figures import format_number
 
     quieten()
-    tried, bounds = numbers("thresholds", thresholds), numbers("acceptance", acceptance)
+    candidates = numbers(thresholds, "thresholds", float)
+    bounds = numbers(acceptance, "acceptance", float)
     if len(bounds) != 2:
         raise UserError(f"acceptance is {acceptance!r}; expected two numbers, such as 0.6,0.8")
     settings = DecodeSettings(
-        **drafting.settings, rule={"name": "threshold", "threshold": tried[0]}
+        **drafting.settings, rule={"name": "threshold", "threshold": candidates[0]}
     )
-    examples, _ = read_examples(str(prompts))
+    examples, _ = read_examples(str(trials.prompts))
     reporter = Reporter()
-    loaded = loading.load()
-    which = open_drafter(drafter, loaded)
-    if which.branches:
-        which = which.with_shape(Chain())  # the rule judges only chains
-    chosen = [prompt_tokens(e, loaded.tokenizer) for e in spread(examples, limit)]
-    with reporter.bar("calibrating", len(chosen)) as bar:
-        found = calibrate_threshold(
-            loaded,
-            which,
-            chosen,
+    target = loading.load()
+    chain_drafter = open_drafter(drafter, target)
+    if chain_drafter.branches:
+        chain_drafter = chain_drafter.with_shape(Chain())  # the rule judges only chains
+    prompts = tokenized_prompts(examples, target, trials.limit)
+    with reporter.bar("calibrating", len(prompts)) as bar:
+        calibration = calibrate_threshold(
+            target,
+            chain_drafter,
+            prompts,
             settings,
-            thresholds=tried,
+            thresholds=candidates,
             within=(bounds[0], bounds[1]),
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=trials.max_new_tokens,
             seed=drafting.seed,
             progress=lambda done: bar.update(done, what="calibrating"),
         )
-    table = Table(title=f"rule threshold, LOSSY, on {len(chosen)} dev prompts")
-    for column in ("θ", "acceptance rate", "draft efficiency", "tokens/step", "ms/token"):
-        table.add_column(column, justify="right")
-    for trial in found.trials:
+    rows = []
+    for trial in calibration.trials:
         figures = (
             trial.acceptance_rate,
             trial.draft_efficiency,
             trial.tokens_per_step,
             trial.ms_per_token,
         )
-        mark = " ←" if trial is found.chosen else ""
-        table.add_row(f"{trial.threshold:g}{mark}", *(number(finite(value)) for value in figures))
-    reporter.table(table)
-    reporter.say(found.verdict)
-    if json_file:
-        write_file(json_file, json.dumps(found.to_dict(), indent=2))
+        mark = " ←" if trial is calibration.chosen else ""
+        cells = [format_number(finite(value)) for value in figures]
+        rows.append([f"{trial.threshold:g}{mark}", *cells])
+    columns = ("θ", "acceptance rate", "draft efficiency", "tokens/step", "ms/token")
+    title = f"rule threshold, LOSSY, on {len(prompts)} dev prompts"
+    reporter.table(table(title, columns, rows, left=0))
+    reporter.say(calibration.verdict)
+    if trials.json_file:
+        write_file(trials.json_file, json.dumps(calibration.to_dict(), indent=2))
 
 
-@app.command()
 @shows_errors
 @takes_groups
 def calibrate_tree(
     *,
     loading: Loading,
     drafter: Annotated[str, typer.Option(help="a drafter directory; with --out any model")],
-    prompts: Annotated[Path, typer.Option(help="JSONL file with prompts of the dev split")],
+    trials: Trials,
     method: Annotated[
         str,
         typer.Option(
@@ -116,43 +127,62 @@ def calibrate_tree(
     depth: Annotated[int, typer.Option(min=1, help="how deep at most")] = 6,
     width: Annotated[int, typer.Option(min=1, help="of the likeliest tokens of each node")] = 8,
     drawing: Drawing,
-    max_new_tokens: TokensOption = 64,
-    limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = 32,
     out: Annotated[
         Path | None, typer.Option(help="write the tree to this file, not to the drafter")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
     """Choose a drafter's tree by what the target accepts on dev prompts, and store it with the
     drafter as its default shape."""
     import heads  # noqa: F401  (makes its drafters known)
-    from train.cli.stored_tree import Asked, run
+    from decode.artifact import write_file
+    from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter
+    from decode.measure.calibrate_tree import calibrate_tree as calibrate
+    from decode.trees.static import TREE, store_tree
     from train.console import Reporter
+    from train.data.read import read_examples
 
     quieten()
-    asked = Asked(
-        target=loading.target,
-        drafter=drafter,
-        prompts=prompts,
-        method=method,
+    directory = Path(drafter).expanduser()
+    if out is None:
+        if not (directory / DRAFTER_FILE).exists():
+            raise UserError(
+                f"{drafter} is no drafter directory (it has no {DRAFTER_FILE}), so a tree "
+                "cannot be stored with it; write the tree to a file with --out FILE and draft in "
+                "it with --shape static:file=FILE"
+            )
+        describe_drafter(directory)  # fails early if the directory is damaged
+    examples, _ = read_examples(str(trials.prompts))
+    reporter = Reporter()
+    target = loading.load()
+    opened_drafter = open_drafter(drafter, target)
+    checked_method: Any = method  # calibrate_tree checks it
+    calibration = calibrate(
+        target,
+        opened_drafter,
+        tokenized_prompts(examples, target, trials.limit),
+        method=checked_method,
         nodes=nodes,
         depth=depth,
         width=width,
         sampling=drawing.sampling,
-        max_new_tokens=max_new_tokens,
-        limit=limit,
-        dtype=loading.dtype,
-        device=loading.device,
+        max_new_tokens=trials.max_new_tokens,
         seed=drawing.seed,
-        out=out,
-        json_file=json_file,
+        progress=lambda what: reporter.say(f"  measuring {what}"),
     )
-    run(asked, Reporter())
-
-
-def numbers(what: str, text: str) -> list[float]:
-    """Parse numbers separated by commas. Raises UserError for anything else."""
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError:
-        raise UserError(f"{what} are {text!r}; expected numbers with commas") from None
+    for level, shares in enumerate(calibration.acceptance.table(), 1):
+        listed = " ".join(f"{share:.3f}" for share in shares)
+        reporter.say(f"  depth {level}: share of the target's tokens by rank {listed}")
+    reporter.say(calibration.verdict)
+    structure = calibration.structure
+    figures = calibration.to_dict() | {
+        "target": target.name,
+        "prompts_file": str(trials.prompts),
+    }
+    if out is not None:
+        structure.save(out, figures)
+        reporter.say(f"written to {out}; use it as --shape static:file={out}")
+    else:
+        store_tree(directory, structure, figures)
+        reporter.say(f"stored as {directory / TREE}: this drafter now drafts in it by default")
+    if trials.json_file:
+        write_file(trials.json_file, json.dumps(figures | {"paths": structure.paths}, indent=2))

@@ -1,17 +1,33 @@
-"""`export`: write a drafter for inference engines."""
+"""`export`: write a drafter for inference engines, check and verify an export, and push it."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from train.cli.options import TokensOption
-from train.cli.shared import app, quieten, shows_errors
+from decode.errors import UserError
+from train.cli.command import (
+    LimitOption,
+    TokensOption,
+    quieten,
+    shows_errors,
+    table,
+    takes_groups,
+    tokenized_prompts,
+)
+from train.export import MIN_DRAFTED, ExportOptions
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from train.export.verify_export import ExportVerification
 
 
-@app.command()
 @shows_errors
+@takes_groups
 def export(
+    *,
     drafter: Annotated[
         Path, typer.Argument(help="a drafter directory; without --format, an export")
     ],
@@ -20,9 +36,7 @@ def export(
         typer.Option("--format", help="a layout (hf, gguf, medusa, …) or its engine"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="the directory to write; not yet there")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="default: the one the drafter was trained for")
-    ] = None,
+    options: ExportOptions,
     check: Annotated[
         bool, typer.Option("--check", help="check an export against its format's schema")
     ] = False,
@@ -30,34 +44,15 @@ def export(
         str | None,
         typer.Option(help="run it in this engine: transformers, llama-server, vllm, openvino"),
     ] = None,
-    push_to_hub: Annotated[
-        str | None, typer.Option(help="upload it to this repository (org/name)")
-    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSONL file with held-out prompts, to measure and to verify on"),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="use only so many prompts")] = None,
+    limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
-    backbone: Annotated[
-        Path | None,
-        typer.Option(
-            help="the directory of a target that was trained with its drafter: written with "
-            "--format, else read"
-        ),
-    ] = None,
-    gamma: Annotated[
-        int | None, typer.Option(help="tokens of a draft; default that of its evaluation, or 4")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="of the weights; default as they are stored")
-    ] = None,
-    data_licence: Annotated[
-        str | None, typer.Option(help="licence of the training data, for the README")
-    ] = None,
     min_drafted: Annotated[
         int, typer.Option(help="how many tokens an engine must have drafted to be judged")
-    ] = 2000,
+    ] = MIN_DRAFTED,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="write what --verify found here")
     ] = None,
@@ -66,27 +61,101 @@ def export(
 
     Exit status 1: --verify found that the engine does not use the drafter as our loop does.
     """
+    if (form is None) != (out is None):
+        present, missing = ("--out", "--format") if form is None else ("--format", "--out")
+        raise UserError(f"{present} was given without {missing}; an export needs both")
+    if form is None and not (check or verify or options.repository):
+        raise UserError(
+            "nothing to do: give --format and --out to export a drafter, or --check, --verify "
+            "ENGINE or --push-to-hub REPO for an export"
+        )
+    if verify is not None and prompts is None:
+        raise UserError(
+            "--verify needs --prompts FILE, with prompts the drafter was not trained on"
+        )
+    from decode.artifact import write_file
+    from decode.target.loading import Target, load_target
     from train.console import Reporter
-    from train.export.command import Asked, run
+    from train.data.read import read_examples
+    from train.export.engines import EngineTask
+    from train.export.export_directory import (
+        Measuring,
+        check_export,
+        export_drafter,
+        push_export,
+        push_target,
+        target_repository,
+    )
+    from train.export.verify_export import engine_for, verify_export
 
     quieten()
-    asked = Asked(
-        source=drafter,
-        form=form,
-        out=out,
-        target=target,
-        check=check,
-        engine=verify,
-        repository=push_to_hub,
-        prompts=prompts,
-        limit=limit,
-        max_new_tokens=max_new_tokens,
-        gamma=gamma,
-        dtype=dtype,
-        data_licence=data_licence,
-        min_drafted=min_drafted,
-        json_file=json_file,
-        backbone=backbone,
+    reporter = Reporter()
+    examples = read_examples(str(prompts))[0] if prompts else []
+
+    def prompts_for(target: Target) -> list[list[int]]:
+        return tokenized_prompts(examples, target, limit)
+
+    directory = drafter
+    if form is not None and out is not None:
+        directory = out
+        measuring = Measuring(prompts_for, max_new_tokens) if prompts else None
+        export_drafter(drafter, form, out, options, measuring=measuring, say=reporter.say)
+        reporter.say(f"exported to {out}")
+        if options.backbone is not None:
+            reporter.say(f"exported its target to {options.backbone}")
+    record = check_export(directory)
+    if check:
+        kind = record["kind"]
+        reporter.say(f"{directory}: a sound {record['layout']} export of a {kind} drafter")
+    if verify is not None:
+        engine_for(verify, record["layout"])
+        default_target = options.backbone or record["drafter"]["target"]["name"]
+        target_spec = str(options.target or default_target)
+        target = load_target(target_spec, dtype="float32")
+        task = EngineTask(
+            target,
+            target_spec,
+            directory,
+            prompts_for(target),
+            options.gamma or record["gamma"],
+            max_new_tokens,
+            reporter.say,
+        )
+        verification = verify_export(verify, task, min_drafted=min_drafted)
+        reporter.table(_verification_table(verification))
+        for failure in verification.failures:
+            reporter.say(f"FAILED: {failure}")
+        if json_file:
+            write_file(json_file, json.dumps(verification.to_dict(), indent=2))
+        if verification.failures:
+            raise typer.Exit(1)
+    if options.repository is not None:
+        if options.backbone is not None:
+            reporter.say(f"pushed: {push_target(options.backbone, target_repository(options))}")
+        elif record.get("backbone"):
+            raise UserError(
+                f"{directory} is for a target that was trained with it; give --backbone DIR, where "
+                "that was exported to, and both are pushed"
+            )
+        reporter.say(f"pushed: {push_export(directory, options.repository)}")
+
+
+def _verification_table(verification: "ExportVerification") -> "Table":
+    """Return a table of the engine's and our loop's results on the same prompts."""
+    run = verification.run
+    counts = {
+        verification.engine: (run.drafted_tokens, run.accepted_tokens),
+        "our loop": (verification.our_drafted, verification.our_accepted),
+    }
+    rows = []
+    for name, (drafted, accepted) in counts.items():
+        efficiency = f"{accepted / drafted:.3f}" if drafted else "–"
+        rows.append([name, str(drafted), str(accepted), efficiency])
+    return table(
+        f"{verification.engine} {run.version}: γ = {verification.gamma}, {verification.prompts} "
+        f"prompts, {verification.equal:.0%} of the texts equal to those without the drafter "
+        f"({verification.equal_within_rounding:.0%} within rounding), speed-up "
+        f"{verification.speedup:.2f}×",
+        ("", "drafted", "accepted", "draft efficiency"),
+        rows,
     )
-    if not run(asked, Reporter()):
-        raise typer.Exit(1)

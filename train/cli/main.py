@@ -1,6 +1,28 @@
 """The command line: `draftsmith train | evaluate | generate | export | inspect` and more."""
 
-from train.cli import app
+import typer
+
+from train.cli.calibrate import calibrate, calibrate_tree
+from train.cli.drafter_commands import coverage, evaluate, generate, inspect
+from train.cli.export import export
+from train.cli.train import train
+
+app = typer.Typer(
+    help="Trains drafters for speculative decoding and measures what they are worth.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+for command in (
+    train,
+    evaluate,
+    generate,
+    calibrate,
+    calibrate_tree,
+    coverage,
+    inspect,
+    export,
+):
+    app.command()(command)
 
 
 def main() -> None:

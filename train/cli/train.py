@@ -5,18 +5,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from train.cli.shared import (
-    app,
-    cores,
-    quieten,
-    shows_errors,
-)
+from train.cli.command import cores, quieten, shows_errors, table
 from train.config_file import read_config
 
 
-@app.command()
 @shows_errors
 def train(
     config: Annotated[Path, typer.Argument(help="a run config (YAML)")],
@@ -77,11 +70,9 @@ def train(
 
 def print_plan(run: Any, reporter: Any) -> None:
     """Print the resolved config's stages, and what each trains, writes and needs."""
-    table = Table(title=f"plan of {run.directory}")
-    for column in ("stage", "kind", "what", "trained", "tokens", "memory"):
-        table.add_column(column)
-    for name, kind, plan in run.plan():
-        table.add_row(
+    columns = ("stage", "kind", "what", "trained", "tokens", "memory")
+    rows = [
+        (
             name,
             kind,
             plan.what,
@@ -89,17 +80,18 @@ def print_plan(run: Any, reporter: Any) -> None:
             f"{plan.tokens:,}" if plan.tokens else "–",
             f"≈ {plan.memory_bytes / 2**30:.1f} GiB" if plan.memory_bytes else "–",
         )
-    reporter.table(table)
+        for name, kind, plan in run.plan()
+    ]
+    reporter.table(table(f"plan of {run.directory}", columns, rows, left=len(columns)))
 
 
 def print_report(run: Any, report: dict[str, Any]) -> None:
     """Print the table of all drafters, the comparison of the best ones, the footnotes, and the path
     of the report."""
-    from train.report.headline import comparison, headline
-    from train.report.notes import footnotes
-    from train.report.table import table
+    from train.report.drafter_table import drafter_table
+    from train.report.report_summary import comparison, footnotes, headline
 
-    run.reporter.table(table(report))
+    run.reporter.table(drafter_table(report))
     if best := headline(report):
         run.reporter.say(comparison(best))
         if best["ranking"]:

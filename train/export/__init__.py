@@ -1,1 +1,48 @@
-"""Drafters in the layouts that inference engines read, and the proof that the engines use them."""
+"""Drafters in the layouts that inference engines read, and the proof that the engines use them.
+
+The options of an export are here, so the command line can read them without loading torch.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# The fewest tokens that an engine must have drafted to be judged; see `verify_export.TOLERANCE`.
+MIN_DRAFTED = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How to write an export. The annotations are those of the command line.
+
+    target: default the one that the drafter was trained for. dtype: of the weights. gamma: the
+    default γ for readers; None takes that of the drafter's evaluation in its run, else 4, but at
+    most the drafter's max depth. repository: the future location, for the README. backbone: where
+    to write the target of a drafter that was trained together with it.
+    """
+
+    target: Annotated[
+        str | None, typer.Option(help="default: the one the drafter was trained for")
+    ] = None
+    backbone: Annotated[
+        Path | None,
+        typer.Option(
+            help="the directory of a target that was trained with its drafter: written with "
+            "--format, else read"
+        ),
+    ] = None
+    gamma: Annotated[
+        int | None, typer.Option(help="tokens of a draft; default that of its evaluation, or 4")
+    ] = None
+    dtype: Annotated[
+        str | None, typer.Option(help="of the weights; default as they are stored")
+    ] = None
+    data_licence: Annotated[
+        str | None, typer.Option(help="licence of the training data, for the README")
+    ] = None
+    repository: Annotated[
+        str | None,
+        typer.Option("--push-to-hub", help="upload it to this repository (org/name)"),
+    ] = None

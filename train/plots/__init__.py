@@ -1,9 +1,9 @@
 """The report's plots: small inline SVGs whose colours follow the page's light or dark theme.
 
-Every function of `train.plots.bars` and `train.plots.lines` takes plain values and returns SVG text
-for an HTML page, or "" if there is nothing to show. This module has the colours and the code that
-all figures share. A figure is drawn in the light theme's colours. In the SVG each colour becomes a
-CSS variable of the page (`--plot-ink`, …) with the light colour as its fallback.
+Every function of `train.plots.bar_plots` and `train.plots.line_plots` takes plain values and
+returns SVG text for an HTML page, or "" if there is nothing to show. This module has the colours
+and the code that all figures share. A figure is drawn in the light theme's colours. In the SVG each
+colour becomes a CSS variable of the page (`--plot-ink`, …) with the light colour as its fallback.
 """
 
 import io
@@ -68,7 +68,7 @@ _STYLE = {
 }
 
 
-def variables(colours: dict[str, str]) -> str:
+def css_variables(colours: dict[str, str]) -> str:
     """Return the CSS declarations of a theme."""
     return " ".join(f"--plot-{name}: {colour};" for name, colour in colours.items())
 

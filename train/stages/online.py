@@ -26,7 +26,7 @@ from train.online.learning import Online
 from train.online.serving import Serving
 from train.online.stream import StreamProgress
 from train.online.versions import Versions
-from train.plots import lines
+from train.plots.line_plots import stream_plot
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, ReportSection, Stage, StageContext, StagePlan, StagePlot
 from train.training.load_student import choose_trained, make_student
@@ -155,8 +155,8 @@ class OnlineStage(Stage):
         """The figures, and a plot of the stream by windows."""
         figures = {k: v for k, v in summary.items() if k not in ("windows", "rounds")}
         name = f"stream-{number}"
-        drawn = lines.stream(name, summary.get("windows") or [], summary.get("rounds") or [])
-        return ReportSection(figures, [StagePlot(name, STREAM, drawn)])
+        plot = stream_plot(name, summary.get("windows") or [], summary.get("rounds") or [])
+        return ReportSection(figures, [StagePlot(name, STREAM, plot)])
 
     def _stream(self, context: StageContext) -> list[Example]:
         settings: OnlineStageConfig = self.config

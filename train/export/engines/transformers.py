@@ -38,19 +38,19 @@ class Transformers(Engine):
         settings.num_assistant_tokens_schedule = "constant"
         settings.assistant_confidence_threshold = 0.0
         plain, plain_seconds = _generate(task, None)
-        with _watched() as drafts:
+        with _recorded_drafts() as drafts:
             drafted, drafted_seconds = _generate(task, assistant, drafts)
-        counted = [
-            _count(draft, len(prompt), text, last=place == len(of_text) - 1)
-            for prompt, text, of_text in zip(task.prompts, drafted, drafts, strict=True)
-            for place, draft in enumerate(of_text)
+        counts = [
+            _count(draft, len(prompt), text, last=number == len(text_drafts) - 1)
+            for prompt, text, text_drafts in zip(task.prompts, drafted, drafts, strict=True)
+            for number, draft in enumerate(text_drafts)
         ]
         return EngineRun(
             transformers.__version__,
             plain,
             drafted,
-            sum(drafted for drafted, _ in counted),
-            sum(accepted for _, accepted in counted),
+            sum(drafted for drafted, _ in counts),
+            sum(accepted for _, accepted in counts),
             plain_seconds,
             drafted_seconds,
         )
@@ -77,30 +77,30 @@ def _generate(
             drafts.append([])
         ids = torch.tensor([list(prompt)], device=task.target.device)
         with torch.inference_mode(), nothing_filled_in(task.target.model):
-            found = task.target.model.generate(
+            output = task.target.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=settings,
                 assistant_model=assistant,
             )
-        texts.append(found[0, len(prompt) :].tolist())
+        texts.append(output[0, len(prompt) :].tolist())
     return texts, time.perf_counter() - begin
 
 
 @contextmanager
-def _watched() -> Iterator[Drafts]:
+def _recorded_drafts() -> Iterator[Drafts]:
     """Record every draft, because transformers counts none itself. The caller appends a list before
     each text."""
     drafts: Drafts = []
     original = AssistedCandidateGenerator.get_candidates
 
-    def noting(self, input_ids, **options):  # type: ignore[no-untyped-def]
-        found = original(self, input_ids, **options)
+    def recording(self, input_ids, **options):  # type: ignore[no-untyped-def]
+        candidates = original(self, input_ids, **options)
         begin = input_ids.shape[1]
-        drafts[-1].append((begin, found[0][0, begin:].tolist()))
-        return found
+        drafts[-1].append((begin, candidates[0][0, begin:].tolist()))
+        return candidates
 
-    AssistedCandidateGenerator.get_candidates = noting
+    AssistedCandidateGenerator.get_candidates = recording
     try:
         yield drafts
     finally:
@@ -113,11 +113,11 @@ def _count(
     """Count the drafted and accepted tokens of a draft. last: the text's last draft, counted only
     up to the end of the text."""
     begin, tokens = draft
-    real = text[begin - prompt :]
-    within = tokens[: len(real)] if last else tokens
+    following = text[begin - prompt :]
+    within = tokens[: len(following)] if last else tokens
     accepted = 0
-    for ours, theirs in zip(within, real, strict=False):
-        if ours != theirs:
+    for drafted, correct in zip(within, following, strict=False):
+        if drafted != correct:
             break
         accepted += 1
     return len(within), accepted

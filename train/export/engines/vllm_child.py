@@ -33,7 +33,7 @@ def main(job_file: str, answer_file: str, progress_file: str) -> None:
 def run(job: Any, speculative: Any, progress: Any) -> tuple[dict[str, Any], dict[str, int]]:
     """Decode the prompts one by one; return texts and seconds, and the counters of drafts."""
 
-    def text(prompt: list[int], tokens: int) -> list[int]:
+    def decode(prompt: list[int], tokens: int) -> list[int]:
         sampling = vllm.SamplingParams(
             temperature=0,
             max_tokens=tokens,
@@ -41,16 +41,16 @@ def run(job: Any, speculative: Any, progress: Any) -> tuple[dict[str, Any], dict
             stop_token_ids=job["eos"],
             detokenize=False,
         )
-        asked = vllm.TokensPrompt(prompt_token_ids=prompt)
-        found = llm.generate(asked, sampling, use_tqdm=False)
+        ids = vllm.TokensPrompt(prompt_token_ids=prompt)
+        results = llm.generate(ids, sampling, use_tqdm=False)
         print(".", end="", file=progress, flush=True)
-        return list(found[0].outputs[0].token_ids)
+        return list(results[0].outputs[0].token_ids)
 
     llm = vllm.LLM(**job["options"], speculative_config=speculative)
-    text(job["prompts"][0], 4)  # warm-up
+    decode(job["prompts"][0], 4)  # warm-up
     before = counters(llm)
     begin = time.perf_counter()
-    texts = [text(prompt, job["max_new_tokens"]) for prompt in job["prompts"]]
+    texts = [decode(prompt, job["max_new_tokens"]) for prompt in job["prompts"]]
     seconds = time.perf_counter() - begin
     counts = {name: count - before.get(name, 0) for name, count in counters(llm).items()}
     return {"texts": texts, "seconds": seconds}, counts

@@ -3,6 +3,7 @@
 A user may name an engine instead, and gets the layout that this engine reads for the drafter.
 """
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from decode.drafters import Drafter
 from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target.loading import Target
-from train.export.source import shown_name, target_hub_id
+from train.export.trained_drafter import public_name, target_hub_id
 
 EXPORT_FILE = "export.json"
 
@@ -36,6 +37,12 @@ class ExportJob:
     backbone: str | None = None
 
     @property
+    def loaded_target(self) -> Target:
+        """The target, for formats and measurements that need it."""
+        assert self.target is not None
+        return self.target
+
+    @property
     def kind(self) -> str:
         return str(self.description["kind"])
 
@@ -43,7 +50,7 @@ class ExportJob:
     def target_name(self) -> str:
         """The target's name for readers: its hub id, or its local name."""
         name = str(self.description["target"]["name"])
-        return self.backbone or target_hub_id(name) or shown_name(name)
+        return self.backbone or target_hub_id(name) or public_name(name)
 
 
 class Format(ABC):
@@ -66,12 +73,11 @@ class Format(ABC):
         """Return the largest γ that a drafter directory can draft; None for any γ."""
         return None
 
-    def loads(self, job: ExportJob) -> str:
+    def target_to_load(self, job: ExportJob) -> str:
         """Return the target to load, as `load_target` takes it."""
         return job.target_spec
 
-    @abstractmethod
-    def refuse(self, job: ExportJob) -> None:
+    def refuse(self, job: ExportJob) -> None:  # noqa: B027 (most layouts hold all drafters)
         """Raise UserError for a drafter that this layout cannot hold, before loading anything."""
 
     @abstractmethod
@@ -99,6 +105,15 @@ class Format(ABC):
 FORMATS: Registry[Format] = Registry("export format")
 
 
+def vllm_serving(method: str, target: str, repository: str, gamma: int) -> tuple[str, str, str]:
+    """Return how vLLM serves a drafter, as `Format.serving` does. method: of its
+    speculative_config."""
+    speculative = json.dumps(
+        {"method": method, "model": repository, "num_speculative_tokens": gamma}
+    )
+    return "vLLM", "", f"vllm serve {target} --speculative-config '{speculative}'"
+
+
 # Drafters that no inference engine supports, and what to train instead.
 UNSERVED = {
     "blockwise": "no inference engine has Blockwise heads; train Medusa heads for vLLM or TGI",
@@ -110,22 +125,29 @@ UNSERVED = {
 def format_for(name: str, kind: str) -> Format:
     """Return the format for a drafter of this kind. name: of a format or of an engine that reads
     it. Raises UserError with advice if there is none."""
-    named = [FORMATS[other] for other in FORMATS if name in (other, *FORMATS[other].engines)]
-    if not named:
+    layouts = [FORMATS[other] for other in FORMATS if name in (other, *FORMATS[other].engines)]
+    if not layouts:
         known = sorted({name for other in FORMATS for name in (other, *FORMATS[other].engines)})
         raise UserError(
             f"unknown export format {name!r}; known formats and engines: {', '.join(known)}."
             f"{nearest(name, known)}"
         )
-    for found in named:
-        if kind in found.kinds:
-            return found
+    for layout in layouts:
+        if kind in layout.kinds:
+            return layout
     fitting = [other for other in FORMATS if kind in FORMATS[other].kinds]
     advice = UNSERVED.get(kind) or next(
-        (found.instead[kind] for found in named if kind in found.instead),
+        (layout.instead[kind] for layout in layouts if kind in layout.instead),
         f"use --format {' or '.join(fitting)}" if fitting else "no format holds it yet",
     )
     raise UserError(f"format {name} cannot hold a {kind} drafter; {advice}")
 
 
-from train.export.formats import eagle1, eagle3, eagle3_gguf, gguf, hf, medusa, speculators  # noqa: E402, F401  (each registers itself)
+from train.export.formats import (  # noqa: E402, F401  (each registers itself)
+    eagle3_gguf,
+    eagle3_layer,
+    eagle_layer,
+    hugging_face,
+    medusa_heads,
+    small_lm_gguf,
+)

@@ -24,45 +24,45 @@ from decode.errors import UserError
 from decode.target.loading import Target
 from heads.eagle_heads import Eagle3Drafter, Eagle3Options
 from heads.heads_directory import stored_options
+from train.export.file_schema import is_count, read_json
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob
-from train.export.formats.eagle3 import OUTPUT, OWN_OUTPUT, are_ids, tensors_of
-from train.export.formats.in_gguf import (
+from train.export.formats.eagle3_layer import OUTPUT, OWN_OUTPUT, are_ascending_ids, eagle3_tensors
+from train.export.formats.gguf_layout import (
     D2T,
     FILE,
     LAYER,
-    InGGUF,
-    in_halves,
-    in_pairs,
-    keys_of,
+    GGUFLayout,
     layer_shapes,
     metadata,
+    read_keys,
+    read_weights,
+    rows_in_halves,
+    rows_in_pairs,
     target_gguf,
-    tokenizer_fields,
-    weights_of,
-    write_file,
+    tokenizer_keys,
+    write_gguf,
 )
-from train.export.formats.of_heads import drafter_of, heads_of, require_fit
-from train.export.tensors import read_json, whole
+from train.export.trained_drafter import heads_drafter, read_heads_for, require_fitting_target
 
-OF = "eagle3"
+ARCH = "eagle3"
 # GGUF's tensor names, by the names of the layout for vLLM.
 NAMES = {
     "fc.weight": "fc.weight",
     "norm.weight": "output_norm.weight",
     OUTPUT: "output.weight",
     "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
-    **{f"midlayer.{theirs}.weight": f"blk.0.{own}.weight" for theirs, own in LAYER.items()},
+    **{f"midlayer.{module}.weight": f"blk.0.{name}.weight" for module, name in LAYER.items()},
 }
 FREQUENCIES = "rope_freqs.weight"
-TURNED = {"blk.0.attn_q.weight": "head_count", "blk.0.attn_k.weight": "head_count_kv"}
+ROTATED = {"blk.0.attn_q.weight": "head_count", "blk.0.attn_k.weight": "head_count_kv"}
 
 
-class Eagle3GGUF(InGGUF):
+class Eagle3GGUF(GGUFLayout):
     """A reduced draft vocabulary stays reduced."""
 
     name = "eagle3-gguf"
     kinds = ("eagle3",)
-    architectures = (OF,)
+    architectures = (ARCH,)
     spec_type = "draft-eagle3"
     carries_vocabulary = True
 
@@ -71,7 +71,7 @@ class Eagle3GGUF(InGGUF):
         steps: int = options.steps
         return steps
 
-    def loads(self, job: ExportJob) -> str:
+    def target_to_load(self, job: ExportJob) -> str:
         """Return the target that the heads were trained for. The file for serving may be quantized
         and then has other weights."""
         return str(job.description["target"]["name"])
@@ -80,7 +80,7 @@ class Eagle3GGUF(InGGUF):
         target_gguf(job.target_spec)
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        heads: Any = heads_of(job, self.name)
+        heads: Any = read_heads_for(self.name, job.drafter, job.loaded_target)
         config = heads.config
         rope = config.rope_parameters.get("rope_type", "default")
         if rope not in ("default", "llama3"):
@@ -89,27 +89,29 @@ class Eagle3GGUF(InGGUF):
                 "export it as eagle3 and convert that with llama.cpp's own convert_hf_to_gguf.py"
             )
         dtype = job.dtype or "float32"
-        assert job.target is not None
         file = target_gguf(job.target_spec)
-        copied = tokenizer_fields(file, config.vocab_size)
-        _require_same_tokens(file, copied["tokenizer.ggml.tokens"].contents(), job.target)
-        found = tensors_of(heads, config.vocab_size)
-        tensors = {own: found[theirs].detach().cpu() for theirs, own in NAMES.items()}
+        copied = tokenizer_keys(file, config.vocab_size)
+        _require_same_tokens(file, copied["tokenizer.ggml.tokens"].contents(), job.loaded_target)
+        vllm_tensors = eagle3_tensors(heads, config.vocab_size)
+        tensors = {name: vllm_tensors[other].detach().cpu() for other, name in NAMES.items()}
         counts = (config.num_attention_heads, config.num_key_value_heads)
-        for name, count in zip(TURNED, counts, strict=True):
-            tensors[name] = in_pairs(tensors[name], count)
+        for name, count in zip(ROTATED, counts, strict=True):
+            tensors[name] = rows_in_pairs(tensors[name], count)
         parameters = sum(tensor.numel() for tensor in tensors.values())
         if rope == "llama3":
-            tensors[FREQUENCIES] = slowed(config)
+            tensors[FREQUENCIES] = rotation_slowdowns(config)
         if heads.vocabulary is not None:
             tensors[D2T] = heads.vocabulary.cpu()
-        described = metadata(config, OF, dtype) | {
-            f"{OF}.target_layers": ([layer + 1 for layer in heads.captured_layers], Value.ARRAY),
-            f"{OF}.target_hidden_size": (heads.hidden_size, Value.UINT32),
-            f"{OF}.norm_before_residual": (False, Value.BOOL),
-            f"{OF}.norm_before_fc": (False, Value.BOOL),
+        described = metadata(config, ARCH, dtype) | {
+            f"{ARCH}.target_layers": (
+                [layer + 1 for layer in heads.captured_layers],
+                Value.ARRAY,
+            ),
+            f"{ARCH}.target_hidden_size": (heads.hidden_size, Value.UINT32),
+            f"{ARCH}.norm_before_residual": (False, Value.BOOL),
+            f"{ARCH}.norm_before_fc": (False, Value.BOOL),
         }
-        write_file(directory, OF, described, copied, tensors, dtype)
+        write_gguf(directory, ARCH, described, copied, tensors, dtype)
         return {
             "dtype": dtype,
             "kept": None if heads.vocabulary is None else len(heads.vocabulary),
@@ -120,54 +122,57 @@ class Eagle3GGUF(InGGUF):
             "size": "one decoder layer",
         }
 
-    def extra_keys(self, of: str) -> dict[str, Any]:
+    def extra_expected_keys(self, arch: str) -> dict[str, Any]:
         return {
-            f"{OF}.target_layers": lambda x: isinstance(x, list) and len(x) == len(set(x)) == 3,
-            f"{OF}.target_hidden_size": whole,
-            f"{OF}.norm_before_residual": False,
-            f"{OF}.norm_before_fc": False,
+            f"{ARCH}.target_layers": lambda x: isinstance(x, list) and len(x) == len(set(x)) == 3,
+            f"{ARCH}.target_hidden_size": is_count,
+            f"{ARCH}.norm_before_residual": False,
+            f"{ARCH}.norm_before_fc": False,
         }
 
     def shapes(
-        self, of: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
+        self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
     ) -> dict[str, tuple[int, ...]]:
-        hidden, rows = keys[f"{OF}.embedding_length"], facts["kept"] or keys[f"{OF}.vocab_size"]
-        found = {
-            "fc.weight": (hidden, 3 * keys[f"{OF}.target_hidden_size"]),
+        hidden, rows = (
+            keys[f"{ARCH}.embedding_length"],
+            facts["kept"] or keys[f"{ARCH}.vocab_size"],
+        )
+        shapes = {
+            "fc.weight": (hidden, 3 * keys[f"{ARCH}.target_hidden_size"]),
             "output_norm.weight": (hidden,),
             "output.weight": (rows, hidden),
             "blk.0.attn_norm_2.weight": (hidden,),
         }
-        layer = layer_shapes(OF, keys, 2 * hidden)
-        found |= {f"blk.0.{name}": shape for name, shape in layer.items()}
+        layer = layer_shapes(ARCH, keys, 2 * hidden)
+        shapes |= {f"blk.0.{name}": shape for name, shape in layer.items()}
         if facts["rope"] == "llama3":
-            found[FREQUENCIES] = (keys[f"{OF}.rope.dimension_count"] // 2,)
-        return found | ({D2T: (rows,)} if facts["kept"] else {})
+            shapes[FREQUENCIES] = (keys[f"{ARCH}.rope.dimension_count"] // 2,)
+        return shapes | ({D2T: (rows,)} if facts["kept"] else {})
 
-    def wrong_values(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
-        if D2T not in weights or are_ids(weights[D2T], keys[f"{OF}.vocab_size"]):
+    def value_problems(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
+        if D2T not in weights or are_ascending_ids(weights[D2T], keys[f"{ARCH}.vocab_size"]):
             return []
         return [f"{D2T} is not of different tokens, ascending"]
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         reader = gguf.GGUFReader(directory / FILE)
-        keys, weights = keys_of(reader), weights_of(reader)
+        keys, weights = read_keys(reader), read_weights(reader)
         sizes = {
-            "hidden_size": keys[f"{OF}.embedding_length"],
-            "vocab_size": keys[f"{OF}.vocab_size"],
+            "hidden_size": keys[f"{ARCH}.embedding_length"],
+            "vocab_size": keys[f"{ARCH}.vocab_size"],
         }
-        require_fit(sizes, directory, target)
-        for name, count in TURNED.items():
-            weights[name] = in_halves(weights[name], keys[f"{OF}.attention.{count}"])
-        state = {theirs: weights[own] for theirs, own in NAMES.items()}
+        require_fitting_target(sizes, directory, target)
+        for name, count in ROTATED.items():
+            weights[name] = rows_in_halves(weights[name], keys[f"{ARCH}.attention.{count}"])
+        state = {other: weights[name] for other, name in NAMES.items()}
         state[OWN_OUTPUT] = state.pop(OUTPUT)
         record: Any = read_json(directory / EXPORT_FILE)
         options = Eagle3Options(steps=record["facts"]["max_depth"])
         ids: torch.Tensor | None = weights.get(D2T)
-        drafter = drafter_of(Eagle3Drafter, options, ids, state, target)
-        if keys[f"{OF}.target_layers"] != [layer + 1 for layer in drafter.heads.captured_layers]:
+        drafter = heads_drafter(Eagle3Drafter, options, ids, state, target)
+        if keys[f"{ARCH}.target_layers"] != [layer + 1 for layer in drafter.heads.captured_layers]:
             raise UserError(
-                f"{directory} reads what layers {keys[f'{OF}.target_layers']} of its target are "
+                f"{directory} reads what layers {keys[f'{ARCH}.target_layers']} of its target are "
                 f"given, and with {target.name} they would be others; use the target it was made "
                 "for"
             )
@@ -177,7 +182,7 @@ class Eagle3GGUF(InGGUF):
 FORMATS.register("eagle3-gguf")(Eagle3GGUF())
 
 
-def slowed(config: LlamaConfig) -> Tensor:
+def rotation_slowdowns(config: LlamaConfig) -> Tensor:
     """Return [d/2]: how many times slower each pair of a head rotates because of the scaling in
     Llama 3's configs."""
     size = config.head_dim
@@ -190,10 +195,11 @@ def slowed(config: LlamaConfig) -> Tensor:
 def _require_same_tokens(file: Path, tokens: Sequence[str], target: Target) -> None:
     """Raise UserError if a GGUF file's tokens are not the target's. Up to 1% may differ: some files
     write a few tokens differently, such as those that only fill up the vocabulary."""
-    own = target.tokenizer.convert_ids_to_tokens(list(range(len(tokens))))
-    differ = sum(a is not None and a != b for a, b in zip(own, tokens, strict=True))
-    if differ > len(tokens) // 100:
+    target_tokens = target.tokenizer.convert_ids_to_tokens(list(range(len(tokens))))
+    pairs = zip(target_tokens, tokens, strict=True)
+    different = sum(a is not None and a != b for a, b in pairs)
+    if different > len(tokens) // 100:
         raise UserError(
-            f"{differ} of the {len(tokens)} tokens of {file} are not those of {target.name}, which "
-            "the drafter was made for; name a GGUF file of that model"
+            f"{different} of the {len(tokens)} tokens of {file} are not those of {target.name}, "
+            "which the drafter was made for; name a GGUF file of that model"
         )

@@ -12,7 +12,7 @@ from matplotlib.ticker import PercentFormatter
 from train.plots import LIGHT, REFERENCE, canvas, style, svg
 
 
-def bars(
+def bar_plot(
     name: str,
     labels: Sequence[str],
     values: Sequence[float | None],
@@ -33,36 +33,36 @@ def bars(
         return ""
     with style():
         figure, axes = _rows(labels)
-        here = [mark for mark in marks if mark is not None]
-        most = max(value for value in [*values, *here, start] if value is not None)
-        span = (end if end is not None else most) - start or 1.0
+        drawn_marks = [mark for mark in marks if mark is not None]
+        largest = max(value for value in [*values, *drawn_marks, start] if value is not None)
+        span = (end if end is not None else largest) - start or 1.0
         for y, (value, colour) in enumerate(zip(values, colours, strict=True)):
             if value is None:
-                _beside(axes, start, y, "–", muted=True)
+                _text_beside(axes, start, y, "–", muted=True)
                 continue
             axes.barh(y, value - start, left=start, height=0.62, color=colour)
             mark = marks[y] if marks else None
-            hidden = mark is not None and 0 <= mark - value < 0.15 * span
-            _beside(axes, mark if mark is not None and hidden else value, y, f"{value:.2f}")
+            near = mark is not None and 0 <= mark - value < 0.15 * span
+            _text_beside(axes, mark if mark is not None and near else value, y, f"{value:.2f}")
         if reference is not None:
             axes.axvline(reference[1], color=REFERENCE, linestyle=(0, (4, 3)), linewidth=1.2)
-            _above(axes, reference[1], reference[0])
+            _text_above(axes, reference[1], reference[0])
         for y, mark in enumerate(marks):
             if mark is not None:
                 axes.plot([mark, mark], [y - 0.42, y + 0.42], color=LIGHT["ink"], linewidth=2)
-        if here:
+        if drawn_marks:
             axis += f"   ( ┃ {mark_label} )"
         axes.set_xlim(start, start + 1.14 * span)
         if end is not None:
             axes.set_xticks([tick / 5 * span + start for tick in range(6)])
         axes.set_xlabel(axis)
         axes.grid(axis="x")
-        shown = ["–" if value is None else f"{value:.2f}" for value in values]
-        rows = [f"{label} {value}" for label, value in zip(labels, shown, strict=True)]
+        texts = ["–" if value is None else f"{value:.2f}" for value in values]
+        rows = [f"{label} {text}" for label, text in zip(labels, texts, strict=True)]
         return svg(figure, name, f"Bars, {axis}: {', '.join(rows)}.")
 
 
-def intervals(
+def interval_plot(
     name: str,
     labels: Sequence[str],
     ratios: Sequence[dict[str, float] | None],
@@ -71,22 +71,22 @@ def intervals(
     axis: str,
 ) -> str:
     """Plot a dot with its interval ({value, low, high}) per row, and a line at 1."""
-    found = [ratio for ratio in ratios if ratio is not None]
-    if not found:
+    drawn = [ratio for ratio in ratios if ratio is not None]
+    if not drawn:
         return ""
     with style():
         figure, axes = _rows(labels)
         axes.axvline(1.0, color=LIGHT["ink"], linewidth=1.2)
-        _above(axes, 1.0, "plain decoding")
+        _text_above(axes, 1.0, "plain decoding")
         for y, (ratio, colour) in enumerate(zip(ratios, colours, strict=True)):
             if ratio is None:
-                _beside(axes, 1.0, y, "not timed", muted=True)
+                _text_beside(axes, 1.0, y, "not timed", muted=True)
                 continue
             axes.plot([ratio["low"], ratio["high"]], [y, y], color=colour, linewidth=2.2)
             axes.plot(ratio["value"], y, "o", color=colour, markersize=8)
-            _beside(axes, max(ratio["high"], ratio["value"]), y, f"{ratio['value']:.2f}×")
-        low = min(1.0, *(min(ratio.values()) for ratio in found))
-        high = max(1.0, *(max(ratio.values()) for ratio in found))
+            _text_beside(axes, max(ratio["high"], ratio["value"]), y, f"{ratio['value']:.2f}×")
+        low = min(1.0, *(min(ratio.values()) for ratio in drawn))
+        high = max(1.0, *(max(ratio.values()) for ratio in drawn))
         span = max(high - low, 0.1)
         axes.set_xlim(low - 0.12 * span, high + 0.24 * span)
         axes.set_xlabel(axis)
@@ -99,7 +99,7 @@ def intervals(
         return svg(figure, name, f"Dots with 95% intervals, {axis}: {', '.join(rows)}.")
 
 
-def stacks(
+def stacked_bar_plot(
     name: str,
     labels: Sequence[str],
     parts: Sequence[tuple[str, Sequence[float | None]]],
@@ -119,7 +119,7 @@ def stacks(
         return ""
     with style():
         figure, axes = _rows(labels, extra=0.3)
-        ramp = _ramp(len(parts))
+        ramp = _blues(len(parts))
         left = [0.0] * len(labels)
         sums = [sum(values[y] or 0.0 for _, values in parts) for y in range(len(labels))]
         longest = max([*sums, line[1] if line else 0.0])
@@ -148,9 +148,9 @@ def stacks(
                 left[y] += width
         for y, total in enumerate(sums):
             if not total:
-                _beside(axes, 0.0, y, "–", muted=True)
+                _text_beside(axes, 0.0, y, "–", muted=True)
             elif totals:
-                _beside(axes, total, y, f"{total:.0%}")
+                _text_beside(axes, total, y, f"{total:.0%}")
         if line is not None:
             axes.axvline(line[1], color=LIGHT["ink"], linewidth=1.2)
         axes.set_xlim(0, longest * (1.14 if totals else 1.0))
@@ -188,7 +188,7 @@ def _rows(labels: Sequence[str], extra: float = 0.0) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _beside(axes: Axes, x: float, y: float, text: str, *, muted: bool = False) -> None:
+def _text_beside(axes: Axes, x: float, y: float, text: str, *, muted: bool = False) -> None:
     axes.annotate(
         text,
         (x, y),
@@ -201,7 +201,7 @@ def _beside(axes: Axes, x: float, y: float, text: str, *, muted: bool = False) -
     )
 
 
-def _above(axes: Axes, x: float, text: str) -> None:
+def _text_above(axes: Axes, x: float, text: str) -> None:
     axes.annotate(
         text,
         (x, 1.0),
@@ -214,13 +214,13 @@ def _above(axes: Axes, x: float, text: str) -> None:
     )
 
 
-def _ramp(count: int) -> list[tuple[str, str]]:
+def _blues(count: int) -> list[tuple[str, str]]:
     """Return (fill, text) colours in even steps of one blue, light to dark, for both themes."""
     light, dark = (0xC9, 0xDF, 0xF1), (0x15, 0x50, 0x88)
     steps = []
     for i in range(count):
-        part = i / (count - 1) if count > 1 else 1.0
-        colour = [round(a + (b - a) * part) for a, b in zip(light, dark, strict=True)]
-        text = "#14202c" if part < 0.45 else "#ffffff"
+        position = i / (count - 1) if count > 1 else 1.0
+        colour = [round(a + (b - a) * position) for a, b in zip(light, dark, strict=True)]
+        text = "#14202c" if position < 0.45 else "#ffffff"
         steps.append(("#{:02x}{:02x}{:02x}".format(*colour), text))
     return steps

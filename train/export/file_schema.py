@@ -27,7 +27,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class FoundTensor:
+class StoredTensor:
     """A tensor in a file. finite: whether all its values are numbers."""
 
     shape: tuple[int, ...]
@@ -36,15 +36,15 @@ class FoundTensor:
 
 
 def tensor_problems(
-    expected: Mapping[str, TensorSpec], found: Mapping[str, FoundTensor]
+    expected: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor]
 ) -> list[str]:
     """Return the problems with a file's tensors, a line each; empty if there are none."""
-    problems = [f"tensor {name} is missing" for name in sorted(expected.keys() - found.keys())]
+    problems = [f"tensor {name} is missing" for name in sorted(expected.keys() - stored.keys())]
     problems += [
-        f"tensor {name} is not expected" for name in sorted(found.keys() - expected.keys())
+        f"tensor {name} is not expected" for name in sorted(stored.keys() - expected.keys())
     ]
-    for name in sorted(expected.keys() & found.keys()):
-        spec, tensor = expected[name], found[name]
+    for name in sorted(expected.keys() & stored.keys()):
+        spec, tensor = expected[name], stored[name]
         if tensor.shape != spec.shape:
             problems.append(
                 f"tensor {name} has shape {list(tensor.shape)}, expected {list(spec.shape)}"
@@ -57,39 +57,49 @@ def tensor_problems(
 
 
 def key_problems(
-    expected: Mapping[str, Callable[[Any], bool] | Any], found: Mapping[str, Any], where: str
+    expected: Mapping[str, Callable[[Any], bool] | Any], settings: Mapping[str, Any], where: str
 ) -> list[str]:
     """Return the problems with settings. expected: the value itself, or a test it must pass."""
     problems = []
-    for key, wanted in expected.items():
-        if key not in found:
+    for key, condition in expected.items():
+        if key not in settings:
             problems.append(f"{where} has no {key}")
-        elif callable(wanted):
-            if not wanted(found[key]):
-                problems.append(f"{where}: {key} is {_short(found[key])}, which cannot be")
-        elif found[key] != wanted:
-            problems.append(f"{where}: {key} is {_short(found[key])}, expected {_short(wanted)}")
+            continue
+        value = settings[key]
+        if callable(condition):
+            if not condition(value):
+                problems.append(f"{where}: {key} is {_short(value)}, which cannot be")
+        elif value != condition:
+            problems.append(f"{where}: {key} is {_short(value)}, expected {_short(condition)}")
     return problems
 
 
-def safetensors_found(files: Iterable[Path]) -> tuple[dict[str, FoundTensor], list[str]]:
-    """Return the tensors of some files, and the problems with the files themselves."""
-    found: dict[str, FoundTensor] = {}
+def extra_key_problems(
+    expected: Iterable[str], settings: Mapping[str, Any], where: str
+) -> list[str]:
+    """Return a problem for every setting that is not expected."""
+    extra = sorted(settings.keys() - set(expected))
+    return [f"{where} has {key}, which is not expected" for key in extra]
+
+
+def read_tensors(files: Iterable[Path]) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return the tensors of safetensors files, and the problems with the files themselves."""
+    tensors: dict[str, StoredTensor] = {}
     problems = []
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dictionary)
-                    if name in found:
+                    if name in tensors:
                         problems.append(f"tensor {name} stands in two files")
-                    piece = opened.get_slice(name)
+                    header = opened.get_slice(name)
                     values = opened.get_tensor(name)
                     finite = not values.is_floating_point() or bool(values.isfinite().all())
-                    shape = tuple(piece.get_shape())
-                    found[name] = FoundTensor(shape, piece.get_dtype(), finite)
+                    shape = tuple(header.get_shape())
+                    tensors[name] = StoredTensor(shape, header.get_dtype(), finite)
         except (SafetensorError, OSError) as error:
             problems.append(f"{file.name} cannot be read ({error})")
-    return found, problems
+    return tensors, problems
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -101,12 +111,12 @@ def read_json(file: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def whole(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     """Whether the value is an integer of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def number(value: Any) -> bool:
+def is_positive(value: Any) -> bool:
     """Whether the value is a number above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 

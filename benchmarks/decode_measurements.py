@@ -1,28 +1,32 @@
-"""One setting of `benchmarks.decode`: its contestants, their order, and the results."""
+"""What `benchmarks.decode` measures: contests, one for each setting, cold starts, and a profile."""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.decode_contestants import Contestant, Models, makers
-from benchmarks.decode_passes import Passes
+from benchmarks.common import in_fresh_process
+from benchmarks.decode_contestants import NAMES, Contestant, Models, Passes, makers
 from decode.drafters import DRAFTERS
+from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.evaluation import identical, ratio_of_totals
 from decode.stats import finite
-from decode.target.loading import Target
+from decode.target.loading import Target, load_target
+from train.cli.command import cores
 from train.console import Reporter
 from train.data.read import spread
 
 OURS = ("plain", "speculative", "lookup")
 PACKAGES = ("flashspec", "economize")
+OPERATIONS = 8  # of a profile, the slowest
 
 
 @dataclass(frozen=True)
@@ -71,16 +75,16 @@ class Contest:
             if name in (*OURS, "generate"):
                 raise
             self.unable[name] = _reason(error)
-            for known in (self.seconds, self.outputs, self.passes):
-                known.pop(name, None)
+            for results in (self.seconds, self.outputs, self.passes):
+                results.pop(name, None)
 
     def ratio(self, theirs: str, ours: str) -> dict[str, float] | None:
         """Return the time of `theirs` over the time of `ours`, with an interval if there is more
         than one job. None if one of them has no times."""
         if theirs not in self.seconds or ours not in self.seconds:
             return None
-        found = ratio_of_totals(*(np.array(self.seconds[name]) for name in (theirs, ours)))
-        return {"value": found["value"]} if found and self.setting.jobs == 1 else found
+        ratio = ratio_of_totals(*(np.array(self.seconds[name]) for name in (theirs, ours)))
+        return {"value": ratio["value"]} if ratio and self.setting.jobs == 1 else ratio
 
     def figures(self, name: str) -> dict[str, Any]:
         """Return a contestant's figures for JSON and the table. Unknown ones are None."""
@@ -94,7 +98,7 @@ class Contest:
                 ("overhead", passes.overhead_s),
             )
         }
-        same, close = self.equal.get(name, (None, None))
+        equal, close = self.equal.get(name, (None, None))
         return {
             "tokens_per_second": tokens / seconds,
             "seconds": self.seconds[name],
@@ -102,13 +106,13 @@ class Contest:
             "acceptance_rate": _share(passes.accepted, passes.reached),
             "draft_efficiency": _share(passes.accepted, passes.drafted),
             **milliseconds,
-            "equal_to_generate": same,
+            "equal_to_generate": equal,
             "equal_within_rounding": close,
         }
 
 
-def _share(part: int, whole: int) -> float | None:
-    return finite(part / whole) if whole else None
+def _share(part: int, total: int) -> float | None:
+    return finite(part / total) if total else None
 
 
 def long_answers(
@@ -124,12 +128,12 @@ def long_answers(
     for begin in range(0, len(order), 16):
         if len(long) >= count:
             break
-        batch = [prompts[place] for place in order[begin : begin + 16]]
-        found = decoder.decode(batch, tokens).outputs
+        batch = [prompts[index] for index in order[begin : begin + 16]]
+        outputs = decoder.decode(batch, tokens).outputs
         ends = set(target.eos_token_ids)
         long += [
             prompt
-            for prompt, output in zip(batch, found, strict=True)
+            for prompt, output in zip(batch, outputs, strict=True)
             if len(output) == tokens and output[-1] not in ends
         ]
     if not long:
@@ -140,7 +144,7 @@ def long_answers(
     return spread(long, count)
 
 
-def hold(
+def hold_contest(
     models: Models,
     setting: Setting,
     texts: Sequence[list[int]],
@@ -152,17 +156,17 @@ def hold(
     Errors of other packages are recorded as reasons. Our own loop and plain `generate()` must
     support every setting, so their errors are raised.
     """
-    wanted = spread(texts, setting.jobs * setting.batch)
-    whole = max(setting.batch, len(wanted) - len(wanted) % setting.batch)
-    jobs = [wanted[i : i + setting.batch] for i in range(0, whole, setting.batch)]
+    prompts = spread(texts, setting.jobs * setting.batch)
+    count = max(setting.batch, len(prompts) - len(prompts) % setting.batch)  # complete batches
+    jobs = [prompts[i : i + setting.batch] for i in range(0, count, setting.batch)]
     dtype = str(models.target.dtype).removeprefix("torch.")
     contest = Contest(replace(setting, jobs=len(jobs)), dtype)
     ready: dict[str, Contestant] = {}
     for name, make in makers(models, gamma=gamma, sampled=setting.sampled).items():
         with contest.excusing(name):
-            run = make()
-            run(jobs[0], min(8, setting.tokens), 0)  # the warm-up
-            ready[name] = run
+            contestant = make()
+            contestant(jobs[0], min(8, setting.tokens), 0)  # the warm-up
+            ready[name] = contestant
             contest.seconds[name], contest.outputs[name] = [], []
             contest.passes[name] = Passes()
     names = list(ready)
@@ -175,15 +179,16 @@ def hold(
             with contest.excusing(name):
                 finish(models.target)
                 begin = time.perf_counter()
-                ran = ready[name](job, setting.tokens, number)
+                result = ready[name](job, setting.tokens, number)
                 finish(models.target)
                 contest.seconds[name].append(time.perf_counter() - begin)
-                contest.outputs[name].append(ran.outputs)
-                contest.passes[name] += ran.passes()
+                contest.outputs[name].append(result.outputs)
+                contest.passes[name] += result.passes()
     if not setting.sampled:
         prompts = [prompt for job in jobs for prompt in job]
         rows = {
-            name: [row for job in found for row in job] for name, found in contest.outputs.items()
+            name: [row for job in outputs for row in job]
+            for name, outputs in contest.outputs.items()
         }
         contest.equal = {
             name: identical(models.target, prompts, rows["generate"], rows[name]) for name in rows
@@ -202,3 +207,109 @@ def _reason(error: Exception) -> str:
         return f'not installed (pip install "draftsmith[benchmarks]" installs {error.name})'
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
+
+
+def cold_starts(
+    names: Sequence[str],
+    models: dict[str, str],
+    prompt: Sequence[int],
+    gamma: int,
+    reporter: Reporter,
+) -> dict[str, dict[str, float]]:
+    """Return the seconds to the first token, each contestant in a new process (`first_token`)."""
+    seconds = {}
+    for name in names:
+        reporter.say(f"cold start: {NAMES[name]}")
+        try:
+            seconds[name] = in_fresh_process(
+                "benchmarks.decode_measurements:first_token",
+                name=name,
+                prompt=list(prompt),
+                gamma=gamma,
+                **models,
+            )
+        except RuntimeError as error:
+            reporter.say(f"  not there: {str(error).splitlines()[-1]}")
+    return seconds
+
+
+def first_token(
+    name: str, prompt: list[int], gamma: int, target: str, drafter: str, dtype: str, device: str
+) -> dict[str, float]:
+    """Return three times in seconds: from loaded models to a ready loop (ours: with packed
+    weights), the first call for one token, and a second such call."""
+    torch.set_num_threads(cores())
+    models = Models.load(load_target(target, dtype=dtype, device=device), drafter)
+    begin = time.perf_counter()
+    run = makers(models, gamma=gamma, sampled=False)[name]()
+    finish(models.target)
+    marks = [begin, time.perf_counter()]
+    for _ in range(2):
+        run([prompt], 1, 0)
+        finish(models.target)
+        marks.append(time.perf_counter())
+    ready, first, second = (b - a for a, b in pairwise(marks))
+    return {"ready": ready, "first": first, "second": second}
+
+
+def profile_loop(
+    models: Models, prompt: Sequence[int], tokens: int, gamma: int
+) -> dict[str, dict[str, Any]]:
+    """Return milliseconds per step, plain and with the drafter, for the forwards, the rule and the
+    bookkeeping. A second run under torch's profiler gives the slowest operations.
+
+    operations: (name, milliseconds per step, calls per step), ordered by self time. python_ms: the
+    time of a step in the profiled run outside all operations, including the profiler itself.
+    """
+    profiles: dict[str, dict[str, Any]] = {}
+    for name, drafter in (
+        ("plain", DRAFTERS["none"]()),
+        ("speculative", SmallLMDrafter(models.assistant)),
+    ):
+        decoder = Decoder(models.target.model, drafter, gamma=gamma)
+        decoder.decode([prompt], 8)
+        rule_seconds = [0.0]
+        verify = decoder.rule.verify
+
+        def timed(*args: Any, verify: Any = verify, seconds: list[float] = rule_seconds) -> Any:
+            begin = time.perf_counter()
+            verdict = verify(*args)
+            if models.target.device.type == "cuda":
+                torch.cuda.synchronize(models.target.device)
+            seconds[0] += time.perf_counter() - begin
+            return verdict
+
+        vars(decoder.rule)["verify"] = timed
+        timing = decoder.decode([prompt], tokens).timing
+        del vars(decoder.rule)["verify"]
+        ms_per_step = 1000 / timing.steps
+        profiles[name] = {
+            "draft_ms": timing.draft * ms_per_step,
+            "verify_ms": timing.verify * ms_per_step,
+            "rule_ms": rule_seconds[0] * ms_per_step,
+            "bookkeeping_ms": (timing.overhead - rule_seconds[0]) * ms_per_step,
+            **_operations(decoder, prompt, tokens),
+        }
+    return profiles
+
+
+def _operations(decoder: Decoder, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    cuda = decoder.lm.device.type == "cuda"
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        timing = decoder.decode([prompt], tokens).timing
+
+    def self_time(event: Any) -> float:  # microseconds
+        return float(event.self_device_time_total if cuda else event.self_cpu_time_total)
+
+    events = sorted(profiler.key_averages(), key=self_time, reverse=True)
+    ms_per_step = 1e-3 / timing.steps
+    return {
+        "python_ms": 1000 * timing.total / timing.steps - sum(map(self_time, events)) * ms_per_step,
+        "operations": [
+            (event.key, self_time(event) * ms_per_step, event.count / timing.steps)
+            for event in events[:OPERATIONS]
+        ],
+    }

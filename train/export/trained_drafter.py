@@ -1,13 +1,14 @@
-"""Reads a trained drafter for export, with an output layer that has a row for every token."""
+"""Reads a trained drafter for export: a small LM with an output layer for every token, or heads."""
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.artifact import MANIFEST, verify_directory
@@ -23,6 +24,10 @@ from decode.target.loading import (
     Target,
     load_model_and_tokenizer,
 )
+from heads.heads_directory import build_heads, make_ready, read_heads
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HeadOptions, Heads
+from heads.target_layers import output_layer
 
 # Untrained drafters have nothing to export. Engines have their own options for prompt lookup.
 BUILT_IN = (
@@ -50,7 +55,7 @@ class SmallLMSource:
         return self.model.config
 
 
-def describe_source(path: Path) -> dict[str, Any]:
+def describe_trained(path: Path) -> dict[str, Any]:
     """Check a drafter directory against its manifest and return its description.
 
     Raises UserError if it is not a trained drafter or is damaged.
@@ -65,10 +70,10 @@ def describe_source(path: Path) -> dict[str, Any]:
             f"{path} holds no {DRAFTER_FILE}: it is no drafter that draftsmith trained, or an "
             "export already. Name the drafter/ directory of a stage"
         )
-    found = "is no drafter directory" if path.is_dir() else "does not exist"
+    problem = "is no drafter directory" if path.is_dir() else "does not exist"
     raise UserError(
-        f"{path} {found}: expected the drafter/ directory of a stage, with {DRAFTER_FILE}. A plain "
-        "model needs no export; engines read it as it is"
+        f"{path} {problem}: expected the drafter/ directory of a stage, with {DRAFTER_FILE}. A "
+        "plain model needs no export; engines read it as it is"
     )
 
 
@@ -88,26 +93,27 @@ def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
     reduced = load_vocabulary(path, model)
     if reduced is None:
         return SmallLMSource(model, tokenizer, dtype)
-    own, before = model.get_output_embeddings(), reduced.full
+    layer, full_layer = model.get_output_embeddings(), reduced.full
     filled_from = "the output layer it had before it was reduced"
-    rows = before.weight.detach()
+    rows = full_layer.weight.detach()
     if target is not None:
-        theirs = target.model.get_output_embeddings().weight.detach()
-        if theirs.shape == rows.shape and (own.bias is None):
-            rows, filled_from = theirs.to(rows), "the target's output layer"
+        target_rows = target.model.get_output_embeddings().weight.detach()
+        if target_rows.shape == rows.shape and layer.bias is None:
+            rows, filled_from = target_rows.to(rows), "the target's output layer"
     ids = reduced.ids.cpu()
     weight = rows.clone()
-    weight[ids] = own.weight.detach()
-    model.set_output_embeddings(before)
-    if not torch.equal(weight, before.weight):
-        whole = nn.Linear(before.in_features, before.out_features, own.bias is not None)
-        whole.to(before.weight.dtype)
+    weight[ids] = layer.weight.detach()
+    model.set_output_embeddings(full_layer)
+    if not torch.equal(weight, full_layer.weight):
+        has_bias = layer.bias is not None
+        filled_layer = nn.Linear(full_layer.in_features, full_layer.out_features, has_bias)
+        filled_layer.to(full_layer.weight.dtype)
         with torch.no_grad():
-            whole.weight.copy_(weight)
-            if own.bias is not None:
-                whole.bias.copy_(before.bias)
-                whole.bias[ids] = own.bias
-        model.set_output_embeddings(whole.requires_grad_(False))
+            filled_layer.weight.copy_(weight)
+            if has_bias:
+                filled_layer.bias.copy_(full_layer.bias)
+                filled_layer.bias[ids] = layer.bias
+        model.set_output_embeddings(filled_layer.requires_grad_(False))
         model.config.tie_word_embeddings = False
     return SmallLMSource(model, tokenizer, dtype, len(ids), filled_from)
 
@@ -136,13 +142,13 @@ def target_hub_id(name: str) -> str | None:
     return None if is_local or name.endswith(".gguf") or name.count("/") != 1 else name
 
 
-def shown_name(name: str) -> str:
+def public_name(name: str) -> str:
     """Return a target's name to show to others. A local path is cut to its last part: the rest is
     private and helps nobody else."""
     return name if target_hub_id(name) else Path(name).name
 
 
-def found_in_run(path: Path) -> dict[str, Any] | None:
+def evaluation_in_run(path: Path) -> dict[str, Any] | None:
     """Return the evaluation of this drafter in the run that trained it, None if there is none.
     The evaluation of …/stages/NN-NAME/drafter is under …/evaluations."""
     stage = path.resolve().parent
@@ -152,6 +158,54 @@ def found_in_run(path: Path) -> dict[str, Any] | None:
     for file in sorted((stage.parents[1] / "evaluations").glob("*/evaluation.json")):
         record = json.loads(file.read_text())
         if record.get("stage") == name and record.get("drafter") not in (None, "none", "ngram"):
-            found: dict[str, Any] = record["evaluation"]
-            return found
+            evaluation: dict[str, Any] = record["evaluation"]
+            return evaluation
     return None
+
+
+def read_heads_for(layout: str, path: Path, target: Target) -> Heads:
+    """Return the heads in a drafter directory in float32, with the modules they borrow from the
+    target. Raises UserError if the target's output layer has a bias, which no layout of heads can
+    hold."""
+    if output_layer(target.model).bias is not None:
+        raise UserError(
+            f"the output layer of {target.name} has a bias, for which format {layout} has no place"
+        )
+    heads = read_heads(path, target)
+    heads.borrow(target.model, torch.float32)
+    return heads
+
+
+def heads_drafter(
+    kind: type[HeadsDrafter],
+    options: HeadOptions,
+    vocabulary: Tensor | None,
+    state: Mapping[str, Tensor],
+    target: Target,
+) -> HeadsDrafter:
+    """Build a drafter from exported heads. vocabulary: token ids of a reduced draft vocabulary."""
+    heads = build_heads(options, target, vocabulary, "meta")
+    heads.load_state_dict(state, assign=True)
+    make_ready(heads, target, target.dtype)
+    return kind(heads, target.vocab_size)
+
+
+def require_fitting_target(config: Mapping[str, Any], directory: Path, target: Target) -> None:
+    """Raise UserError unless the sizes in an exported config match the target's."""
+    hidden = output_layer(target.model).in_features
+    if (config["hidden_size"], config["vocab_size"]) != (hidden, target.vocab_size):
+        raise UserError(
+            f"the heads {directory} are for {config['hidden_size']} hidden numbers and "
+            f"{config['vocab_size']} tokens, and the target {target.name} has {hidden} and "
+            f"{target.vocab_size}; use the target they were made for"
+        )
+
+
+def copy_to_cpu(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Copy tensors to the CPU without shared memory. Weights get this dtype; others keep theirs."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        stored_dtype: torch.dtype = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to("cpu", stored_dtype, copy=True).contiguous()
+
+    return {name: copied(tensor) for name, tensor in tensors.items()}

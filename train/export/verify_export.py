@@ -12,30 +12,30 @@ from decode.loop import Decoder
 from decode.target.identity import require_same_target
 from decode.target.loading import Target
 from decode.verification import Verification
+from train.export import MIN_DRAFTED
 from train.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
-from train.export.write import check_export, reload
+from train.export.export_directory import check_export, reload_export
 
 # Larger than noise: with 2,000 drafted tokens the standard error of a share is at most 0.011.
 TOLERANCE = 0.03
-MIN_DRAFTED = 2000
 BATCH = 8
 
 
 @dataclass(frozen=True)
-class Verified:
+class ExportVerification:
     """The results of a verification.
 
-    drafted, accepted: tokens in our loop, counted as the engine counts. equal: the share of prompts
-    whose text in the engine is the same with the drafter as without it. equal_within_rounding: also
-    counts texts whose first difference is at two tokens with almost equal logits. failures: the
-    problems found."""
+    our_drafted, our_accepted: tokens in our loop, counted as the engine counts. equal: the share of
+    prompts whose text in the engine is the same with the drafter as without it.
+    equal_within_rounding: also counts texts whose first difference is at two tokens with almost
+    equal logits. failures: why the engine does not use the drafter as our loop does."""
 
     engine: str
     run: EngineRun
     gamma: int
     prompts: int
-    drafted: int
-    accepted: int
+    our_drafted: int
+    our_accepted: int
     equal: float
     equal_within_rounding: float
     failures: list[str]
@@ -46,10 +46,15 @@ class Verified:
 
     @property
     def our_efficiency(self) -> float | None:
-        return _share(self.accepted, self.drafted)
+        return _share(self.our_accepted, self.our_drafted)
+
+    @property
+    def speedup(self) -> float:
+        """The engine's seconds without the drafter over those with it."""
+        return self.run.plain_seconds / self.run.drafted_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the results as JSON values. speedup: the engine's, plain over drafted seconds."""
+        """Return the results as JSON values."""
         return {
             "engine": self.engine,
             "version": self.run.version,
@@ -58,14 +63,14 @@ class Verified:
             "engine_drafted": self.run.drafted_tokens,
             "engine_accepted": self.run.accepted_tokens,
             "engine_efficiency": self.engine_efficiency,
-            "our_drafted": self.drafted,
-            "our_accepted": self.accepted,
+            "our_drafted": self.our_drafted,
+            "our_accepted": self.our_accepted,
             "our_efficiency": self.our_efficiency,
             "equal": self.equal,
             "equal_within_rounding": self.equal_within_rounding,
             "plain_seconds": self.run.plain_seconds,
             "drafted_seconds": self.run.drafted_seconds,
-            "speedup": self.run.plain_seconds / self.run.drafted_seconds,
+            "speedup": self.speedup,
             "failures": self.failures,
         }
 
@@ -86,9 +91,9 @@ def engine_for(name: str, layout: str) -> Engine:
     return engine
 
 
-def verify(
+def verify_export(
     name: str, task: EngineTask, *, min_drafted: int = MIN_DRAFTED, tolerance: float = TOLERANCE
-) -> Verified:
+) -> ExportVerification:
     """Run the prompts in the engine and in our loop, greedily at the same γ, and compare.
 
     Raises UserError if the export is unsound, or if the engine does not read it, is not installed
@@ -104,11 +109,14 @@ def verify(
         )
     run = engine.run(task)
     task.say("our own loop")
-    drafter = reload(task.export, record, task.target)
-    drafted, accepted = count_ours(task, drafter, engine.counting)
-    equal, close = agreement(task.target, task.prompts, run.plain, run.drafted, engine.rounding)
+    drafter = reload_export(task.export, record, task.target)
+    drafted, accepted = count_drafts(task, drafter, engine.counting)
+    equal, close = agreement(
+        task.target, task.prompts, run.plain_texts, run.drafted_texts, engine.rounding
+    )
     failures = []
-    theirs, ours = _share(run.accepted_tokens, run.drafted_tokens), _share(accepted, drafted)
+    engine_efficiency = _share(run.accepted_tokens, run.drafted_tokens)
+    our_efficiency = _share(accepted, drafted)
     if not run.drafted_tokens:
         failures.append(f"{name} drafted nothing: it ignored the drafter")
     elif run.drafted_tokens < min_drafted:
@@ -116,22 +124,26 @@ def verify(
             f"{name} drafted {run.drafted_tokens} tokens, too few to judge by; {min_drafted} are "
             "needed: give more prompts, or more tokens"
         )
-    if theirs is not None and ours is not None and abs(theirs - ours) > tolerance:
+    if (
+        engine_efficiency is not None
+        and our_efficiency is not None
+        and abs(engine_efficiency - our_efficiency) > tolerance
+    ):
         failures.append(
-            f"draft efficiency is {theirs:.3f} in {name} and {ours:.3f} in our loop; they may "
-            f"differ by {tolerance}"
+            f"draft efficiency is {engine_efficiency:.3f} in {name} and {our_efficiency:.3f} in "
+            f"our loop; they may differ by {tolerance}"
         )
     if close < 1:
         failures.append(
             f"{1 - close:.0%} of the texts differ from {name}'s own without the drafter by more "
             "than rounding"
         )
-    return Verified(
+    return ExportVerification(
         name, run, task.gamma, len(task.prompts), drafted, accepted, equal, close, failures
     )
 
 
-def count_ours(task: EngineTask, drafter: Drafter, counting: Counting) -> tuple[int, int]:
+def count_drafts(task: EngineTask, drafter: Drafter, counting: Counting) -> tuple[int, int]:
     """Return the numbers of tokens that our loop drafts and accepts, counted as in `counting`."""
     target = task.target
     decoder = Decoder(
@@ -152,21 +164,21 @@ def count_ours(task: EngineTask, drafter: Drafter, counting: Counting) -> tuple[
         nonlocal drafted, accepted
         for place, row in enumerate(done.rows.tolist()):
             tokens = done.draft.tokens[place, : done.drafted[place]].tolist()
-            kept = int(done.accepted[place])
+            right = int(done.accepted[place])
             length = lengths.get(row, int(decoder.first_target))
-            lengths[row] = length + kept + 1
+            lengths[row] = length + right + 1
             if length >= task.max_new_tokens:
                 continue
             first_eos = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
             if counting.stops_at_eos:
                 tokens = tokens[: first_eos + 1]
             if not counting.past_end:
-                block = done.block[place, : kept + 1].tolist()
+                block = done.block[place, : right + 1].tolist()
                 end = next((i + 1 for i, token in enumerate(block) if token in eos), None)
                 tokens = tokens[:end]
-                kept = min(kept, len(tokens))
+                right = min(right, len(tokens))
             drafted += len(tokens)
-            accepted += kept
+            accepted += right
 
     for begin in range(0, len(task.prompts), BATCH):
         lengths.clear()
@@ -178,30 +190,31 @@ def count_ours(task: EngineTask, drafter: Drafter, counting: Counting) -> tuple[
 def agreement(
     target: Target,
     prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    others: Sequence[Sequence[int]],
+    plain_texts: Sequence[Sequence[int]],
+    drafted_texts: Sequence[Sequence[int]],
     rounding: float,
 ) -> tuple[float, float]:
     """Return the share of prompts whose two texts are equal, and the share equal within rounding.
 
     The second share also counts texts whose first difference is a choice between two tokens whose
     logits, by our target, differ by at most `rounding` times the largest logit."""
-    same = close = 0
-    for prompt, text, other in zip(prompts, texts, others, strict=True):
-        if list(text) == list(other):
-            same += 1
+    equal = equal_by_rounding = 0
+    for prompt, plain, drafted in zip(prompts, plain_texts, drafted_texts, strict=True):
+        if list(plain) == list(drafted):
+            equal += 1
             continue
-        pairs = zip(text, other, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
-        ids = torch.tensor([[*prompt, *text[:at]]], device=target.device)
+        pairs = zip(plain, drafted, strict=False)
+        shorter = min(len(plain), len(drafted))
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+        ids = torch.tensor([[*prompt, *plain[:first]]], device=target.device)
         logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
         # If one text ended here, its choice was an end-of-text token, which the list omits.
-        ended = logits[list(target.eos_token_ids)].max() if target.eos_token_ids else -torch.inf
-        a, b = (logits[t[at]] if at < len(t) else ended for t in (text, other))
+        eos = logits[list(target.eos_token_ids)].max() if target.eos_token_ids else -torch.inf
+        a, b = (logits[t[first]] if first < len(t) else eos for t in (plain, drafted))
         gap = torch.as_tensor(a - b).abs()
-        close += bool(gap <= rounding * logits.abs().max())
-    return same / len(prompts), (same + close) / len(prompts)
+        equal_by_rounding += bool(gap <= rounding * logits.abs().max())
+    return equal / len(prompts), (equal + equal_by_rounding) / len(prompts)
 
 
-def _share(part: int, of: int) -> float | None:
-    return part / of if of else None
+def _share(part: int, total: int) -> float | None:
+    return part / total if total else None

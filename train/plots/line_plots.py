@@ -12,7 +12,7 @@ FEW = 30  # a share of fewer cases than this is mostly noise, so its marker is h
 MAX_POINTS = 300
 
 
-def by_position(
+def position_plot(
     name: str,
     labels: Sequence[str],
     rates: Sequence[Sequence[float | None]],
@@ -24,7 +24,7 @@ def by_position(
     for label, row, counts, colour in zip(labels, rates, reached, colours, strict=True):
         points = [(i + 1, rate) for i, rate in enumerate(row) if rate is not None]
         if points:
-            few = [i for i, (at, _) in enumerate(points) if counts[at - 1] < FEW]
+            few = [i for i, (position, _) in enumerate(points) if counts[position - 1] < FEW]
             lines.append((label, points, few, colour))
     if not lines:
         return ""
@@ -58,7 +58,7 @@ def by_position(
         return svg(figure, name, f"Acceptance rate by position in the draft. {'; '.join(rows)}.")
 
 
-def curves(name: str, history: Sequence[dict[str, Any]], losses: Collection[str]) -> str:
+def loss_plot(name: str, history: Sequence[dict[str, Any]], losses: Collection[str]) -> str:
     """Plot the loss by optimizer step, and its terms if it is a sum of several.
 
     losses: the names of the terms, each for the drafter as a whole or, as `head1/forward_kl`, for
@@ -72,7 +72,7 @@ def curves(name: str, history: Sequence[dict[str, Any]], losses: Collection[str]
         terms = []  # the only term is the loss itself
     first, final = points[0], points[-1]
     alt = f"Training loss: {first['loss']:.3f} at step {first['step']}, "
-    return _lines(
+    return _step_plot(
         name,
         points,
         {key: key for key in ["loss", *terms]},
@@ -88,29 +88,31 @@ AGREEMENT = {
 }
 
 
-def agreement(name: str, dev: Sequence[dict[str, Any]]) -> str:
+def agreement_plot(name: str, dev: Sequence[dict[str, Any]]) -> str:
     """Plot the agreement with the target on a dev slice, by optimizer step."""
-    named = AGREEMENT | {
+    labels = AGREEMENT | {
         key: f"{head}, top-1"
         for entry in dev
         for key in entry
         for head, _, figure in [key.partition("/")]
         if figure == "top1"
     }
-    shown = {key: label for key, label in named.items() if dev and key in dev[-1]}
-    if not shown:
+    drawn = {key: label for key, label in labels.items() if dev and key in dev[-1]}
+    if not drawn:
         return ""
-    final = ", ".join(f"{label} {dev[-1][key]:.2f}" for key, label in shown.items())
-    return _lines(
+    final = ", ".join(f"{label} {dev[-1][key]:.2f}" for key, label in drawn.items())
+    return _step_plot(
         name,
         dev,
-        shown,
+        drawn,
         axis="acceptance on dev text",
         alt=f"Agreement with the target on dev text, at step {dev[-1]['step']}: {final}.",
     )
 
 
-def stream(name: str, windows: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]]) -> str:
+def stream_plot(
+    name: str, windows: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]]
+) -> str:
     """Plot acceptance over a stream of requests, by windows, with a tick at new weights."""
     points = [w for w in windows if w.get("acceptance_rate") is not None]
     if not points:
@@ -120,19 +122,19 @@ def stream(name: str, windows: Sequence[dict[str, Any]], rounds: Sequence[dict[s
         edges = [points[0]["first"], *(w["first"] + w["requests"] for w in points)]
         rates = [w["acceptance_rate"] for w in points]
         axes.stairs(rates, edges, color=SERIES[0], linewidth=2.2)
-        kept = [entry["served"] for entry in rounds if entry["kept"]]
-        axes.plot(kept, [0.0] * len(kept), "|", color=SERIES[1], markersize=9, clip_on=False)
+        updates = [entry["served"] for entry in rounds if entry["kept"]]
+        axes.plot(updates, [0.0] * len(updates), "|", color=SERIES[1], markersize=9, clip_on=False)
         axes.set_ylim(0, 1)
         axes.margins(x=0.02)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("requests served" + ("   ( | new weights )" if kept else ""))
+        axes.set_xlabel("requests served" + ("   ( | new weights )" if updates else ""))
         axes.set_ylabel("acceptance rate α")
         axes.grid()
         alt = f"Acceptance over the stream: {rates[0]:.2f} first, {rates[-1]:.2f} last."
         return svg(figure, name, alt)
 
 
-def _lines(
+def _step_plot(
     name: str, points: Sequence[dict[str, Any]], keys: dict[str, str], *, axis: str, alt: str
 ) -> str:
     """Plot a line by optimizer step for each key of the points. The first is bold.
@@ -144,17 +146,17 @@ def _lines(
         for index, (key, label) in enumerate(keys.items()):
             colour = SERIES[index % len(SERIES)]
             xs, ys = _binned([(e["step"], e[key]) for e in points if e.get(key) is not None])
-            smooth = _running_mean(ys)
+            drawn_ys = _running_mean(ys) if len(xs) > 20 else ys
             if len(xs) > 20:
                 axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.35)
             axes.plot(
                 xs,
-                smooth if len(xs) > 20 else ys,
+                drawn_ys,
                 "-" if len(xs) > 1 else "o",
                 color=colour,
                 linewidth=1.4 if index else 2.2,
             )
-            ends.append((xs[-1], (smooth if len(xs) > 20 else ys)[-1], label, colour))
+            ends.append((xs[-1], drawn_ys[-1], label, colour))
         # A first value far above the others flattens the rest, but it is data: start at 0.
         bottom = min(0.0, *(end[1] for end in ends))
         axes.set_ylim(bottom=bottom)
@@ -177,23 +179,23 @@ def _end_labels(
     # The height of a line of text in units of the axis. The x axis and its label take 0.7 inches.
     gap = 0.17 / (figure.get_figheight() - 0.7) * (top - bottom)
     ordered = sorted(ends, key=lambda end: end[1])
-    places: list[float] = []
+    heights: list[float] = []
     for end in ordered:
-        places.append(max(end[1], places[-1] + gap) if places else end[1])
-    over = places[-1] - top
-    for i in reversed(range(len(places))):
-        limit = places[i + 1] - gap if i + 1 < len(places) else top
-        places[i] = min(places[i], limit) if over > 0 else places[i]
-    for (at, y, text, colour), place in zip(ordered, places, strict=True):
+        heights.append(max(end[1], heights[-1] + gap) if heights else end[1])
+    if heights[-1] > top:
+        for i in reversed(range(len(heights))):
+            limit = heights[i + 1] - gap if i + 1 < len(heights) else top
+            heights[i] = min(heights[i], limit)
+    for (end_x, y, text, colour), height in zip(ordered, heights, strict=True):
         leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "alpha": 0.6}
         axes.annotate(
             f"{text} {y:.2f}" if value else text,
-            (at, y),
-            xytext=(1.03, place),
+            (end_x, y),
+            xytext=(1.03, height),
             textcoords=("axes fraction", "data"),
             va="center_baseline",
             color=colour,
-            arrowprops=leader if at < x or abs(place - y) > gap / 2 else None,
+            arrowprops=leader if end_x < x or abs(height - y) > gap / 2 else None,
         )
 
 
@@ -202,13 +204,13 @@ def _binned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]
     size = -(-len(points) // MAX_POINTS)
     bins = [points[i : i + size] for i in range(0, len(points), size)]
     return (
-        [sum(x for x, _ in some) / len(some) for some in bins],
-        [sum(y for _, y in some) / len(some) for some in bins],
+        [sum(x for x, _ in group) / len(group) for group in bins],
+        [sum(y for _, y in group) / len(group) for group in bins],
     )
 
 
 def _running_mean(values: list[float]) -> list[float]:
     """Return the mean of each value and its neighbours, over a tenth of the curve."""
-    reach = max(1, len(values) // 20)
-    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    radius = max(1, len(values) // 20)
+    windows = [values[max(0, i - radius) : i + radius + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]

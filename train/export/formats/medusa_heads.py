@@ -22,16 +22,22 @@ from decode.target.loading import Target
 from heads.heads_directory import stored_options
 from heads.heads_module import Heads, output_layer
 from heads.parallel_heads import MedusaDrafter, MedusaOptions
-from train.export.formats import FORMATS, ExportJob, Format
-from train.export.formats.of_heads import as_stored, drafter_of, heads_of, require_fit
-from train.export.tensors import (
+from train.export.file_schema import (
     DTYPE_NAMES,
     TensorSpec,
+    extra_key_problems,
+    is_count,
     key_problems,
     read_json,
-    safetensors_found,
+    read_tensors,
     tensor_problems,
-    whole,
+)
+from train.export.formats import FORMATS, ExportJob, Format, vllm_serving
+from train.export.trained_drafter import (
+    copy_to_cpu,
+    heads_drafter,
+    read_heads_for,
+    require_fitting_target,
 )
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -51,13 +57,9 @@ class Medusa(Format):
         depth: int = options.heads
         return depth
 
-    def refuse(self, job: ExportJob) -> None:
-        return None
-
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        heads = heads_of(job, self.name)
-        target = job.target
-        assert target is not None
+        target = job.loaded_target
+        heads = read_heads_for(self.name, job.drafter, target)
         options: MedusaOptions = heads.options
         ids = heads.vocabulary
         shared = options.output != "own"
@@ -65,10 +67,11 @@ class Medusa(Format):
         weights = _blocks(heads)
         rows = output_layer(target.model).weight
         for head in range(options.heads):
-            own, _ = heads.output.of(head + 1)
-            filled = own if ids is None else _filled(own, ids, rows)
-            weights[f"{head}.{options.layers}.weight"] = filled
-        save_file(as_stored(weights, dtype), directory / WEIGHTS)
+            output, _ = heads.output.of(head + 1)
+            weights[f"{head}.{options.layers}.weight"] = (
+                output if ids is None else _filled(output, ids, rows)
+            )
+        save_file(copy_to_cpu(weights, dtype), directory / WEIGHTS)
         config = {
             "model_type": "medusa",
             "medusa_num_heads": options.heads,
@@ -96,10 +99,10 @@ class Medusa(Format):
             return ["config.json is missing or no JSON"]
         expected: dict[str, Any] = {
             "model_type": "medusa",
-            "medusa_num_heads": whole,
-            "medusa_num_layers": whole,
-            "hidden_size": whole,
-            "vocab_size": whole,
+            "medusa_num_heads": is_count,
+            "medusa_num_layers": is_count,
+            "hidden_size": is_count,
+            "vocab_size": is_count,
             "medusa_fc_bias": True,
             "base_model_name_or_path": lambda x: isinstance(x, str) and x != "",
             "torch_dtype": lambda x: x in DTYPE_NAMES,
@@ -108,34 +111,28 @@ class Medusa(Format):
             expected["original_lm_head"] = True
         problems = key_problems(expected, config, "config.json")
         # Above all `architectures`: with it, TGI takes this for another kind of speculator.
-        problems += [
-            f"config.json has {key}, which is not expected"
-            for key in sorted(config.keys() - expected.keys())
-        ]
+        problems += extra_key_problems(expected, config, "config.json")
         if problems:
             return problems
-        found, problems = safetensors_found([directory / WEIGHTS])
-        problems += tensor_problems(expected_tensors(config), found)
-        return problems or _not_shared(config, load_file(directory / WEIGHTS))
+        tensors, problems = read_tensors([directory / WEIGHTS])
+        problems += tensor_problems(expected_tensors(config), tensors)
+        return problems or _sharing_problems(config, load_file(directory / WEIGHTS))
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         config = json.loads((directory / "config.json").read_text())
-        require_fit(config, directory, target)
+        require_fitting_target(config, directory, target)
         count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
-        found = load_file(directory / WEIGHTS)
+        weights = load_file(directory / WEIGHTS)
         shared = "original_lm_head" in config
         options = MedusaOptions(heads=count, layers=layers, output="shared" if shared else "own")
-        state = {f"blocks.{name}": tensor for name, tensor in found.items() if ".linear." in name}
-        for place in range(1 if shared else count):
-            state[f"output.layers.{place}.weight"] = found[f"{place}.{layers}.weight"]
-        return drafter_of(MedusaDrafter, options, None, state, target)
+        state = {f"blocks.{name}": tensor for name, tensor in weights.items() if ".linear." in name}
+        for head in range(1 if shared else count):
+            state[f"output.layers.{head}.weight"] = weights[f"{head}.{layers}.weight"]
+        return heads_drafter(MedusaDrafter, options, None, state, target)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        speculative = json.dumps(
-            {"method": "medusa", "model": repository, "num_speculative_tokens": gamma}
-        )
         return [
-            ("vLLM", "", f"vllm serve {target} --speculative-config '{speculative}'"),
+            vllm_serving("medusa", target, repository, gamma),
             ("TGI", "", f"text-generation-launcher --model-id {repository} --speculate {gamma}"),
         ]
 
@@ -156,7 +153,7 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, TensorSpec]:
     return specs
 
 
-def _not_shared(config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
+def _sharing_problems(config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
     if "original_lm_head" not in config:
         return []
     layers = config["medusa_num_layers"]

@@ -12,18 +12,18 @@ from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.target.loading import Target
 from train.export.formats import FORMATS, ExportJob
-from train.export.formats.in_gguf import (
+from train.export.formats.gguf_layout import (
     FILE,
     LAYER,
-    InGGUF,
-    in_pairs,
+    GGUFLayout,
     layer_shapes,
     metadata,
+    rows_in_pairs,
     target_gguf,
-    tokenizer_fields,
-    write_file,
+    tokenizer_keys,
+    write_gguf,
 )
-from train.export.source import load_small_lm, read_small_lm
+from train.export.trained_drafter import load_small_lm, read_small_lm
 
 # GGUF's name of each module outside the layers, by transformers' name.
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -55,7 +55,7 @@ ARCHITECTURES = {
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES.values()}
 
 
-class GGUF(InGGUF):
+class GGUF(GGUFLayout):
     """A complete model."""
 
     name = "gguf"
@@ -74,33 +74,33 @@ class GGUF(InGGUF):
                 "convert_hf_to_gguf.py"
             )
         rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
-        odd = {
+        unsupported = {
             f"rope_type {rope}": rope != "default",
             "biases": config.get("attention_bias") or config.get("mlp_bias"),
             f"a sliding window of {config.get('sliding_window')}": config.get("sliding_window")
             and config.get("use_sliding_window", True),
             f"the activation {config.get('hidden_act')}": config.get("hidden_act") != "silu",
         }
-        for what in (what for what, is_so in odd.items() if is_so):
+        for feature in (name for name, is_there in unsupported.items() if is_there):
             raise UserError(
-                f"{job.drafter} has {what}, which format gguf does not write for a {kind} model; "
-                "export it as hf and convert that with llama.cpp's own convert_hf_to_gguf.py"
+                f"{job.drafter} has {feature}, which format gguf does not write for a {kind} "
+                "model; export it as hf and convert that with llama.cpp's own convert_hf_to_gguf.py"
             )
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        source = read_small_lm(job.drafter, job.target)
+        source = read_small_lm(job.drafter, job.loaded_target)
         dtype = job.dtype or source.dtype
         config = source.config
         architecture = ARCHITECTURES[config.model_type]
-        copied = tokenizer_fields(target_gguf(job.target_spec), config.vocab_size)
+        copied = tokenizer_keys(target_gguf(job.target_spec), config.vocab_size)
         tied = source.model.all_tied_weights_keys if config.tie_word_embeddings else {}
         tensors = {
-            to_gguf_name(name, architecture): _turned(name, tensor, config, architecture)
+            to_gguf_name(name, architecture): _reordered(name, tensor, config, architecture)
             for name, tensor in source.model.state_dict().items()
             if name not in tied
         }
         described = metadata(config, architecture.name, dtype)
-        write_file(directory, architecture.name, described, copied, tensors, dtype)
+        write_gguf(directory, architecture.name, described, copied, tensors, dtype)
         return {
             "dtype": dtype,
             "kept": source.kept,
@@ -112,24 +112,24 @@ class GGUF(InGGUF):
         }
 
     def shapes(
-        self, of: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
+        self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
     ) -> dict[str, tuple[int, ...]]:
-        hidden, vocab = keys[f"{of}.embedding_length"], keys[f"{of}.vocab_size"]
-        head = keys[f"{of}.attention.key_length"]
-        found: dict[str, tuple[int, ...]] = {
+        hidden, vocab = keys[f"{arch}.embedding_length"], keys[f"{arch}.vocab_size"]
+        head = keys[f"{arch}.attention.key_length"]
+        shapes: dict[str, tuple[int, ...]] = {
             "token_embd.weight": (vocab, hidden),
             "output_norm.weight": (hidden,),
         }
         if not facts["tied"]:
-            found["output.weight"] = (vocab, hidden)
-        within = layer_shapes(of, keys, hidden)
-        for name in BY_NAME[of].extra.values():
+            shapes["output.weight"] = (vocab, hidden)
+        layer_parts = layer_shapes(arch, keys, hidden)
+        for name in BY_NAME[arch].extra.values():
             # A bias has one number per row of its matrix; a norm has the size of one head.
-            matrix = within.get(name.replace(".bias", ".weight"))
-            within[name] = (head,) if matrix is None else matrix[:1]
-        for layer in range(keys[f"{of}.block_count"]):
-            found |= {f"blk.{layer}.{name}": shape for name, shape in within.items()}
-        return found
+            matrix = layer_parts.get(name.replace(".bias", ".weight"))
+            layer_parts[name] = (head,) if matrix is None else matrix[:1]
+        for layer in range(keys[f"{arch}.block_count"]):
+            shapes |= {f"blk.{layer}.{name}": shape for name, shape in layer_parts.items()}
+        return shapes
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         return load_small_lm(directory / FILE, target)
@@ -146,19 +146,19 @@ def to_gguf_name(name: str, architecture: Architecture) -> str:
     """
     prefix = "model.layers."
     if not name.startswith(prefix):
-        module, _, what = name.rpartition(".")
-        return f"{OUTSIDE[module]}.{what}"
+        module, _, parameter = name.rpartition(".")
+        return f"{OUTSIDE[module]}.{parameter}"
     layer, _, rest = name.removeprefix(prefix).partition(".")
     if rest in architecture.extra:
         return f"blk.{layer}.{architecture.extra[rest]}"
-    module, _, what = rest.rpartition(".")
-    return f"blk.{layer}.{LAYER[module]}.{what}"
+    module, _, parameter = rest.rpartition(".")
+    return f"blk.{layer}.{LAYER[module]}.{parameter}"
 
 
-def _turned(name: str, tensor: Tensor, config: Any, architecture: Architecture) -> Tensor:
+def _reordered(name: str, tensor: Tensor, config: Any, architecture: Architecture) -> Tensor:
     """Return the tensor with its rows in the order that llama.cpp's rotation needs."""
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     for part, count in heads.items():
         if architecture.rotates_pairs and f".{part}_proj." in name:
-            return in_pairs(tensor, count)
+            return rows_in_pairs(tensor, count)
     return tensor

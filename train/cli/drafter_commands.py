@@ -1,0 +1,232 @@
+"""`evaluate`, `generate` and `inspect` a drafter; `coverage` of a reduced draft vocabulary."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from decode.errors import UserError
+from train.cli.command import (
+    Decoding,
+    DrafterOption,
+    LimitOption,
+    Loading,
+    TargetOption,
+    TokensOption,
+    numbers,
+    quieten,
+    shows_errors,
+    table,
+    takes_groups,
+    tokenized_prompts,
+)
+
+
+@shows_errors
+@takes_groups
+def evaluate(
+    *,
+    loading: Loading,
+    drafter: DrafterOption,
+    prompts: Annotated[Path, typer.Option(help="JSONL file with prompt or messages")],
+    decoding: Decoding,
+    max_new_tokens: TokensOption = 64,
+    batch_size: Annotated[int, typer.Option(help="rows decoded together for acceptance")] = 16,
+    timed_prompts: Annotated[int, typer.Option(help="prompts that time is measured on")] = 8,
+    timed_batch_size: Annotated[
+        int, typer.Option(help="prompts that are timed together; divides --timed-prompts")
+    ] = 1,
+    limit: LimitOption = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    steps_file: Annotated[
+        Path | None, typer.Option("--steps", help="write every step here, as JSON")
+    ] = None,
+) -> None:
+    """Measure a drafter: acceptance on all prompts, time on a few, beside plain decoding."""
+    import heads  # noqa: F401  (makes its drafters known)
+    from decode.artifact import write_file
+    from decode.drafters.directory import open_drafter
+    from decode.measure.evaluation import EvaluationProtocol
+    from decode.measure.evaluation import evaluate as measure
+    from train.console import Reporter
+    from train.data.read import read_examples
+    from train.evaluate import drift_of
+    from train.report.drafter_table import drafter_table
+    from train.report.report_summary import footnotes
+    from train.run import describe_process
+
+    quieten()
+    protocol = EvaluationProtocol(
+        **decoding.settings,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        timed_prompts=timed_prompts,
+        timed_tokens=max_new_tokens,
+        timed_batch_size=timed_batch_size,
+        seed=decoding.seed,
+    )
+    examples, _ = read_examples(str(prompts))
+    reporter = Reporter()
+    target = loading.load()
+    opened_drafter = open_drafter(drafter, target)
+    ids = tokenized_prompts(examples, target, limit)
+    with reporter.bar("evaluating", len(ids)) as bar:
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.resize(total)
+            bar.update(done, what=f"evaluating: {what}")
+
+        evaluation = measure(target, opened_drafter, ids, protocol, progress)
+    figures = evaluation.to_dict() | {"drift": drift_of(drafter)}
+    report = {
+        "name": "evaluate",
+        "rows": [{"stage": "–", "drafter": drafter, "order": 0, "evaluation": figures}],
+        "provenance": [describe_process()],
+        "config": {"target": {"model": loading.target}, "evaluation": {"gamma": decoding.gamma}},
+    }
+    reporter.table(drafter_table(report))
+    for line in footnotes(report):
+        reporter.say(line)
+    if json_file:
+        write_file(json_file, json.dumps(report, indent=2))
+    if steps_file:
+        write_file(steps_file, json.dumps(evaluation.steps_to_dict()))
+
+
+@shows_errors
+@takes_groups
+def generate(
+    *,
+    loading: Loading,
+    prompt: Annotated[str, typer.Argument(help="what to ask; - reads standard input")],
+    drafter: DrafterOption = "ngram",
+    decoding: Decoding,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="a string that ends the answer; may be given again")
+    ] = None,
+    max_new_tokens: TokensOption = 256,
+    system: Annotated[str | None, typer.Option(help="a system message")] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="print each step's draft with p, q and the verdict")
+    ] = False,
+) -> None:
+    """Answer one prompt, streaming the text as it becomes certain."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise UserError("the prompt is empty; say what to answer")
+    import torch
+
+    import heads  # noqa: F401  (makes its drafters known)
+    from decode.drafters.directory import open_drafter
+    from decode.settings import DecodeSettings
+    from decode.text import TextPieces
+    from decode.text_stream import StopStrings
+    from decode.trace import format_trace
+    from train.data.chat import prompt_tokens
+    from train.data.read import Example
+
+    quieten()
+    settings = DecodeSettings(**decoding.settings)
+    target = loading.load()
+    message = {"role": "user", "content": text}
+    example = Example("prompt", (message,), text, None, None, "the command line")
+    ids = prompt_tokens(example, target.tokenizer, system)
+    stops = StopStrings(target.tokenizer, stop) if stop else None
+    opened_drafter = open_drafter(drafter, target)
+    decoder, _ = settings.decoder(target, opened_drafter, ids, stop=stops)
+
+    pieces = TextPieces(target.tokenizer, lambda piece: typer.echo(piece, nl=False))
+
+    def print_tokens(_: int, tokens: list[int]) -> None:
+        pieces.put(torch.tensor(tokens))
+
+    if trace:
+        decoder.observers.append(lambda done: typer.echo(format_trace(done, target.tokenizer)))
+    decoded = decoder.decode(
+        [ids],
+        max_new_tokens,
+        seed=decoding.seed,
+        on_tokens=None if trace else print_tokens,
+    )
+    if trace:
+        pieces.put(torch.tensor(decoded.outputs[0]))
+    pieces.end()
+    counts, seconds = decoded.counts, decoded.timing.total
+    drafts = decoder.drafter.describe_drafts(decoder.policy.max_depth)
+    gamma = decoding.gamma
+    if gamma is not None and decoder.drafter.max_depth(gamma) != gamma:
+        drafts += f" (γ {gamma} is for drafts that have no depth of their own)"
+    typer.echo(
+        f"\n[{len(decoded.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} "
+        f"tokens per step, acceptance rate {counts.acceptance_rate:.2f}; drafts: {drafts}; rule "
+        f"{settings.for_drafter(opened_drafter).rule}]",
+        err=True,
+    )
+
+
+@shows_errors
+def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]) -> None:
+    """Check a drafter directory against its manifest and print what it is."""
+    from decode.drafters.directory import describe_drafter
+    from decode.trees.static import stored_shape
+
+    description = describe_drafter(drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    size = sum(file.stat().st_size for file in drafter.glob("*.safetensors"))
+    sizes = ", ".join(
+        f"{key} {config[key]}"
+        for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")
+        if key in config
+    )
+    typer.echo(f"{drafter}: whole, {size / 1e6:.1f} MB of weights ({sizes})")
+    shape = stored_shape(drafter)
+    typer.echo(f"drafts in a {shape.describe() if shape else 'chain'} by default")
+    typer.echo(json.dumps(description, indent=2))
+
+
+@shows_errors
+def coverage(
+    target: TargetOption,
+    text: Annotated[
+        Path, typer.Argument(help="JSONL file with responses, or a generate stage's directory")
+    ],
+    sizes: Annotated[str, typer.Option(help="draft vocabularies to try, in tokens")] = (
+        "1000,2000,4000,8000,16000,32000"
+    ),
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+) -> None:
+    """Show how much of a text a reduced draft vocabulary covers, by its size."""
+    vocabulary_sizes = numbers(sizes, "sizes", int)
+    from dataclasses import asdict
+
+    from distill.choose_vocabulary import coverage as vocabulary_coverage
+
+    from decode.artifact import write_file
+    from decode.target.loading import load_target
+    from train.console import Reporter
+    from train.data.answers import read_answers
+    from train.data.chat import to_sample
+    from train.data.read import read_examples
+
+    quieten()
+    loaded = load_target(target, device="cpu")
+    if text.is_dir():
+        texts = [answer["tokens"] for answer in read_answers(text)]
+    else:
+        examples, _ = read_examples(str(text))
+        samples = [to_sample(example, loaded.tokenizer) for example in examples]
+        texts = [
+            [token for token, response in zip(s.tokens, s.mask, strict=True) if response]
+            for s in samples
+        ]
+    reduced_sizes = [size for size in vocabulary_sizes if size < loaded.vocab_size]
+    texts = [tokens for tokens in texts if tokens]
+    shares = vocabulary_coverage(texts, reduced_sizes, loaded.vocab_size)
+    rows = [[f"{row.size:,}", f"{row.of_text:.2%}", f"{row.of_unseen:.2%}"] for row in shares]
+    columns = ("draft vocabulary", "covered", "covered of unseen text")
+    title = f"{text}: {sum(map(len, texts)):,} tokens"
+    Reporter().table(table(title, columns, rows, left=0))
+    if json_file:
+        write_file(json_file, json.dumps([asdict(row) for row in shares], indent=2))

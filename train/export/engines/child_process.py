@@ -1,0 +1,251 @@
+"""The child processes of engines: servers that answer requests, and jobs of Python libraries.
+
+A server (`serving`) listens on the loopback interface inside a `with` block. A job (`run_job`) is
+for an engine that is a Python library in a separate environment. That environment's Python runs a
+script beside this file, which shares no code with us. The script reads a job and writes an answer,
+both JSON files. It appends to a third file whenever it makes progress, so we can tell a process
+that hangs from one that is slow. Stopping a process also stops all processes that it started.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from decode.errors import UserError
+from train.export.engines import Engine, EngineRun, EngineTask, environment_of
+
+STOP_SECONDS = 10.0
+READY_SECONDS = 180.0
+ANSWER_SECONDS = 300.0
+# The longest time without progress. Loading a model counts as one step of progress.
+HANG_SECONDS = 600.0
+POLL_SECONDS = 0.1
+
+
+def start_process(
+    name: str, command: Sequence[str], log: Any, env: Mapping[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start `command` in a new process group, with its output in the file `log`. Raises UserError
+    if it cannot be started."""
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=None if env is None else dict(env),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise UserError(f"{name} cannot be started ({error})") from error
+
+
+def stop_process(process: "subprocess.Popen[bytes]") -> None:
+    """Stop a process started by `start_process`, and all processes that it started."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def log_ending(log: Any) -> str:
+    """Return the last lines that a process has printed into `log` so far."""
+    log.flush()
+    log.seek(0)
+    text = log.read().decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()][-8:]
+    return "Its log ends:\n" + "\n".join(lines) if lines else "It printed nothing."
+
+
+class Server:
+    """A server that answers JSON with JSON at http://127.0.0.1:PORT."""
+
+    def __init__(self, name: str, port: int, process: "subprocess.Popen[bytes]", log: Any) -> None:
+        self.name, self.port = name, port
+        self._process, self._log = process, log
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """POST `body`, or GET without one, and return the JSON answer. Raises UserError with the
+        last lines of the log if the server has died or does not answer in time."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+                return json.loads(answer.read())
+        except (OSError, ValueError) as error:
+            reason = error
+            if isinstance(error, urllib.error.HTTPError):
+                reason = ValueError(f"{error}: {error.read()[:500].decode(errors='replace')}")
+            raise UserError(
+                f"{self.name} gave no answer ({reason}). {log_ending(self._log)}"
+            ) from error
+
+    def wait(self, health: str) -> None:
+        """Wait until `health` answers. Raises UserError if the server ends or takes too long."""
+        begin = time.monotonic()
+        while time.monotonic() - begin < READY_SECONDS:
+            if self._process.poll() is not None:
+                raise UserError(
+                    f"{self.name} ended before it was ready, with exit status "
+                    f"{self._process.returncode}. {log_ending(self._log)}"
+                )
+            try:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{self.port}{health}", timeout=5
+                ) as answer:
+                    if answer.status == 200:
+                        return
+            except OSError:
+                pass  # Not listening yet, or still loading (503).
+            time.sleep(0.2)
+        raise UserError(
+            f"{self.name} was not ready after {READY_SECONDS:.0f} s. {log_ending(self._log)}"
+        )
+
+
+@contextmanager
+def serving(
+    name: str, command: Sequence[str], health: str, env: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """Start `command` with {port} filled in, wait until it is ready, and always stop it at the end.
+    Raises UserError if it cannot be started."""
+    port = free_port()
+    with tempfile.TemporaryFile() as log:
+        command = [part.replace("{port}", str(port)) for part in command]
+        process = start_process(name, command, log, env)
+        try:
+            server = Server(name, port, process, log)
+            server.wait(health)
+            yield server
+        finally:
+            stop_process(process)
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on, chosen by the system."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_job(
+    name: str, script: Path, job: Mapping[str, Any], env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run `script` with the Python of engine `name`, with `env` added to our environment, and
+    return its answer. Raises UserError if it fails or hangs. Leaves no process behind."""
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:
+        files = [Path(directory) / file for file in ("job.json", "answer.json", "progress")]
+        job_file, answer_file, progress_file = files
+        job_file.write_text(json.dumps(job))
+        progress_file.touch()
+        # -I: ignore PYTHONPATH and this directory, whose file names clash with library names.
+        command = [str(python_of(name)), "-I", str(script), *map(str, files)]
+        process = start_process(name, command, log, {**os.environ, **(env or {})})
+        try:
+            last_size, idle_polls = 0, 0
+            while process.poll() is None:
+                time.sleep(POLL_SECONDS)
+                # Count polls instead of clock time, so a pause of this process is no timeout.
+                size = progress_file.stat().st_size
+                idle_polls = 0 if size > last_size else idle_polls + 1
+                last_size = max(size, last_size)
+                if idle_polls * POLL_SECONDS > HANG_SECONDS:
+                    raise UserError(
+                        f"{name} made no progress for {HANG_SECONDS:.0f} s. {log_ending(log)}"
+                    )
+        finally:
+            stop_process(process)
+        if process.returncode:
+            raise UserError(
+                f"{name} ended with exit status {process.returncode}. {log_ending(log)}"
+            )
+        try:
+            answer: dict[str, Any] = json.loads(answer_file.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{name} left no answer ({error}). {log_ending(log)}") from error
+        return answer
+
+
+def python_of(name: str) -> Path:
+    return environment_of(name) / "bin" / "python"
+
+
+def package_version(name: str, package: str) -> str | None:
+    """Return the version of a package in engine `name`'s environment; None if not installed."""
+    infos = environment_of(name).glob(f"lib/python*/site-packages/{package}-*.dist-info")
+    return next((info.name.removesuffix(".dist-info").rpartition("-")[2] for info in infos), None)
+
+
+def model_directory(task: EngineTask, directory: Path) -> Path:
+    """Return the target as a Hugging Face directory: the one it was loaded from, else `directory`,
+    into which the loaded weights are saved."""
+    loaded_from = Path(task.target_spec).expanduser()
+    if loaded_from.is_dir():
+        return loaded_from.resolve()
+    task.target.model.save_pretrained(directory)
+    task.target.tokenizer.save_pretrained(directory)
+    return directory
+
+
+class LibraryEngine(Engine):
+    """An engine that is a Python library. The script `NAME_child.py` beside this file runs its
+    jobs.
+
+    name: of its environment. title: its name in messages. package: its distribution, as
+    site-packages spells it. work: what one job does, for progress messages. env: additions to our
+    environment.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    package: ClassVar[str]
+    work: ClassVar[str]
+    env: ClassVar[Mapping[str, str]] = {"HF_HUB_OFFLINE": "1"}
+    # Float32 kernels for one row and for several add in a different order.
+    rounding = 1e-5
+
+    @abstractmethod
+    def job(self, task: EngineTask, target: Path, directory: Path) -> dict[str, Any]:
+        """Return what the script needs besides the prompts, their length limit and the
+        end-of-text tokens. target: a model directory. directory: for files of the job."""
+
+    def missing(self) -> str | None:
+        installed = python_of(self.name).exists() and package_version(self.name, self.package)
+        return None if installed else f"{self.title} is not installed"
+
+    def run(self, task: EngineTask) -> EngineRun:
+        task.say(f"{self.title} {self.work}")
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            target = model_directory(task, directory / "target")
+            job = self.job(task, target, directory) | {
+                "prompts": [list(prompt) for prompt in task.prompts],
+                "max_new_tokens": task.max_new_tokens,
+                "eos": list(task.target.eos_token_ids),
+            }
+            script = Path(__file__).with_name(f"{self.name}_child.py")
+            answer = run_job(self.name, script, job, self.env)
+        return EngineRun(
+            f"{package_version(self.name, self.package)}",
+            answer["plain"]["texts"],
+            answer["drafted"]["texts"],
+            answer["drafted_tokens"],
+            answer["accepted_tokens"],
+            answer["plain"]["seconds"],
+            answer["drafted"]["seconds"],
+        )

@@ -1,0 +1,303 @@
+"""An export: written completely or not at all, checked, reloaded, and uploaded to the hub."""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
+from decode.drafters import Drafter
+from decode.drafters.directory import open_drafter
+from decode.errors import UserError
+from decode.measure.evaluation import EvaluationProtocol, evaluate
+from decode.target.identity import require_same_target
+from decode.target.loading import DTYPES, Target, load_target
+from decode.trees import Chain
+from train.export import ExportOptions
+from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format, format_for
+from train.export.model_card import drafter_card, target_card
+from train.export.model_directory import README, find_backbone, has_backbone, write_backbone
+from train.export.trained_drafter import (
+    describe_trained,
+    evaluation_in_run,
+    is_reduced,
+)
+
+FORMAT = 1
+# How much lower an export's draft efficiency may be than its drafter's. Losses come from rounding
+# to another dtype, or from filling up a reduced draft vocabulary: the added tokens are then drafted
+# instead of better ones.
+LOSS_ALLOWED = 0.03
+DEFAULT_GAMMA = 4
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Measuring:
+    """The settings for measuring an export. prompts: returns the prompts as token ids; takes the
+    target because it needs the tokenizer."""
+
+    prompts: Callable[[Target], Sequence[Sequence[int]]]
+    max_new_tokens: int = 64
+
+
+def export_drafter(
+    drafter: Path,
+    form: str,
+    out: Path,
+    options: ExportOptions = ExportOptions(),  # noqa: B008 (frozen)
+    *,
+    measuring: Measuring | None = None,
+    say: Say = lambda line: None,
+) -> None:
+    """Write a drafter directory as an export to `out`, which must be missing or empty.
+
+    form: a format, or the name of an engine. A drafter that was trained together with its target is
+    not exported without it (`ExportOptions.backbone`).
+
+    If the format does not carry a reduced draft vocabulary, it is filled up (`read_small_lm`) and
+    the export must be measured. Raises UserError if a measured export loses more than LOSS_ALLOWED
+    of draft efficiency, if the drafter cannot be exported, and for a target of another vocabulary.
+    """
+    out = _vacant(out, "--out")
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise UserError(f"unknown dtype {options.dtype!r}; expected one of {', '.join(DTYPES)}")
+    if options.gamma is not None and options.gamma < 1:
+        raise UserError(f"gamma is {options.gamma}; expected at least 1")
+    description = describe_trained(drafter)
+    layout = format_for(form, str(description["kind"]))
+    backbone = _backbone_to_export(drafter, description, options, out)
+    evaluation = evaluation_in_run(drafter)
+    max_depth = layout.max_depth(drafter)
+    if options.gamma is not None and max_depth is not None and options.gamma > max_depth:
+        raise UserError(
+            f"gamma is {options.gamma}, and {drafter} drafts at most {max_depth} tokens"
+        )
+    usual_gamma = int((evaluation or {}).get("gamma") or DEFAULT_GAMMA)
+    job = ExportJob(
+        drafter,
+        description,
+        target=None,
+        target_spec=str(backbone or options.target or description["target"]["name"]),
+        dtype=options.dtype,
+        gamma=options.gamma or min(usual_gamma, max_depth or sys.maxsize),
+        backbone=target_repository(options) if backbone else None,
+    )
+    layout.refuse(job)
+    fills_vocabulary = is_reduced(drafter) and not layout.carries_vocabulary
+    if fills_vocabulary and measuring is None:
+        raise UserError(
+            f"{drafter} drafts a reduced vocabulary, which no reader of format {layout.name} "
+            "knows: its output layer is filled up, and that must be measured. Give --prompts FILE, "
+            "with prompts it was not trained on"
+        )
+    if fills_vocabulary or measuring or layout.needs_target:
+        job.target = load_target(layout.target_to_load(job))
+        require_same_target(description["target"], job.target, f"drafter {drafter}")
+    acceptance = [_acceptance_row("in its run", evaluation)] if evaluation else []
+    repository = options.repository or out.name
+
+    def fill(directory: Path) -> None:
+        facts = layout.write(job, directory)
+        record = {
+            "format": FORMAT,
+            "layout": layout.name,
+            "kind": job.kind,
+            "gamma": job.gamma,
+            "facts": facts | {"max_depth": max_depth},
+            "drafter": {"manifest_sha256": _sha256(drafter / MANIFEST), **description},
+            "backbone": job.backbone,
+        }
+        record_file = directory / EXPORT_FILE
+        record_file.write_text(json.dumps(record, indent=2, default=str))
+        _require_sound(layout, directory, "what was just written")
+        if measuring is not None:
+            acceptance.extend(_measure(job, layout, directory, measuring, fills_vocabulary, say))
+        record["acceptance"] = acceptance
+        record_file.write_text(json.dumps(record, indent=2, default=str))
+        card = drafter_card(layout, job, facts, acceptance, repository, options.data_licence)
+        (directory / README).write_text(card)
+        if backbone is not None and options.backbone is not None:
+            card = target_card(layout, job, repository, options.data_licence)
+            write_backbone(backbone, options.backbone, card)
+
+    write_directory(out, fill)
+
+
+def target_repository(options: ExportOptions) -> str:
+    """Return the future location of a target that was trained with its drafter: a repository named
+    after the drafter's, or the name of the directory it is written to."""
+    assert options.backbone is not None
+    return f"{options.repository}-target" if options.repository else options.backbone.name
+
+
+def _backbone_to_export(
+    drafter: Path, description: dict[str, Any], options: ExportOptions, out: Path
+) -> Path | None:
+    """Return the directory of the drafter's target if it was trained with it, else None.
+    Raises UserError if `options.backbone` is missing for such a target or given for another one, or
+    if the target cannot be exported."""
+    if not has_backbone(description):
+        if options.backbone is not None:
+            raise UserError(
+                f"--backbone was given, and {drafter} was trained for a target that stayed as it "
+                "is; leave it out"
+            )
+        return None
+    if options.backbone is None:
+        raise UserError(
+            f"{drafter} was trained together with its target, and is of no use with the model that "
+            "was before; give --backbone DIR to export the new target too"
+        )
+    backbone_out = _vacant(options.backbone, "--backbone")
+    if backbone_out == out or backbone_out in out.parents or out in backbone_out.parents:
+        raise UserError(
+            f"--backbone {backbone_out} and --out {out} are not beside each other; name two "
+            "directories, neither within the other"
+        )
+    return find_backbone(drafter, options.target)
+
+
+def _vacant(path: Path, option: str) -> Path:
+    """Return the absolute path of an output. Raises UserError unless it is missing or an empty
+    directory."""
+    path = Path(os.path.abspath(path))
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists, and an export overwrites nothing; name another {option}")
+    return path
+
+
+def check_export(directory: Path) -> dict[str, Any]:
+    """Check every file against the manifest and the format's schema; return `export.json`.
+    Raises UserError with the first damaged file, or with all problems that the schema finds."""
+    verify_directory(directory)
+    try:
+        record: dict[str, Any] = json.loads((directory / EXPORT_FILE).read_text())
+        version, layout, _, _ = (record[key] for key in ("format", "layout", "kind", "facts"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptArtifact(
+            directory, EXPORT_FILE, f"does not say what was exported ({error})"
+        ) from error
+    if version != FORMAT:
+        raise UserError(
+            f"{directory} has export format {version}; this version of draftsmith reads {FORMAT}"
+        )
+    _require_sound(FORMATS[layout], directory, str(directory))
+    return record
+
+
+def reload_export(directory: Path, record: dict[str, Any], target: Target) -> Drafter:
+    """Load a checked export as a drafter for our own loop, in the target's dtype."""
+    return FORMATS[record["layout"]].reload(directory, target)
+
+
+def push_export(directory: Path, repository: str) -> str:
+    """Check an export, upload it to a model repository, and return the URL.
+
+    Creates the repository if it does not exist. Raises UserError for an unsound export, and if the
+    hub refuses or cannot be reached. The directory stays unchanged.
+    """
+    check_export(directory)
+    return _upload(directory, repository, "Drafter exported by draftsmith")
+
+
+def push_target(directory: Path, repository: str) -> str:
+    """Like `push_export`, for a target that was exported with its drafter."""
+    verify_directory(directory)
+    return _upload(directory, repository, "Target trained with its drafter by draftsmith")
+
+
+def _upload(directory: Path, repository: str, message: str) -> str:
+    try:
+        huggingface_hub.create_repo(repository, repo_type="model", exist_ok=True)
+        url = huggingface_hub.upload_folder(
+            repo_id=repository,
+            repo_type="model",
+            folder_path=directory,
+            commit_message=message,
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise UserError(
+            f"{directory} was not pushed to {repository} ({error}). The directory is complete: log "
+            "in with `hf auth login`, or check the name, and push it again"
+        ) from error
+    return str(url)
+
+
+def _require_sound(layout: Format, directory: Path, description: str) -> None:
+    problems = layout.problems(directory)
+    if problems:
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        raise UserError(f"{description} is no sound {layout.name} export:\n{listed}")
+
+
+def _measure(
+    job: ExportJob,
+    layout: Format,
+    directory: Path,
+    measuring: Measuring,
+    fills_vocabulary: bool,
+    say: Say,
+) -> list[dict[str, Any]]:
+    """Measure the drafter and its export, a row each. Raises UserError if the loss is too large."""
+    target = job.loaded_target
+    prompts = measuring.prompts(target)
+    # Always as a chain, even if the drafter is stored with a tree: layouts describe only chains.
+    protocol = EvaluationProtocol(
+        gamma=job.gamma,
+        shape="chain",
+        max_new_tokens=measuring.max_new_tokens,
+        timed_prompts=0,
+        generate=False,
+    )
+    trained = open_drafter(str(job.drafter), target)
+    if trained.branches:  # Engines draft chains.
+        trained = trained.with_shape(Chain())
+    drafters = {
+        "as trained (reduced vocabulary)" if fills_vocabulary else "as trained": trained,
+        "this export": layout.reload(directory, target),
+    }
+    rows = []
+    for where, drafter in drafters.items():
+        evaluation = evaluate(target, drafter, prompts, protocol)
+        row = _acceptance_row(where, evaluation.counts.to_dict() | {"prompts": len(prompts)})
+        row |= {"gamma": job.gamma, "dtype": evaluation.dtype}
+        rows.append(row)
+        if row["draft_efficiency"] is None:
+            raise UserError(
+                f"nothing was drafted on {len(prompts)} prompts, so the export cannot be measured; "
+                "give more prompts, or a larger --max-new-tokens"
+            )
+        say(f"draft efficiency {where}: {row['draft_efficiency']:.3f}")
+    before, after = (row["draft_efficiency"] for row in rows)
+    if after < before - LOSS_ALLOWED:
+        reason = (
+            "the rows that its reduced vocabulary lacks are filled up, and they take tokens from "
+            "those it learnt; train it without draft_vocabulary, or heads with the target's own "
+            "output layer (output: target)"
+            if fills_vocabulary
+            else "the weights were rounded; export it with --dtype float32"
+        )
+        raise UserError(
+            f"the export accepts less than the drafter: draft efficiency {after:.3f}, before it "
+            f"{before:.3f}, and {LOSS_ALLOWED} is allowed. Nothing was written: {reason}"
+        )
+    return rows
+
+
+def _acceptance_row(where: str, figures: dict[str, Any]) -> dict[str, Any]:
+    rates = ("acceptance_rate", "draft_efficiency", "tokens_per_step", "drafted", "prompts")
+    settings = ("gamma", "dtype")
+    return {"where": where} | {key: figures.get(key) for key in (*rates, *settings)}
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,258 @@
+"""EAGLE's layouts: one llama decoder layer, with the tensors that engines need. Among them EAGLE-1.
+
+`config.json` is that of a one-layer llama, `model.safetensors` holds the weights. H hidden size, V
+vocabulary, V' draft vocabulary.
+"""
+
+import json
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from decode.drafters import Drafter
+from decode.target.loading import Target
+from heads.eagle_heads import Eagle1Drafter, Eagle1Options
+from heads.heads_directory import stored_options
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HeadOptions
+from train.export.file_schema import (
+    DTYPE_NAMES,
+    TensorSpec,
+    extra_key_problems,
+    is_count,
+    is_positive,
+    key_problems,
+    read_json,
+    read_tensors,
+    tensor_problems,
+)
+from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format, vllm_serving
+from train.export.trained_drafter import (
+    copy_to_cpu,
+    heads_drafter,
+    read_heads_for,
+    require_fitting_target,
+)
+
+WEIGHTS = "model.safetensors"
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# EAGLE-1's copy of the target's embeddings.
+EMBEDDINGS = "embed_tokens.weight"
+
+
+class EagleLayer(Format):
+    """A subclass defines the tensors, and how to rebuild the heads from them.
+
+    architecture: the name in the config. drafter: our drafter class for the heads.
+    """
+
+    architecture: ClassVar[str]
+    drafter: ClassVar[type[HeadsDrafter]]
+    needs_target = True
+
+    def max_depth(self, drafter: Path) -> int | None:
+        options: Any = stored_options(drafter)
+        return self.depth_of(options)
+
+    @abstractmethod
+    def depth_of(self, options: Any) -> int:
+        """Return the max depth of heads with these options."""
+
+    @abstractmethod
+    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        """Return the tensors to write, by name. The heads have already borrowed the target's
+        modules."""
+
+    @abstractmethod
+    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+        """Return the tensors that a sound config requires."""
+
+    @abstractmethod
+    def rebuilt_heads(
+        self, weights: dict[str, Tensor], depth: int
+    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
+        """Rebuild the heads' options, draft vocabulary and state from the written weights."""
+
+    def extra_config(self, heads: Any) -> dict[str, Any]:
+        """Return the settings that a llama's config does not have."""
+        return {}
+
+    def extra_expected_keys(self) -> dict[str, Any]:
+        """Return the expected values of the extra settings, for `key_problems`."""
+        return {}
+
+    def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
+        """Return problems with values, which a check of shapes cannot find."""
+        return []
+
+    def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
+        """Return the contents of config.json. config: the llama's settings and the extra ones."""
+        return config
+
+    def layer_config(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """Recover `config` from the result of `config_file`. Leaves out missing settings."""
+        return contents
+
+    def setting_problems(self, contents: dict[str, Any]) -> list[str]:
+        """Return the problems with config.json outside the result of `layer_config`."""
+        return []
+
+    def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
+        heads: Any = read_heads_for(self.name, job.drafter, job.loaded_target)
+        dtype = job.dtype or "float32"
+        weights = self.tensors(heads, job.loaded_target)
+        save_file(copy_to_cpu(weights, dtype), directory / WEIGHTS)
+        config = _llama_config(heads.config, self.architecture, dtype) | self.extra_config(heads)
+        contents = self.config_file(config, heads, job)
+        (directory / "config.json").write_text(json.dumps(contents, indent=2))
+        ids = heads.vocabulary
+        is_filled = ids is not None and not self.carries_vocabulary
+        return {
+            "dtype": dtype,
+            "kept": None if ids is None else len(ids),
+            "filled_from": "the target's output layer" if is_filled else None,
+            "parameters": sum(x.numel() for x in weights.values() if x.is_floating_point()),
+            "size": "one decoder layer",
+        }
+
+    def problems(self, directory: Path) -> list[str]:
+        contents = read_json(directory / "config.json")
+        if contents is None:
+            return ["config.json is missing or no JSON"]
+        config = self.layer_config(contents)
+        expected: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            **dict.fromkeys(SIZES, is_count),
+            "rms_norm_eps": is_positive,
+            "rope_theta": is_positive,
+            "rope_parameters": lambda x: isinstance(x, dict) and is_positive(x.get("rope_theta")),
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "torch_dtype": lambda x: x in DTYPE_NAMES,
+            "dtype": config.get("torch_dtype"),
+            **self.extra_expected_keys(),
+        }
+        problems = self.setting_problems(contents) + key_problems(expected, config, "config.json")
+        # Above all a list of captured layers: each engine counts layers differently.
+        problems += extra_key_problems([*expected, *TOKEN_IDS], config, "config.json")
+        if problems:
+            return problems
+        tensors, problems = read_tensors([directory / WEIGHTS])
+        problems += tensor_problems(self.expected_tensors(config), tensors)
+        return problems or self.value_problems(config, load_file(directory / WEIGHTS))
+
+    def reload(self, directory: Path, target: Target) -> Drafter:
+        config = self.layer_config(json.loads((directory / "config.json").read_text()))
+        depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["max_depth"]
+        require_fitting_target(config, directory, target)
+        options, ids, state = self.rebuilt_heads(load_file(directory / WEIGHTS), depth)
+        return heads_drafter(self.drafter, options, ids, state, target)
+
+
+def layer_tensors(config: dict[str, Any], name: str, input_size: int) -> dict[str, TensorSpec]:
+    """Return the tensors of a decoder layer, without the norms before attention. input_size: of its
+    attention."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries, keys = (
+        config[heads] * config["head_dim"]
+        for heads in ("num_attention_heads", "num_key_value_heads")
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (queries, input_size),
+        "self_attn.k_proj": (keys, input_size),
+        "self_attn.v_proj": (keys, input_size),
+        "self_attn.o_proj": (hidden, queries),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    return {f"{name}.{part}.weight": weight_spec(config, *shape) for part, shape in shapes.items()}
+
+
+def weight_spec(config: dict[str, Any], *shape: int) -> TensorSpec:
+    """Return the spec of a tensor of this shape, in the config's dtype."""
+    return TensorSpec(shape, (DTYPE_NAMES[config["torch_dtype"]],))
+
+
+def _llama_config(config: LlamaConfig, architecture: str, dtype: str) -> dict[str, Any]:
+    rope: Any = config.rope_parameters
+    settings = {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        **{name: getattr(config, name) for name in SIZES},
+        "rms_norm_eps": config.rms_norm_eps,
+        # rope_theta is for readers that use transformers 4.
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": dict(rope),
+        "hidden_act": config.hidden_act,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+    ids = {name: getattr(config, name) for name in TOKEN_IDS}
+    return settings | {name: number for name, number in ids.items() if number is not None}
+
+
+class Eagle1(EagleLayer):
+    """EAGLE-1's layer for vLLM (2401.15077).
+
+    H hidden size, V vocabulary. `fc.weight` [H, 2H], the half for the embedding first and no bias;
+    `layers.0.*` without a norm before attention; `embed_tokens.weight` [V, H]. No norm after the
+    layer, and no output layer: vLLM uses all rows of the target's, so a reduced draft vocabulary is
+    lost. SGLang cannot serve this: it needs another architecture and a bias in fc.
+    """
+
+    name = "eagle1"
+    kinds = ("eagle1",)
+    engines = ("vllm",)
+    architecture = "LlamaForCausalLM"
+    drafter = Eagle1Drafter
+
+    def depth_of(self, options: Any) -> int:
+        depth: int = options.depth
+        return depth
+
+    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        embeddings: Tensor = target.model.get_input_embeddings().weight
+        return {**heads.state_dict(), EMBEDDINGS: embeddings}
+
+    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+        hidden = config["hidden_size"]
+        return layer_tensors(config, "layers.0", hidden) | {
+            "fc.weight": weight_spec(config, hidden, 2 * hidden),
+            EMBEDDINGS: weight_spec(config, config["vocab_size"], hidden),
+        }
+
+    def rebuilt_heads(
+        self, weights: dict[str, Tensor], depth: int
+    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
+        # The embeddings are the target's. Heads borrow them.
+        state = {name: tensor for name, tensor in weights.items() if name != EMBEDDINGS}
+        return Eagle1Options(depth=depth), None, state
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [vllm_serving("eagle", target, repository, gamma)]
+
+
+FORMATS.register("eagle1")(Eagle1())

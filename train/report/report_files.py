@@ -1,0 +1,305 @@
+"""Writes a run's report: report.json, and report.html, one self-contained page."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from decode.artifact import write_file
+from decode.errors import UserError
+from train.plots import DARK, LIGHT, REFERENCE, SERIES, css_variables
+from train.plots.bar_plots import bar_plot, interval_plot, stacked_bar_plot
+from train.plots.line_plots import FEW, position_plot
+from train.report.drafter_table import COLUMNS, DETAILS, is_baseline, row_labels, without_gamma
+from train.report.format_figures import MISSING, format_duration, format_number, format_share
+from train.report.report_summary import footnotes, headline
+from train.stage import ReportSection
+from train.stages import STAGES
+
+FORMAT = 1
+SAMPLES, SAMPLE_CHARACTERS = 3, 3000
+# Endings of keys that determine how a value is written.
+UNITS = ("_share", "seconds", "_bytes")
+# Passes that accepted this many tokens or more share one part of their plot.
+MANY_ACCEPTED = 8
+# Parts of decoding time in the order of the loop, with their colours. Here "prefill" includes the
+# drafter's prefill.
+TIME_PARTS = {
+    "prefill": REFERENCE,
+    "draft": SERIES[1],
+    "verify": SERIES[0],
+    "overhead": SERIES[3],
+}
+
+
+def make_report(directory: Path) -> dict[str, Any]:
+    """Write report.json and report.html into a run's directory; return the report.json contents.
+
+    Call it on the main process only. Raises UserError if a file of the run is missing or damaged.
+    """
+    report, samples = collect(directory)
+    write_file(directory / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
+    # A text may contain half a surrogate pair, which UTF-8 cannot encode.
+    write_file(directory / "report.html", render_page(report, samples).encode("utf-8", "replace"))
+    return report
+
+
+def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Return the contents of report.json, and the sample texts by row label."""
+    config = _read(directory / "config.json")
+    kinds = {stage["name"]: stage["kind"] for stage in config.get("stages", [])}
+    stages, rows, samples, times = [], [], [], []
+    for stage, path in _numbered_entries(directory / "stages", "done.json"):
+        summary = _read(path)["summary"]
+        stages.append({"name": stage, "kind": kinds.get(stage, MISSING), "summary": summary})
+        times.append(path.stat().st_mtime)
+    for _, path in _numbered_entries(directory / "evaluations", "evaluation.json"):
+        row = _read(path)
+        samples.append(row.pop("samples", None) or [])
+        rows.append({key: row[key] for key in ("stage", "drafter", "order", "evaluation")})
+        times.append(path.stat().st_mtime)
+    # The time of the last figure, not of the report, so making the report again changes nothing.
+    finished = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(max(times))) if times else None
+    report = {
+        "format": FORMAT,
+        "name": config["name"],
+        "finished": finished,
+        "rows": rows,
+        "stages": stages,
+        "provenance": _read(directory / "provenance.json"),
+        "config": config,
+    }
+    return report, dict(zip(row_labels(report), samples, strict=True))
+
+
+def _numbered_entries(parent: Path, file: str) -> Iterator[tuple[str, Path]]:
+    """Yield (NAME, file) for every complete NN-NAME in a directory, ordered by number."""
+    entries = []
+    for entry in parent.iterdir() if parent.is_dir() else ():
+        match = re.fullmatch(r"(\d+)-(.+)", entry.name)
+        if match and (entry / file).is_file():
+            entries.append((int(match[1]), match[2], entry / file))
+    for _, name, path in sorted(entries):
+        yield name, path
+
+
+def _read(path: Path) -> Any:
+    try:
+        # NaN and infinity are not valid JSON. Such a figure counts as missing.
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the report cannot be made: {path} cannot be read ({error}). Restore it from a copy, "
+            "or start the run again under another name."
+        ) from error
+
+
+def render_page(report: dict[str, Any], samples: dict[str, list[Any]]) -> str:
+    """Return report.html, which loads nothing from elsewhere. samples: texts by row label."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = format_number
+    best = headline(report)
+    return environment.get_template("page.html.j2").render(
+        report=report,
+        best=best,
+        columns=list(COLUMNS),
+        cells=[[cell(row) for cell in COLUMNS.values()] for row in report["rows"]],
+        best_index=report["rows"].index(best["row"]) if best else None,
+        details=[
+            (heading, [cell(row["evaluation"]) for row in report["rows"]])
+            for heading, cell in DETAILS.items()
+        ],
+        labels=row_labels(report),
+        footnotes=footnotes(report),
+        plots={name: Markup(svg) for name, svg in drafter_plots(report).items()},
+        stages=[stage_section(number, stage) for number, stage in enumerate(report["stages"])],
+        samples=_samples(samples, best),
+        config=yaml.safe_dump(report["config"], sort_keys=False, allow_unicode=True),
+        few=FEW,
+        light=css_variables(LIGHT),
+        dark=css_variables(DARK),
+    )
+
+
+def _samples(samples: dict[str, list[Any]], best: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return {label, texts} of the best row, or of the last row that has samples."""
+    last = next((name for name in reversed(samples) if samples[name]), None)
+    label = best["label"] if best and samples.get(best["label"]) else last
+    if label is None:
+        return None
+    texts = []
+    for sample in samples[label][:SAMPLES]:
+        text = {key: _shortened(sample.get(key)) for key in ("prompt", "plain", "drafted")}
+        same = sample.get("plain") == sample.get("drafted") if text["plain"] else None
+        texts.append({**text, "same": same})
+    return {"label": label, "texts": texts}
+
+
+def _shortened(text: Any) -> str:
+    full = "" if text is None else str(text)
+    return full if len(full) <= SAMPLE_CHARACTERS else full[:SAMPLE_CHARACTERS] + " […]"
+
+
+def stage_section(number: int, stage: dict[str, Any]) -> dict[str, Any]:
+    """Return the page's section for a stage: name and kind, figures as text by name, and plots.
+
+    Each kind of stage chooses its figures and plots (`train.stage.Stage.show`). number: the unique
+    number of the stage in the run.
+    """
+    name, kind, summary = stage["name"], stage["kind"], stage["summary"]
+    if kind in STAGES:
+        section = STAGES[kind].show(summary, number)
+    else:  # The config no longer has this stage, so its kind is unknown.
+        figures_only = {k: v for k, v in summary.items() if not isinstance(v, dict | list)}
+        section = ReportSection(figures_only)
+    figures = {}
+    for key, value in section.figures.items():
+        unit = next((end for end in UNITS if key.endswith(end)), "")
+        label = re.sub(r"seconds$", "time", key) if unit == "seconds" else key
+        label = label.removesuffix("_bytes").replace("_", " ")
+        figures[label] = _format_figure(value, unit)
+    plots = [
+        {"name": plot.name, "caption": plot.caption, "svg": Markup(plot.svg)}
+        for plot in section.plots
+        if plot.svg
+    ]
+    return {"name": name, "kind": kind, "figures": figures, "plots": plots}
+
+
+def _format_figure(value: Any, unit: str) -> str:
+    if value is None:
+        return MISSING
+    if isinstance(value, dict):
+        pairs = [f"{str(k).replace('_', ' ')} {_format_figure(v, '')}" for k, v in value.items()]
+        return ", ".join(pairs) or MISSING
+    if isinstance(value, list | tuple):
+        return ", ".join(_format_figure(v, "") for v in value) or MISSING
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if unit == "seconds":
+        return format_duration(value)
+    if unit == "_share":
+        return format_share(value)
+    if unit == "_bytes":
+        return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def drafter_plots(report: dict[str, Any]) -> dict[str, str]:
+    """Return the plots as SVG text, by name."""
+    names, evaluations = row_labels(report), [row["evaluation"] for row in report["rows"]]
+    series = cycle(SERIES)
+    colours = [REFERENCE if is_baseline(report, row) else next(series) for row in report["rows"]]
+
+    def reference(key: str) -> tuple[str, float] | None:
+        lookups = [
+            (without_gamma(name), row["evaluation"].get(key))
+            for name, row in zip(names, report["rows"], strict=True)
+            if row["drafter"] == "ngram" and row["evaluation"].get(key) is not None
+        ]
+        return max(lookups, key=lambda pair: pair[1]) if lookups else None
+
+    def figures(key: str) -> list[Any]:
+        return [evaluation.get(key) for evaluation in evaluations]
+
+    return {
+        "acceptance": bar_plot(
+            "acceptance",
+            names,
+            figures("acceptance_rate"),
+            colours,
+            axis="acceptance rate α",
+            end=1.0,
+            reference=reference("acceptance_rate"),
+            marks=figures("break_even_acceptance"),
+            mark_label="break-even",
+        ),
+        "tokens": bar_plot(
+            "tokens",
+            names,
+            figures("tokens_per_step"),
+            colours,
+            axis="tokens per step τ (plain decoding: 1)",
+            reference=reference("tokens_per_step"),
+        ),
+        "speed": interval_plot(
+            "speed", names, figures("speedup"), colours, axis="speed-up over plain decoding (×)"
+        ),
+        "positions": position_plot(
+            "positions",
+            names,
+            [rates or [] for rates in figures("acceptance_by_position")],
+            [counts or [] for counts in figures("reached_by_position")],
+            colours,
+        ),
+        "accepted": _accepted_plot(names, evaluations),
+        "time": _time_plot(names, evaluations),
+    }
+
+
+def _accepted_plot(names: list[str], evaluations: list[dict[str, Any]]) -> str:
+    passes = [evaluation.get("steps_by_accepted") or [] for evaluation in evaluations]
+    depth = max(map(len, passes), default=0)
+    # Too many parts would look alike.
+    parts = [
+        (str(accepted), [sum(row[accepted : accepted + 1]) / (sum(row) or 1) for row in passes])
+        for accepted in range(min(depth, MANY_ACCEPTED))
+    ]
+    if depth > MANY_ACCEPTED:
+        beyond = [sum(row[MANY_ACCEPTED:]) / (sum(row) or 1) for row in passes]
+        last = MANY_ACCEPTED if depth == MANY_ACCEPTED + 1 else f"{MANY_ACCEPTED}+"
+        parts.append((str(last), beyond))
+    return stacked_bar_plot(
+        "accepted",
+        names,
+        parts,
+        axis="share of verification passes",
+        title="drafted tokens accepted in one pass",
+    )
+
+
+def _time_plot(names: list[str], evaluations: list[dict[str, Any]]) -> str:
+    """Plot each drafter's time as a share of plain decoding's time on the same prompts."""
+
+    def by_part(seconds: dict[str, float] | None) -> list[float]:
+        times = dict(seconds or {})
+        times["prefill"] = times.get("prefill", 0.0) + times.get("draft_prefill", 0.0)
+        return [times.get(part, 0.0) for part in TIME_PARTS]
+
+    def shares(times: list[float], total: float) -> list[float | None]:
+        return [time / total if total else None for time in times]
+
+    timed = [evaluation.get("seconds") or {} for evaluation in evaluations]
+    plain = [by_part(seconds.get("plain")) for seconds in timed]
+    totals = [sum(times) for times in plain]
+    if not any(totals):
+        return ""
+    first = next(i for i, total in enumerate(totals) if total)
+    rows = [shares(plain[first], totals[first])]
+    for seconds, total in zip(timed, totals, strict=True):
+        rows.append(shares(by_part(seconds.get("drafted")), total))
+    return stacked_bar_plot(
+        "time",
+        ["plain decoding", *names],
+        [(part, [row[i] for row in rows]) for i, part in enumerate(TIME_PARTS)],
+        list(TIME_PARTS.values()),
+        axis="wall time, share of plain decoding's",
+        title="part of the decoding loop",
+        line=("plain decoding", 1.0),
+        totals=True,
+    )

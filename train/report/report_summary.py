@@ -1,0 +1,297 @@
+"""A report in sentences: the headline about its best drafter, and the footnotes of its table."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from train.report.drafter_table import is_baseline, is_in_turn, row_labels, without_gamma
+from train.report.format_figures import (
+    MISSING,
+    Row,
+    disturbance,
+    draft_length,
+    draft_shape,
+    format_number,
+    format_ratio,
+    format_share,
+    rule_name,
+    target_drift,
+)
+
+
+def headline(report: dict[str, Any]) -> dict[str, Any] | None:
+    """Describe the best trained drafter in words. Returns None if nothing was evaluated.
+
+    Returns {label, row, verdict, before, compared, ranking, warnings}. The best drafter is the
+    fastest one; without times, the one with the most tokens per step. `before` holds its figures
+    before all training. `compared` holds the rows a reader should judge it by, each {what, label,
+    evaluation}: the drafter itself, the best drafter that needs no training, and both in turn if
+    that was measured. `ranking` says which of them is fastest; it is "" if there is nothing to
+    compare.
+    """
+    labelled_rows = list(zip(row_labels(report), report["rows"], strict=True))
+    if not labelled_rows:
+        return None
+    baselines = [pair for pair in labelled_rows if is_baseline(report, pair[1])]
+    in_turn = [pair for pair in labelled_rows if is_in_turn(pair[1])]
+    trained = [pair for pair in labelled_rows if pair not in baselines and pair not in in_turn]
+    label, row = max(trained or baselines, key=lambda pair: _speed_and_tokens(pair[1]))
+    evaluation = row["evaluation"]
+    start = f"{_first_stage(report, row['stage'])} (start)"
+    before = next((r["evaluation"] for _, r in labelled_rows if r["stage"] == start), None)
+    compared = [_compared_entry("trained" if trained else "untrained", label, row)]
+    if trained and baselines:
+        best_baseline = max(baselines, key=lambda pair: _speed_and_tokens(pair[1]))
+        compared.append(_compared_entry("untrained", *best_baseline))
+    if in_turn:
+        compared.append(_compared_entry("in turn", *in_turn[-1]))
+    warnings = []
+    if not trained:
+        warnings.append("No trained drafter was evaluated yet; this is an untrained baseline.")
+    if evaluation.get("lossless") is False:
+        warnings.append(
+            f"The rule {evaluation.get('rule')} is LOSSY: the text is not distributed as the "
+            "target's. Do not compare this speed-up with lossless ones."
+        )
+    if evaluation.get("drift"):
+        drift = target_drift(evaluation)
+        warnings.append(f"{drift[0].upper()}{drift[1:]}. The original target's text is another.")
+    identical = evaluation.get("identical_within_rounding")
+    if evaluation.get("lossless") and identical is not None and identical < 1:
+        warnings.append(
+            f"Only {format_share(identical)} of the greedy texts equal plain decoding's, rounding "
+            "allowed for; a lossless rule should change nothing."
+        )
+    generate = evaluation.get("plain_vs_generate")
+    if generate and generate["value"] < 0.95:
+        warnings.append(
+            f"Plain decoding runs at {generate['value']:.2f}× the speed of generate(), so the "
+            "speed-up over it is too high; read the one over generate() instead."
+        )
+    warnings += [
+        f"The speed of {entry['label']} is not reliable: {reason}."
+        for entry in compared
+        if (reason := disturbance(entry["evaluation"]))
+    ]
+    if row["stage"].endswith(" (start)"):
+        warnings.append("The best row is a drafter before its training: training did not help.")
+    return {
+        "label": label,
+        "row": row,
+        "verdict": _verdict(evaluation),
+        "before": before,
+        "compared": compared,
+        "ranking": _ranking(compared),
+        "warnings": warnings,
+    }
+
+
+def _first_stage(report: dict[str, Any], stage: str) -> str:
+    """Return the stage that first made this stage's drafter, following `drafter.stage` back."""
+    settings = {entry["name"]: entry for entry in report["config"].get("stages", [])}
+    while earlier := (settings.get(stage, {}).get("drafter") or {}).get("stage"):
+        # A config can name only an earlier stage, so this ends.
+        stage = earlier
+    return stage
+
+
+def _speed_and_tokens(row: Row) -> tuple[float, float]:
+    speedup = row["evaluation"].get("speedup")
+    return (
+        speedup["value"] if speedup else 0.0,
+        row["evaluation"].get("tokens_per_step") or 0.0,
+    )
+
+
+def _verdict(evaluation: dict[str, Any]) -> str:
+    speedup = evaluation.get("speedup")
+    if speedup is None:
+        tokens = format_number(evaluation.get("tokens_per_step"))
+        return f"yields {tokens} tokens per step; no prompt was timed, so its speed is not known"
+    if speedup["low"] > 1:
+        return f"decodes {speedup['value']:.2f} times as fast as the target alone"
+    if speedup["high"] < 1:
+        return (
+            f"is slower than the target alone, at {speedup['value']:.2f} times its speed; "
+            "it does not pay on this machine"
+        )
+    return (
+        f"is neither clearly faster nor clearly slower than the target alone "
+        f"({speedup['value']:.2f} times its speed; the interval includes 1)"
+    )
+
+
+def comparison(best: dict[str, Any]) -> str:
+    """Return the compared rows of a headline in one line."""
+    parts = []
+    for entry in best["compared"]:
+        evaluation = entry["evaluation"]
+        tokens = f"{format_number(evaluation.get('tokens_per_step'))} tokens per step"
+        speedup = evaluation.get("speedup")
+        figures = f"{format_ratio(speedup)}, {tokens}" if speedup else tokens
+        parts.append(f"{entry['label']} ({entry['what']}) {figures}")
+    return "; ".join(parts)
+
+
+def _compared_entry(what: str, label: str, row: Row) -> dict[str, Any]:
+    return {"what": what, "label": without_gamma(label), "evaluation": row["evaluation"]}
+
+
+def _ranking(compared: list[dict[str, Any]]) -> str:
+    """Say in a sentence which row is fastest. Overlapping intervals count as no difference."""
+    if len(compared) < 2:
+        return ""
+    speedups = [(e["label"], s) for e in compared if (s := e["evaluation"].get("speedup"))]
+    if len(speedups) < len(compared):
+        return "Not all of them were timed, so which is fastest is not known."
+    fastest, best = max(speedups, key=lambda pair: pair[1]["value"])
+    others = [pair for pair in speedups if pair[0] != fastest]
+    level = " and ".join(label for label, s in others if s["high"] >= best["low"])
+    slower = " and ".join(label for label, s in others if s["high"] < best["low"])
+    if not level:
+        return f"{fastest} is faster than {slower}."
+    text = f"{fastest} is not clearly faster than {level} (intervals overlap)"
+    return f"{text}, but it is faster than {slower}." if slower else f"{text}."
+
+
+def footnotes(report: dict[str, Any]) -> list[str]:
+    """Return the settings behind the table's figures, and cautions for the reader, as lines."""
+    rows = report["rows"]
+    if not rows:
+        return ["No drafter was evaluated yet."]
+    target = report["config"].get("target") or {}
+    lines = [
+        f"γ {_setting(report, 'gamma', draft_length)}; {_setting(report, 'sampling', _sampling)}; "
+        f"rule {_setting(report, 'rule', rule_name)}" + _shapes(report),
+        f"{_setting(report, 'prompts')} prompts for acceptance, "
+        f"{_setting(report, 'timed_prompts')} of them timed{_batches(report)}; intervals are 95% "
+        f"bootstrap intervals over the timed {'batches' if _batches(report) else 'prompts'}"
+        f"{_speedup_basis(report)}",
+        f"target {target.get('model', MISSING)} in {_dtype(report)}; {_machine(report)}",
+        *_fixed_depths(report),
+    ]
+    for label, row in zip(row_labels(report), rows, strict=True):
+        name, evaluation = without_gamma(label), row["evaluation"]
+        if evaluation.get("drift"):
+            lines.append(f"{name}: {target_drift(evaluation)}")
+        if reason := disturbance(evaluation):
+            lines.append(f"* {name}: {reason}")
+        if (evaluation.get("v") or 1) < 1 and evaluation.get("break_even_note"):
+            lines.append(f"{name} has no break-even: {evaluation['break_even_note']}")
+    plain_speeds = [ratio["value"] for ratio in _figures(rows, "plain_vs_generate")]
+    if plain_speeds:
+        line = f"plain decoding runs at {_range(plain_speeds, '{:.2f}×')} the speed of generate()"
+        if min(plain_speeds) < 0.95:
+            line += ": it is slower, so the speed-ups are too high; see those over generate()"
+        lines.append(line)
+    identical = _figures(rows, "identical_to_plain")
+    close = _figures(rows, "identical_within_rounding")
+    if identical:
+        line = f"greedy texts identical to plain decoding: {_range(identical)}"
+        if min(identical) == 1:
+            line += ", token by token, with no allowance for rounding"
+        elif close and close != identical:
+            line += f"; up to choices within rounding: {_range(close)}"
+        lines.append(line)
+    repetition, repeating = _figures(rows, "repetition"), _figures(rows, "share_repeating")
+    if repetition:
+        lines.append(
+            f"tokens inside a repeated 8-gram: {_range(repetition)}; outputs with one: "
+            f"{_range(repeating)}. Loops flatter every drafter"
+        )
+    return lines
+
+
+def _batches(report: dict[str, Any]) -> str:
+    """Say how many prompts were timed together; "" if always one."""
+    if all((row["evaluation"].get("timed_batch_size") or 1) == 1 for row in report["rows"]):
+        return ""
+    return f" in batches of {_setting(report, 'timed_batch_size')}"
+
+
+def _speedup_basis(report: dict[str, Any]) -> str:
+    """Say that speed-ups compare the time per token, if some do (texts of different lengths)."""
+    bases = [row["evaluation"].get("speedup_basis") for row in report["rows"]]
+    return "; speed-ups compare the time per token" if "time per token" in bases else ""
+
+
+def _fixed_depths(report: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for every drafter whose drafts have a fixed depth and ignore γ."""
+    gamma = (report["config"].get("evaluation") or {}).get("gamma")
+    for label, row in zip(row_labels(report), report["rows"], strict=True):
+        evaluation = row["evaluation"]
+        depth, policy = evaluation.get("gamma"), evaluation.get("policy") or "fixed"
+        ignores_gamma = gamma and depth and depth != gamma and policy == "fixed"
+        if ignores_gamma and not is_baseline(report, row):
+            yield (
+                f"{without_gamma(label)} drafts {depth} deep ({evaluation.get('drafts')}): γ "
+                f"{gamma} is for drafts that have no depth of their own"
+            )
+
+
+def _machine(report: dict[str, Any]) -> str:
+    """Describe the machine of the run's last start."""
+    machine = (report["provenance"] or [{}])[-1].get("machine") or {}
+    processor = machine.get("processor") or "unknown processor"
+    cores, threads = machine.get("cores"), machine.get("threads")
+    text = processor + (f", {cores} cores" if cores else "")
+    text += f", {threads} thread{'s' if threads != 1 else ''}" if threads else ""
+    return ", ".join([*(machine.get("gpus") or []), text])
+
+
+def _setting(
+    report: dict[str, Any],
+    key: str,
+    describe: Callable[[dict[str, Any]], str] | None = None,
+) -> str:
+    """Return the setting of most rows, and the rows with another value: '4 (ngram: 8)'."""
+    evaluations = [row["evaluation"] for row in report["rows"]]
+    values = [describe(e) if describe else str(e.get(key, MISSING)) for e in evaluations]
+    usual = max(reversed(values), key=values.count)
+    others = [
+        f"{without_gamma(label)}: {value}"
+        for label, value in zip(row_labels(report), values, strict=True)
+        if value != usual
+    ]
+    return usual + (f" ({', '.join(others)})" if others else "")
+
+
+def _shapes(report: dict[str, Any]) -> str:
+    """Name the draft shapes; "" if none was asked for and all drafts are chains."""
+    evaluations = [row["evaluation"] for row in report["rows"]]
+    if all(not e.get("shape") and draft_shape(e) == "chain" for e in evaluations):
+        return ""
+    return f"; shape {_setting(report, 'shape', draft_shape)}"
+
+
+def _sampling(evaluation: dict[str, Any]) -> str:
+    sampling = evaluation.get("sampling") or {}
+    parts = []
+    if not sampling.get("temperature"):
+        parts.append("greedy decoding")
+    else:
+        parts.append(f"temperature {sampling['temperature']:g}")
+        if sampling.get("top_k"):
+            parts.append(f"top-k {sampling['top_k']}")
+        if sampling.get("top_p", 1.0) < 1:
+            parts.append(f"top-p {sampling['top_p']:g}")
+        if sampling.get("min_p"):
+            parts.append(f"min-p {sampling['min_p']:g}")
+    if sampling.get("repetition_penalty", 1.0) != 1:
+        parts.append(f"repetition penalty {sampling['repetition_penalty']:g}")
+    if evaluation.get("draft_temperature") is not None:
+        parts.append(f"drafter's temperature {evaluation['draft_temperature']:g}")
+    return ", ".join(parts)
+
+
+def _dtype(report: dict[str, Any]) -> str:
+    dtypes = sorted({row["evaluation"].get("dtype") or MISSING for row in report["rows"]})
+    return ", ".join(dtypes) or MISSING
+
+
+def _figures(rows: list[Row], key: str) -> list[Any]:
+    return [row["evaluation"][key] for row in rows if row["evaluation"].get(key) is not None]
+
+
+def _range(values: list[float], form: str = "") -> str:
+    low, high = (form.format(v) if form else format_share(v) for v in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
