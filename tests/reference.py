@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic.json_schema import GenerateJsonSchema
 from typer.models import ArgumentInfo
 
-from train.cli import app
+from train.cli.main import app
 from train.config import RunConfig
 from train.config_file import describe
 

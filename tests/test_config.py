@@ -148,7 +148,7 @@ def test_what_is_wrong_is_named(tmp_path, old: str, new: str, message: str):
         (
             "name: run",
             "name: run\nevaluation:\n  policy: heuristic:max_depth=8.5",
-            "run.yaml:3: .*'evaluation' does not fit: .*most is 8.5; expected a valid integer",
+            "run.yaml:3: .*'evaluation' does not fit: .*max_depth is 8.5; expected a valid integer",
         ),
         ("generate}", "generate, samples: 2}", "run.yaml:6: .*'stages.answers' does not fit: sam"),
         ("text: answers", "text: answer", "run.yaml:7: no earlier stage 'answer'"),
@@ -223,7 +223,7 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
     (tmp_path / "run.yaml").write_text(GOOD.replace("text: answers", "losses: {forward_lk: 1}"))
     code = (
         "import sys\n"
-        "from train.cli import app\n"
+        "from train.cli.main import app\n"
         "try:\n"
         f"    app(['train', {str(tmp_path / 'run.yaml')!r}])\n"
         "except SystemExit as stop:\n"
