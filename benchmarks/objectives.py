@@ -42,9 +42,9 @@ from distill.teacher.top_k_cache import bytes_per_token, top_k
 from train.cli.shared import cores, quieten, shows_errors
 from train.config import validate_config
 from train.console import Reporter
-from train.data.answers import read_answers
 from train.data.batches import collate, inputs
 from train.data.chat import to_sample
+from train.data.corpus import read_answers
 from train.data.read import spread
 from train.run import Run
 

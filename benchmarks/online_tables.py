@@ -19,7 +19,7 @@ WITHIN = 0.02
 def row(counts: np.ndarray, summary: dict[str, Any], size: int) -> dict[str, Any]:
     """Return an arm's figures: acceptance in each domain and at its end, recovery time, costs.
 
-    counts: int [requests, 4], see `train.online.stream.COUNTS`. size: requests per domain.
+    counts: int [requests, 4], see `train.online.stream_progress.COUNTS`. size: requests per domain.
     """
     figures = ("acceptance", "end", "end_tokens_per_step", "recovered_after")
     found: dict[str, Any] = {name: {} for name in figures}

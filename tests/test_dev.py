@@ -22,8 +22,8 @@ from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_
 from tests.tiny import tiny_target
 from tests.training import assert_equal, tiny_trainer
 from train.data.chat import prompt_tokens
+from train.data.corpus import read_samples
 from train.data.read import spread
-from train.data.samples import read_samples
 from train.stage import StageContext
 from train.training.trainer import Trainer
 

@@ -19,7 +19,7 @@ from tests.tiny import tiny_target
 from tests.training import Killed, assert_equal
 from train.data.batches import collate
 from train.data.chat import Sample
-from train.data.samples import read_samples
+from train.data.corpus import read_samples
 from train.stage import StageContext
 from train.stages.feature_cache import FeatureCacheStage
 
@@ -108,7 +108,7 @@ def test_a_small_lm_distilled_from_it_is_one_distilled_beside_the_target(context
     run_stage(context, cache_stage(captured_layers=[0, FINAL]))
     live = distilled("live-lm", teacher_temperature=0.9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.teacher.LiveTeacher", None)
+        patch.setattr("train.training.student_and_teacher.LiveTeacher", None)
         cached = distilled("cached-lm", teacher_temperature=0.9, teacher="cache")
     ours, theirs = drafter_weights(cached), drafter_weights(live)
     assert cached.summary["training"]["history"][0]["loss"] > 0.1

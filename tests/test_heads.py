@@ -40,7 +40,7 @@ from tests.tiny import EOS_ID, VOCAB, tiny_target
 from tests.training import assert_equal
 from train.config import validate_config
 from train.data.chat import prompt_tokens
-from train.data.samples import read_samples
+from train.data.corpus import read_samples
 from train.stage import StageContext
 from train.training.trainer import Trainer
 
@@ -800,7 +800,7 @@ def test_what_was_trained_outlives_a_tree_that_fails(
         raise UserError("the disk is full.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("train.head_tree.calibrate_tree", full)
+        patch.setattr("train.training.head_tree.calibrate_tree", full)
         with pytest.raises(UserError, match=r"no tree .* disk is full\. The drafter is trained"):
             run_stage(context, stage)
     path = context.directory / "heads" / "drafter"

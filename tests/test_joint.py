@@ -45,19 +45,19 @@ from tests.stages import (
 )
 from tests.tiny import VOCAB, save_tiny, tiny_target
 from tests.training import assert_equal
-from train.backbone import AdapterConfig, Backbone, BackboneConfig
 from train.cli.main import app
 from train.config import load_config
 from train.console import Reporter
 from train.data.chat import prompt_tokens
-from train.data.samples import read_samples
+from train.data.corpus import read_samples
 from train.report.headline import headline
 from train.report.notes import footnotes
 from train.report.page import html
 from train.run import Run
 from train.stage import StageContext
-from train.training.clock import Clock
+from train.training.backbone import AdapterConfig, Backbone, BackboneConfig
 from train.training.optimizer import GroupConfig, OptimizerConfig, make_optimizer
+from train.training.time_and_memory import Clock
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),
@@ -492,7 +492,7 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
         judged.append(target.name)
         return evaluate(target, *args)
 
-    monkeypatch.setattr("train.evaluate.evaluate", watched)
+    monkeypatch.setattr("train.run_evaluation.evaluate", watched)
     report = Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
     stages = config.run_dir / "stages"
     new = str(stages / "01-both" / "target")

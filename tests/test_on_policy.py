@@ -29,8 +29,8 @@ from tests.stages import (
 from tests.tiny import padded, tiny_target
 from tests.training import Killed, assert_equal, scramble
 from train.data.chat import Sample, prompt_tokens
-from train.data.on_policy import OnPolicyConfig, OnPolicyText
-from train.data.samples import read_samples
+from train.data.corpus import read_samples
+from train.data.training_text import OnPolicyConfig, OnPolicyText
 from train.stage import StageContext
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

@@ -19,10 +19,9 @@ from tests.stages import run_stage
 from tests.test_online import online_of, pair, prompts_of
 from tests.test_online_stage import LEARNING, REQUESTS, context, online_stage, target
 from tests.training import Killed
-from train.online.background import Background
 from train.online.learning import Online
-from train.online.serving import Serving
-from train.online.versions import Versions
+from train.online.serving import Background, Serving
+from train.online.stream_progress import Versions
 
 __all__ = ["context", "target"]  # fixtures
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

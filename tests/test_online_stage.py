@@ -25,14 +25,13 @@ from tests.test_on_policy import LOOP as DISTILL_LOOP
 from tests.test_run import command
 from tests.tiny import save_tiny, tiny_target
 from tests.training import Killed, ask_to_stop, assert_equal, scramble
-from train.online import versions
+from train.online import stream_progress
 from train.online.learning import Online
 from train.online.serving import Serving
-from train.online.stream import StreamProgress
-from train.online.versions import Versions
+from train.online.stream_progress import StreamProgress, Versions
 from train.plots import lines
 from train.stage import StageContext
-from train.training.stopping import Stopped
+from train.training.checkpoint import Stopped
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 LEARNING: dict[str, Any] = {
@@ -322,7 +321,11 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
         run_stage(context, online_stage("damaged"))
 
 
-@pytest.mark.parametrize(("module", "what"), [(versions, "version-2"), (replay, "shard-[0-9]+")])
+@pytest.mark.parametrize(
+    ("module", "what"), [(stream_progress, "version-2"), (replay, "shard-[0-9]+")]
+)
+    ("module", "what"), [(stream_progress, "version-2"), (replay, "shard-[0-9]+")]
+)
 def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, monkeypatch, module, what):
     whole = run_stage(context, online_stage("whole"))
     calls = []

@@ -30,7 +30,7 @@ from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_
 from tests.tiny import padded, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 from tests.training import Killed, assert_equal
 from train.data.batches import collate
-from train.data.samples import read_samples
+from train.data.corpus import read_samples
 from train.stage import StageContext
 from train.stages.teacher_cache import TeacherCacheStage
 

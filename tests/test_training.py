@@ -61,8 +61,7 @@ from tests.training import (
 )
 from train.cli.main import app
 from train.data.batches import collate, inputs
-from train.training.clock import Clock
-from train.training.load_student import checkpoint_layers
+from train.training.checkpoint import EXIT_STATUS, Stopped, StopRequest
 from train.training.optimizer import (
     EMA,
     GroupConfig,
@@ -70,7 +69,8 @@ from train.training.optimizer import (
     learning_rate_factor,
     make_optimizer,
 )
-from train.training.stopping import EXIT_STATUS, Stopped, StopRequest
+from train.training.student_and_teacher import checkpoint_layers
+from train.training.time_and_memory import Clock
 from train.training.trainer import LoopConfig, Trainer, steps_in
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -801,7 +801,7 @@ def test_layers_that_are_computed_twice_give_the_same_loss_and_gradients():
 
 def test_a_clock_counts_an_activity_inside_another_once(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("train.training.clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("train.training.time_and_memory.time.perf_counter", lambda: now[0])
 
     def pass_time(seconds: float) -> None:
         now[0] += seconds

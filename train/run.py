@@ -28,13 +28,13 @@ from decode.loop import require_prompts
 from decode.target.cached_model import require_trees
 from train.config import SPLITS, differences, dump_config, validate_config
 from train.data.read import Example, data_fingerprint, read_examples, spread
-from train.evaluate import evaluate_baselines, evaluate_drafter, evaluate_in_turn
 from train.report.make import make_report
 from train.resources import Resources
+from train.run_evaluation import evaluate_baselines, evaluate_drafter, evaluate_in_turn
 from train.schema import StageConfig
 from train.stage import Outcome, StageContext, StagePlan
 from train.stages import STAGES
-from train.training.memory import peak_memory
+from train.training.time_and_memory import peak_memory
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distill.losses import WeightedLoss
-from train.data.samples import TextConfig
+from train.data.corpus import TextConfig
 
 
 class TaughtConfig(TextConfig):

@@ -48,10 +48,10 @@ def evaluate(
     from train.console import Reporter
     from train.data.chat import prompt_tokens
     from train.data.read import read_examples, spread
-    from train.evaluate import drift_of
     from train.report.notes import footnotes
     from train.report.table import table
     from train.run import describe_process
+    from train.run_evaluation import drift_of
 
     quieten()
     protocol = EvaluationProtocol(

@@ -31,8 +31,8 @@ def coverage(
     from decode.target.loading import load_target
     from distill.vocabulary import coverage as covered
     from train.console import Reporter
-    from train.data.answers import read_answers
     from train.data.chat import to_sample
+    from train.data.corpus import read_answers
     from train.data.read import read_examples
 
     quieten()

@@ -22,7 +22,7 @@ from heads.base import HEADS
 from heads.online_learner import HeadStudent
 from heads.store import read_heads
 from train.schema import StageConfig, closest_stage
-from train.training.load_student import DRAFTER_STAGES, choose_trained
+from train.training.student_and_teacher import DRAFTER_STAGES, choose_trained
 
 # Kinds of stages whose drafters can continue to learn.
 STARTS = ("heads", *DRAFTER_STAGES)

@@ -1,12 +1,14 @@
 """Serves the stream of an `online` stage: answers requests, learns in rounds, saves progress."""
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object
+from pydantic import Field, model_validator
 
 from decode.drafters import Drafter
 from decode.loop import Decoder
@@ -14,13 +16,105 @@ from decode.sampling import Sampling
 from distill.replay.learner import OnlineStudent
 from train.data.chat import prompt_tokens
 from train.data.read import Example
-from train.online.background import Background
-from train.online.config import OnlineStageConfig
-from train.online.learning import Online, Round
-from train.online.stream import COUNTS, StreamProgress, rate
-from train.online.versions import Versions
+from train.online.learning import Online, OnlineConfig, Round
+from train.online.stream_progress import COUNTS, StreamProgress, Versions, rate
+from train.schema import StageConfig
 from train.stage import StageContext
-from train.training.stopping import Stopped, StopRequest
+from train.training.checkpoint import Stopped, StopRequest
+from train.training.student_and_teacher import StudentConfig
+
+
+class OnlineStageConfig(StageConfig):
+    """split, prompts: serve this many prompts of this split, in order (None: all). They are decoded
+    batch_size at a time with gamma, rule, temperature, top_k and top_p.
+
+    drafter: as in a `distill` stage; its `stage` may also be a heads stage. learning: the schedule
+    and the data of learning; null: the drafter does not learn. losses: as in a `distill` stage.
+    train_embeddings: if off, a small language model's token embeddings and output layer are frozen.
+    Heads are always trained completely. background: learn in a thread while requests are served.
+    Timing then decides which version drafts a request, so a second run may differ.
+    device: where to learn, such as cuda:1; null: the stage's device. keep_versions: how many of the
+    newest versions stay on disk. window: the number of requests per window of the summary.
+    """
+
+    kind: Literal["online"] = "online"
+    drafter: StudentConfig
+    split: Literal["stream", "train", "dev"] = "stream"
+    prompts: int | None = Field(None, ge=1)
+    batch_size: int = Field(8, ge=1)
+    gamma: int = Field(4, ge=1)
+    rule: str = "speculative"
+    temperature: float = Field(0.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_new_tokens: int = Field(128, ge=2)
+    seed: int = 0
+    learning: OnlineConfig | None = OnlineConfig()
+    losses: dict[str, Any] = {"forward_kl": 1.0}
+    train_embeddings: bool = False
+    background: bool = False
+    device: str | None = None
+    chunk_tokens: int = Field(256, ge=1)
+    keep_versions: int = Field(2, ge=1)
+    window: int = Field(32, ge=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> "OnlineStageConfig":
+        if self.learning is None and (self.background or self.device):
+            raise ValueError("background and device say how to learn, and learning is null")
+        return self
+
+
+class Background:
+    """Runs rounds of `Online.learn`, one at a time, beside the decoding thread.
+
+        with Background(online) as background:
+            decoder = Decoder(target.model, drafter, observers=[online.observe, background.swap])
+            for prompt in requests:
+                decoder.decode([prompt], 128)
+                background.ended()
+                if online.due():
+                    background.begin()
+
+    As an observer, `swap` gives the drafter new weights between two passes, as soon as they exist.
+    Leaving the context waits for the current round.
+    """
+
+    def __init__(self, online: Online) -> None:
+        self.online = online
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="learner")
+        self._round: Future[Round | None] | None = None
+
+    def __enter__(self) -> "Background":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a round has begun that `ended` has not returned yet."""
+        return self._round is not None
+
+    def begin(self) -> None:
+        """Begin a round, unless one is running."""
+        if self._round is None:
+            self._round = self._pool.submit(self.online.learn)
+
+    def ended(self, *, wait: bool = False) -> Round | None:
+        """The result of a round that has ended. wait: wait for the current round.
+
+        None if no round has ended, or if it had nothing to learn from. Raises the round's exception
+        if it failed.
+        """
+        if self._round is None or not (wait or self._round.done()):
+            return None
+        ended, self._round = self._round, None
+        return ended.result()
+
+    def swap(self, _: object = None) -> None:
+        """`Online.swap`, as an observer."""
+        self.online.swap()
 
 
 @dataclass

@@ -25,26 +25,28 @@ from distill.teacher.output_layer import split_model
 from distill.teacher.top_k_cache import CachedTeacher
 from train.data.batches import Inputs
 from train.data.chat import Sample
-from train.data.on_policy import OnPolicyConfig, OnPolicyText
-from train.data.rounds import FixedText, Text
-from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
-from train.dev import DevConfig, DevSlice, Judging
+from train.data.corpus import check_text, fitting_samples, planned_tokens, stages_of
+from train.data.training_text import FixedText, OnPolicyConfig, OnPolicyText, Text
 from train.online.learners import heads_stage
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StageContext, StagePlan
 from train.taught import TaughtConfig
-from train.teacher import Cache, TargetModel, open_cache, teacher_of
 from train.trained import TrainedStage, describe
-from train.training.clock import Clock
-from train.training.load_student import (
+from train.training.dev_slice import DevConfig, DevSlice, Judging
+from train.training.optimizer import OptimizerConfig
+from train.training.student_and_teacher import (
     DRAFTER_STAGES,
+    Cache,
     StudentConfig,
+    TargetModel,
     checkpoint_layers,
     choose_trained,
     frequent_tokens,
     make_student,
+    open_cache,
+    teacher_of,
 )
-from train.training.optimizer import OptimizerConfig
+from train.training.time_and_memory import Clock
 from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
 

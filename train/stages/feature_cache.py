@@ -15,7 +15,7 @@ from distill.teacher.hidden_state_cache import (
 )
 from distill.teacher.live_hidden_states import LiveFeatures
 from train.data.chat import Sample
-from train.data.samples import TextConfig, check_text, fitting_samples, planned_tokens, read_samples
+from train.data.corpus import TextConfig, check_text, fitting_samples, planned_tokens, read_samples
 from train.data.write_parts import batches_of, size, write_parts
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan

@@ -17,8 +17,8 @@ from decode.sampling import Sampling
 from decode.target.generation_config import nothing_filled_in, stated_config
 from decode.target.loading import Target
 from train.console import Bar
-from train.data.answers import PART, read_answers
 from train.data.chat import prompt_tokens
+from train.data.corpus import PART, read_answers
 from train.data.read import Example, spread
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan

@@ -27,21 +27,20 @@ from heads.bigrams import Bigrams, lookup_top1
 from heads.joint import JointTraining
 from heads.store import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.training import HeadTraining
-from train.backbone import Backbone, BackboneConfig
 from train.data.batches import Inputs
 from train.data.chat import Sample
-from train.data.rounds import FixedText
-from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
-from train.dev import DevConfig, DevSlice, Judging
-from train.head_tree import TreeConfig, calibrated_tree, require_tree
+from train.data.corpus import check_text, fitting_samples, planned_tokens, stages_of
+from train.data.training_text import FixedText
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StageContext, StagePlan
 from train.taught import TaughtConfig
-from train.teacher import open_features
 from train.trained import TrainedStage, describe
-from train.training.clock import Clock
-from train.training.load_student import frequent_tokens
+from train.training.backbone import Backbone, BackboneConfig
+from train.training.dev_slice import DevConfig, DevSlice, Judging
+from train.training.head_tree import TreeConfig, calibrated_tree, require_tree
 from train.training.optimizer import OptimizerConfig
+from train.training.student_and_teacher import frequent_tokens, open_features
+from train.training.time_and_memory import Clock
 from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
 

@@ -20,16 +20,14 @@ from distill.teacher.top_k_cache import describe_teacher
 from heads.online_learner import require_learns
 from train.data.chat import prompt_tokens
 from train.data.read import Example
-from train.online.config import OnlineStageConfig
 from train.online.learners import Learning, heads_stage
 from train.online.learning import Online
-from train.online.serving import Serving
-from train.online.stream import StreamProgress
-from train.online.versions import Versions
+from train.online.serving import OnlineStageConfig, Serving
+from train.online.stream_progress import StreamProgress, Versions
 from train.plots import lines
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, ReportSection, Stage, StageContext, StagePlan, StagePlot
-from train.training.load_student import choose_trained, make_student
+from train.training.student_and_teacher import choose_trained, make_student
 
 STREAM = "Acceptance over the stream, by windows of requests in their order."
 

@@ -20,11 +20,11 @@ from distill.teacher.top_k_cache import (
     write_vocabulary,
 )
 from train.data.chat import Sample
-from train.data.samples import TextConfig, check_text, fitting_samples, planned_tokens
+from train.data.corpus import TextConfig, check_text, fitting_samples, planned_tokens
 from train.data.write_parts import batches_of, size, write_parts
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
-from train.training.load_student import frequent_tokens
+from train.training.student_and_teacher import frequent_tokens
 
 
 class TeacherCacheConfig(TextConfig):

@@ -17,14 +17,12 @@ from decode.errors import UserError
 from train.console import Reporter
 from train.data.batches import Batches, Inputs, collate, inputs, padding_share
 from train.data.chat import Sample
-from train.data.rounds import Text, Weights
+from train.data.training_text import Text, Weights
 from train.schema import Strict
 from train.training import parallel
-from train.training.checkpoint import KEEP, Checkpoints
-from train.training.clock import Clock
-from train.training.memory import peak_memory
+from train.training.checkpoint import KEEP, Checkpoints, Stopped, StopRequest
 from train.training.optimizer import EMA, OptimizerConfig, learning_rate_factor, make_optimizer
-from train.training.stopping import Stopped, StopRequest
+from train.training.time_and_memory import Clock, peak_memory
 
 # (module, batch, its samples' ids) → (loss summed over its tokens, each term's sum [terms])
 Step = Callable[[nn.Module, Inputs, Sequence[str]], tuple[Tensor, Tensor]]

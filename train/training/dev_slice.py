@@ -14,9 +14,9 @@ from decode.loop import Decoder, require_prompts
 from decode.target.loading import Target
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat import prompt_tokens
+from train.data.corpus import read_samples
 from train.data.read import spread
-from train.data.rounds import Weights
-from train.data.samples import read_samples
+from train.data.training_text import Weights
 from train.schema import Strict
 from train.stage import StageContext
 

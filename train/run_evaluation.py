@@ -9,10 +9,10 @@ from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_draft
 from decode.errors import UserError
 from decode.measure.evaluation import Evaluation, evaluate, fastest_gamma
 from decode.registry import Choice
-from train.backbone import load_like
 from train.data.read import Example, spread
 from train.resources import Resources
 from train.stage import Outcome
+from train.training.backbone import load_like
 
 SAMPLES = 3
 # Number of prompts for choosing a baseline's γ, unless a timed batch has more.

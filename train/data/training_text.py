@@ -1,20 +1,16 @@
-"""Text that the drafter generates during its training (GKD, 2306.13649; DistillSpec).
-
-The drafter must agree with the target on the contexts that it meets in use, and these depend on its
-drafts. So it trains on its own text, with the target's distribution as the teacher.
-"""
+"""The texts that a drafter is trained on, in rounds: fixed, or written by the drafter itself."""
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.artifact import verify_directory, write_directory
@@ -25,9 +21,39 @@ from distill.lora import Trainable
 from train.data.batches import permutation
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import Example
-from train.data.rounds import Weights
 from train.schema import Strict
 from train.stage import StageContext
+
+# Returns the complete trained parameters whose names begin with a prefix, on every rank. The prefix
+# is removed from the names.
+Weights = Callable[[str], dict[str, Tensor]]
+
+
+class Text(Protocol):
+    """Samples in rounds. A round is the same at every call, so training can resume.
+
+    fixed: every round has the same samples, so a round is an epoch.
+    """
+
+    fixed: bool
+
+    def round(self, number: int, weights: Weights) -> Sequence[Sample]:
+        """The samples of round `number`, from 0. weights: returns the current weights of the
+        training. All ranks must call `round` together."""
+        ...
+
+
+class FixedText:
+    """The same samples in every round."""
+
+    fixed = True
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+
+    def round(self, number: int, weights: Weights) -> Sequence[Sample]:
+        return self._samples
+
 
 Item = TypeVar("Item")
 
@@ -76,7 +102,7 @@ class OnPolicyText:
         self.drafter: str | None = None if settings.drafter == "auto" else settings.drafter
 
     def round(self, number: int, weights: Weights) -> Sequence[Sample]:
-        """See `train.data.rounds.Text`. Generates the round unless it already exists."""
+        """See `train.data.training_text.Text`. Generates the round unless it already exists."""
         path = self.directory / f"round-{number}"
         if not path.exists():
             written = self._write(number, weights)

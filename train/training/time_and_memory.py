@@ -1,9 +1,11 @@
-"""Where a training's time goes."""
+"""The time by activity, and the peak memory, of this process."""
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 
 
@@ -48,3 +50,15 @@ class Clock:
         """Each activity's share of the measured time. The shares add up to 1."""
         total = sum(self.seconds.values())
         return {name: seconds / total for name, seconds in self.seconds.items()} if total else {}
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has used so far (on CUDA: on the device)."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return psutil.Process().memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -25,12 +25,12 @@ from heads.joint import JointTraining
 from heads.training import HeadTraining
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat import Sample
+from train.data.corpus import read_samples
 from train.data.read import spread
-from train.data.samples import read_samples
 from train.schema import StageConfig, Strict, closest_stage
 from train.stage import StageContext
-from train.training.clock import Clock
 from train.training.optimizer import GroupConfig, OptimizerConfig
+from train.training.time_and_memory import Clock
 
 PREFIX = "backbone."
 

@@ -1,5 +1,6 @@
-"""The drafter that a distill stage trains: its init weights and its draft vocabulary."""
+"""A stage's student and its teacher."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,24 @@ from transformers import PreTrainedModel
 from decode.drafters.directory import describe_drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.errors import UserError
+from decode.target.hidden_states import FINAL
 from decode.target.identity import fingerprint, require_same_vocabulary
 from decode.target.loading import load_model_and_tokenizer
 from distill.student import student_from_config, student_from_layers
-from distill.teacher.live import LiveTeacher
+from distill.teacher.from_hidden_states import CachedStatesTeacher
+from distill.teacher.hidden_state_cache import CachedFeatures, holds_features
+from distill.teacher.live import LiveTeacher, TeacherSource
 from distill.teacher.output_layer import split_model
+from distill.teacher.parts import text_sha256
+from distill.teacher.sharding import shard_layers
+from distill.teacher.top_k_cache import CachedTeacher
 from distill.vocabulary import most_frequent
 from train.data.batches import collate, inputs
 from train.data.chat import Sample
 from train.data.read import spread
 from train.schema import Strict
 from train.stage import StageContext
+from train.training.time_and_memory import Clock
 
 # Kinds of stages that make small language models, which later stages can continue to train.
 DRAFTER_STAGES = ("distill", "online")
@@ -142,3 +150,86 @@ def lost_mass(context: StageContext, samples: Sequence[Sample], ids: Tensor) -> 
         lost += float((1 - logits.float().softmax(-1)[:, kept].sum(-1)).sum())
         count += predicted
     return lost / count
+
+
+Cache = CachedTeacher | CachedFeatures
+
+
+def open_cache(name: str, context: StageContext, samples: Sequence[Sample]) -> Cache:
+    """The cache of a `teacher_cache` or `feature_cache` stage, or in a directory. Raises UserError
+    if it was made from another target, or lacks one of the samples."""
+    directory = _directory(name, context)
+    if holds_features(directory):
+        return open_features(name, context, samples, [FINAL])
+    cache = CachedTeacher(directory, context.target)
+    cache.require(_texts(samples))
+    return cache
+
+
+def open_features(
+    name: str, context: StageContext, samples: Sequence[Sample], captured_layers: Sequence[int]
+) -> CachedFeatures:
+    """The hidden states at `captured_layers`, from a `feature_cache` stage or
+    from a directory. Raises UserError as `open_cache` does."""
+    cache = CachedFeatures(_directory(name, context), context.target, captured_layers)
+    cache.require(_texts(samples))
+    return cache
+
+
+def _directory(name: str, context: StageContext) -> Path:
+    return context.outcomes.get(name, Path(name))
+
+
+def _texts(samples: Sequence[Sample]) -> list[tuple[str, str]]:
+    return [(sample.id, text_sha256(sample.tokens, sample.mask)) for sample in samples]
+
+
+class TargetModel:
+    """The target's model as a teacher. With `shard`, this is a copy sharded over the ranks; the
+    complete model stays in CPU memory meanwhile."""
+
+    def __init__(self, context: StageContext, *, shard: bool) -> None:
+        self.whole, self.shard = context.target.model, shard
+        self.device = context.target.device
+
+    def __enter__(self) -> PreTrainedModel:
+        if not self.shard:
+            return self.whole
+        self.whole.to("cpu")
+        part = copy.deepcopy(self.whole)
+        shard_layers(part.base_model, self.device.type)
+        return part.to(self.device)
+
+    def __exit__(self, *_: object) -> None:
+        self.whole.to(self.device)
+
+
+def teacher_of(
+    target: PreTrainedModel,
+    cache: Cache | None,
+    vocabulary: Tensor | None,
+    *,
+    tokens: int,
+    remember: bool,
+    clock: Clock,
+) -> TeacherSource:
+    """The teacher: `cache` if given, otherwise the live target.
+
+    vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first `tokens` rows
+    of the output layer. remember: keep the live target's results after their first use. clock:
+    records the teacher's time as `teacher`.
+    """
+    if isinstance(cache, CachedTeacher):
+        return cache
+    model = split_model(target)
+    if cache is not None:
+        return CachedStatesTeacher(
+            model, cache, vocabulary=vocabulary, tokens=tokens, timed=lambda: clock("teacher")
+        )
+    return LiveTeacher(
+        model,
+        remember=remember,
+        vocabulary=vocabulary,
+        tokens=tokens,
+        timed=lambda: clock("teacher"),
+    )

@@ -1,12 +1,14 @@
 """The texts that stages train on, from the data or from the answers of generate stages."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from decode.artifact import verify_directory
 from decode.errors import UserError
-from train.data.answers import read_answers
 from train.data.batches import fit
 from train.data.chat import Sample, to_sample
 from train.schema import StageConfig, closest_stage
@@ -80,3 +82,20 @@ def planned_tokens(context: StageContext, settings: TextConfig) -> int:
     if settings.text == "data":
         return sum(sum(sample.mask) for sample in read_samples(context, "data"))
     return sum(context.plans[name].tokens for name in settings.text_stages)
+
+
+PART = "part-"
+
+
+def read_answers(directory: Path) -> list[dict[str, Any]]:
+    """All answers of a generate stage: {"id", "sample", "tokens"}, in order.
+
+    Raises UserError (CorruptArtifact) with the name of a damaged part.
+    """
+    parts = sorted(directory.glob(f"{PART}*"), key=lambda path: int(path.name.removeprefix(PART)))
+    answers = []
+    for part in parts:
+        verify_directory(part)
+        lines = (part / "answers.jsonl").read_text().splitlines()
+        answers += [json.loads(line) for line in lines]
+    return answers
