@@ -324,8 +324,6 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "what"), [(stream_progress, "version-2"), (replay, "shard-[0-9]+")]
 )
-    ("module", "what"), [(stream_progress, "version-2"), (replay, "shard-[0-9]+")]
-)
 def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, monkeypatch, module, what):
     whole = run_stage(context, online_stage("whole"))
     calls = []
