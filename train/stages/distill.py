@@ -25,13 +25,19 @@ from distill.teacher.output_layer import split_model
 from distill.teacher.top_k_cache import CachedTeacher
 from train.data.batches import Inputs
 from train.data.chat import Sample
-from train.data.corpus import check_text, fitting_samples, planned_tokens, stages_of
+from train.data.corpus import stages_of
 from train.data.training_text import FixedText, OnPolicyConfig, OnPolicyText, Text
 from train.online.learners import heads_stage
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StageContext, StagePlan
-from train.taught import TaughtConfig
-from train.trained import TrainedStage, describe
+from train.text_stages import (
+    LossConfig,
+    TrainedStage,
+    check_text,
+    describe,
+    fitting_samples,
+    planned_tokens,
+)
 from train.training.dev_slice import DevConfig, DevSlice, Judging
 from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import (
@@ -50,7 +56,7 @@ from train.training.time_and_memory import Clock
 from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
 
-class DistillConfig(TaughtConfig):
+class DistillConfig(LossConfig):
     """teacher: live, or the name or directory of a teacher_cache stage (the target's likeliest
     tokens) or of a feature_cache stage (its complete distribution).
     remember_teacher: keep the live target's hidden states of the text in memory after first use.

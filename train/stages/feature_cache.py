@@ -15,10 +15,18 @@ from distill.teacher.hidden_state_cache import (
 )
 from distill.teacher.live_hidden_states import LiveFeatures
 from train.data.chat import Sample
-from train.data.corpus import TextConfig, check_text, fitting_samples, planned_tokens, read_samples
-from train.data.write_parts import batches_of, size, write_parts
+from train.data.corpus import read_samples
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
+from train.text_stages import (
+    TextConfig,
+    batches_of,
+    check_text,
+    fitting_samples,
+    planned_tokens,
+    size,
+    write_parts,
+)
 
 
 class FeatureCacheConfig(TextConfig):

@@ -29,12 +29,18 @@ from heads.store import build_heads, make_ready, new_heads, read_heads, save_hea
 from heads.training import HeadTraining
 from train.data.batches import Inputs
 from train.data.chat import Sample
-from train.data.corpus import check_text, fitting_samples, planned_tokens, stages_of
+from train.data.corpus import stages_of
 from train.data.training_text import FixedText
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StageContext, StagePlan
-from train.taught import TaughtConfig
-from train.trained import TrainedStage, describe
+from train.text_stages import (
+    LossConfig,
+    TrainedStage,
+    check_text,
+    describe,
+    fitting_samples,
+    planned_tokens,
+)
 from train.training.backbone import Backbone, BackboneConfig
 from train.training.dev_slice import DevConfig, DevSlice, Judging
 from train.training.head_tree import TreeConfig, calibrated_tree, require_tree
@@ -44,7 +50,7 @@ from train.training.time_and_memory import Clock
 from train.training.trainer import LoopConfig, Trainer, TrainingTask
 
 
-class HeadsConfig(TaughtConfig):
+class HeadsConfig(LossConfig):
     """heads: type and options, as {type: medusa, heads: 5}; see `heads`. start: an earlier heads
     stage on the same target; this stage continues to train its heads. backbone: train the target
     too and write the new target to `target/`; None: the target does not change.

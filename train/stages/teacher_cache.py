@@ -20,10 +20,17 @@ from distill.teacher.top_k_cache import (
     write_vocabulary,
 )
 from train.data.chat import Sample
-from train.data.corpus import TextConfig, check_text, fitting_samples, planned_tokens
-from train.data.write_parts import batches_of, size, write_parts
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
+from train.text_stages import (
+    TextConfig,
+    batches_of,
+    check_text,
+    fitting_samples,
+    planned_tokens,
+    size,
+    write_parts,
+)
 from train.training.student_and_teacher import frequent_tokens
 
 

@@ -1,0 +1,195 @@
+"""Stages that work on a text: those that train on it, and those that cache results for it."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from decode.artifact import verify_directory
+from decode.errors import UserError
+from distill.losses import WeightedLoss
+from distill.teacher.parts import PART, text_sha256
+from train.data.batches import Batch, Inputs, bucket_batches, collate, fit, inputs
+from train.data.chat import Sample
+from train.data.corpus import read_samples, stages_of
+from train.plots.lines import agreement, curves
+from train.report.words import percent
+from train.schema import StageConfig, closest_stage
+from train.stage import ReportSection, Stage, StageContext, StagePlot
+from train.training.trainer import TrainingProgress
+
+LOSS = "Training loss. Bold: running mean over a tenth of the steps."
+DEV = "Agreement with the target on text it wrote for dev prompts."
+
+
+class TextConfig(StageConfig):
+    """text: a generate stage's name, or several, or `data` for the responses in the training data.
+
+    max_length: of a sample in tokens, prompt included. on_long: longer samples are cut from the
+    right, or dropped.
+    """
+
+    text: str | list[str] = "data"
+    max_length: int = Field(1024, ge=2)
+    on_long: Literal["truncate", "drop"] = "truncate"
+
+    @property
+    def text_stages(self) -> list[str]:
+        """The generate stages whose answers are the text. Empty for the data's own responses."""
+        return stages_of(self.text)
+
+
+class LossConfig(TextConfig):
+    """losses: {name: weight}, or {name: {weight: …, option: …}}; see `distill.losses`.
+    teacher_temperature, drafter_temperature: of the two distributions that a loss compares."""
+
+    losses: dict[str, Any]
+    teacher_temperature: float = 1.0
+    drafter_temperature: float = 1.0
+
+    @property
+    def weighted_loss(self) -> WeightedLoss:
+        return WeightedLoss(
+            self.losses,
+            teacher_temperature=self.teacher_temperature,
+            drafter_temperature=self.drafter_temperature,
+        )
+
+    @property
+    def losses_in_words(self) -> str:
+        """Such as '1·forward_kl + 0.5·jsd(beta=0.1)'."""
+        parts = []
+        for name, given in self.losses.items():
+            options = dict(given) if isinstance(given, Mapping) else {"weight": given}
+            weight = options.pop("weight", 1)
+            shown = ", ".join(f"{k}={v:g}" for k, v in options.items())
+            parts.append(f"{weight:g}·{name}" + (f"({shown})" if shown else ""))
+        return " + ".join(parts)
+
+
+def check_text(settings: TextConfig, earlier: Sequence[StageConfig]) -> None:
+    """Raise UserError if a stage of the text is not an earlier generate stage, or if it answered
+    test prompts. No stage may train on these."""
+    for name in settings.text_stages:
+        answers: Any = closest_stage(name, earlier, "generate")
+        if answers.split == "test":
+            raise UserError(
+                f"stage {settings.name} would train on the answers of {name} to the test split, on "
+                "which drafters are judged; name a stage that answers train or dev prompts"
+            )
+
+
+def fitting_samples(
+    context: StageContext, settings: TextConfig
+) -> tuple[list[Sample], dict[str, int]]:
+    """The samples that can be trained on, and the counts of `fit`. Also prints the counts."""
+    samples, counts = fit(
+        read_samples(context, settings.text), settings.max_length, settings.on_long
+    )
+    context.reporter.say("  text: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n))
+    return samples, counts
+
+
+def planned_tokens(context: StageContext, settings: TextConfig) -> int:
+    """The number of response tokens of the text, before it exists. For a stage's answers this is
+    the maximum."""
+    if settings.text == "data":
+        return sum(sum(sample.mask) for sample in read_samples(context, "data"))
+    return sum(context.plans[name].tokens for name in settings.text_stages)
+
+
+# (number of the part, its samples, (id, text_sha256) of each) → the number of scored tokens
+Write = Callable[[int, Sequence[Sample], list[tuple[str, str]]], int]
+
+
+def write_parts(
+    context: StageContext, samples: Sequence[Sample], part_samples: int, write: Write
+) -> float | None:
+    """Write every missing part, with all ranks together. Returns the tokens per second that this
+    rank scored, or None if it scored none. Raises UserError for a damaged part."""
+    rank, world = context.accelerator.process_index, context.accelerator.num_processes
+    begin, scored = time.perf_counter(), 0
+    with context.reporter.bar("scoring", len(samples)) as bar:
+        for number, first in enumerate(range(0, len(samples), part_samples)):
+            part = samples[first : first + part_samples]
+            directory: Path = context.directory / f"{PART}{number}"
+            if directory.exists():
+                verify_directory(directory)
+            elif number % world == rank:
+                # Each rank writes complete parts without communication, so no rank waits.
+                names = [(s.id, text_sha256(s.tokens, s.mask)) for s in part]
+                scored += write(number, part, names)
+            bar.update(first + len(part))
+    context.accelerator.wait_for_everyone()
+    return scored / (time.perf_counter() - begin) if scored else None
+
+
+def batches_of(
+    context: StageContext, part: Sequence[Sample], tokens_per_batch: int
+) -> Iterator[tuple[list[int], Batch, Inputs]]:
+    """A part in batches of similar length: the samples' indices in the part, the batch, and its
+    tensors on the target's device."""
+    pad_id = context.target.tokenizer.pad_token_id or 0
+    lengths = [len(sample.tokens) for sample in part]
+    for rows in bucket_batches(lengths, tokens_per_batch=tokens_per_batch, seed=0, epoch=0):
+        batch = collate([part[i] for i in rows], pad_id)
+        yield rows, batch, inputs(batch, context.target.device)
+
+
+def size(count: float) -> str:
+    """A number of bytes in readable units."""
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
+
+
+def describe(progress: TrainingProgress) -> dict[str, Any]:
+    """A training's progress as JSON values, for the key `training` of its stage's summary."""
+    return {
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "training_seconds": progress.seconds,
+        "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
+        "history": progress.history,
+        "dev": progress.dev,
+        "clock": progress.clock,
+    }
+
+
+class TrainedStage(Stage):
+    """A stage whose summary has `training`, and `losses` by name."""
+
+    @classmethod
+    def show(cls, summary: dict[str, Any], number: int) -> ReportSection:
+        """The training's figures, then the other figures, and the training's curves."""
+        # Summaries of earlier versions lack some of these keys.
+        others = dict(summary)
+        training = dict(others.pop("training", None) or {})
+        history, dev = (training.pop(key, None) or [] for key in ("history", "dev"))
+        clock = training.pop("clock", None) or {}
+        losses = curves(f"loss-{number}", history, summary.get("losses") or [])
+        return ReportSection(
+            _in_short(history, dev, clock) | training | others,
+            [
+                StagePlot(f"loss-{number}", LOSS, losses),
+                StagePlot(f"dev-{number}", DEV, agreement(f"dev-{number}", dev)),
+            ],
+        )
+
+
+def _in_short(
+    history: list[dict[str, Any]], dev: list[dict[str, Any]], clock: dict[str, float]
+) -> dict[str, str]:
+    """The first and last loss, the last figures on the dev slice, and the time by activity."""
+    figures = {}
+    losses = [entry["loss"] for entry in history if entry.get("loss") is not None]
+    if losses:
+        figures["loss"] = f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    for name, value in (dev[-1] if dev else {}).items():
+        if name != "step":
+            figures[f"dev {name.replace('_', ' ')}"] = f"{value:.3f}"
+    if clock:
+        whole = sum(clock.values())
+        shares = sorted(clock.items(), key=lambda item: -item[1])
+        figures["time in"] = ", ".join(f"{part} {percent(t / whole)}" for part, t in shares)
+    return figures
