@@ -381,7 +381,7 @@ def test_what_would_end_a_later_stage_ends_the_run_at_once(
     if what == "a later stage":
         with (base / "config.yaml").open("a") as file:
             file.write("  - {name: live, kind: online, drafter: {stage: distill}}\n")
-        message = "stage live serves split stream, which data lacks"
+        message = "stage live answers the prompts of split stream, which data lacks"
     elif what == "a prompt":
         rows = [{"id": "long", "prompt": "sea " * 300}]
         write_rows(base / "test.jsonl", rows)

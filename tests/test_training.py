@@ -394,7 +394,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(tmp_path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     with pytest.raises(UserError, match=r"checkpoints and its drafter .* GiB free"):
         trainer.fit()
-    assert trainer.at.step == 0
+    assert trainer.progress.step == 0
     assert not steps_kept(tmp_path)
     free[0] = needed
     assert trainer.fit().step == 4

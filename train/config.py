@@ -188,7 +188,7 @@ def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
         if names.count(name) > 1:
             raise UserError(f"two stages are called {name!r}; give each a name of its own")
     for index, settings in enumerate(stages):
-        STAGES[settings.kind](settings).check(stages[:index])
+        STAGES[settings.kind].check(settings, stages[:index])
     for name in config.evaluation.stages or []:
         if name not in names:
             raise UserError(

@@ -35,10 +35,10 @@ def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None
     closest_stage(name, earlier, *STARTS)
     by_name = {stage.name: stage for stage in earlier}
     while name in by_name:
-        found: Any = by_name[name]
-        if found.kind == "heads":
+        stage: Any = by_name[name]
+        if stage.kind == "heads":
             return by_name[name]
-        name = found.drafter.stage or ""
+        name = stage.drafter.stage or ""
     return None
 
 

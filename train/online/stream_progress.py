@@ -5,14 +5,15 @@ progress/progress-R/   the stream's progress at the R-th save, and the version
 buffer/…, held-out/…   the replay buffers' shards (`distill.replay.buffer`)
 
 A version is written before the progress that names it. Files that an older progress needs are
-deleted only after a newer progress is in place. Everything is a function of the stream, so work
-lost to a kill is repeated identically.
+deleted only after a newer progress is in place. Without background learning everything is a
+function of the stream, so work lost to a kill is repeated identically. With it, timing decides
+which version drafts a request, so the repeated work may differ.
 """
 
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,15 @@ class StreamProgress:
         """Figures of the stream's windows. A window has complete batches, with at least `size`
         requests in total (the last may have fewer), beginning with request `first`. Speeds include
         the time spent learning."""
-        found, first, seconds = [], 0, 0.0
+        windows, first, seconds = [], 0, 0.0
         waited = [(entry["served"], entry["waited"]) for entry in self.rounds]
         for served, spent in self.batches:
-            seconds += spent + sum(s for place, s in waited if place == served)
+            seconds += spent + sum(s for when, s in waited if when == served)
             if served - first < size and served < self.served:
                 continue
             rows = self.counts[first:served]
             steps, emitted = (sum(row[i] for row in rows) for i in (0, 1))
-            found.append(
+            windows.append(
                 {
                     "first": first,
                     "requests": served - first,
@@ -100,7 +101,7 @@ class StreamProgress:
                 }
             )
             first, seconds = served, 0.0
-        return found
+        return windows
 
 
 def rate(counts: Sequence[Sequence[int]]) -> float:
@@ -121,6 +122,7 @@ class Versions:
     def __init__(self, directory: Path, target: Target, reporter: Reporter, *, keep: int) -> None:
         self.versions, self.saves = directory / "versions", directory / "progress"
         self.target, self.reporter, self.keep = target, reporter, keep
+        self._saved = 0  # the number of the newest save
 
     def recover(self) -> None:
         """Clean up after a process that was killed while writing."""
@@ -149,12 +151,12 @@ class Versions:
             self.path(version), student.kind, write, target=self.target, provenance=provenance
         )
 
-    def save_progress(self, number: int, progress: dict[str, Any]) -> None:
-        """Write the stream's progress, whose "version" is the decoding one. Then delete versions
-        that no kept progress needs."""
+    def save_progress(self, progress: StreamProgress) -> None:
+        """Write the stream's progress. Then delete versions that no kept progress needs."""
+        self._saved = number = self._saved + 1
 
         def fill(directory: Path) -> None:
-            (directory / STATE).write_text(json.dumps(progress))
+            (directory / STATE).write_text(json.dumps(asdict(progress)))
 
         write_directory(self.saves / f"{PROGRESS}-{number}", fill, meta={"number": number})
         numbers = _numbers(self.saves, PROGRESS)
@@ -168,25 +170,26 @@ class Versions:
             if old not in needed:
                 remove_directory(self.path(old))
 
-    def load(self) -> tuple[int, dict[str, Any]] | None:
-        """(number, progress) of the newest complete save with a complete version, or None if
-        nothing was saved yet. Damaged saves are skipped and reported.
+    def load(self) -> StreamProgress | None:
+        """The newest complete save with a complete version, or None if nothing was saved yet.
+        Damaged saves are skipped and reported. Later saves continue the numbers of this one.
 
         Raises UserError if all saves are damaged.
         """
-        found, damaged = newest_complete(self.saves, PROGRESS)
-        while found is not None:
-            progress: dict[str, Any] = json.loads((found / STATE).read_text())
-            number = int(found.name.rpartition("-")[2])
+        newest, damaged = newest_complete(self.saves, PROGRESS)
+        while newest is not None:
+            progress = StreamProgress(**json.loads((newest / STATE).read_text()))
+            number = int(newest.name.rpartition("-")[2])
             try:
-                describe_drafter(self.path(progress["version"]))
+                describe_drafter(self.path(progress.version))
             except UserError as error:
                 damaged.append(error)  # type: ignore[arg-type]  # it is said, no more
                 older = [n for n in _numbers(self.saves, PROGRESS) if n < number]
-                found = self.saves / f"{PROGRESS}-{older[-1]}" if older else None
+                newest = self.saves / f"{PROGRESS}-{older[-1]}" if older else None
                 continue
             self._say(damaged)
-            return number, progress
+            self._saved = number
+            return progress
         self._say(damaged)
         if damaged:
             raise UserError(

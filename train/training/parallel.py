@@ -5,7 +5,6 @@ them by one global norm. The trained weights and AdamW's moments are float32.
 """
 
 import functools
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -150,20 +149,18 @@ def backward(accelerator: Accelerator, module: Any, loss: Tensor) -> None:
         accelerator.backward(loss)
 
 
-def optimizer_step(accelerator: Accelerator, module: Any, optimizer: Any, *, clip: float) -> float:
-    """Clip the gradients, take a step and clear them. Returns the norm before clipping.
+def clip_gradients(accelerator: Accelerator, module: Any, maximum: float) -> float:
+    """Clip the gradients by their global norm. Returns the norm before clipping. Every rank must
+    call this.
 
-    A step whose norm is not finite is not taken. Every rank must call this.
+    DeepSpeed clips, takes the step if the norm is finite, and clears the gradients, all at once.
+    The optimizer that `prepare` returned then does nothing.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         module.step()
         return float(module.get_global_grad_norm())
-    norm = accelerator.clip_grad_norm_(module.parameters(), clip)
-    value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if math.isfinite(value):
-        optimizer.step()
-    optimizer.zero_grad()
-    return value
+    norm = accelerator.clip_grad_norm_(module.parameters(), maximum)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def gathered_weights(accelerator: Accelerator, module: Any, prefix: str = "") -> dict[str, Tensor]:

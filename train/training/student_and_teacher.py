@@ -1,7 +1,8 @@
 """A stage's student and its teacher."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL
 from decode.target.identity import fingerprint, require_same_vocabulary
-from decode.target.loading import load_model_and_tokenizer
+from decode.target.loading import Target, load_model_and_tokenizer
 from distill.student import student_from_config, student_from_layers
 from distill.teacher.from_hidden_states import CachedStatesTeacher
 from distill.teacher.hidden_state_cache import CachedFeatures, holds_features
@@ -29,7 +30,6 @@ from train.data.batches import collate, inputs
 from train.data.chat import Sample
 from train.data.read import spread
 from train.schema import Strict
-from train.stage import StageContext
 from train.training.time_and_memory import Clock
 
 # Kinds of stages that make small language models, which later stages can continue to train.
@@ -62,29 +62,31 @@ class StudentConfig(Strict):
             )
         return self
 
-    def provenance(self, context: StageContext) -> Any:
-        """The drafter's start, for the provenance in its description."""
-        if self.stage is not None:
-            return describe_drafter(context.outcomes[self.stage] / "drafter")["provenance"]
-        return self.model_dump(exclude_none=True)
+
+def start_provenance(start: StudentConfig, earlier: Mapping[str, Path]) -> Any:
+    """The drafter's start, for the provenance in its description. earlier: the directories of
+    earlier stages by name."""
+    if start.stage is not None:
+        return describe_drafter(earlier[start.stage] / "drafter")["provenance"]
+    return start.model_dump(exclude_none=True)
 
 
 def make_student(
-    start: StudentConfig, context: StageContext
+    start: StudentConfig, target: Target, earlier: Mapping[str, Path]
 ) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
     """The model to train, float32 on the CPU, and its reduced draft vocabulary, if it has one.
 
-    Raises UserError for layers that the target does not have, a model with another vocabulary or
-    with too few output rows for it, and a damaged drafter.
+    earlier: the directories of earlier stages by name. Raises UserError for layers that the target
+    does not have, a model with another vocabulary or with too few output rows for it, and a damaged
+    drafter.
     """
-    target = context.target
     if start.layers is not None:
         return student_from_layers(target.model, start.layers).cpu(), None
     if start.config is not None:
         return student_from_config(target.model, start.config).cpu(), None
     spec = start.model or ""
     if start.stage is not None:
-        spec = str(context.outcomes[start.stage] / "drafter")
+        spec = str(earlier[start.stage] / "drafter")
         describe_drafter(Path(spec))
     loaded = load_model_and_tokenizer(spec, dtype="float32", device="cpu")
     own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
@@ -116,29 +118,24 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def frequent_tokens(
-    context: StageContext, samples: Sequence[Sample], count: int
-) -> tuple[Tensor, dict[str, float]]:
+    target: Target, samples: Sequence[Sample], count: int
+) -> tuple[Tensor, float, float]:
     """The `count` most frequent tokens of the samples' text, int64 ascending, always including the
-    end-of-text tokens; and their coverage for the stage's summary. Also prints the coverage."""
+    end-of-text tokens; the share of the text that they cover; and their `lost_mass` on a few
+    samples."""
     ids, coverage = most_frequent(
         (sample.tokens for sample in samples),
         count,
-        context.target.vocab_size,
-        always=context.target.eos_token_ids,
+        target.vocab_size,
+        always=target.eos_token_ids,
     )
-    lost = lost_mass(context, spread(samples, LOST_MASS_SAMPLES), ids)
-    context.reporter.say(
-        f"  draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the text; the target gives "
-        f"{lost:.2%} of its probability there to others"
-    )
-    return ids, {"draft_vocabulary_coverage": coverage, "draft_vocabulary_lost_mass": lost}
+    return ids, coverage, lost_mass(target, spread(samples, LOST_MASS_SAMPLES), ids)
 
 
 @torch.no_grad()
-def lost_mass(context: StageContext, samples: Sequence[Sample], ids: Tensor) -> float:
+def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
     """The target's mean probability of tokens outside `ids`, over the predicted tokens of the
     samples. A drafter with this vocabulary has an expected acceptance of at most 1 − this value."""
-    target = context.target
     teacher = LiveTeacher(split_model(target.model))
     kept = ids.to(target.device)
     lost, count = 0.0, 0
@@ -155,53 +152,45 @@ def lost_mass(context: StageContext, samples: Sequence[Sample], ids: Tensor) -> 
 Cache = CachedTeacher | CachedFeatures
 
 
-def open_cache(name: str, context: StageContext, samples: Sequence[Sample]) -> Cache:
-    """The cache of a `teacher_cache` or `feature_cache` stage, or in a directory. Raises UserError
-    if it was made from another target, or lacks one of the samples."""
-    directory = _directory(name, context)
+def open_cache(directory: Path, target: Target, samples: Sequence[Sample]) -> Cache:
+    """The cache that a `teacher_cache` or `feature_cache` stage wrote in a directory. Raises
+    UserError if it was made from another target, or lacks one of the samples."""
     if holds_features(directory):
-        return open_features(name, context, samples, [FINAL])
-    cache = CachedTeacher(directory, context.target)
-    cache.require(_texts(samples))
+        return open_features(directory, target, samples, [FINAL])
+    cache = CachedTeacher(directory, target)
+    cache.require(_hashes(samples))
     return cache
 
 
 def open_features(
-    name: str, context: StageContext, samples: Sequence[Sample], captured_layers: Sequence[int]
+    directory: Path, target: Target, samples: Sequence[Sample], captured_layers: Sequence[int]
 ) -> CachedFeatures:
-    """The hidden states at `captured_layers`, from a `feature_cache` stage or
-    from a directory. Raises UserError as `open_cache` does."""
-    cache = CachedFeatures(_directory(name, context), context.target, captured_layers)
-    cache.require(_texts(samples))
+    """The hidden states at `captured_layers` that a `feature_cache` stage wrote in a directory.
+    Raises UserError as `open_cache` does."""
+    cache = CachedFeatures(directory, target, captured_layers)
+    cache.require(_hashes(samples))
     return cache
 
 
-def _directory(name: str, context: StageContext) -> Path:
-    return context.outcomes.get(name, Path(name))
-
-
-def _texts(samples: Sequence[Sample]) -> list[tuple[str, str]]:
+def _hashes(samples: Sequence[Sample]) -> list[tuple[str, str]]:
     return [(sample.id, text_sha256(sample.tokens, sample.mask)) for sample in samples]
 
 
-class TargetModel:
-    """The target's model as a teacher. With `shard`, this is a copy sharded over the ranks; the
-    complete model stays in CPU memory meanwhile."""
-
-    def __init__(self, context: StageContext, *, shard: bool) -> None:
-        self.whole, self.shard = context.target.model, shard
-        self.device = context.target.device
-
-    def __enter__(self) -> PreTrainedModel:
-        if not self.shard:
-            return self.whole
-        self.whole.to("cpu")
-        part = copy.deepcopy(self.whole)
-        shard_layers(part.base_model, self.device.type)
-        return part.to(self.device)
-
-    def __exit__(self, *_: object) -> None:
-        self.whole.to(self.device)
+@contextmanager
+def teaching_model(target: Target, *, shard: bool) -> Iterator[PreTrainedModel]:
+    """The target's model as a teacher. With `shard`, it is a copy sharded over the ranks; the
+    complete model stays in CPU memory inside this context."""
+    if not shard:
+        yield target.model
+        return
+    device = target.device
+    target.model.to("cpu")
+    try:
+        sharded = copy.deepcopy(target.model)
+        shard_layers(sharded.base_model, device.type)
+        yield sharded.to(device)
+    finally:
+        target.model.to(device)
 
 
 def teacher_of(
