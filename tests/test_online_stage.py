@@ -149,7 +149,7 @@ def test_it_goes_on_with_a_distilled_drafter_and_its_vocabulary(context):
     assert {name for name in weights if "embed" in name or "vocabulary" in name} <= same
     assert outcome.summary["versions_kept"] == 0 or len(same) < len(weights)
     more = make_stage("distill", "more", stage, **(DRAFTER | {"drafter": {"stage": "online"}}))
-    assert more.config.drafter.stage == "online"
+    assert more.drafter.stage == "online"
 
 
 HEADS: dict[str, Any] = {
