@@ -16,7 +16,7 @@ import psutil
 
 from decode.errors import UserError
 from train.run import describe_process, make_directory
-from train.training.time_and_memory import peak_memory
+from train.training.trainer import peak_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -57,7 +57,7 @@ from train.run import Run
 from train.stage import StageInputs
 from train.training.backbone import AdapterConfig, BackboneConfig, TrainedBackbone
 from train.training.optimizer import GroupConfig, OptimizerConfig, make_optimizer
-from train.training.time_and_memory import Clock
+from train.training.trainer import Clock
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),

@@ -70,8 +70,7 @@ from train.training.optimizer import (
     make_optimizer,
 )
 from train.training.student_and_teacher import checkpoint_layers
-from train.training.time_and_memory import Clock
-from train.training.trainer import LoopConfig, Trainer, steps_in
+from train.training.trainer import Clock, LoopConfig, Trainer, steps_in
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parent.parent
@@ -452,9 +451,9 @@ def test_signals_are_taken_only_while_training(tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     request = StopRequest()
     with request.listening():
-        assert not request.asked
+        assert not request.received
         os.kill(os.getpid(), signal.SIGTERM)
-        assert request.asked
+        assert request.received
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
@@ -801,7 +800,7 @@ def test_layers_that_are_computed_twice_give_the_same_loss_and_gradients():
 
 def test_a_clock_counts_an_activity_inside_another_once(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("train.training.time_and_memory.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("train.training.trainer.time.perf_counter", lambda: now[0])
 
     def pass_time(seconds: float) -> None:
         now[0] += seconds

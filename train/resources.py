@@ -36,10 +36,10 @@ class Resources:
         if self._target is None:
             settings = self.config.target
             self.reporter.say(f"loading target {settings.model}")
-            own, device = self.accelerator.device, settings.device
+            rank_device, device = self.accelerator.device, settings.device
             if device == "auto":
                 # Under a launcher each rank has its own device.
-                device = str(own) if own.type == "cuda" else own.type
+                device = str(rank_device) if rank_device.type == "cuda" else rank_device.type
             self._target = load_target(
                 settings.model,
                 dtype=settings.dtype,

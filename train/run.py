@@ -35,7 +35,7 @@ from train.run_evaluation import evaluate_baselines, evaluate_drafter, evaluate_
 from train.schema import StageConfig
 from train.stage import Outcome, StageInputs, StagePlan
 from train.stages import STAGES
-from train.training.time_and_memory import peak_memory
+from train.training.trainer import peak_memory
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 

@@ -47,7 +47,7 @@ def evaluate_baselines(run: Resources, examples: dict[str, list[Example]]) -> No
         )
 
     for order, name in enumerate(settings.baselines):
-        if _must_do(run, order, name):
+        if _is_missing(run, order, name):
             _evaluate(run, order, name, "before", name, name, best_gamma(name), examples)
         run.accelerator.wait_for_everyone()
 
@@ -65,11 +65,11 @@ def evaluate_drafter(
     kind = describe_drafter(directory)["kind"]
     if start.exists():
         label = f"{stage}-start"
-        if _must_do(run, order, label):
-            shown = f"{stage} (start)"
-            _evaluate(run, order, label, shown, kind, str(start), gamma, examples)
+        if _is_missing(run, order, label):
+            row = f"{stage} (start)"
+            _evaluate(run, order, label, row, kind, str(start), gamma, examples)
         run.accelerator.wait_for_everyone()
-    if _must_do(run, order + 1, stage):
+    if _is_missing(run, order + 1, stage):
         _evaluate(
             run, order + 1, stage, stage, kind, str(directory), gamma, examples, outcome.target
         )
@@ -92,7 +92,7 @@ def evaluate_in_turn(
     first = len(settings.baselines) + 2 * len(run.config.stages)
     for order, name in enumerate(settings.in_turn, first):
         label = f"{name}+{stage}"
-        if _must_do(run, order, label):
+        if _is_missing(run, order, label):
             spec = f"{name}+{directory}"
             try:
                 _evaluate(
@@ -117,7 +117,7 @@ def _directory(run: Resources, order: int, label: str) -> Path:
     return run.directory / "evaluations" / f"{order:02d}-{label}"
 
 
-def _must_do(run: Resources, order: int, label: str) -> bool:
+def _is_missing(run: Resources, order: int, label: str) -> bool:
     """Whether this rank evaluates (the main process) and the row does not exist yet."""
     directory = _directory(run, order, label)
     if not run.accelerator.is_main_process:
@@ -137,17 +137,17 @@ def _evaluate(
     spec: str,
     gamma: int,
     examples: dict[str, list[Example]],
-    moved: Path | None = None,
+    new_target: Path | None = None,
 ) -> None:
-    """kind: the kind of drafter; a drafter with kind == spec is a baseline. moved: the directory of
-    the drafter's new target; None: the run's target."""
+    """kind: the kind of drafter; a drafter with kind == spec is a baseline. new_target: the
+    directory of the drafter's new target; None: the run's target."""
     settings = run.config.evaluation
     target = run.target
-    if moved is not None:
-        verify_directory(moved)
-        target = load_like(target, moved)
-    chosen = spread(examples[settings.split], settings.prompts)
-    prompts = run.prompts(chosen)
+    if new_target is not None:
+        verify_directory(new_target)
+        target = load_like(target, new_target)
+    evaluated = spread(examples[settings.split], settings.prompts)
+    prompts = run.prompts(evaluated)
     drafter = open_drafter(spec, target)
     with run.reporter.bar("evaluating", len(prompts)) as bar:
 
@@ -156,17 +156,17 @@ def _evaluate(
             bar.update(done, what=f"evaluating {stage}: {what}")
 
         protocol = settings.protocol(gamma, trained=spec != kind)
-        found = evaluate(target, drafter, prompts, protocol, progress)
+        evaluation = evaluate(target, drafter, prompts, protocol, progress)
     record = {
         "stage": stage,
         "drafter": kind,
         "order": order,
-        "evaluation": found.to_dict() | {"drift": drift_of(spec)},
-        "samples": _samples(run, found, chosen),
+        "evaluation": evaluation.to_dict() | {"drift": drift_of(spec)},
+        "samples": _samples(run, evaluation, evaluated),
     }
 
-    def fill(target: Path) -> None:
-        (target / "evaluation.json").write_text(json.dumps(record, indent=2))
+    def fill(directory: Path) -> None:
+        (directory / "evaluation.json").write_text(json.dumps(record, indent=2))
 
     write_directory(_directory(run, order, label), fill)
 
@@ -182,15 +182,17 @@ def drift_of(spec: str) -> dict[str, float] | None:
         return drift_of(others.removeprefix("+"))
     if not (path / DRAFTER_FILE).exists():
         return None
-    found: dict[str, float] | None = describe_drafter(path)["provenance"].get("drift")
-    return found
+    drift: dict[str, float] | None = describe_drafter(path)["provenance"].get("drift")
+    return drift
 
 
-def _samples(run: Resources, found: Evaluation, examples: list[Example]) -> list[dict[str, str]]:
+def _samples(
+    run: Resources, evaluation: Evaluation, examples: list[Example]
+) -> list[dict[str, str]]:
     texts = []
     for index in spread(range(len(examples)), SAMPLES):
         example = examples[index]
-        asked = example.prompt or (example.messages[-1]["content"] if example.messages else "")
-        answer = run.target.tokenizer.decode(found.outputs[index], skip_special_tokens=True)
-        texts.append({"prompt": asked, "drafted": answer})
+        prompt = example.prompt or (example.messages[-1]["content"] if example.messages else "")
+        answer = run.target.tokenizer.decode(evaluation.outputs[index], skip_special_tokens=True)
+        texts.append({"prompt": prompt, "drafted": answer})
     return texts

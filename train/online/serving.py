@@ -213,7 +213,7 @@ class Serving:
             ).tally
             by_row = (tally.steps, tally.emitted, tally.reached.sum(1), tally.accepted.sum(1))
             shared[rows] = torch.stack([torch.as_tensor(x) for x in by_row], 1).double()
-        shared[-1] = float(stop_request.asked)
+        shared[-1] = float(stop_request.received)
         *counts, stop = accelerator.reduce(shared.to(accelerator.device), "sum").tolist()
         progress.counts += [[int(x) for x in row] for row in counts]
         progress.served += count

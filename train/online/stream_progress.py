@@ -183,7 +183,7 @@ class Versions:
             try:
                 describe_drafter(self.path(progress.version))
             except UserError as error:
-                damaged.append(error)  # type: ignore[arg-type]  # it is said, no more
+                damaged.append(error)  # type: ignore[arg-type]  # only reported
                 older = [n for n in _numbers(self.saves, PROGRESS) if n < number]
                 newest = self.saves / f"{PROGRESS}-{older[-1]}" if older else None
                 continue

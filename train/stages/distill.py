@@ -45,8 +45,7 @@ from train.training.student_and_teacher import (
     teacher_of,
     teaching_model,
 )
-from train.training.time_and_memory import Clock
-from train.training.trainer import LoopConfig, Trainer, TrainingTask
+from train.training.trainer import Clock, LoopConfig, Trainer, TrainingTask
 
 
 class DistillConfig(LossConfig):

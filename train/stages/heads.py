@@ -6,6 +6,7 @@ only in their computation (`heads.base`), not in the training around it.
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,8 +40,7 @@ from train.training.dev_slice import DevConfig, DevSlice, Judging
 from train.training.head_tree import TreeConfig, calibrated_tree, require_tree
 from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import open_features
-from train.training.time_and_memory import Clock
-from train.training.trainer import LoopConfig, Trainer, TrainingTask
+from train.training.trainer import Clock, LoopConfig, Trainer, TrainingTask
 
 
 class HeadsConfig(LossConfig):
@@ -204,7 +204,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 target.model,
                 captured_layers,
                 remember=config.remember_features,
-                timed=lambda: clock("teacher"),
+                timed=partial(clock, "teacher"),
             )
 
         return FrozenBackbone(target, features)

@@ -5,6 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from train.data.corpus import Corpus
 from train.data.read import spread
 from train.schema import StageConfig, Strict, closest_stage
 from train.training.optimizer import GroupConfig, OptimizerConfig
-from train.training.time_and_memory import Clock
+from train.training.trainer import Clock
 
 PREFIX = "backbone."
 
@@ -206,7 +207,7 @@ class TrainedBackbone(Backbone):
         if config.terms.needs_teacher:
             split = split_model(original)
             self.teacher = LiveTeacher(
-                split, remember=config.remember_teacher, timed=lambda: clock("teacher")
+                split, remember=config.remember_teacher, timed=partial(clock, "teacher")
             )
             # A separate teacher: samples of two splits may have the same id.
             self.dev_teacher = LiveTeacher(split, remember=True)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from train.data.batches import collate, inputs
 from train.data.chat import Sample
 from train.data.read import spread
 from train.schema import Strict
-from train.training.time_and_memory import Clock
+from train.training.trainer import Clock
 
 # Kinds of stages that make small language models, which later stages can continue to train.
 DRAFTER_STAGES = ("distill", "online")
@@ -89,11 +90,11 @@ def make_student(
         spec = str(earlier[start.stage] / "drafter")
         describe_drafter(Path(spec))
     loaded = load_model_and_tokenizer(spec, dtype="float32", device="cpu")
-    own = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
-    require_same_vocabulary(own, target.fingerprint, f"drafter {spec}", padding=True)
-    if own.vocab_size < target.token_count:
+    drafter = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
+    require_same_vocabulary(drafter, target.fingerprint, f"drafter {spec}", padding=True)
+    if drafter.vocab_size < target.token_count:
         raise UserError(
-            f"drafter {spec} has {own.vocab_size} output rows and its tokenizer knows "
+            f"drafter {spec} has {drafter.vocab_size} output rows and its tokenizer knows "
             f"{target.token_count} tokens, so it has no row for some that it is to learn; resize "
             "it first (transformers: resize_token_embeddings)"
         )
@@ -213,12 +214,12 @@ def teacher_of(
     model = split_model(target)
     if cache is not None:
         return CachedStatesTeacher(
-            model, cache, vocabulary=vocabulary, tokens=tokens, timed=lambda: clock("teacher")
+            model, cache, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher")
         )
     return LiveTeacher(
         model,
         remember=remember,
         vocabulary=vocabulary,
         tokens=tokens,
-        timed=lambda: clock("teacher"),
+        timed=partial(clock, "teacher"),
     )

@@ -1,6 +1,7 @@
-"""The training loop of every training stage, built on accelerate."""
+"""The training loop of every training stage, built on accelerate, and what it measures."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate import Accelerator
 from pydantic import Field
@@ -23,7 +25,6 @@ from train.schema import Strict
 from train.training import parallel
 from train.training.checkpoint import KEEP, Checkpoints, Stopped, StopRequest
 from train.training.optimizer import EMA, OptimizerConfig, make_optimizer, take_step
-from train.training.time_and_memory import Clock, peak_memory
 
 # (module, batch, its samples' ids) → (loss summed over its tokens, each term's sum [terms])
 Step = Callable[[nn.Module, Inputs, Sequence[str]], tuple[Tensor, Tensor]]
@@ -44,6 +45,61 @@ class LoopConfig(Strict):
     save_every: int = Field(100, ge=1)
     log_every: int = Field(5, ge=1)
     seed: int = 0
+
+
+class Clock:
+    """Seconds by activity. An activity inside another is not counted twice.
+
+    A GPU works asynchronously, so a clock must wait for it to measure anything. Waiting slows down
+    training, so only every n-th step is measured, and it counts n times.
+
+    weight: how many times the current work counts. 0: no measuring and no waiting.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self.weight = 1.0
+        self._device = device
+        self._running: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def __call__(self, activity: str) -> Iterator[None]:
+        """The time inside this context counts as `activity`."""
+        self._turn()
+        self._running.append(activity)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._running.pop()
+
+    def _turn(self) -> None:
+        if self.weight and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        if self._running and self.weight:
+            activity = self._running[-1]
+            elapsed = self.weight * (now - self._since)
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + elapsed
+        self._since = now
+
+    def shares(self) -> dict[str, float]:
+        """Each activity's share of the measured time. The shares add up to 1."""
+        total = sum(self.seconds.values())
+        return {name: seconds / total for name, seconds in self.seconds.items()} if total else {}
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has used so far (on CUDA: on the device)."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return psutil.Process().memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @dataclass
@@ -241,7 +297,7 @@ class Trainer:
                 parallel.backward(accelerator, self.module, loss * world / tokens)
             sums += parts
             total += loss.detach()
-        shared = torch.cat([total[None], sums, total.new_tensor([float(request.asked)])])
+        shared = torch.cat([total[None], sums, total.new_tensor([float(request.received)])])
         *values, stopping = accelerator.reduce(shared).tolist()
         sums_by_term = dict(zip(self.task.terms, values[1:], strict=True))
         figures = self.task.figures or _means
