@@ -866,8 +866,8 @@ STAGE = """
 @pytest.fixture
 def base(tmp_path, monkeypatch) -> Path:
     """Two stages with dropout; what judges their drafters is left out."""
-    for name in ("evaluate_baselines", "evaluate_drafter", "evaluate_in_turn"):
-        monkeypatch.setattr(f"train.run.{name}", lambda *arguments: None)
+    for name in ("baselines", "drafter", "in_turn"):
+        monkeypatch.setattr(f"train.run.RunEvaluation.{name}", lambda *arguments: None)
     monkeypatch.setattr("train.run.make_report", lambda directory: {})
     monkeypatch.setattr("train.cli.train.print_report", lambda run, report: None)
     save_tiny(tmp_path / "target", layers=2)

@@ -13,25 +13,28 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from decode.artifact import recover, write_file
 from decode.errors import UserError
 from decode.loop import require_prompts
 from decode.target.cached_model import require_trees
-from train.config import SPLITS, differences, dump_config, validate_config
+from decode.target.loading import Target, load_target
+from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
+from train.console import Reporter
+from train.data.chat import prompt_tokens
 from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.report.make import make_report
-from train.resources import Resources
-from train.run_evaluation import evaluate_baselines, evaluate_drafter, evaluate_in_turn
+from train.run_evaluation import RunEvaluation
 from train.schema import StageConfig
 from train.stage import Outcome, StageInputs, StagePlan
 from train.stages import STAGES
@@ -45,11 +48,50 @@ KILLED_START = {*DIRECTORIES, "data.json"}
 
 
 @dataclass
-class Run(Resources):
+class Run:
     """One run directory, and this process (or rank) working in it."""
 
+    config: RunConfig
+    accelerator: Accelerator
+    reporter: Reporter
     # Continue a run begun with other settings or another number of ranks; same data required.
     allow_changes: bool = False
+    _target: Target | None = field(default=None, init=False)
+
+    @property
+    def directory(self) -> Path:
+        return self.config.run_dir
+
+    def stage_directory(self, name: str) -> Path:
+        """The directory of the stage with this name. It exists once the stage has begun."""
+        index = next(i for i, stage in enumerate(self.config.stages) if stage.name == name)
+        return self.directory / "stages" / f"{index:02d}-{name}"
+
+    @property
+    def target(self) -> Target:
+        """The target, loaded on first use: a finished run does not need it."""
+        if self._target is None:
+            settings = self.config.target
+            self.reporter.say(f"loading target {settings.model}")
+            rank_device, device = self.accelerator.device, settings.device
+            if device == "auto":
+                # Under a launcher each rank has its own device.
+                device = str(rank_device) if rank_device.type == "cuda" else rank_device.type
+            self._target = load_target(
+                settings.model,
+                dtype=settings.dtype,
+                device=device,
+                revision=settings.revision,
+                trust_remote_code=settings.trust_remote_code,
+            )
+        return self._target
+
+    def prompts(self, examples: list[Example]) -> list[list[int]]:
+        """Token ids of each example's prompt, written with the target's chat template."""
+        return [
+            prompt_tokens(example, self.target.tokenizer, self.config.data.system)
+            for example in examples
+        ]
 
     def execute(self) -> dict[str, Any]:
         """Do the work that is not done yet. Returns the report (see `train.report`), or {} on ranks
@@ -65,7 +107,10 @@ class Run(Resources):
         self.accelerator.wait_for_everyone()
         self.accelerator.init_trackers(self.config.name)
         finished: dict[str, Path] = {}
-        evaluate_baselines(self, examples)
+        evaluation = RunEvaluation(
+            self.config, lambda: self.target, examples, self.accelerator, self.reporter
+        )
+        evaluation.baselines()
         last: tuple[str, Outcome] | None = None
         for index, settings in enumerate(self.config.stages):
             directory = self.stage_directory(settings.name)
@@ -73,10 +118,10 @@ class Run(Resources):
             finished[settings.name] = directory
             evaluated = self.config.evaluation.stages
             if outcome.drafter is not None and (evaluated is None or settings.name in evaluated):
-                evaluate_drafter(self, index, settings.name, outcome, examples)
+                evaluation.drafter(index, settings.name, outcome)
                 last = settings.name, outcome
         if last is not None:
-            evaluate_in_turn(self, *last, examples)
+            evaluation.in_turn(*last)
         report: dict[str, Any] = {}
         if self.accelerator.is_main_process:
             report = make_report(self.directory)
