@@ -102,7 +102,7 @@ stages:
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1, ema: 0.5}}
   - name: eagle1
     kind: heads
-    heads: {{type: eagle1, depth: 2, rng: 0.0}}
+    heads: {{type: eagle1, depth: 2, noise: 0.0}}
     losses: {{forward_kl: 0.1}}
     loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}

@@ -234,8 +234,8 @@ def _not_a_prefix(example: Example, i: int, problem: str) -> UserError:
     return UserError(
         f"{example.source}: the assistant's tokens in messages[{i}] cannot be told apart: "
         f"{problem} (templates that strip or add reasoning do this). Expected a chat template "
-        f"that only appends. Give the tokenizer one with {{% generation %}} blocks, let the target write "
-        f"the responses itself, or keep one assistant turn a row."
+        f"that only appends. Give the tokenizer one with {{% generation %}} blocks, let the target "
+        f"write the responses itself, or keep one assistant turn a row."
     )
 
 
