@@ -22,7 +22,7 @@ from train.cli.command import cores, quieten, shows_errors, table
 from train.config import validate_config
 from train.console import Reporter
 from train.run import Run, describe_process, make_directory
-from train.training.memory import peak_memory
+from train.training.trainer import peak_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

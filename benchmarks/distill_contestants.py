@@ -34,7 +34,7 @@ from train.console import Bar, Reporter
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import read_examples
-from train.data.rounds import FixedText
+from train.data.training_text import FixedText
 from train.training.optimizer import OptimizerConfig
 from train.training.trainer import LoopConfig, Trainer, TrainingTask
 

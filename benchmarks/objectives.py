@@ -50,9 +50,9 @@ from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model
 from distill.teacher.top_k_cache import bytes_per_token, top_k
 from train.console import Reporter
-from train.data.answers import read_answers
 from train.data.batches import collate, inputs
 from train.data.chat import to_sample
+from train.data.corpus import read_answers
 from train.data.read import spread
 from train.run import Run
 

@@ -186,7 +186,7 @@ def _offline_cost(run: Run, name: str) -> dict[str, float]:
 
 
 def _counts(run: Run, stage: str) -> np.ndarray:
-    """Return the counts, int [requests, 4]; see `train.online.stream.COUNTS`."""
+    """Return the counts, int [requests, 4]; see `train.online.stream_progress.COUNTS`."""
     saves = (run.stage_directory(stage) / "progress").glob("progress-*")
     newest = max(saves, key=lambda path: int(path.name.rpartition("-")[2]))
     return np.array(json.loads((newest / "progress.json").read_text())["counts"])

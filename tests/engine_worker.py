@@ -3,6 +3,7 @@
 import copy
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from tests.tiny import tiny_llama
 from train.training import parallel
+from train.training.optimizer import OptimizerConfig, take_step
 from train.training.trainer import Trainer
 
 
@@ -30,10 +32,12 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
     fast = [p for name, p in trained.items() if "layers.0" not in name]
     module.student.model.layers[0].mlp.requires_grad_(False)
     groups = [
-        {"params": [p for p in slow if p.requires_grad], "lr": 1e-4},
-        {"params": fast, "lr": 1e-2},
+        {"params": [p for p in slow if p.requires_grad], "lr": 1e-4, "base_lr": 1e-4},
+        {"params": fast, "lr": 1e-2, "base_lr": 1e-2},
     ]
+    config = OptimizerConfig(clip=0.5, warmup_steps=0, schedule="constant")
     module, optimizer = parallel.prepare(accelerator, module, torch.optim.AdamW(groups), clip=0.5)
+    clip = partial(parallel.clip_gradients, accelerator, module)
     average = [share.clone() for share in parallel.local_weights(accelerator, module)]
     held = sum(share.numel() for share in average)
     rank, world = accelerator.process_index, accelerator.num_processes
@@ -48,7 +52,7 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
                 # The last step's gradient is not finite, so it must change nothing.
                 scale = float("nan") if step == 5 else world / 64
                 parallel.backward(accelerator, module, loss * scale)
-        norms.append(parallel.optimizer_step(accelerator, module, optimizer, clip=0.5))
+        norms.append(take_step(optimizer, config, step=step, total=6, clip=clip)[0])
         if step < 5:
             for share, now in zip(
                 average, parallel.local_weights(accelerator, module), strict=True

@@ -1,5 +1,6 @@
 """Single stages on a tiny target, without the run around them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from safetensors.torch import load_file
 
 from decode.target.loading import Target
 from tests.training import Killed, Lines
+from train.data.corpus import Corpus
 from train.data.read import Example
-from train.stage import Outcome, Stage, StageContext
+from train.stage import Outcome, StageInputs, StagePlan
 from train.stages import STAGES
 from train.training.trainer import Trainer
 
@@ -32,36 +34,46 @@ def examples(split: str, count: int) -> list[Example]:
     return found
 
 
-def stage_context(directory: Path, target: Target) -> StageContext:
+def stage_context(directory: Path, target: Target) -> StageInputs:
     """As a run makes it; `run_stage` gives it the directory of each stage."""
-    return StageContext(
+    earlier: dict[str, Path] = {}
+    splits = {"train": examples("train", 10), "dev": examples("dev", 4)}
+    return StageInputs(
         target,
         Accelerator(cpu=True),
         Lines(),
         directory,
-        outcomes={},
-        examples={"train": examples("train", 10), "dev": examples("dev", 4)},
-        system=None,
+        earlier,
+        Corpus(splits, target.tokenizer, system=None, stages=earlier),
         run_name="tiny",
     )
 
 
+def with_examples(context: StageInputs, **splits: list[Example]) -> StageInputs:
+    """The same with other examples of these splits."""
+    corpus = replace(context.corpus, examples=context.corpus.examples | splits)
+    return replace(context, corpus=corpus)
+
+
 def make_stage(kind: str, name: str, *earlier: Any, **settings: Any) -> Any:
-    """A stage whose settings were checked as those of a config are. Raises UserError."""
-    stage = STAGES[kind](
-        STAGES[kind].Config.model_validate({"name": name, "kind": kind} | settings)
-    )
-    stage.check([other.config for other in earlier])
-    return stage
+    """A stage's config, checked as in a run. Raises UserError."""
+    config = STAGES[kind].Config.model_validate({"name": name, "kind": kind} | settings)
+    STAGES[kind].check(config, earlier)
+    return config
 
 
-def run_stage(context: StageContext, stage: Any) -> Outcome:
+def plan_stage(context: StageInputs, stage: Any, **plans: StagePlan) -> StagePlan:
+    """plans: of earlier stages."""
+    return STAGES[stage.kind](stage, context).plan(plans)
+
+
+def run_stage(context: StageInputs, stage: Any) -> Outcome:
     """Run it in a directory of its own, where later stages find it."""
-    own = context.directory / stage.config.name
-    own.mkdir(parents=True, exist_ok=True)
-    fields = vars(context) | {"directory": own, "outcomes": dict(context.outcomes)}
-    outcome: Outcome = stage.run(StageContext(**fields))
-    context.outcomes[stage.config.name] = own
+    directory = context.directory / stage.name
+    directory.mkdir(parents=True, exist_ok=True)
+    inputs = replace(context, directory=directory, earlier=dict(context.earlier))
+    outcome = STAGES[stage.kind](stage, inputs).run()
+    context.earlier[stage.name] = directory
     return outcome
 
 
@@ -88,7 +100,7 @@ def kill_at_step(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def run_killed(
-    context: StageContext, stage: Stage, monkeypatch: pytest.MonkeyPatch, count: int
+    context: StageInputs, stage: Any, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> Outcome:
     """What a stage ends with that died before the optimizer step of this number and was begun
     again."""

@@ -15,7 +15,7 @@ from decode.errors import UserError
 from decode.parts import make_rule
 from decode.sampling import Sampling
 from train.config import differences, dump_config, load_config, validate_config
-from train.data.on_policy import OnPolicyConfig
+from train.data.training_text import OnPolicyConfig
 from train.schema import SamplingConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"

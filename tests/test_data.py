@@ -12,19 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from decode.errors import UserError
-from train.data import (
-    Batches,
-    Example,
-    Sample,
-    bucket_batches,
-    collate,
-    data_fingerprint,
-    fit,
-    padding_share,
-    prompt_tokens,
-    read_examples,
-    to_sample,
-)
+from train.data.batches import Batches, bucket_batches, collate, fit, padding_share
+from train.data.chat import Sample, prompt_tokens, to_sample
+from train.data.read import Example, data_fingerprint, read_examples
 
 # --- read ----------------------------------------------------------------------------------------
 
@@ -550,7 +540,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 
     # A new process, with another salt for Python's own hashes, sees the same trace.
     code = (
-        "import json, sys; from train.data import Batches; "
+        "import json, sys; from train.data.batches import Batches; "
         "b = Batches(json.load(sys.stdin), tokens_per_batch=8192, seed=5, epoch=2); "
         "print(json.dumps([b.batch(i) for i in range(len(b))]))"
     )

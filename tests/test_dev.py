@@ -23,8 +23,7 @@ from tests.tiny import tiny_target
 from tests.training import assert_equal, tiny_trainer
 from train.data.chat import prompt_tokens
 from train.data.read import spread
-from train.data.samples import read_samples
-from train.stage import StageContext
+from train.stage import StageInputs
 from train.training.trainer import Trainer
 
 pytestmark = [
@@ -39,7 +38,7 @@ def target() -> Target:
 
 
 @pytest.fixture
-def context(tmp_path: Path, target: Target) -> StageContext:
+def context(tmp_path: Path, target: Target) -> StageInputs:
     return stage_context(tmp_path, target)
 
 
@@ -116,7 +115,9 @@ def test_the_last_figures_are_those_of_the_drafter_that_is_saved(context, target
     assert training["clock"]["dev"] > 0
 
     drafter = open_drafter(str(outcome.drafter), target)
-    prompts = [prompt_tokens(e, target.tokenizer) for e in spread(context.examples["dev"], 3)]
+    prompts = [
+        prompt_tokens(e, target.tokenizer) for e in spread(context.corpus.examples["dev"], 3)
+    ]
     done = Decoder(target.model, drafter, eos_token_ids=target.eos_token_ids, gamma=3).decode(
         prompts, 12
     )
@@ -125,7 +126,7 @@ def test_the_last_figures_are_those_of_the_drafter_that_is_saved(context, target
 
     acceptance, top1, lost, count = 0.0, 0, 0.0, 0
     ids = drafter.vocabulary
-    for sample in spread(read_samples(context, "data", "dev"), 3):
+    for sample in spread(context.corpus.samples("data", "dev"), 3):
         tokens = torch.tensor([sample.tokens])
         with torch.no_grad():
             p = target.model(tokens).logits[0].softmax(-1)
@@ -151,7 +152,7 @@ def test_looking_at_the_dev_slice_changes_nothing(context):
 
 
 def test_dev_figures_without_a_dev_split_are_refused(context):
-    del context.examples["dev"]
+    del context.corpus.examples["dev"]
     stage = make_stage("distill", "distill", **(DRAFTER | {"dev": DEV}))
     with pytest.raises(UserError, match="has dev figures, but data has no dev split"):
         run_stage(context, stage)
@@ -164,9 +165,9 @@ def test_a_dev_prompt_that_does_not_fit_is_refused_before_the_training(context, 
         raise AssertionError("a step of training")
 
     monkeypatch.setattr(Trainer, "_optimizer_step", never)
-    first = context.examples["dev"][0]
+    first = context.corpus.examples["dev"][0]
     long = {"role": "user", "content": "sea " * 300}
-    context.examples["dev"] = [replace(first, messages=(long, *first.messages[1:]))]
+    context.corpus.examples["dev"] = [replace(first, messages=(long, *first.messages[1:]))]
     dev = DEV | {"decode_prompts": 1}
     settings = DRAFTER | {"dev": dev, "max_length": 1024}
     with pytest.raises(UserError, match=r"has \d+ tokens and the target's context holds"):
@@ -244,7 +245,7 @@ def test_a_stage_with_adapters_saves_a_plain_drafter(context, target):
     outcome = run_stage(context, stage)
     weights = drafter_weights(outcome)
     assert not any("lora" in name for name in weights)
-    start = AutoModelForCausalLM.from_pretrained(context.outcomes["distill"] / "start")
+    start = AutoModelForCausalLM.from_pretrained(context.earlier["distill"] / "start")
     final = AutoModelForCausalLM.from_pretrained(outcome.drafter)
     embeddings = "model.embed_tokens.weight"
     assert torch.equal(start.state_dict()[embeddings], final.state_dict()[embeddings])

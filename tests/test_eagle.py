@@ -33,7 +33,15 @@ from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadBatch, HeadOptions, trained_positions
 from heads.llama_layer import Rotary, layer_config
-from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
+from tests.stages import (
+    LOOP,
+    drafter_weights,
+    make_stage,
+    plan_stage,
+    run_killed,
+    run_stage,
+    stage_context,
+)
 from tests.tiny import EOS_ID, VOCAB, after, tiny_target
 from tests.training import assert_equal
 
@@ -565,7 +573,7 @@ def test_a_stage_trains_heads_and_leaves_the_target_as_it_is(kind: str, tmp_path
         heads=KINDS[kind],
         **STAGE | {"loop": LOOP | {"epochs": 6}, "dev": DEV, "remember_features": True},
     )
-    plan = stage.plan(context)
+    plan = plan_stage(context, stage)
     outcome = run_stage(context, stage)
     assert_equal(dict(target(kind).model.state_dict()), before)
     assert not any(p.requires_grad for p in target(kind).model.parameters())

@@ -139,7 +139,7 @@ def test_refusals(moved: Path, tmp_path: Path) -> None:
 def test_what_a_stage_leaves_is_exported(tmp_path: Path) -> None:
     original = save_target(tmp_path / "original")
     context = stage_context(tmp_path / "run", original)
-    context.examples["test"] = examples("test", 3)
+    context.corpus.examples["test"] = examples("test", 3)
     settings: Any = {"heads": MEDUSA, "backbone": {"lora": {"r": 4}}, "loop": LOOP | {"epochs": 1}}
     outcome = run_stage(context, make_stage("heads", "both", **settings))
     assert outcome.drafter is not None

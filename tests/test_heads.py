@@ -36,13 +36,20 @@ from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions, Heads, shift_left, trained_positions
-from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
+from tests.stages import (
+    LOOP,
+    drafter_weights,
+    make_stage,
+    plan_stage,
+    run_killed,
+    run_stage,
+    stage_context,
+)
 from tests.tiny import EOS_ID, VOCAB, tiny_target
 from tests.training import assert_equal
 from train.config import validate_config
 from train.data.chat import prompt_tokens
-from train.data.samples import read_samples
-from train.stage import StageContext
+from train.stage import StageInputs
 from train.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -666,7 +673,7 @@ DEV = {"every": 2, "samples": 3, "decode_prompts": 3, "gamma": 3, "max_new_token
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> StageContext:
+def context(tmp_path: Path) -> StageInputs:
     return stage_context(tmp_path, target())
 
 
@@ -675,7 +682,7 @@ def test_a_stage_trains_heads_and_leaves_the_target_as_it_is(context: Any, kind:
     before = {name: x.clone() for name, x in target().model.state_dict().items()}
     settings = STAGE | {"loop": LOOP | {"epochs": 10}, "remember_features": True}
     stage = make_stage("heads", "heads", heads=KINDS[kind], draft_vocabulary=150, **settings)
-    plan = stage.plan(context)
+    plan = plan_stage(context, stage)
     outcome = run_stage(context, stage)
     assert_equal(dict(target().model.state_dict()), before)
     assert not any(p.requires_grad for p in target().model.parameters())
@@ -723,13 +730,13 @@ def test_the_last_figures_are_those_of_the_drafter_that_is_saved(context: Any) -
     outcome = run_stage(context, stage)
     last = outcome.summary["training"]["dev"][-1]
     drafter: Any = open_drafter(str(outcome.drafter), target())
-    prompts = [prompt_tokens(e, target().tokenizer) for e in context.examples["dev"][:2]]
-    prompts.append(prompt_tokens(context.examples["dev"][3], target().tokenizer))
+    prompts = [prompt_tokens(e, target().tokenizer) for e in context.corpus.examples["dev"][:2]]
+    prompts.append(prompt_tokens(context.corpus.examples["dev"][3], target().tokenizer))
     decoder = Decoder(target().model, drafter, eos_token_ids=target().eos_token_ids, gamma=3)
     done = decoder.decode(prompts, 12)
     assert last["acceptance_rate"] == done.counts.acceptance_rate
 
-    samples = read_samples(context, "data", "dev")
+    samples = context.corpus.samples("data", "dev")
     hits: dict[int, list[bool]] = {1: [], 2: [], 3: []}
     for sample in (samples[0], samples[1], samples[3]):
         ids = torch.tensor([sample.tokens])
@@ -774,18 +781,18 @@ def test_a_tree_that_cannot_be_planned_is_refused_before_the_training(
     monkeypatch.setattr(Trainer, "_optimizer_step", never)
     stage = make_stage("heads", "heads", heads=MEDUSA, tree=TREE, **STAGE)
     long = dataclasses.replace(
-        context.examples["dev"][0], messages=({"role": "user", "content": "sea " * 300},)
+        context.corpus.examples["dev"][0], messages=({"role": "user", "content": "sea " * 300},)
     )
-    examples = context.examples["dev"]
-    context.examples["dev"] = [*examples, long]
+    examples = context.corpus.examples["dev"]
+    context.corpus.examples["dev"] = [*examples, long]
     with pytest.raises(UserError, match=r"prompt 3 has \d+ tokens and the target's context holds"):
         run_stage(context, stage)
-    context.examples["dev"] = examples
+    context.corpus.examples["dev"] = examples
     # This one's positions are its own.
     alibi = stage_context(tmp_path / "alibi", tiny_target("bloom"))
-    for refused in (stage.plan, functools.partial(run_stage, stage=stage)):
+    for refused in (plan_stage, run_stage):
         with pytest.raises(UserError, match="does not honour 4-D attention masks"):
-            refused(alibi)
+            refused(alibi, stage)
     monkeypatch.undo()
     # As chains its heads are trained like any others.
     outcome = run_stage(alibi, make_stage("heads", "chains", heads=MEDUSA, **STAGE))
@@ -801,7 +808,7 @@ def test_what_was_trained_outlives_a_tree_that_fails(
         raise UserError("the disk is full.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("train.head_tree.calibrate_tree", full)
+        patch.setattr("train.training.head_tree.calibrate_tree", full)
         with pytest.raises(UserError, match=r"no tree .* disk is full\. The drafter is trained"):
             run_stage(context, stage)
     path = context.directory / "heads" / "drafter"
@@ -835,8 +842,8 @@ def test_a_stage_refuses_what_it_cannot_do(context: Any) -> None:
     with pytest.raises(UserError, match="no loss reads the teacher"):
         make_stage("heads", "heads", heads=MEDUSA, teacher_temperature=2.0)
     with pytest.raises(UserError, match="a draft vocabulary of 300 tokens"):
-        make_stage("heads", "heads", heads=MEDUSA, draft_vocabulary=300).plan(context)
-    del context.examples["dev"]
+        plan_stage(context, make_stage("heads", "heads", heads=MEDUSA, draft_vocabulary=300))
+    del context.corpus.examples["dev"]
     with pytest.raises(UserError, match="calibrates a tree, but data has no dev split"):
         run_stage(context, make_stage("heads", "heads", heads=MEDUSA, tree={}))
     with pytest.raises(UserError, match="has dev figures, but data has no dev split"):

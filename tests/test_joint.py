@@ -37,24 +37,24 @@ from tests.stages import (
     drafter_weights,
     examples,
     make_stage,
+    plan_stage,
     run_killed,
     run_stage,
     stage_context,
 )
 from tests.tiny import VOCAB, save_tiny, tiny_target
 from tests.training import assert_equal
-from train.backbone import AdapterConfig, Backbone, BackboneConfig
 from train.cli.main import app
 from train.config import load_config
 from train.console import Reporter
 from train.data.chat import prompt_tokens
-from train.data.samples import read_samples
 from train.report.report_files import render_page
 from train.report.report_summary import footnotes, headline
 from train.run import Run
-from train.stage import StageContext
-from train.training.clock import Clock
+from train.stage import StageInputs
+from train.training.backbone import AdapterConfig, BackboneConfig, TrainedBackbone
 from train.training.optimizer import GroupConfig, OptimizerConfig, make_optimizer
+from train.training.trainer import Clock
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),
@@ -75,10 +75,15 @@ def target() -> Target:
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> StageContext:
+def context(tmp_path: Path) -> StageInputs:
     made = stage_context(tmp_path, target())
-    made.examples["test"] = examples("test", 3)
+    made.corpus.examples["test"] = examples("test", 3)
     return made
+
+
+def trained_backbone(config: BackboneConfig, context: StageInputs) -> TrainedBackbone:
+    clock = Clock(torch.device("cpu"))
+    return TrainedBackbone(config, context.target, context.corpus, clock, stage="two")
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -181,11 +186,13 @@ def test_distilled_heads_learn_what_the_moving_target_says() -> None:
 def test_an_adapter_switched_off_is_the_untouched_target(context: Any) -> None:
     """So self-distillation begins at 0, with a gradient of 0, and is towards the run's target."""
     torch.manual_seed(0)
-    config = BackboneConfig(lora=AdapterConfig(**LORA), losses={"forward_kl": 1.0})
-    backbone = Backbone(config, context, "two", Clock(torch.device("cpu")))
+    losses = {"forward_kl": 1.0}
+    # With a ramp, the heads' loss has no weight at the beginning.
+    config = BackboneConfig(lora=AdapterConfig(**LORA), losses=losses, ramp=1.0)
+    backbone = trained_backbone(config, context)
     heads = new_heads(HeadOptions.of(MEDUSA), target(), None)
     training = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target().model)
-    module = backbone.join(training, 64)
+    module = backbone.join(training, chunk=64)
     given: Any = batch()
     loss, _ = backbone.forward(module, given, [], {1: 1.0}, 0.0)
     assert abs(loss.item()) < 1e-6
@@ -212,24 +219,29 @@ def test_an_adapter_switched_off_is_the_untouched_target(context: Any) -> None:
 
 def test_the_weight_of_the_heads_rises_with_the_ramp(context: Any) -> None:
     medusa, blockwise = (new_heads(HeadOptions.of(KINDS[k]), target(), None) for k in KINDS)
-    clock = Clock(torch.device("cpu"))
-    paper = Backbone(BackboneConfig(), context, "two", clock)
-    assert paper.weight(medusa, 0.0) == 0.2
-    assert paper.weight(blockwise, 0.0) == 2.0  # the mean over three, times three
-    ramp = Backbone(BackboneConfig(ramp=0.5, heads_weight=0.4), context, "two", clock)
-    found = [ramp.weight(medusa, done) for done in (0.0, 0.25, 0.5, 1.0)]
+
+    def joined(heads: Any, **settings: Any) -> TrainedBackbone:
+        backbone = trained_backbone(BackboneConfig(**settings), context)
+        loss = WeightedLoss({"cross_entropy": 1.0})
+        backbone.join(HeadTraining(heads, loss, target().model), chunk=64)
+        return backbone
+
+    assert joined(medusa).weight(0.0) == 0.2
+    assert joined(blockwise).weight(0.0) == 2.0  # the mean over three, times three
+    ramp = joined(medusa, ramp=0.5, heads_weight=0.4)
+    found = [ramp.weight(done) for done in (0.0, 0.25, 0.5, 1.0)]
     assert found == pytest.approx([0.0, 0.4 * math.sin(math.pi / 4), 0.4, 0.4])
 
 
 def test_the_target_has_a_learning_rate_of_its_own(context: Any) -> None:
     config = BackboneConfig(lora=AdapterConfig(**LORA))
-    module = Backbone(config, context, "two", Clock(torch.device("cpu"))).join(
+    module = trained_backbone(config, context).join(
         HeadTraining(
             new_heads(HeadOptions.of(MEDUSA), target(), None),
             WeightedLoss({"cross_entropy": 1.0}),
             target().model,
         ),
-        64,
+        chunk=64,
     )
     settings = config.optimizer(OptimizerConfig(lr=4e-3))
     names = {id(p): name for name, p in module.named_parameters()}
@@ -297,7 +309,7 @@ def test_a_stage_makes_a_new_target_and_leaves_the_old_one(
         tree={"nodes": 4, "width": 3, "prompts": 2, "max_new_tokens": 8},
         **(STAGE | {"loop": LOOP | {"epochs": 4}}),
     )
-    plan = stage.plan(context)
+    plan = plan_stage(context, stage)
     outcome = run_stage(context, stage)
     assert_equal(dict(target().model.state_dict()), before)
     assert not any(p.requires_grad for p in target().model.parameters())
@@ -320,7 +332,7 @@ def test_a_stage_makes_a_new_target_and_leaves_the_old_one(
     drift = description["provenance"]["drift"]
     assert drift == outcome.summary["drift"]
     assert drift["kl"] > 0
-    held_out = read_samples(context, "data", "test")
+    held_out = context.corpus.samples("data", "test")
     assert drift["tokens"] == sum(sum(sample.mask[1:]) for sample in held_out)
     prompts = [[5, 17, 250], [7]]
     plain = Decoder(new.model, DRAFTERS["none"]()).decode(prompts, 10)
@@ -332,7 +344,7 @@ def test_a_stage_makes_a_new_target_and_leaves_the_old_one(
     # The acceptance while it trained is that of the new target too.
     last = outcome.summary["training"]["dev"][-1]
     assert last[name] >= 0
-    chosen = [context.examples["dev"][i] for i in (0, 3)]
+    chosen = [context.corpus.examples["dev"][i] for i in (0, 3)]
     tokens = [prompt_tokens(e, target().tokenizer) for e in chosen]
     eos = target().eos_token_ids
     run = Decoder(new.model, drafter.with_shape(Chain()), gamma=2, eos_token_ids=eos)
@@ -341,9 +353,7 @@ def test_a_stage_makes_a_new_target_and_leaves_the_old_one(
 
 def test_merged_weights_are_those_that_were_trained(context: Any) -> None:
     torch.manual_seed(0)
-    backbone = Backbone(
-        BackboneConfig(lora=AdapterConfig(**LORA)), context, "two", Clock(torch.device("cpu"))
-    )
+    backbone = trained_backbone(BackboneConfig(lora=AdapterConfig(**LORA)), context)
     model = backbone.trainable.model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -356,11 +366,8 @@ def test_merged_weights_are_those_that_were_trained(context: Any) -> None:
     assert drift.kl > 0
     # In the dtype of the run's target, and the same in a run of that dtype.
     half = replace(target(), model=copy.deepcopy(target().model).bfloat16())
-    other = Backbone(
-        BackboneConfig(lora=AdapterConfig(**LORA)),
-        replace(context, target=half),
-        "two",
-        Clock(torch.device("cpu")),
+    other = trained_backbone(
+        BackboneConfig(lora=AdapterConfig(**LORA)), replace(context, target=half)
     )
     made, _ = other.save(weights, context.directory / "half")
     assert made.dtype == torch.bfloat16
@@ -389,12 +396,11 @@ def test_heads_alone_first_and_then_both(context: Any) -> None:
     settings: Any = {"heads": MEDUSA, "start": "one", "backbone": {"lora": LORA}}
     tiny = {"loop": LOOP | {"max_steps": 1}, "optimizer": {"lr": 1e-9, "warmup_steps": 0}}
     second = make_stage("heads", "two", first, **settings, **tiny)
-    context.plans = {"one": first.plan(context)}
-    plan = second.plan(context)
+    plan = plan_stage(context, second, one=plan_stage(context, first))
     outcome = run_stage(context, second)
     assert plan.trained_parameters == outcome.summary["trained_parameters"]
     assert outcome.summary["draft_vocabulary"] == 150
-    one = drafter_weights(replace(outcome, drafter=context.outcomes["one"] / "drafter"))
+    one = drafter_weights(replace(outcome, drafter=context.earlier["one"] / "drafter"))
     two = drafter_weights(outcome)
     assert one.keys() == two.keys()
     for name, tensor in one.items():
@@ -430,8 +436,8 @@ def test_a_stage_refuses_what_does_not_go_together(context: Any) -> None:
     nothing = {"lora": LORA | {"targets": ["none"]}}
     with pytest.raises(UserError, match=r"lora.targets \['none'\]"):
         run_stage(context, make_stage("heads", "b", heads=MEDUSA, backbone=nothing, **STAGE))
-    context.examples["test"] = [
-        replace(e, messages=e.messages[:1]) for e in context.examples["test"]
+    context.corpus.examples["test"] = [
+        replace(e, messages=e.messages[:1]) for e in context.corpus.examples["test"]
     ]
     with pytest.raises(UserError, match="has no response tokens to measure the drift on"):
         run_stage(context, make_stage("heads", "c", heads=MEDUSA, backbone={}, **STAGE))
@@ -439,7 +445,7 @@ def test_a_stage_refuses_what_does_not_go_together(context: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("heads.parallel_heads.MedusaHeads.joint_weight", None)
         with pytest.raises(UserError, match="medusa are for a target that stays as it is"):
-            frozen_only.plan(context)
+            plan_stage(context, frozen_only)
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -489,7 +495,7 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
         judged.append(target.name)
         return evaluate(target, *args)
 
-    monkeypatch.setattr("train.evaluate.evaluate", watched)
+    monkeypatch.setattr("train.run_evaluation.evaluate", watched)
     report = Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
     stages = config.run_dir / "stages"
     new = str(stages / "01-both" / "target")

@@ -25,13 +25,13 @@ from tests.stages import (
     make_stage,
     run_stage,
     stage_context,
+    with_examples,
 )
 from tests.tiny import padded, tiny_target
 from tests.training import Killed, assert_equal, scramble
 from train.data.chat import Sample, prompt_tokens
-from train.data.on_policy import OnPolicyConfig, OnPolicyText
-from train.data.samples import read_samples
-from train.stage import StageContext
+from train.data.training_text import OnPolicyConfig, OnPolicyText
+from train.stage import StageInputs
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 SETTINGS: dict[str, Any] = {"samples": 6, "max_new_tokens": 6, "batch_size": 4, "drafter": "none"}
@@ -44,7 +44,7 @@ def target() -> Target:
 
 
 @pytest.fixture
-def context(tmp_path: Path, target: Target) -> StageContext:
+def context(tmp_path: Path, target: Target) -> StageInputs:
     return stage_context(tmp_path, target)
 
 
@@ -67,13 +67,16 @@ class Student:
             parameter += 0.3 * torch.randn(parameter.shape, generator=g)
 
 
-def text_of(context: StageContext, student: Student, **settings: Any) -> OnPolicyText:
+def text_of(context: StageInputs, student: Student, **settings: Any) -> OnPolicyText:
     return OnPolicyText(
         OnPolicyConfig(**(SETTINGS | settings)),
-        context,
         student.trainable,
-        context.examples["train"],
-        read_samples(context, "data"),
+        context.target,
+        context.corpus,
+        context.corpus.examples["train"],
+        context.corpus.samples("data"),
+        context.accelerator,
+        context.directory / "rounds",
         seed=3,
     )
 
@@ -96,7 +99,7 @@ def answer(sample: Sample) -> list[int]:
 def test_a_round_has_the_share_of_own_text_that_was_asked_for(context, target, fraction, written):
     student = Student(target)
     text = text_of(context, student, fraction=fraction)
-    given = {sample.id: sample for sample in read_samples(context, "data")}
+    given = {sample.id: sample for sample in context.corpus.samples("data")}
     for number in range(2):
         samples = text.round(number, student.weights)
         assert len(samples) == 6
@@ -112,7 +115,7 @@ def test_prompts_and_given_text_are_dealt_out_evenly_over_the_rounds(context, ta
     names = [sample.id for samples in rounds for sample in samples]
     written = Counter(name.partition("#")[0] for name in names if "#" in name)
     given = Counter(name for name in names if "#" not in name)
-    ids = [example.id for example in context.examples["train"]]
+    ids = [example.id for example in context.corpus.examples["train"]]
     assert written == dict.fromkeys(ids, 2)
     assert given == dict.fromkeys(ids, 1)
     assert len(set(names)) == len(names)  # a remembering teacher would mix up what has one name
@@ -125,7 +128,7 @@ def test_the_text_is_what_the_student_says_by_then(context, target):
     sampled = text_of(
         replace(context, directory=context.directory / "sampled"), student, fraction=1.0
     )
-    by_id = {e.id: e for e in context.examples["train"]}
+    by_id = {e.id: e for e in context.corpus.examples["train"]}
     said: list[list[list[int]]] = []
     for number in range(2):
         model, _ = student.trainable.plain(student.weights("student."))
@@ -288,7 +291,7 @@ def test_killed_within_a_round_it_ends_with_the_same_weights(context, monkeypatc
     for number in range(rounds[-1] + 1):
         texts = [
             json.dumps((d / "rounds" / f"round-{number}" / "samples.jsonl").read_text())
-            for d in (context.outcomes["whole"], context.outcomes["killed"])
+            for d in (context.earlier["whole"], context.earlier["killed"])
         ]
         assert texts[0] == texts[1]
 
@@ -306,7 +309,7 @@ def test_the_first_round_is_of_the_start_and_later_ones_are_not(context, target)
         text.round(number, start.weights)
         files = [
             directory / "rounds" / f"round-{number}" / "samples.jsonl"
-            for directory in (context.outcomes["own"], elsewhere.directory)
+            for directory in (context.earlier["own"], elsewhere.directory)
         ]
         same.append(files[0].read_text() == files[1].read_text())
     assert same == [True, False]
@@ -341,7 +344,7 @@ def test_a_cache_has_no_word_on_own_text():
 
 
 def test_text_without_prompts_is_refused(context):
-    bare = [replace(e, messages=None, text=e.prompt) for e in context.examples["train"]]
-    context = replace(context, examples={"train": bare})
-    with pytest.raises(UserError, match="the train split has no prompts for the drafter to answer"):
+    bare = [replace(e, messages=None, text=e.prompt) for e in context.corpus.examples["train"]]
+    context = with_examples(context, train=bare)
+    with pytest.raises(UserError, match="the train split has no prompts to answer"):
         run_stage(context, on_policy_stage("own"))

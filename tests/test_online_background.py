@@ -15,14 +15,14 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.verification import Verification
-from tests.stages import run_stage
+from tests.stages import plan_stage, run_stage
 from tests.test_online import online_of, pair, prompts_of
 from tests.test_online_stage import LEARNING, REQUESTS, context, online_stage, target
 from tests.training import Killed
-from train.online.background import Background
 from train.online.learning import Online
-from train.online.serving import Serving
-from train.online.versions import Versions
+from train.online.serving import Background, Serving
+from train.online.stream_progress import StreamProgress, Versions
+from train.stages.online import OnlineStage
 
 __all__ = ["context", "target"]  # fixtures
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -112,10 +112,10 @@ def test_a_stage_learns_in_the_background_and_saves_only_whole_rounds(
     saves = []
     original = Versions.save_progress
 
-    def save(versions: Versions, number: int, progress: dict[str, Any]) -> None:
-        saves.append((progress["version"], progress["online"][0]))
+    def save(versions: Versions, progress: StreamProgress) -> None:
+        saves.append((progress.version, progress.online[0]))
         assert not slow.learning.is_set()
-        original(versions, number, progress)
+        original(versions, progress)
 
     monkeypatch.setattr(Versions, "save_progress", save)
     outcome = run_stage(context, background_stage("online"))
@@ -165,20 +165,20 @@ def test_a_device_that_is_not_there_is_named_before_anything_is_done(
     context, settings, said
 ) -> None:
     with pytest.raises(UserError, match=said):
-        online_stage("online", **settings).plan(context)
+        plan_stage(context, online_stage("online", **settings))
 
 
 def test_several_ranks_learn_together_and_not_in_the_background(context, monkeypatch) -> None:
     monkeypatch.setattr(type(context.accelerator), "num_processes", 2)
     with pytest.raises(UserError, match="2 ranks learn together, between requests"):
-        background_stage("online").plan(context)
+        plan_stage(context, background_stage("online"))
     with pytest.raises(ValueError, match="learning is null"):
         online_stage("online", learning=None, background=True)
 
 
 def test_on_a_device_of_its_own_the_copy_learns_in_float32(context) -> None:
     stage = online_stage("online", learning=LEARNING, device="cpu")
-    student, drafter = stage._learner(context, None)
+    student, drafter = OnlineStage(stage, context)._learner(None)
     assert student.device == torch.device("cpu")
     assert all(p.dtype == torch.float32 for p in student.trained().values())
     assert not any(p.requires_grad for p in drafter.lm.model.parameters())

@@ -19,19 +19,27 @@ from decode.loop import Decoder
 from decode.target.loading import Target
 from distill.replay import replay_buffer as replay
 from heads.parallel_heads import BlockwiseHeads, MedusaDrafter
-from tests.stages import DRAFTER, drafter_weights, examples, make_stage, run_stage, stage_context
+from tests.stages import (
+    DRAFTER,
+    drafter_weights,
+    examples,
+    make_stage,
+    run_stage,
+    stage_context,
+    with_examples,
+)
 from tests.test_on_policy import LOOP as DISTILL_LOOP
 from tests.test_run import command
 from tests.tiny import save_tiny, tiny_target
 from tests.training import Killed, ask_to_stop, assert_equal, scramble
-from train.online import versions
+from train.online import stream_progress
 from train.online.learning import Online
 from train.online.serving import Serving
-from train.online.stream import StreamProgress
-from train.online.versions import Versions
+from train.online.stream_progress import StreamProgress, Versions
 from train.plots.line_plots import stream_plot
-from train.stage import StageContext
-from train.training.stopping import Stopped
+from train.stage import StageInputs
+from train.stages.online import OnlineStage
+from train.training.checkpoint import Stopped
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 LEARNING: dict[str, Any] = {
@@ -61,12 +69,12 @@ def target() -> Target:
 
 
 @pytest.fixture
-def context(tmp_path: Path, target: Target) -> StageContext:
+def context(tmp_path: Path, target: Target) -> StageInputs:
     return with_stream(stage_context(tmp_path, target))
 
 
-def with_stream(context: StageContext) -> StageContext:
-    context.examples["stream"] = examples("stream", REQUESTS)
+def with_stream(context: StageInputs) -> StageInputs:
+    context.corpus.examples["stream"] = examples("stream", REQUESTS)
     return context
 
 
@@ -101,10 +109,10 @@ def test_a_stream_is_served_in_order_and_learnt_from(context, target):
     provenance = describe_drafter(outcome.drafter)["provenance"]
     assert provenance["rounds"] == kept
     assert provenance["version"] == len(kept)
-    stored = sorted(p.name for p in (context.outcomes["online"] / "versions").iterdir())
+    stored = sorted(p.name for p in (context.earlier["online"] / "versions").iterdir())
     assert f"version-{len(kept)}" in stored
     assert len(stored) <= 4
-    newest = context.outcomes["online"] / "versions" / f"version-{len(kept)}"
+    newest = context.earlier["online"] / "versions" / f"version-{len(kept)}"
     made_by = describe_drafter(newest)["provenance"]
     assert made_by["round"]["version"] == len(kept)
     assert made_by["round"]["requests"]
@@ -116,7 +124,7 @@ def test_without_learning_the_drafter_stays_as_it_is(context):
     online = run_stage(context, online_stage("online"))
     frozen = run_stage(context, online_stage("frozen", learning=None))
     assert frozen.summary["rounds"] == []
-    start = context.outcomes["frozen"] / "versions" / "version-0"
+    start = context.earlier["frozen"] / "versions" / "version-0"
     weights = drafter_weights(frozen)
     shutil.copytree(start, context.directory / "copy")
     (context.directory / "copy" / "moments.safetensors").unlink()
@@ -134,13 +142,13 @@ def test_it_goes_on_with_a_distilled_drafter_and_its_vocabulary(context):
     assert outcome.summary["rounds"]
     weights, before = (
         drafter_weights(outcome),
-        drafter_weights(replace(outcome, drafter=context.outcomes["distil"] / "drafter")),
+        drafter_weights(replace(outcome, drafter=context.earlier["distil"] / "drafter")),
     )
     same = {name for name in weights if torch.equal(weights[name], before[name])}
     assert {name for name in weights if "embed" in name or "vocabulary" in name} <= same
     assert outcome.summary["versions_kept"] == 0 or len(same) < len(weights)
     more = make_stage("distill", "more", stage, **(DRAFTER | {"drafter": {"stage": "online"}}))
-    assert more.config.drafter.stage == "online"
+    assert more.drafter.stage == "online"
 
 
 HEADS: dict[str, Any] = {
@@ -173,11 +181,11 @@ def test_heads_go_on_learning_and_stay_drafter_directories(with_heads, target):
     # 16 of 300 tokens; the hidden size is 32.
     assert summary["bytes_per_position"] == 16 * 4 + 4 + 5 + 1
     assert summary["bytes_per_draft"] == 32 * 4 + 4
-    newest = context.outcomes["online"] / "versions" / f"version-{summary['versions_kept']}"
+    newest = context.earlier["online"] / "versions" / f"version-{summary['versions_kept']}"
     for path in (newest, outcome.drafter):
         assert describe_drafter(path)["kind"] == "medusa"
         assert isinstance(open_drafter(str(path), target), MedusaDrafter)
-    before = drafter_weights(replace(outcome, drafter=context.outcomes["medusa"] / "drafter"))
+    before = drafter_weights(replace(outcome, drafter=context.earlier["medusa"] / "drafter"))
     after = drafter_weights(outcome)
     assert before.keys() == after.keys()
     assert any(not torch.equal(x, before[name]) for name, x in after.items())
@@ -199,7 +207,7 @@ def test_a_tree_of_heads_is_kept_and_judged_by_a_rule_for_trees(context):
     run_stage(context, stage)
     settings = {"rule": "multi_round", "prompts": 8}
     outcome = run_stage(context, on_heads("online", stage, **settings))
-    stored = context.outcomes["medusa"] / "drafter" / "tree.json"
+    stored = context.earlier["medusa"] / "drafter" / "tree.json"
     assert stored.exists() == (outcome.drafter / "tree.json").exists()
 
 
@@ -321,7 +329,9 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
         run_stage(context, online_stage("damaged"))
 
 
-@pytest.mark.parametrize(("module", "what"), [(versions, "version-2"), (replay, "shard-[0-9]+")])
+@pytest.mark.parametrize(
+    ("module", "what"), [(stream_progress, "version-2"), (replay, "shard-[0-9]+")]
+)
 def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, monkeypatch, module, what):
     whole = run_stage(context, online_stage("whole"))
     calls = []
@@ -345,12 +355,13 @@ def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, monkeypatc
 
 
 def test_a_stream_without_prompts_is_refused(context):
-    bare = [replace(e, messages=None, text=e.prompt) for e in context.examples["stream"]]
-    context = replace(context, examples={"stream": bare})
+    bare = [replace(e, messages=None, text=e.prompt) for e in context.corpus.examples["stream"]]
+    bare_context = with_examples(context, stream=bare)
     with pytest.raises(UserError, match="the stream split has no prompts to answer"):
-        run_stage(context, online_stage("online"))
+        run_stage(bare_context, online_stage("online"))
+    del context.corpus.examples["stream"]
     with pytest.raises(UserError, match=r"which data lacks; set data\.stream"):
-        run_stage(replace(context, examples={}), online_stage("online"))
+        run_stage(context, online_stage("online"))
 
 
 def test_a_stream_that_cannot_be_served_is_refused_before_its_first_request(context, monkeypatch):
@@ -359,11 +370,11 @@ def test_a_stream_that_cannot_be_served_is_refused_before_its_first_request(cont
 
     monkeypatch.setattr(Decoder, "decode", never)
     long = replace(
-        context.examples["stream"][-1], messages=({"role": "user", "content": "sea " * 300},)
+        context.corpus.examples["stream"][-1], messages=({"role": "user", "content": "sea " * 300},)
     )
-    examples = context.examples | {"stream": [*context.examples["stream"], long]}
+    stream = [*context.corpus.examples["stream"], long]
     with pytest.raises(UserError, match=r"has \d+ tokens and the target's context holds"):
-        run_stage(replace(context, examples=examples), online_stage("online"))
+        run_stage(with_examples(context, stream=stream), online_stage("online"))
 
 
 @pytest.mark.parametrize(
@@ -388,8 +399,9 @@ def test_another_number_of_ranks_is_refused(context):
         assert state["ranks"] == 1
     stage = online_stage("online")
     with pytest.raises(UserError, match="was begun by 2 ranks, not 1"):
-        stage._require_same_ranks(context, StreamProgress(2))
-    stage._require_same_ranks(replace(context, allow_changes=True), StreamProgress(2))
+        OnlineStage(stage, context)._require_same_ranks(StreamProgress(2))
+    allowed = replace(context, allow_changes=True)
+    OnlineStage(stage, allowed)._require_same_ranks(StreamProgress(2))
 
 
 # --- whole runs -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from click.testing import Result
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-import train.evaluate
+import train.run_evaluation
 from decode.artifact import CorruptArtifact
 from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import describe_drafter
@@ -26,9 +26,9 @@ from tests.tiny import save_tiny, tiny_llama
 from train.cli.main import app
 from train.config import load_config
 from train.console import Reporter
-from train.data.answers import read_answers
 from train.data.chat import Sample
-from train.data.rounds import FixedText
+from train.data.corpus import read_answers
+from train.data.training_text import FixedText
 from train.run import Run
 from train.stages.generate import GenerateStage
 from train.training.optimizer import OptimizerConfig
@@ -215,24 +215,24 @@ def test_a_small_lm_and_heads_share_one_pass_of_the_target(base):
 def test_drafters_that_cannot_be_asked_in_turn_cost_their_row_only(base, monkeypatch):
     said = []
     monkeypatch.setattr(Reporter, "say", lambda self, text: said.append(text))
-    original = train.evaluate.evaluate
+    original = train.run_evaluation.evaluate
 
     def picky(target: Any, drafter: Any, *args: Any) -> Any:
         if isinstance(drafter, CompositeDrafter):
             raise UserError("these do not go together")
         return original(target, drafter, *args)
 
-    monkeypatch.setattr(train.evaluate, "evaluate", picky)
+    monkeypatch.setattr(train.run_evaluation, "evaluate", picky)
     assert [row["stage"] for row in start(base)["rows"]][-1] == "distill"
     assert "ngram+distill is not evaluated: these do not go together" in said
-    monkeypatch.setattr(train.evaluate, "evaluate", original)
+    monkeypatch.setattr(train.run_evaluation, "evaluate", original)
     assert [row["stage"] for row in start(base)["rows"]][-1] == "ngram+distill"
 
 
 def test_a_second_start_says_that_it_is_done(base, monkeypatch):
     first = start(base)
     kill_at(monkeypatch, 1)  # any training would die
-    monkeypatch.setattr("train.evaluate.evaluate", None)  # and any evaluation
+    monkeypatch.setattr("train.run_evaluation.evaluate", None)  # and any evaluation
     assert start(base)["rows"] == first["rows"]
 
 
@@ -380,7 +380,7 @@ def test_what_would_end_a_later_stage_ends_the_run_at_once(
     if what == "a later stage":
         with (base / "config.yaml").open("a") as file:
             file.write("  - {name: live, kind: online, drafter: {stage: distill}}\n")
-        message = "stage live serves split stream, which data lacks"
+        message = "stage live answers the prompts of split stream, which data lacks"
     elif what == "a prompt":
         rows = [{"id": "long", "prompt": "sea " * 300}]
         write_rows(base / "test.jsonl", rows)

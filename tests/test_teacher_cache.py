@@ -24,12 +24,18 @@ from distill.teacher.top_k_cache import (
     write_part,
     write_vocabulary,
 )
-from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_context
+from tests.stages import (
+    DRAFTER,
+    drafter_weights,
+    make_stage,
+    run_stage,
+    stage_context,
+    with_examples,
+)
 from tests.tiny import padded, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 from tests.training import Killed, assert_equal
 from train.data.batches import collate
-from train.data.samples import read_samples
-from train.stage import StageContext
+from train.stage import StageInputs
 from train.stages.teacher_cache import TeacherCacheStage
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -42,7 +48,7 @@ def target() -> Target:
 
 
 @pytest.fixture
-def context(tmp_path: Path, target: Target) -> StageContext:
+def context(tmp_path: Path, target: Target) -> StageInputs:
     return stage_context(tmp_path, target)
 
 
@@ -50,9 +56,9 @@ def cache_stage(**settings: Any) -> Any:
     return make_stage("teacher_cache", "cache", **({"k": 8, "part_samples": 4} | settings))
 
 
-def make_cache(context: StageContext, **settings: Any) -> CachedTeacher:
+def make_cache(context: StageInputs, **settings: Any) -> CachedTeacher:
     run_stage(context, cache_stage(**settings))
-    return CachedTeacher(context.outcomes["cache"], context.target)
+    return CachedTeacher(context.earlier["cache"], context.target)
 
 
 # --- what is kept ---------------------------------------------------------------------------------
@@ -109,7 +115,7 @@ def test_bytes_per_token_are_those_of_the_tensors(vocab: int, k: int, expected: 
 
 def test_bytes_per_token_is_what_is_on_disk(context):
     cache = make_cache(context, k=32, part_samples=100)
-    tokens = sum(sum(s.mask[1:]) for s in read_samples(context, "data"))
+    tokens = sum(sum(s.mask[1:]) for s in context.corpus.samples("data"))
     file = cache.directory / "part-0" / "cache.safetensors"
     header = int.from_bytes(file.read_bytes()[:8], "little") + 8
     assert file.stat().st_size - header == tokens * bytes_per_token(32, 300)
@@ -124,7 +130,7 @@ def test_the_cache_says_of_every_sample_what_the_target_does(context, settings):
     cache = make_cache(context, tokens_per_batch=60, chunk_tokens=7, **settings)
     vocabulary = cache.vocabulary
     live = LiveTeacher(split_model(context.target.model), vocabulary=vocabulary)
-    for sample in read_samples(context, "data"):
+    for sample in context.corpus.samples("data"):
         batch = collate([sample], 0)
         arguments = [batch[name] for name in ("input_ids", "attention_mask", "loss_mask", "ids")]
         count = slice(0, sum(sample.mask[1:]))
@@ -141,7 +147,7 @@ def test_the_cache_says_of_every_sample_what_the_target_does(context, settings):
 @pytest.mark.parametrize("losses", DIVERGENCES)
 def test_it_teaches_what_its_outcomes_do_and_with_all_tokens_what_the_target_does(context, losses):
     """The tolerance is float16's: 2⁻¹¹ of a log-probability of at most about 20."""
-    samples = read_samples(context, "data")[:3]
+    samples = context.corpus.samples("data")[:3]
     batch = collate(samples, 0)
     arguments = [batch[name] for name in ("input_ids", "attention_mask", "loss_mask", "ids")]
     n = sum(sum(s.mask[1:]) for s in samples)
@@ -151,7 +157,7 @@ def test_it_teaches_what_its_outcomes_do_and_with_all_tokens_what_the_target_doe
     labels = torch.zeros(n, dtype=torch.int64)
     terms = WeightedLoss({losses: 1.0})
     for k, exact in ((8, top_k(live, 8)), (300, TeacherLogits(live))):
-        context.outcomes.clear()
+        context.earlier.clear()
         cached = make_cache(replace(context, directory=context.directory / str(k)), k=k)
         found, slope = terms.fused(student, cached.signal(*arguments)(whole), labels)
         expected, expected_slope = terms.fused(student, exact, labels)
@@ -164,11 +170,11 @@ def test_it_teaches_what_its_outcomes_do_and_with_all_tokens_what_the_target_doe
 def test_a_killed_stage_does_not_score_whole_parts_again(context, monkeypatch):
     original, scored = TeacherCacheStage._score, []
 
-    def score(self: Any, context: Any, teacher: Any, part: Any) -> Any:
+    def score(self: Any, teacher: Any, part: Any) -> Any:
         scored.append([sample.id for sample in part])
         if len(scored) == 2:
             raise Killed
-        return original(self, context, teacher, part)
+        return original(self, teacher, part)
 
     monkeypatch.setattr(TeacherCacheStage, "_score", score)
     with pytest.raises(Killed):
@@ -178,7 +184,7 @@ def test_a_killed_stage_does_not_score_whole_parts_again(context, monkeypatch):
     outcome = run_stage(context, cache_stage())
     assert scored[2:] == [[f"train-{i}" for i in range(4, 8)], ["train-8", "train-9"]]
     assert (context.directory / "cache" / "part-0" / "manifest.json").read_bytes() == first
-    assert outcome.summary["tokens"] == sum(sum(s.mask[1:]) for s in read_samples(context, "data"))
+    assert outcome.summary["tokens"] == sum(sum(s.mask[1:]) for s in context.corpus.samples("data"))
     assert len(list((context.directory / "cache").iterdir())) == 3
 
 
@@ -205,14 +211,14 @@ def other_target(target: Target, what: str) -> Target:
 def test_a_cache_of_another_target_is_refused(context, target, what, said):
     make_cache(context)
     with pytest.raises(UserError, match=f"was made from {said}.*Make it again"):
-        CachedTeacher(context.outcomes["cache"], other_target(target, what))
+        CachedTeacher(context.earlier["cache"], other_target(target, what))
 
 
 def test_a_cache_of_another_vocabulary_is_refused(context, target):
     make_cache(context)
     changed = replace(target.fingerprint, vocab_sha256="0" * 64)
     with pytest.raises(UserError, match=r"the target of .*cache"):
-        CachedTeacher(context.outcomes["cache"], replace(target, fingerprint=changed))
+        CachedTeacher(context.earlier["cache"], replace(target, fingerprint=changed))
 
 
 def test_another_draft_vocabulary_than_the_parts_are_over_is_refused(context, target):
@@ -224,7 +230,7 @@ def test_another_draft_vocabulary_than_the_parts_are_over_is_refused(context, ta
 
 def test_text_that_it_was_not_made_of_is_refused(context):
     cache = make_cache(context)
-    samples = read_samples(context, "data")
+    samples = context.corpus.samples("data")
     names = [(s.id, text_sha256(s.tokens, s.mask)) for s in samples]
     cache.require(names)
     for tokens, mask in (
@@ -302,7 +308,7 @@ def test_settings_that_do_not_go_with_a_cache_are_refused(settings, said):
 # --- training from it -----------------------------------------------------------------------------
 
 
-def distill(context: StageContext, name: str = "distill", **settings: Any) -> Any:
+def distill(context: StageInputs, name: str = "distill", **settings: Any) -> Any:
     return run_stage(
         context,
         make_stage(
@@ -388,7 +394,7 @@ def test_a_drafter_of_another_vocabulary_than_the_caches_is_refused(context):
 
 def test_a_cache_of_other_text_is_refused_before_training(context):
     make_cache(context)
-    changed = replace(context, examples=context.examples | {"train": context.examples["dev"]})
+    changed = with_examples(context, train=context.corpus.examples["dev"])
     with pytest.raises(UserError, match="has no sample 'dev-0'"):
         distill(changed, teacher="cache")
     with pytest.raises(UserError, match=r"sample 'train-.*' is another text"):

@@ -60,8 +60,7 @@ from tests.training import (
 )
 from train.cli.main import app
 from train.data.batches import collate, inputs
-from train.training.clock import Clock
-from train.training.load_student import checkpoint_layers
+from train.training.checkpoint import EXIT_STATUS, Stopped, StopRequest
 from train.training.optimizer import (
     EMA,
     GroupConfig,
@@ -69,8 +68,8 @@ from train.training.optimizer import (
     learning_rate_factor,
     make_optimizer,
 )
-from train.training.stopping import EXIT_STATUS, Stopped, StopRequest
-from train.training.trainer import LoopConfig, Trainer, steps_in
+from train.training.student_and_teacher import checkpoint_layers
+from train.training.trainer import Clock, LoopConfig, Trainer, steps_in
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parent.parent
@@ -393,7 +392,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(tmp_path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     with pytest.raises(UserError, match=r"checkpoints and its drafter .* GiB free"):
         trainer.fit()
-    assert trainer.at.step == 0
+    assert trainer.progress.step == 0
     assert not steps_kept(tmp_path)
     free[0] = needed
     assert trainer.fit().step == 4
@@ -451,9 +450,9 @@ def test_signals_are_taken_only_while_training(tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     request = StopRequest()
     with request.listening():
-        assert not request.asked
+        assert not request.received
         os.kill(os.getpid(), signal.SIGTERM)
-        assert request.asked
+        assert request.received
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
@@ -800,7 +799,7 @@ def test_layers_that_are_computed_twice_give_the_same_loss_and_gradients():
 
 def test_a_clock_counts_an_activity_inside_another_once(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("train.training.clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("train.training.trainer.time.perf_counter", lambda: now[0])
 
     def pass_time(seconds: float) -> None:
         now[0] += seconds
@@ -866,8 +865,8 @@ STAGE = """
 @pytest.fixture
 def base(tmp_path, monkeypatch) -> Path:
     """Two stages with dropout; what judges their drafters is left out."""
-    for name in ("evaluate_baselines", "evaluate_drafter", "evaluate_in_turn"):
-        monkeypatch.setattr(f"train.run.{name}", lambda *arguments: None)
+    for name in ("baselines", "drafter", "in_turn"):
+        monkeypatch.setattr(f"train.run.RunEvaluation.{name}", lambda *arguments: None)
     monkeypatch.setattr("train.run.make_report", lambda directory: {})
     monkeypatch.setattr("train.cli.train.print_report", lambda run, report: None)
     save_tiny(tmp_path / "target", layers=2)

@@ -28,9 +28,9 @@ from tests.tiny import tiny_model
 from train.console import Reporter
 from train.data.batches import Inputs
 from train.data.chat import Sample
-from train.data.rounds import FixedText
+from train.data.training_text import FixedText
+from train.training.checkpoint import EXIT_STATUS, Stopped
 from train.training.optimizer import GroupConfig, OptimizerConfig
-from train.training.stopping import EXIT_STATUS, Stopped
 from train.training.trainer import LoopConfig, Trainer, TrainingProgress, TrainingTask
 
 VOCAB = 40

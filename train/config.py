@@ -228,7 +228,7 @@ def build_config(source: ConfigSource) -> RunConfig:
                 raise UserError(
                     f"two stages are called {stage.name!r}; give each a name of its own"
                 )
-            STAGES[stage.kind](stage).check(config.stages[:index])
+            STAGES[stage.kind].check(stage, config.stages[:index])
         except UserError as error:
             raise UserError(f"{source.place(('stages', index))}{error}") from error
     for name in config.evaluation.stages or []:

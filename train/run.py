@@ -13,42 +13,85 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from decode.artifact import recover, write_file
 from decode.errors import UserError
 from decode.loop import require_prompts
 from decode.target.cached_model import require_trees
-from train.config import SPLITS, differences, dump_config, validate_config
+from decode.target.loading import Target, load_target
+from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
+from train.console import Reporter
+from train.data.chat import prompt_tokens
+from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
-from train.evaluate import evaluate_baselines, evaluate_drafter, evaluate_in_turn
 from train.report.report_files import make_report
-from train.resources import Resources
+from train.run_evaluation import RunEvaluation
 from train.schema import StageConfig
-from train.stage import Outcome, StageContext, StagePlan
+from train.stage import Outcome, StageInputs, StagePlan
 from train.stages import STAGES
-from train.training.memory import peak_memory
+from train.training.trainer import peak_memory
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 
 DIRECTORIES = ("stages", "evaluations", "logs")
 # Names that may be left by a start that was killed before it wrote config.json.
-BEGUN = {*DIRECTORIES, "data.json"}
+KILLED_START = {*DIRECTORIES, "data.json"}
 
 
 @dataclass
-class Run(Resources):
+class Run:
     """One run directory, and this process (or rank) working in it."""
 
+    config: RunConfig
+    accelerator: Accelerator
+    reporter: Reporter
     # Continue a run begun with other settings or another number of ranks; same data required.
     allow_changes: bool = False
+    _target: Target | None = field(default=None, init=False)
+
+    @property
+    def directory(self) -> Path:
+        return self.config.run_dir
+
+    def stage_directory(self, name: str) -> Path:
+        """The directory of the stage with this name. It exists once the stage has begun."""
+        index = next(i for i, stage in enumerate(self.config.stages) if stage.name == name)
+        return self.directory / "stages" / f"{index:02d}-{name}"
+
+    @property
+    def target(self) -> Target:
+        """The target, loaded on first use: a finished run does not need it."""
+        if self._target is None:
+            settings = self.config.target
+            self.reporter.say(f"loading target {settings.model}")
+            rank_device, device = self.accelerator.device, settings.device
+            if device == "auto":
+                # Under a launcher each rank has its own device.
+                device = str(rank_device) if rank_device.type == "cuda" else rank_device.type
+            self._target = load_target(
+                settings.model,
+                dtype=settings.dtype,
+                device=device,
+                revision=settings.revision,
+                trust_remote_code=settings.trust_remote_code,
+            )
+        return self._target
+
+    def prompts(self, examples: list[Example]) -> list[list[int]]:
+        """Token ids of each example's prompt, written with the target's chat template."""
+        return [
+            prompt_tokens(example, self.target.tokenizer, self.config.data.system)
+            for example in examples
+        ]
 
     def execute(self) -> dict[str, Any]:
         """Do the work that is not done yet. Returns the report (see `train.report`), or {} on ranks
@@ -63,19 +106,22 @@ class Run(Resources):
             self.prepare(examples)
         self.accelerator.wait_for_everyone()
         self.accelerator.init_trackers(self.config.name)
-        outcomes: dict[str, Path] = {}
-        evaluate_baselines(self, examples)
+        finished: dict[str, Path] = {}
+        evaluation = RunEvaluation(
+            self.config, lambda: self.target, examples, self.accelerator, self.reporter
+        )
+        evaluation.baselines()
         last: tuple[str, Outcome] | None = None
         for index, settings in enumerate(self.config.stages):
             directory = self.stage_directory(settings.name)
-            outcome = self._stage(settings, directory, outcomes, examples)
-            outcomes[settings.name] = directory
-            judged = self.config.evaluation.stages
-            if outcome.drafter is not None and (judged is None or settings.name in judged):
-                evaluate_drafter(self, index, settings.name, outcome, examples)
+            outcome = self._stage(settings, directory, finished, examples)
+            finished[settings.name] = directory
+            evaluated = self.config.evaluation.stages
+            if outcome.drafter is not None and (evaluated is None or settings.name in evaluated):
+                evaluation.drafter(index, settings.name, outcome)
                 last = settings.name, outcome
         if last is not None:
-            evaluate_in_turn(self, *last, examples)
+            evaluation.in_turn(*last)
         report: dict[str, Any] = {}
         if self.accelerator.is_main_process:
             report = make_report(self.directory)
@@ -89,9 +135,8 @@ class Run(Resources):
     def _plan(self, examples: dict[str, list[Example]]) -> list[tuple[str, str, StagePlan]]:
         plans: dict[str, StagePlan] = {}
         for settings in self.config.stages:
-            context = self._context(self.directory / "stages" / settings.name, {}, examples)
-            context.plans = plans
-            plans[settings.name] = STAGES[settings.kind](settings).plan(context)
+            inputs = self._inputs(self.directory / "stages" / settings.name, {}, examples)
+            plans[settings.name] = STAGES[settings.kind](settings, inputs).plan(plans)
         return [(stage.name, stage.kind, plans[stage.name]) for stage in self.config.stages]
 
     def _require_ready(self, examples: dict[str, list[Example]]) -> None:
@@ -113,7 +158,7 @@ class Run(Resources):
         stored = self.directory / "config.json"
         resolved = dump_config(self.config)
         if stored.exists():
-            changed = differences(_as_read_today(json.loads(stored.read_text())), resolved)
+            changed = differences(_in_todays_format(json.loads(stored.read_text())), resolved)
             if changed and not self.allow_changes:
                 raise UserError(
                     f"run {self.directory} was started with other settings:\n  "
@@ -124,7 +169,7 @@ class Run(Resources):
             for line in changed:
                 self.reporter.say(f"changed since the run began: {line}")
             self._require_data_unchanged(examples)
-        elif self.directory.exists() and {p.name for p in self.directory.iterdir()} - BEGUN:
+        elif self.directory.exists() and {p.name for p in self.directory.iterdir()} - KILLED_START:
             raise UserError(
                 f"{self.directory} exists and is not a run of draftsmith (it has no config.json); "
                 "give this run another name or output_dir"
@@ -151,16 +196,16 @@ class Run(Resources):
             source = getattr(data, split)
             if source is None:
                 continue
-            name, _, chosen = source.partition("@") if isinstance(source, str) else (source, "", "")
-            found, report = read_examples(
-                name,
-                split=chosen or None,
+            path, _, part = source.partition("@") if isinstance(source, str) else (source, "", "")
+            rows, report = read_examples(
+                path,
+                split=part or None,
                 limit=data.limit if split == "train" else None,
                 on_bad=data.on_bad,
                 max_bad_rate=data.max_bad_rate,
             )
             self.reporter.say(f"{split}: {report}")
-            examples[split] = found
+            examples[split] = rows
         return examples
 
     def _require_data_unchanged(self, examples: dict[str, list[Example]]) -> None:
@@ -173,17 +218,17 @@ class Run(Resources):
                 "restore it, or start a run with another name"
             )
 
-    def _context(
-        self, directory: Path, outcomes: dict[str, Path], examples: dict[str, list[Example]]
-    ) -> StageContext:
-        return StageContext(
+    def _inputs(
+        self, directory: Path, earlier: dict[str, Path], examples: dict[str, list[Example]]
+    ) -> StageInputs:
+        earlier = dict(earlier)
+        return StageInputs(
             self.target,
             self.accelerator,
             self.reporter,
             directory,
-            dict(outcomes),
-            examples,
-            self.config.data.system,
+            earlier,
+            Corpus(examples, self.target.tokenizer, self.config.data.system, earlier),
             self.config.name,
             allow_changes=self.allow_changes,
         )
@@ -192,7 +237,7 @@ class Run(Resources):
         self,
         settings: StageConfig,
         directory: Path,
-        outcomes: dict[str, Path],
+        earlier: dict[str, Path],
         examples: dict[str, list[Example]],
     ) -> Outcome:
         done = directory / "done.json"
@@ -200,8 +245,8 @@ class Run(Resources):
             stored = json.loads(done.read_text())
             self.reporter.say(f"stage {settings.name}: done")
             drafter = directory / "drafter" if stored["drafter"] else None
-            moved = directory / "target" if stored.get("target") else None
-            return Outcome(drafter, stored["summary"], moved)
+            target = directory / "target" if stored.get("target") else None
+            return Outcome(drafter, stored["summary"], target)
         self.reporter.say(f"stage {settings.name} ({settings.kind})")
         begin = time.perf_counter()
         if self.accelerator.is_main_process:
@@ -211,7 +256,8 @@ class Run(Resources):
         # Seed again for each stage, not only at the start of the process: an earlier stage that is
         # already done draws no random numbers.
         set_seed(self.config.seed)
-        outcome = STAGES[settings.kind](settings).run(self._context(directory, outcomes, examples))
+        inputs = self._inputs(directory, earlier, examples)
+        outcome = STAGES[settings.kind](settings, inputs).run()
         outcome.summary["seconds"] = time.perf_counter() - begin
         outcome.summary["peak_memory_bytes"] = peak_memory()
         if self.accelerator.is_main_process:
@@ -225,13 +271,13 @@ class Run(Resources):
         return outcome
 
 
-def _as_read_today(found: dict[str, Any]) -> dict[str, Any]:
+def _in_todays_format(stored: dict[str, Any]) -> dict[str, Any]:
     """A stored config in today's format. Settings that did not exist when it was written get their
     defaults, which match the behaviour then. Unchanged if this version cannot read it."""
     try:
-        return dump_config(validate_config(found, base_dir=Path()))
+        return dump_config(validate_config(stored, base_dir=Path()))
     except UserError:
-        return found
+        return stored
 
 
 def _fingerprints(examples: dict[str, list[Example]]) -> dict[str, str]:

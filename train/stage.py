@@ -1,20 +1,20 @@
-"""The base class of stages: a stage's config, checks, plan and run.
+"""The base class of stages: a stage's config and inputs, its checks, plan and run.
 
 Each stage is one file in `train/stages` and registers itself in STAGES.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from accelerate import Accelerator
 
 from decode.registry import Registry
 from decode.target.loading import Target
 from train.console import Reporter
-from train.data.read import Example
+from train.data.corpus import Corpus
 from train.schema import StageConfig
 
 
@@ -29,24 +29,21 @@ class StagePlan:
 
 
 @dataclass
-class StageContext:
-    """The inputs of a stage.
+class StageInputs:
+    """What a run gives to a stage.
 
-    directory: this stage's directory. outcomes: earlier stages' directories by name. examples: by
-    split. system: a system message for every conversation that has none. run_name: for provenance.
-    plans: the plans of earlier stages by name, while planning. allow_changes: continue a run that
-    began with other settings or another number of ranks.
+    directory: this stage's directory. earlier: the directories of earlier stages by name. corpus:
+    the run's examples as tokens. run_name: for provenance. allow_changes: continue a run that began
+    with other settings or another number of ranks.
     """
 
     target: Target
     accelerator: Accelerator
     reporter: Reporter
     directory: Path
-    outcomes: dict[str, Path]
-    examples: dict[str, list[Example]]
-    system: str | None
+    earlier: Mapping[str, Path]
+    corpus: Corpus
     run_name: str
-    plans: dict[str, StagePlan] = field(default_factory=dict)
     allow_changes: bool = False
 
 
@@ -82,32 +79,45 @@ class ReportSection:
     plots: list[StagePlot] = field(default_factory=list)
 
 
-class Stage(ABC):
-    """One kind of stage with its settings.
+C = TypeVar("C", bound=StageConfig)
 
-    `run` writes only into `context.directory`. It writes each item completely or not at all, and
-    continues where a killed run stopped.
+
+class Stage(ABC, Generic[C]):
+    """One kind of stage with its config and its inputs.
+
+    `run` writes only into `directory`. It writes each item completely or not at all, and continues
+    where a killed run stopped.
     """
 
     Config: ClassVar[type[StageConfig]]
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: C, inputs: StageInputs) -> None:
         self.config = config
+        self.target, self.corpus = inputs.target, inputs.corpus
+        self.accelerator, self.reporter = inputs.accelerator, inputs.reporter
+        self.directory, self.earlier = inputs.directory, inputs.earlier
+        self.run_name, self.allow_changes = inputs.run_name, inputs.allow_changes
 
-    def check(self, earlier: Sequence[StageConfig]) -> None:
+    @property
+    def target_bytes(self) -> int:
+        """The size of the target's weights in memory."""
+        return sum(p.numel() * p.element_size() for p in self.target.model.parameters())
+
+    @classmethod
+    def check(cls, config: C, earlier: Sequence[StageConfig]) -> None:
         """Raise UserError for settings that do not fit together. No model is loaded yet."""
         return None
 
     @abstractmethod
-    def plan(self, context: StageContext) -> StagePlan:
-        """What `run` will do. The target is loaded; nothing is written.
+    def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
+        """What `run` will do. plans: of earlier stages by name. Nothing is written.
 
         Every stage of a run is planned before the first one begins. Raise UserError here for
         everything that would make `run` fail, as far as it can be known.
         """
 
     @abstractmethod
-    def run(self, context: StageContext) -> Outcome:
+    def run(self) -> Outcome:
         """Do the stage's work."""
 
     @classmethod
@@ -117,4 +127,4 @@ class Stage(ABC):
         return ReportSection(summary)
 
 
-STAGES: Registry[type[Stage]] = Registry("stage kind")
+STAGES: Registry[type[Stage[Any]]] = Registry("stage kind")

@@ -52,10 +52,10 @@ def evaluate(
     from decode.measure.evaluation import evaluate as measure
     from train.console import Reporter
     from train.data.read import read_examples
-    from train.evaluate import drift_of
     from train.report.drafter_table import drafter_table
     from train.report.report_summary import footnotes
     from train.run import describe_process
+    from train.run_evaluation import drift_of
 
     quieten()
     protocol = EvaluationProtocol(
@@ -201,13 +201,12 @@ def coverage(
     vocabulary_sizes = numbers(sizes, "sizes", int)
     from dataclasses import asdict
 
-    from distill.choose_vocabulary import coverage as vocabulary_coverage
-
     from decode.artifact import write_file
     from decode.target.loading import load_target
+    from distill.choose_vocabulary import coverage as vocabulary_coverage
     from train.console import Reporter
-    from train.data.answers import read_answers
     from train.data.chat import to_sample
+    from train.data.corpus import read_answers
     from train.data.read import read_examples
 
     quieten()

@@ -38,7 +38,7 @@ def train(
     from train.console import Reporter
     from train.run import Run
     from train.training import parallel
-    from train.training.stopping import EXIT_STATUS, Stopped
+    from train.training.checkpoint import EXIT_STATUS, Stopped
 
     settings = build_config(source)
     quieten()

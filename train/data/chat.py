@@ -208,55 +208,56 @@ def _mask_by_prefixes(
     """The tokens and the mask for other templates. An assistant turn is everything that the
     template adds to the prompt of that turn.
 
-    With asked = template(messages[:i], add_generation_prompt=True) and
-    told = template(messages[:i + 1]), the turn is told[len(asked):], cut after its end-of-turn
-    token. The complete conversation must begin with the same ids. A template that rewrites earlier
-    turns would put the mask on the wrong tokens, so it is refused.
+    With prompt = template(messages[:i], add_generation_prompt=True) and
+    answered = template(messages[:i + 1]), the turn is answered[len(prompt):], cut after its
+    end-of-turn token. The complete conversation must begin with the same ids. A template that
+    rewrites earlier turns would put the mask on the wrong tokens, so it is refused.
     """
     tokens = _render(messages, tokenizer, example)
     mask = [False] * len(tokens)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        asked = _render(messages[:i], tokenizer, example, add_generation_prompt=True)
-        told = _render(messages[: i + 1], tokenizer, example)
-        start = _response_start(asked, told, tokenizer)
+        prompt = _render(messages[:i], tokenizer, example, add_generation_prompt=True)
+        answered = _render(messages[: i + 1], tokenizer, example)
+        start = _response_start(prompt, answered, tokenizer)
         if start is None:
             raise _not_a_prefix(example, i, "the prompt with the reply differs from the prompt")
-        end = _response_end(told, start, message["content"], tokenizer)
-        if tokens[:end] != told[:end]:
+        end = _response_end(answered, start, message["content"], tokenizer)
+        if tokens[:end] != answered[:end]:
             raise _not_a_prefix(example, i, "later messages change how it is written")
         mask[start:end] = [True] * (end - start)
     return tokens, mask
 
 
-def _not_a_prefix(example: Example, i: int, found: str) -> UserError:
+def _not_a_prefix(example: Example, i: int, problem: str) -> UserError:
     return UserError(
-        f"{example.source}: the assistant's tokens in messages[{i}] cannot be told apart: {found} "
-        f"(templates that strip or add reasoning do this). Expected a chat template that only "
-        f"appends. Give the tokenizer one with {{% generation %}} blocks, let the target write "
-        f"the responses itself, or keep one assistant turn a row."
+        f"{example.source}: the assistant's tokens in messages[{i}] cannot be told apart: "
+        f"{problem} (templates that strip or add reasoning do this). Expected a chat template "
+        f"that only appends. Give the tokenizer one with {{% generation %}} blocks, let the target "
+        f"write the responses itself, or keep one assistant turn a row."
     )
 
 
 def _response_start(
-    asked: list[int], told: list[int], tokenizer: PreTrainedTokenizerBase
+    prompt: list[int], answered: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> int | None:
-    """The index in `told` where the response starts, or None if `told` does not continue `asked`.
+    """The index in `answered` where the response starts, or None if `answered` does not continue
+    `prompt`.
 
     The prompt's last newline can merge with a newline at the start of the response into one token.
     That token also belongs to the prompt, and the model never writes it. The response then starts
     after it.
     """
     start = 0
-    while start < min(len(asked), len(told)) and asked[start] == told[start]:
+    while start < min(len(prompt), len(answered)) and prompt[start] == answered[start]:
         start += 1
-    left = tokenizer.decode(asked[start:])
+    rest = tokenizer.decode(prompt[start:])
     end, written = start, ""
-    while len(written) < len(left) and left.startswith(written) and end < len(told):
+    while len(written) < len(rest) and rest.startswith(written) and end < len(answered):
         end += 1
-        written = tokenizer.decode(told[start:end])
-    return end if written.startswith(left) else None
+        written = tokenizer.decode(answered[start:end])
+    return end if written.startswith(rest) else None
 
 
 def _response_end(
@@ -271,12 +272,12 @@ def _response_end(
     special = [t for t in _tail(tokens, start, tokenizer) if _is_special(tokens[t], tokenizer)]
     if not special:
         return len(tokens)
-    own = 0
+    in_content = 0
     if len(special) > 1:
         # The reply's text may itself end in special tokens. These do not close it.
         ids = list(tokenizer(content, add_special_tokens=False)["input_ids"])
-        own = sum(_is_special(ids[t], tokenizer) for t in _tail(ids, 0, tokenizer))
-    return special[min(own, len(special) - 1)] + 1
+        in_content = sum(_is_special(ids[t], tokenizer) for t in _tail(ids, 0, tokenizer))
+    return special[min(in_content, len(special) - 1)] + 1
 
 
 def _tail(tokens: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> range:

@@ -64,12 +64,12 @@ class ReadReport:
 
 
 class _BadRow(Exception):
-    """A row that cannot be used. reason: the key for counting it. found: describes the problem."""
+    """A row that cannot be used. reason: the key for counting it."""
 
-    def __init__(self, reason: str, found: str) -> None:
-        super().__init__(found)
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem)
         self.reason = reason
-        self.found = found
+        self.problem = problem
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def read_examples(
         try:
             example = _understand(row)
         except _BadRow as bad:
-            problem = f"{row.source}: {bad.found}"
+            problem = f"{row.source}: {bad.problem}"
             if on_bad == "stop":
                 raise UserError(
                     f'{problem}. Mend the row, or skip bad rows with on_bad "skip".'
@@ -264,9 +264,7 @@ def _understand(row: _Row) -> Example:
     fields = {key: value for key, value in fields.items() if value is not None}
     present = next((name for name in FIELDS if name in fields), None)
     if present is None:
-        hint = next(
-            (f" ({found.strip()})" for key in fields if (found := nearest(key, FIELDS))), ""
-        )
+        hint = next((f" ({name.strip()})" for key in fields if (name := nearest(key, FIELDS))), "")
         raise _BadRow(
             "no known field",
             f"found {', '.join(map(_short, fields)) or 'no fields'}; "
@@ -379,5 +377,5 @@ def _clean(value: str, name: str) -> str:
 
 def _short(value: Any) -> str:
     """A value's JSON, cut to a readable length for a message."""
-    shown = json.dumps(value, default=repr)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else f"{text[:57]}..."

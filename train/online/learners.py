@@ -22,7 +22,7 @@ from heads.heads_directory import read_heads
 from heads.heads_module import HEADS
 from heads.online_heads import HeadStudent
 from train.schema import StageConfig, closest_stage
-from train.training.load_student import DRAFTER_STAGES, choose_trained
+from train.training.student_and_teacher import DRAFTER_STAGES, choose_trained
 
 # Kinds of stages whose drafters can continue to learn.
 STARTS = ("heads", *DRAFTER_STAGES)
@@ -35,10 +35,10 @@ def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None
     closest_stage(name, earlier, *STARTS)
     by_name = {stage.name: stage for stage in earlier}
     while name in by_name:
-        found: Any = by_name[name]
-        if found.kind == "heads":
+        stage: Any = by_name[name]
+        if stage.kind == "heads":
             return by_name[name]
-        name = found.drafter.stage or ""
+        name = stage.drafter.stage or ""
     return None
 
 

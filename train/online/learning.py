@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from distill.replay.rejections import Collector
 from distill.replay.replay_buffer import Record, ReplayBuffer
 from train.data.batches import permutation
 from train.schema import Strict
-from train.training.optimizer import OptimizerConfig, learning_rate_factor, make_optimizer
+from train.training.optimizer import OptimizerConfig, make_optimizer, take_step
 
 # Sums a tensor over the processes that learn together; every process must call it.
 Reduce = Callable[[Tensor], Tensor]
@@ -162,9 +163,9 @@ class Online:
                 "count": student.heads,
                 "captured_layers": list(student.captured_layers),
             }
-        most = int(settings.buffer_mib * 2**20)
+        max_bytes = int(settings.buffer_mib * 2**20)
         self.buffer, self.held_out = (
-            ReplayBuffer(most, made_with, directory / name if directory else None)
+            ReplayBuffer(max_bytes, made_with, directory / name if directory else None)
             for name in ("buffer", "held-out")
         )
         self.optimizer = make_optimizer(student.module, settings.optimizer)
@@ -190,9 +191,12 @@ class Online:
             dtype=torch.float64,
             device=self.student.device,
         )
-        found = self.reduce(counts).tolist()
-        wanted = (self.settings.every_requests, self.settings.every_rejected)
-        return any(most is not None and n >= most for n, most in zip(found, wanted, strict=True))
+        totals = self.reduce(counts).tolist()
+        limits = (self.settings.every_requests, self.settings.every_rejected)
+        return any(
+            limit is not None and total >= limit
+            for total, limit in zip(totals, limits, strict=True)
+        )
 
     def learn(self) -> Round | None:
         """Take a few optimizer steps and judge them on held-out requests. Undo them if the expected
@@ -238,16 +242,16 @@ class Online:
         before = 1 - self._lost(held_out) / judged
         losses: list[float] = []
         problem = None
-        at = self.steps
+        step = self.steps
         for number in range(self.settings.steps):
-            loss, norm = self._step(batches[number] if number < len(batches) else [], at)
+            loss, norm = self._step(batches[number] if number < len(batches) else [], step)
             if loss is None:
                 continue  # no process has a text left
             if not math.isfinite(loss) or not math.isfinite(norm):
                 problem = f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite"
                 break
             losses.append(loss)
-            at += 1
+            step += 1
         after: float | None = None
         if problem is None:
             after = 1 - self._lost(held_out) / judged
@@ -259,7 +263,7 @@ class Online:
             # The weights first: a swap in another thread must never pair the new version number
             # with the old weights.
             self._kept = self._snapshot()
-            self.version, self.steps = self.version + 1, at
+            self.version, self.steps = self.version + 1, step
         else:
             self._restore(self._kept)
         self._learnt = self.buffer.next
@@ -308,10 +312,9 @@ class Online:
     def _windows(self, buffer: ReplayBuffer) -> list[Record]:
         return [piece for record in buffer for piece in record.windows(self.student.window)]
 
-    def _step(self, records: list[Record], at: int) -> tuple[float | None, float]:
-        """Take one optimizer step on all processes' records, only if loss and gradient are finite.
-        Returns the mean loss and the gradient's norm."""
-        parameters = list(self.student.trained().values())
+    def _step(self, records: list[Record], step: int) -> tuple[float | None, float]:
+        """Take optimizer step `step` on all processes' records, only if loss and gradient are
+        finite. Returns the mean loss and the gradient's norm."""
         total = 0.0
         if records:
             with self.autocast():
@@ -321,22 +324,30 @@ class Online:
         total, count = self._sum([total, float(sum(len(r.positions) for r in records))])
         if not count:
             return None, 0.0
+        if not math.isfinite(total):
+            self.optimizer.zero_grad()
+            return total / count, math.nan
+        norm, _ = take_step(
+            self.optimizer,
+            self.settings.optimizer,
+            step=step,
+            total=0,
+            clip=partial(self._sum_and_clip, count),
+        )
+        return total / count, norm
+
+    def _sum_and_clip(self, count: float, maximum: float) -> float:
+        """Replace each gradient by its sum over all processes, divided by `count`, and clip the
+        gradients by their global norm. Returns the norm before clipping."""
+        parameters = list(self.student.trained().values())
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = self.reduce(torch.cat([g.flatten() for g in gradients])) / count
         norm = float(flat.norm())
-        if math.isfinite(total) and math.isfinite(norm):
-            flat *= min(1.0, self.settings.optimizer.clip / (norm + 1e-6))
-            begin = 0
-            for parameter in parameters:
-                part = flat[begin : begin + parameter.numel()]
-                parameter.grad = part.view_as(parameter)
-                begin += parameter.numel()
-            factor = learning_rate_factor(at, 0, self.settings.optimizer)
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["base_lr"] * factor
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total / count, norm
+        flat *= min(1.0, maximum / (norm + 1e-6))
+        parts = flat.split([p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        return norm
 
     def _lost(self, records: list[Record]) -> float:
         """Σ TV over the held-out tokens of all processes."""
@@ -348,8 +359,8 @@ class Online:
 
     def _sum(self, values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.student.device)
-        found: list[float] = self.reduce(tensor).tolist()
-        return found
+        sums: list[float] = self.reduce(tensor).tolist()
+        return sums
 
     @torch.no_grad()
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -397,11 +408,11 @@ class Online:
         self.collector.rejections = state["rejections"]
         self._requests, self._rejections = state["requests_learnt"], state["rejections_learnt"]
         stored = self.optimizer.state_dict()
-        found: dict[int, dict[str, Tensor]] = {}
+        state_by_number: dict[int, dict[str, Tensor]] = {}
         for key, value in moments.items():
             number, _, name = key.partition(" ")
-            found.setdefault(int(number), {})[name] = value
-        self.optimizer.load_state_dict(stored | {"state": found})
+            state_by_number.setdefault(int(number), {})[name] = value
+        self.optimizer.load_state_dict(stored | {"state": state_by_number})
         self._kept = self._snapshot()
 
 

@@ -1,6 +1,6 @@
 """`distill`: a small language model learns the target's distribution (DistillSpec, 2310.08461)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -24,30 +24,30 @@ from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import LoraConfig, Trainable
 from train.data.batches import Inputs
 from train.data.chat import Sample
-from train.data.on_policy import OnPolicyConfig, OnPolicyText
-from train.data.rounds import FixedText, Text
-from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
-from train.dev import DevConfig, DevSlice, Judging
+from train.data.corpus import stages_of
+from train.data.training_text import FixedText, OnPolicyConfig, OnPolicyText, Text
 from train.online.learners import heads_stage
 from train.schema import Losses, StageConfig, closest_stage
-from train.stage import STAGES, Outcome, StageContext, StagePlan
-from train.taught import TaughtConfig
-from train.teacher import Cache, TargetModel, open_cache, teacher_of
-from train.trained import TrainedStage, describe
-from train.training.clock import Clock
-from train.training.load_student import (
+from train.stage import STAGES, Outcome, StagePlan
+from train.text_stages import LossConfig, TrainingStage
+from train.training.dev_slice import DevConfig, DevSlice, Judging
+from train.training.optimizer import OptimizerConfig
+from train.training.student_and_teacher import (
     DRAFTER_STAGES,
+    Cache,
     StudentConfig,
     checkpoint_layers,
     choose_trained,
-    frequent_tokens,
     make_student,
+    open_cache,
+    start_provenance,
+    teacher_of,
+    teaching_model,
 )
-from train.training.optimizer import OptimizerConfig
-from train.training.trainer import LoopConfig, Trainer, TrainingTask
+from train.training.trainer import Clock, LoopConfig, Trainer, TrainingTask
 
 
-class DistillConfig(TaughtConfig):
+class DistillConfig(LossConfig):
     """A small language model learns the target's distribution (DistillSpec, 2310.08461)."""
 
     kind: Literal["distill"] = "distill"
@@ -86,285 +86,284 @@ class DistillConfig(TaughtConfig):
 
 
 @STAGES.register("distill")
-class DistillStage(TrainedStage):
+class DistillStage(TrainingStage[DistillConfig]):
     """Trains a small LM on text, with the target as the teacher, and writes it to `drafter/`."""
 
     Config = DistillConfig
 
-    def check(self, earlier: Sequence[StageConfig]) -> None:
-        settings: DistillConfig = self.config
-        terms = settings.weighted_loss
-        check_text(settings, earlier)
-        if settings.dev is not None:
-            for name in stages_of(settings.dev.text):
-                closest_stage(name, earlier, "generate")
-        if settings.drafter.stage is not None:
-            closest_stage(settings.drafter.stage, earlier, *DRAFTER_STAGES)
-            if heads_stage(settings.drafter.stage, earlier) is not None:
+    @classmethod
+    def check(cls, config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
+        super().check(config, earlier)
+        for name in stages_of(config.dev.text) if config.dev else []:
+            closest_stage(name, earlier, "generate")
+        if config.drafter.stage is not None:
+            _check_start(config, config.drafter.stage, earlier)
+        if config.teacher != "live":
+            _check_cache(config, earlier)
+        if config.on_policy is not None:
+            _check_on_policy(config)
+        if config.shard_teacher:
+            _refuse(config, remember_teacher="ranks of a sharded target must all run it every time")
+            if config.dev is not None and config.dev.decode_prompts:
                 raise UserError(
-                    f"stage {settings.name} trains a small language model, and the drafter of "
-                    f"{settings.drafter.stage} is heads on the target; name another stage"
-                )
-            self._refuse(
-                draft_vocabulary=f"the drafter of {settings.drafter.stage} keeps its own",
-            )
-        if self._cached:
-            if Path(settings.teacher).is_dir():
-                states = holds_features(Path(settings.teacher))
-            else:
-                made_by = closest_stage(settings.teacher, earlier, "teacher_cache", "feature_cache")
-                states = made_by.kind == "feature_cache"
-            if not states:
-                self._refuse(draft_vocabulary="the cache has its own")
-            self._refuse(
-                on_policy="the cache has no word on text that is still to be written",
-                remember_teacher="there is no live target to remember",
-                shard_teacher="there is no live target to shard",
-            )
-            if settings.teacher_temperature != 1 and not states:
-                raise UserError(
-                    f"stage {settings.name} learns from a cache, which has the temperature that "
-                    "it was made at; set `temperature` of the teacher_cache stage instead of "
-                    "teacher_temperature"
-                )
-        if settings.on_policy is not None:
-            self._refuse(remember_teacher="the drafter's own text comes only once")
-            if settings.loop.max_steps is None:
-                raise UserError(
-                    f"stage {settings.name} trains on text that is still to be written, so it has "
-                    "no epochs; set loop.max_steps"
-                )
-            if not terms.needs_teacher or "cross_entropy" in settings.losses:
-                raise UserError(
-                    f"stage {settings.name}: cross_entropy on the drafter's own text would teach "
-                    "it what it says already; use a divergence from the teacher"
-                )
-        if settings.shard_teacher:
-            self._refuse(remember_teacher="ranks of a sharded target must all run it every time")
-            if settings.dev is not None and settings.dev.decode_prompts:
-                raise UserError(
-                    f"stage {settings.name}: dev.decode_prompts needs the whole target on one "
+                    f"stage {config.name}: dev.decode_prompts needs the whole target on one "
                     "device; leave it out, or shard_teacher"
                 )
 
-    def _refuse(self, **reasons: str) -> None:
-        """Raise UserError if any of these settings is set. reasons: {setting: reason}."""
-        for key, reason in reasons.items():
-            if getattr(self.config, key):
-                raise UserError(
-                    f"stage {self.config.name}: {key} cannot be set here: {reason}; leave it out"
-                )
-
-    @property
-    def _cached(self) -> bool:
-        return self.config.teacher != "live"
-
-    def plan(self, context: StageContext) -> StagePlan:
-        settings: DistillConfig = self.config
-        target = context.target.model
-        tokens = planned_tokens(context, settings) * settings.loop.epochs
-        amount = f"{settings.loop.epochs} epochs"
-        if settings.on_policy is not None:
-            tokens = (settings.loop.max_steps or 0) * settings.loop.tokens_per_batch
-            amount = f"{settings.loop.max_steps} steps, λ = {settings.on_policy.fraction:g}"
-        if settings.drafter.stage is not None:
-            begun = context.plans[settings.drafter.stage]
-            what = f"goes on with the drafter of {settings.drafter.stage}"
+    def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
+        config = self.config
+        tokens = self.planned_tokens(plans) * config.loop.epochs
+        amount = f"{config.loop.epochs} epochs"
+        if config.on_policy is not None:
+            tokens = (config.loop.max_steps or 0) * config.loop.tokens_per_batch
+            amount = f"{config.loop.max_steps} steps, λ = {config.on_policy.fraction:g}"
+        if config.drafter.stage is not None:
+            start = plans[config.drafter.stage]
+            what = f"goes on with the drafter of {config.drafter.stage}"
             return StagePlan(
-                f"{what}; {settings.losses_in_words}; {amount}",
-                begun.trained_parameters,
+                f"{what}; {config.losses_in_words}; {amount}",
+                start.trained_parameters,
                 tokens,
-                begun.memory_bytes,
+                start.memory_bytes,
             )
-        model, _ = make_student(settings.drafter, context)
-        choose_trained(model, embeddings=settings.train_embeddings)
-        student = Trainable(model, lora=settings.lora).model
+        model, _ = make_student(config.drafter, self.target, self.earlier)
+        choose_trained(model, embeddings=config.train_embeddings)
+        student = Trainable(model, lora=config.lora).model
         trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
         # float32 weights, gradients and AdamW's two moments; the target; the logits of student and
         # teacher for one chunk.
         weights = 4 * sum(p.numel() for p in student.parameters()) + 12 * trained
-        teacher = sum(p.numel() * p.element_size() for p in target.parameters())
-        chunk = 2 * 4 * settings.chunk_tokens * context.target.vocab_size
+        teacher = self.target_bytes if config.teacher == "live" else 0
+        chunk = 2 * 4 * config.chunk_tokens * self.target.vocab_size
         return StagePlan(
             f"{type(model).__name__} of {student.num_parameters() / 1e6:.1f}M parameters; "
-            f"{settings.losses_in_words}; {amount}",
+            f"{config.losses_in_words}; {amount}",
             trained_parameters=trained,
             tokens=tokens,
-            memory_bytes=weights + (0 if self._cached else teacher) + chunk,
+            memory_bytes=weights + teacher + chunk,
         )
 
-    def run(self, context: StageContext) -> Outcome:
-        settings: DistillConfig = self.config
-        samples, counts = fitting_samples(context, settings)
-        cache = open_cache(settings.teacher, context, samples) if self._cached else None
-        # Random weights and adapters must not depend on what ran before this stage.
-        torch.manual_seed(settings.loop.seed)
-        model, vocabulary, coverage = self._student(context, samples, cache)
-        choose_trained(model, embeddings=settings.train_embeddings)
-        student = Trainable(model, vocabulary, settings.lora)
-        if context.accelerator.is_main_process and settings.drafter.stage is None:
-            start = context.directory / "start"
-            self._save(context, *student.plain({}), start, {"steps": 0})
-        if settings.gradient_checkpointing:
-            checkpoint_layers(model)
-        device = context.accelerator.device
-        model.to(device)
-        ids = None if vocabulary is None else vocabulary.ids.to(device)
-        tokens = context.target.token_count
-        clock = Clock(device)
-        with TargetModel(context, shard=settings.shard_teacher) as target:
-            teacher: TeacherSource | None = None
-            if settings.weighted_loss.needs_teacher:
-                teacher = teacher_of(
-                    target,
-                    cache,
-                    ids,
-                    tokens=tokens,
-                    remember=settings.remember_teacher,
-                    clock=clock,
-                )
-
-            def step(
-                module: nn.Module, given: Inputs, names: Sequence[str]
-            ) -> tuple[Tensor, Tensor]:
-                signal = None
-                if teacher is not None:
-                    with clock("teacher"):
-                        signal = teacher.signal(**given, ids=names)
-                loss, parts = module(**given, teacher=signal)
-                return loss, parts
-
-            dev = self._dev(context, student, target)
-            trainer = Trainer(
-                context.accelerator,
-                context.reporter,
-                TrainingTask(
-                    settings.name,
-                    Distillation(
-                        model,
-                        settings.weighted_loss,
-                        chunk=settings.chunk_tokens,
-                        vocabulary=ids,
-                        tokens=tokens,
-                    ),
-                    step,
-                    settings.weighted_loss.names,
-                    self._text(context, student, samples),
-                    context.target.tokenizer.pad_token_id or 0,
-                    measure=dev.measure if dev else None,
-                    measure_every=settings.dev.every if settings.dev else 1,
-                ),
-                settings.loop,
-                settings.optimizer,
-                context.directory,
-                clock=clock,
-                allow_changes=context.allow_changes,
-            )
-            trained = trainer.fit()
+    def run(self) -> Outcome:
+        config = self.config
+        samples, counts = self.fitting_samples()
+        cache = None
+        if config.teacher != "live":
+            cache = open_cache(self.cache_directory(config.teacher), self.target, samples)
+        student, vocabulary, coverage = self._prepare(samples, cache)
+        with teaching_model(self.target, shard=config.shard_teacher) as model:
+            trainer = self._trainer(student, vocabulary, samples, model, cache)
+            progress = trainer.fit()
         with trainer.final_weights():
-            final, vocabulary = student.plain(trainer.weights("student."))
-        if context.accelerator.is_main_process:
-            provenance = {
-                "run": context.run_name,
-                "settings": settings.model_dump(mode="json"),
-                "steps": trained.step,
-                "tokens": trained.tokens,
-                "start": settings.drafter.provenance(context),
-            }
-            self._save(context, final, vocabulary, context.directory / "drafter", provenance)
-        summary = {
-            "training": describe(trained),
-            "samples": counts,
-            "padding_share": trainer.padding_share(),
-            "parameters": final.num_parameters(),
-            "trained_parameters": trainer.trained_parameters,
-            "losses": settings.losses,
-            "draft_vocabulary": None if ids is None else len(ids),
-            **coverage,
-        }
-        context.accelerator.free_memory()
-        return Outcome(context.directory / "drafter", summary)
+            drafter = student.plain(trainer.weights("student."))
+        if self.accelerator.is_main_process:
+            start = start_provenance(config.drafter, self.earlier)
+            self._save("drafter", *drafter, self.provenance(progress) | {"start": start})
+        summary = self.summary(trainer, counts, drafter[0].num_parameters())
+        summary |= {"draft_vocabulary": None if vocabulary is None else len(vocabulary), **coverage}
+        self.accelerator.free_memory()
+        return Outcome(self.directory / "drafter", summary)
+
+    def _prepare(
+        self, samples: Sequence[Sample], cache: Cache | None
+    ) -> tuple[Trainable, Tensor | None, dict[str, float]]:
+        """The student on the accelerator's device; the ids of its draft vocabulary there, None for
+        all tokens; and the vocabulary's coverage of the text, if it was chosen here. Saves a new
+        student as `start/`."""
+        config, device = self.config, self.accelerator.device
+        # Random weights and adapters must not depend on what ran before this stage.
+        torch.manual_seed(config.loop.seed)
+        model, vocabulary, coverage = self._student(samples, cache)
+        choose_trained(model, embeddings=config.train_embeddings)
+        student = Trainable(model, vocabulary, config.lora)
+        if self.accelerator.is_main_process and config.drafter.stage is None:
+            self._save("start", *student.plain({}), {"stage": config.name, "steps": 0})
+        if config.gradient_checkpointing:
+            checkpoint_layers(model)
+        model.to(device)
+        return student, None if vocabulary is None else vocabulary.ids.to(device), coverage
 
     def _student(
-        self,
-        context: StageContext,
-        samples: Sequence[Sample],
-        cache: Cache | None,
+        self, samples: Sequence[Sample], cache: Cache | None
     ) -> tuple[PreTrainedModel, ReducedVocabulary | None, dict[str, float]]:
         """The model to train, on the CPU; its draft vocabulary; and the vocabulary's coverage of
         the text, if it was chosen here."""
-        settings: DistillConfig = self.config
-        model, vocabulary = make_student(settings.drafter, context)
-        if settings.draft_vocabulary is not None:
+        config = self.config
+        model, vocabulary = make_student(config.drafter, self.target, self.earlier)
+        if config.draft_vocabulary is not None:
             if vocabulary is not None:
-                self._refuse(draft_vocabulary="the model it starts from has one")
-            ids, coverage = frequent_tokens(context, samples, settings.draft_vocabulary)
+                _refuse(config, draft_vocabulary="the model it starts from has one")
+            ids, coverage = self.frequent_tokens(samples, config.draft_vocabulary)
             return model, reduce_output(model, ids), coverage
         if isinstance(cache, CachedTeacher):
-            wanted, own = cache.vocabulary, None if vocabulary is None else vocabulary.ids
-            if own is None and wanted is not None:
-                return model, reduce_output(model, wanted), {}
-            if own is not None and (wanted is None or not torch.equal(own, wanted)):
+            expected = cache.vocabulary
+            if vocabulary is None:
+                return model, None if expected is None else reduce_output(model, expected), {}
+            if expected is None or not torch.equal(vocabulary.ids, expected):
                 raise UserError(
-                    f"the drafter's draft vocabulary of {len(own)} tokens is not that of the "
-                    f"teacher cache {cache.directory} ("
-                    f"{'the whole one' if wanted is None else f'{len(wanted)} tokens'}); make the "
+                    f"the drafter's draft vocabulary of {len(vocabulary.ids)} tokens is not that "
+                    f"of the teacher cache {cache.directory} ("
+                    f"{'all tokens' if expected is None else f'{len(expected)} tokens'}); make the "
                     "cache first and start the drafter from it"
                 )
         return model, vocabulary, {}
 
-    def _text(
+    def _trainer(
         self,
-        context: StageContext,
         student: Trainable,
+        vocabulary: Tensor | None,
         samples: Sequence[Sample],
-    ) -> Text:
-        settings: DistillConfig = self.config
-        if settings.on_policy is None:
-            return FixedText(samples)
-        prompts = [e for e in context.examples["train"] if e.messages is not None]
-        if not prompts:
-            raise UserError(
-                f"stage {settings.name}: the train split has no prompts for the drafter to answer, "
-                "only text; give rows with prompt or messages"
+        model: PreTrainedModel,
+        cache: Cache | None,
+    ) -> Trainer:
+        """model: the target's, as a teacher."""
+        config, loss = self.config, self.config.weighted_loss
+        tokens = self.target.token_count
+        clock = Clock(self.accelerator.device)
+        teacher: TeacherSource | None = None
+        if loss.needs_teacher:
+            teacher = teacher_of(
+                model,
+                cache,
+                vocabulary,
+                tokens=tokens,
+                remember=config.remember_teacher,
+                clock=clock,
             )
-        return OnPolicyText(
-            settings.on_policy, context, student, prompts, samples, settings.loop.seed
+
+        def step(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> tuple[Tensor, Tensor]:
+            signal = None
+            if teacher is not None:
+                with clock("teacher"):
+                    signal = teacher.signal(**batch, ids=ids)
+            return module(**batch, teacher=signal)
+
+        dev = None if config.dev is None else self._dev_slice(config.dev, student, model)
+        module = Distillation(
+            student.model, loss, chunk=config.chunk_tokens, vocabulary=vocabulary, tokens=tokens
+        )
+        task = TrainingTask(
+            config.name,
+            module,
+            step,
+            loss.names,
+            self._text(student, samples),
+            self.target.tokenizer.pad_token_id or 0,
+            measure=dev.measure if dev else None,
+            measure_every=config.dev.every if config.dev else 1,
+        )
+        return Trainer(
+            self.accelerator,
+            self.reporter,
+            task,
+            config.loop,
+            config.optimizer,
+            self.directory,
+            clock=clock,
+            allow_changes=self.allow_changes,
         )
 
-    def _dev(
-        self, context: StageContext, student: Trainable, target: PreTrainedModel
-    ) -> DevSlice | None:
-        settings = self.config.dev
-        if settings is None:
-            return None
+    def _text(self, student: Trainable, samples: Sequence[Sample]) -> Text:
+        if self.config.on_policy is None:
+            return FixedText(samples)
+        return OnPolicyText(
+            self.config.on_policy,
+            student,
+            self.target,
+            self.corpus,
+            self.corpus.answerable("train", self.config.name),
+            samples,
+            self.accelerator,
+            self.directory / "rounds",
+            seed=self.config.loop.seed,
+        )
+
+    def _dev_slice(self, config: DevConfig, student: Trainable, model: PreTrainedModel) -> DevSlice:
         # All ranks must run a sharded target together, so no rank may remember results by itself.
-        teacher = LiveTeacher(split_model(target), remember=not self.config.shard_teacher)
+        teacher = LiveTeacher(split_model(model), remember=not self.config.shard_teacher)
 
-        def sums(module: nn.Module, given: Inputs, names: Sequence[str]) -> Tensor:
-            signal = teacher.signal(**given, ids=names)
-            return module(**given, agreement_with=signal)[1]
+        def sums(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> Tensor:
+            signal = teacher.signal(**batch, ids=ids)
+            return module(**batch, agreement_with=signal)[1]
 
-        def decoded(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
-            model, vocabulary = student.plain(weights)
-            model.to(context.target.device, context.target.dtype)
-            ids = None if vocabulary is None else vocabulary.ids.to(context.target.device)
-            return context.target, SmallLMDrafter.of_target(model, context.target, ids)
+        def make_drafter(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
+            target = self.target
+            drafter, vocabulary = student.plain(weights)
+            drafter.to(target.device, target.dtype)
+            ids = None if vocabulary is None else vocabulary.ids.to(target.device)
+            return target, SmallLMDrafter.of_target(drafter, target, ids)
 
-        judging = Judging(sums, lambda x: asdict(Agreement.from_sums(x)), "student.", decoded)
-        return DevSlice(settings, context, self.config.name, judging)
+        judging = Judging(sums, lambda x: asdict(Agreement.from_sums(x)), "student.", make_drafter)
+        return DevSlice(
+            config, judging, self.target, self.corpus, self.accelerator, stage=self.config.name
+        )
 
     def _save(
         self,
-        context: StageContext,
+        name: str,
         model: PreTrainedModel,
         vocabulary: ReducedVocabulary | None,
-        path: Path,
         provenance: dict[str, Any],
     ) -> None:
+        """Write a drafter directory with this name into the stage's directory."""
+
         def write(directory: Path) -> None:
             save_with_vocabulary(model, vocabulary, directory)
-            context.target.tokenizer.save_pretrained(directory)
+            self.target.tokenizer.save_pretrained(directory)
 
-        provenance = {"stage": self.config.name} | provenance
-        save_drafter(path, "small_lm", write, target=context.target, provenance=provenance)
+        path = self.directory / name
+        save_drafter(path, "small_lm", write, target=self.target, provenance=provenance)
+
+
+def _refuse(config: DistillConfig, **reasons: str) -> None:
+    """Raise UserError if any of these settings is set. reasons: {setting: reason}."""
+    for key, reason in reasons.items():
+        if getattr(config, key):
+            raise UserError(
+                f"stage {config.name}: {key} cannot be set here: {reason}; leave it out"
+            )
+
+
+def _check_start(config: DistillConfig, start: str, earlier: Sequence[StageConfig]) -> None:
+    closest_stage(start, earlier, *DRAFTER_STAGES)
+    if heads_stage(start, earlier) is not None:
+        raise UserError(
+            f"stage {config.name} trains a small language model, and the drafter of {start} is "
+            "heads on the target; name another stage"
+        )
+    _refuse(config, draft_vocabulary=f"the drafter of {start} keeps its own")
+
+
+def _check_cache(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
+    directory = Path(config.teacher)
+    if directory.is_dir():
+        holds_states = holds_features(directory)
+    else:
+        stage = closest_stage(config.teacher, earlier, "teacher_cache", "feature_cache")
+        holds_states = stage.kind == "feature_cache"
+    if not holds_states:
+        _refuse(config, draft_vocabulary="the cache has its own")
+    _refuse(
+        config,
+        on_policy="the cache has no word on text that is still to be written",
+        remember_teacher="there is no live target to remember",
+        shard_teacher="there is no live target to shard",
+    )
+    if config.teacher_temperature != 1 and not holds_states:
+        raise UserError(
+            f"stage {config.name} learns from a cache, which has the temperature that it was made "
+            "at; set `temperature` of the teacher_cache stage instead of teacher_temperature"
+        )
+
+
+def _check_on_policy(config: DistillConfig) -> None:
+    _refuse(config, remember_teacher="the drafter's own text comes only once")
+    if config.loop.max_steps is None:
+        raise UserError(
+            f"stage {config.name} trains on text that is still to be written, so it has no epochs; "
+            "set loop.max_steps"
+        )
+    if not config.weighted_loss.needs_teacher or "cross_entropy" in config.losses:
+        raise UserError(
+            f"stage {config.name}: cross_entropy on the drafter's own text would teach it what it "
+            "says already; use a divergence from the teacher"
+        )

@@ -1,9 +1,10 @@
 """`feature_cache`: the target's hidden states of a text, for any number of trainings of heads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field
+from torch import Tensor
 
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL, Recorder
@@ -15,10 +16,9 @@ from distill.teacher.feature_sources import (
     write_features,
 )
 from train.data.chat import Sample
-from train.data.samples import TextConfig, check_text, fitting_samples, planned_tokens, read_samples
-from train.data.write_parts import batches_of, size, write_parts
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
+from train.stage import STAGES, Outcome, StagePlan
+from train.text_stages import CacheStage, TextConfig, size
 
 
 class FeatureCacheConfig(TextConfig):
@@ -35,70 +35,68 @@ class FeatureCacheConfig(TextConfig):
 
 
 @STAGES.register("feature_cache")
-class FeatureCacheStage(Stage):
+class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
     """Writes part-0, part-1, … (`distill.teacher.feature_sources`)."""
 
     Config = FeatureCacheConfig
 
-    def check(self, earlier: Sequence[StageConfig]) -> None:
-        settings: FeatureCacheConfig = self.config
-        check_text(settings, earlier)
-        if len(set(settings.captured_layers)) < len(settings.captured_layers):
+    @classmethod
+    def check(cls, config: FeatureCacheConfig, earlier: Sequence[StageConfig]) -> None:
+        super().check(config, earlier)
+        if len(set(config.captured_layers)) < len(config.captured_layers):
             raise UserError(
-                f"stage {settings.name}: captured_layers {settings.captured_layers} name a layer "
+                f"stage {config.name}: captured_layers {config.captured_layers} name a layer "
                 "twice; name it once"
             )
 
-    def plan(self, context: StageContext) -> StagePlan:
-        settings: FeatureCacheConfig = self.config
-        Recorder(context.target.model, settings.captured_layers)  # refuses layers that do not exist
-        each = bytes_per_token(context.target, settings.captured_layers)
-        tokens = planned_tokens(context, settings)
-        what = f"{len(settings.captured_layers)} hidden states: {each} bytes a token, prompts too"
-        if settings.text == "data":
-            samples = read_samples(context, "data")
-            total = sum(min(len(s.tokens), settings.max_length) for s in samples)
-            what += f"; {size(each * total)} on disk"
-        return StagePlan(
-            what,
-            tokens=tokens,
-            memory_bytes=sum(
-                p.numel() * p.element_size() for p in context.target.model.parameters()
-            ),
+    def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
+        layers = self.config.captured_layers
+        Recorder(self.target.model, layers)  # refuses layers that do not exist
+        token_bytes = bytes_per_token(self.target, layers)
+        what = f"{len(layers)} hidden states: {token_bytes} bytes a token, prompts too"
+        if self.config.text == "data":
+            samples = self.corpus.samples("data")
+            total = sum(min(len(s.tokens), self.config.max_length) for s in samples)
+            what += f"; {size(token_bytes * total)} on disk"
+        return StagePlan(what, tokens=self.planned_tokens(plans), memory_bytes=self.target_bytes)
+
+    def run(self) -> Outcome:
+        config, target = self.config, self.target
+        source = LiveFeatures(target.model, config.captured_layers)
+        samples, counts = self.fitting_samples()
+        token_bytes = bytes_per_token(target, config.captured_layers)
+        tokens = sum(len(sample.tokens) for sample in samples)
+        self.reporter.say(
+            f"  {token_bytes} bytes a token, {tokens} tokens: {size(token_bytes * tokens)}"
         )
 
-    def run(self, context: StageContext) -> Outcome:
-        settings: FeatureCacheConfig = self.config
-        target = context.target
-        source = LiveFeatures(target.model, settings.captured_layers)
-        samples, counts = fitting_samples(context, settings)
-        each = bytes_per_token(target, settings.captured_layers)
-        tokens = sum(len(sample.tokens) for sample in samples)
-        context.reporter.say(f"  {each} bytes a token, {tokens} tokens: {size(each * tokens)}")
-
-        def write(number: int, part: Sequence[Sample], names: list[tuple[str, str]]) -> int:
-            found: dict[int, dict] = {}
-            for rows, batch, given in batches_of(context, part, settings.tokens_per_batch):
-                ids, mask = given["input_ids"], given["attention_mask"]
-                features = source.features(ids, mask, batch["ids"])
-                lengths = [len(part[i].tokens) for i in rows]
-                found |= dict(zip(rows, split_rows(features, lengths), strict=True))
-            by_tap = {
-                layer: [found[i][layer] for i in range(len(part))]
-                for layer in settings.captured_layers
-            }
-            write_features(context.directory, number, names, by_tap, target)
+        def write(number: int, part: Sequence[Sample], hashes: list[tuple[str, str]]) -> int:
+            write_features(self.directory, number, hashes, self._states(source, part), target)
             return sum(len(sample.tokens) for sample in part)
 
-        speed = write_parts(context, samples, settings.part_samples, write)
+        speed = self.write_parts(samples, config.part_samples, write)
         # Checks that the cache is complete and belongs to this target.
-        CachedFeatures(context.directory, target, settings.captured_layers)
+        CachedFeatures(self.directory, target, config.captured_layers)
         return Outcome(
             summary={
                 "samples": counts,
                 "tokens": tokens,
-                "captured_layers": settings.captured_layers,
-                "bytes_per_token": each,
+                "captured_layers": config.captured_layers,
+                "bytes_per_token": token_bytes,
                 "tokens_per_second": speed,
             }
         )
+
+    def _states(self, source: LiveFeatures, part: Sequence[Sample]) -> dict[int, list[Tensor]]:
+        """The hidden states of a part's samples, in order, by captured layer."""
+        states: dict[int, dict[int, Tensor]] = {}
+        for rows, batch, tensors in self.batches_of(part, self.config.tokens_per_batch):
+            features = source.features(
+                tensors["input_ids"], tensors["attention_mask"], batch["ids"]
+            )
+            lengths = [len(part[i].tokens) for i in rows]
+            states |= dict(zip(rows, split_rows(features, lengths), strict=True))
+        return {
+            layer: [states[i][layer] for i in range(len(part))]
+            for layer in self.config.captured_layers
+        }

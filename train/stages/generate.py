@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -11,16 +11,16 @@ from pydantic import Field, model_validator
 
 from decode.artifact import verify_directory, write_directory
 from decode.drafters import DRAFTERS
-from decode.errors import UserError
 from decode.loop import Decoder
 from decode.target.generation_config import nothing_filled_in, stated_config
 from decode.target.loading import Target
 from train.console import Bar
-from train.data.answers import PART, read_answers
-from train.data.chat import prompt_tokens
+from train.data.corpus import PART, read_answers
 from train.data.read import Example, spread
 from train.schema import SamplingConfig, StageConfig
-from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
+from train.stage import STAGES, Outcome, Stage, StagePlan
+
+Job = tuple[Example, int]  # a prompt, and the number of its answer
 
 
 class GenerateConfig(StageConfig):
@@ -58,123 +58,102 @@ class GenerateConfig(StageConfig):
 
 
 @STAGES.register("generate")
-class GenerateStage(Stage):
-    """Writes part-0, part-1, …, each a directory with a file of one answer per line."""
+class GenerateStage(Stage[GenerateConfig]):
+    """Writes part-0, part-1, …, each a directory with a file of one answer per line. A kill loses
+    at most one part of each rank."""
 
     Config = GenerateConfig
 
-    def plan(self, context: StageContext) -> StagePlan:
-        settings: GenerateConfig = self.config
-        count = len(self._jobs(context))
+    def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
+        count = len(self._jobs())
         return StagePlan(
-            f"{count} answers of at most {settings.max_new_tokens} tokens",
-            tokens=count * settings.max_new_tokens,
-            memory_bytes=sum(
-                p.numel() * p.element_size() for p in context.target.model.parameters()
-            ),
+            f"{count} answers of at most {self.config.max_new_tokens} tokens",
+            tokens=count * self.config.max_new_tokens,
+            memory_bytes=self.target_bytes,
         )
 
-    def run(self, context: StageContext) -> Outcome:
-        settings: GenerateConfig = self.config
-        jobs = self._jobs(context)
+    def run(self) -> Outcome:
         begin = time.perf_counter()
-        parts = [
-            jobs[i : i + settings.part_prompts] for i in range(0, len(jobs), settings.part_prompts)
-        ]
-        world, rank = context.accelerator.num_processes, context.accelerator.process_index
-        made = 0
-        with context.reporter.bar("generating", len(jobs)) as bar:
-            for number, part in enumerate(parts):
-                directory = context.directory / f"{PART}{number}"
-                # Each rank writes complete parts without communication, so no rank waits.
-                if number % world == rank and not _is_whole(directory):
-                    made += self._make_part(context, part, directory, bar, number)
-                bar.update(min((number + 1) * settings.part_prompts, len(jobs)))
-        context.accelerator.wait_for_everyone()
-        answers = read_answers(context.directory)
+        generated = self._generate(self._jobs())
+        answers = read_answers(self.directory)
         tokens = sum(len(answer["tokens"]) for answer in answers)
         seconds = time.perf_counter() - begin
-        ends = set(context.target.eos_token_ids)
+        ends = set(self.target.eos_token_ids)
         summary = {
             "prompts": len({answer["id"] for answer in answers}),
             "answers": len(answers),
             "tokens": tokens,
             "cut_at_limit": sum(answer["tokens"][-1] not in ends for answer in answers),
-            "tokens_per_second": made / seconds if made else None,
+            "tokens_per_second": generated / seconds if generated else None,
         }
-        context.reporter.say(
+        self.reporter.say(
             f"  {len(answers)} answers, {tokens} tokens, {summary['cut_at_limit']} cut at "
-            f"{settings.max_new_tokens} tokens"
+            f"{self.config.max_new_tokens} tokens"
         )
         return Outcome(summary=summary)
 
-    def _jobs(self, context: StageContext) -> list[tuple[Example, int]]:
-        """(example, sample number) in the order of answering."""
-        settings: GenerateConfig = self.config
-        if settings.split not in context.examples:
-            raise UserError(
-                f"stage {settings.name} answers split {settings.split}, which data lacks"
-            )
-        answerable = [e for e in context.examples[settings.split] if e.messages is not None]
-        examples = spread(answerable, settings.prompts)
-        if not examples:
-            raise UserError(
-                f"stage {settings.name}: the {settings.split} split has no prompts to answer, only "
-                "text; give rows with prompt or messages"
-            )
-        return [(example, sample) for sample in range(settings.samples) for example in examples]
+    def _jobs(self) -> list[Job]:
+        config = self.config
+        examples = spread(self.corpus.answerable(config.split, config.name), config.prompts)
+        return [(example, sample) for sample in range(config.samples) for example in examples]
 
-    def _make_part(
-        self,
-        context: StageContext,
-        part: list[tuple[Example, int]],
-        directory: Path,
-        bar: Bar,
-        number: int,
-    ) -> int:
-        settings: GenerateConfig = self.config
-        prompts = [prompt_tokens(e, context.target.tokenizer, context.system) for e, _ in part]
+    def _generate(self, jobs: list[Job]) -> int:
+        """Write every missing part, with all ranks together. Returns the number of tokens that this
+        rank generated."""
+        size = self.config.part_prompts
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        generated = 0
+        with self.reporter.bar("generating", len(jobs)) as bar:
+            for number, first in enumerate(range(0, len(jobs), size)):
+                directory = self.directory / f"{PART}{number}"
+                # Each rank writes complete parts without communication, so no rank waits.
+                if number % world == rank and not _is_complete(directory):
+                    part = jobs[first : first + size]
+                    generated += self._write_part(directory, part, first, bar)
+                bar.update(min(first + size, len(jobs)))
+        self.accelerator.wait_for_everyone()
+        return generated
+
+    def _write_part(self, directory: Path, part: list[Job], first: int, bar: Bar) -> int:
+        """first: the number of the part's first job. Returns the number of tokens."""
+        prompts = self.corpus.prompts(example for example, _ in part)
         answers: list[list[int]] = [[] for _ in part]
         # Batch prompts of similar length: less padding in the prefill.
         order = sorted(range(len(part)), key=lambda i: len(prompts[i]))
-        for first in range(0, len(order), settings.batch_size):
-            batch = order[first : first + settings.batch_size]
-            rows = [number * settings.part_prompts + i for i in batch]
-            found = self._answer(context, [prompts[i] for i in batch], rows)
-            for index, answer in zip(batch, found, strict=True):
+        for begin in range(0, len(order), self.config.batch_size):
+            batch = order[begin : begin + self.config.batch_size]
+            row_ids = [first + i for i in batch]
+            outputs = self._answer([prompts[i] for i in batch], row_ids)
+            for index, answer in zip(batch, outputs, strict=True):
                 answers[index] = answer
-            bar.update(number * settings.part_prompts + first + len(batch))
+            bar.update(first + begin + len(batch))
         lines = [
             json.dumps({"id": example.id, "sample": sample, "tokens": answer})
             for (example, sample), answer in zip(part, answers, strict=True)
         ]
 
-        def fill(target: Path) -> None:
-            (target / "answers.jsonl").write_text("\n".join(lines) + "\n")
+        def fill(path: Path) -> None:
+            (path / "answers.jsonl").write_text("\n".join(lines) + "\n")
 
         write_directory(directory, fill)
         return sum(len(answer) for answer in answers)
 
-    def _answer(
-        self, context: StageContext, prompts: list[list[int]], rows: Sequence[int]
-    ) -> list[list[int]]:
-        settings: GenerateConfig = self.config
-        target = context.target
-        if settings.num_beams > 1:
-            return _beam_search(target, prompts, settings)
+    def _answer(self, prompts: list[list[int]], row_ids: list[int]) -> list[list[int]]:
+        config, target = self.config, self.target
+        if config.num_beams > 1:
+            return _beam_search(target, prompts, config)
         decoder = Decoder(
             target.model,
             DRAFTERS["none"](),
             eos_token_ids=target.eos_token_ids,
-            sampling=settings.sampling.build(),
+            sampling=config.sampling.build(),
         )
-        done = decoder.decode(
-            prompts, settings.max_new_tokens, seed=settings.seed, row_ids=list(rows)
-        )
-        return done.outputs
+        return decoder.decode(
+            prompts, config.max_new_tokens, seed=config.seed, row_ids=row_ids
+        ).outputs
 
 
-def _is_whole(directory: Path) -> bool:
+def _is_complete(directory: Path) -> bool:
     """Whether a part exists. Raises UserError (CorruptArtifact) if it exists but is damaged."""
     if not directory.exists():
         return False
@@ -196,7 +175,7 @@ def _beam_search(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt, device=target.device)
         mask[row, width - len(prompt) :] = 1
-    given = stated_config(
+    stated = stated_config(
         settings.sampling.build(),
         max_new_tokens=settings.max_new_tokens,
         eos_token_ids=eos,
@@ -204,9 +183,9 @@ def _beam_search(
         pad_token_id=pad,
     )
     with nothing_filled_in(target.model):
-        found = target.model.generate(ids, attention_mask=mask, generation_config=given)
+        texts = target.model.generate(ids, attention_mask=mask, generation_config=stated)
     answers = []
-    for row in found[:, width:].tolist():
+    for row in texts[:, width:].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
         answers.append(row[:end])
     return answers

@@ -6,6 +6,7 @@ only in their computation (`heads.heads_module`), not in the training around it.
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,22 +27,19 @@ from distill.teacher.teacher_signal import split_model
 from heads.head_training import HeadTraining, JointTraining
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import HEADS, HeadOptions, Heads
-from train.backbone import Backbone, BackboneConfig
 from train.data.batches import Inputs
 from train.data.chat import Sample
-from train.data.rounds import FixedText
-from train.data.samples import check_text, fitting_samples, planned_tokens, stages_of
-from train.dev import DevConfig, DevSlice, Judging
-from train.head_tree import TreeConfig, calibrated_tree, require_tree
+from train.data.corpus import stages_of
+from train.data.training_text import FixedText
 from train.schema import Losses, StageConfig, closest_stage, one_of
-from train.stage import STAGES, Outcome, StageContext, StagePlan
-from train.taught import TaughtConfig
-from train.teacher import open_features
-from train.trained import TrainedStage, describe
-from train.training.clock import Clock
-from train.training.load_student import frequent_tokens
+from train.stage import STAGES, Outcome, StagePlan
+from train.text_stages import LossConfig, TrainingStage
+from train.training.backbone import Backbone, BackboneConfig, FrozenBackbone, TrainedBackbone
+from train.training.dev_slice import DevConfig, DevSlice, Judging
+from train.training.head_tree import TreeConfig, calibrated_tree, require_tree
 from train.training.optimizer import OptimizerConfig
-from train.training.trainer import LoopConfig, Trainer, TrainingTask
+from train.training.student_and_teacher import open_features
+from train.training.trainer import Clock, LoopConfig, Trainer, TrainingTask
 
 if TYPE_CHECKING:
     AnyHeads = HeadOptions
@@ -49,7 +47,7 @@ else:
     AnyHeads = one_of((HEADS[kind].Options for kind in HEADS), "type")
 
 
-class HeadsConfig(TaughtConfig):
+class HeadsConfig(LossConfig):
     """Small modules on the target learn to predict the tokens after its next token."""
 
     kind: Literal["heads"] = "heads"
@@ -85,332 +83,331 @@ class HeadsConfig(TaughtConfig):
 
 
 @STAGES.register("heads")
-class HeadsStage(TrainedStage):
+class HeadsStage(TrainingStage[HeadsConfig]):
     """Trains heads on text and the target's hidden states, and writes them to `drafter/`."""
 
     Config = HeadsConfig
 
-    def check(self, earlier: Sequence[StageConfig]) -> None:
-        settings: HeadsConfig = self.config
-        terms = settings.weighted_loss
-        if settings.teacher_temperature != 1 and not terms.needs_teacher:
+    @classmethod
+    def check(cls, config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
+        super().check(config, earlier)
+        if config.teacher_temperature != 1 and not config.weighted_loss.needs_teacher:
             raise UserError(
-                f"stage {settings.name}: no loss reads the teacher, so teacher_temperature would "
+                f"stage {config.name}: no loss reads the teacher, so teacher_temperature would "
                 "do nothing; leave it out"
             )
-        check_text(settings, earlier)
-        for name in stages_of(settings.dev.text) if settings.dev else []:
+        for name in stages_of(config.dev.text) if config.dev else []:
             closest_stage(name, earlier, "generate")
-        if settings.start is not None:
-            self._check_start(settings.start, earlier)
-        if settings.backbone is not None:
-            self._check_backbone(settings.backbone, earlier)
-        if settings.features != "live":
-            if not Path(settings.features).is_dir():
-                closest_stage(settings.features, earlier, "feature_cache")
-            if settings.remember_features:
+        if config.start is not None:
+            _check_start(config, config.start, earlier)
+        if config.backbone is not None:
+            _check_backbone(config, config.backbone, earlier)
+        if config.features != "live":
+            if not Path(config.features).is_dir():
+                closest_stage(config.features, earlier, "feature_cache")
+            if config.remember_features:
                 raise UserError(
-                    f"stage {settings.name}: remember_features cannot be set here: there is no "
+                    f"stage {config.name}: remember_features cannot be set here: there is no "
                     "live target to remember; leave it out"
                 )
 
-    def _check_start(self, start: str, earlier: Sequence[StageConfig]) -> None:
-        settings: HeadsConfig = self.config
-        begun: Any = closest_stage(start, earlier, "heads")
-        if begun.backbone is not None:
-            raise UserError(
-                f"stage {settings.name} starts from the heads of {start}, which belong to the new "
-                f"target that {start} made; name a stage whose target stayed as it was, or start a "
-                "run with that new target"
-            )
-        if begun.heads != settings.heads:
-            raise UserError(
-                f"stage {settings.name} goes on with the heads of {start}, which are "
-                f"{begun.heads}, and names {settings.heads}; expected the same"
-            )
-        if settings.draft_vocabulary is not None:
-            raise UserError(
-                f"stage {settings.name}: draft_vocabulary cannot be set here: the heads of {start} "
-                "keep their own; leave it out"
-            )
-
-    def _check_backbone(self, backbone: BackboneConfig, earlier: Sequence[StageConfig]) -> None:
-        settings: HeadsConfig = self.config
-        backbone.check(settings.name, earlier)
-        if settings.features != "live" or settings.remember_features:
-            key = "remember_features" if settings.remember_features else "features"
-            raise UserError(
-                f"stage {settings.name}: {key} cannot be set here: the target is trained, so its "
-                "hidden states change with every step; leave it out"
-            )
-
-    def plan(self, context: StageContext) -> StagePlan:
-        settings: HeadsConfig = self.config
-        target = context.target
-        heads = build_heads(settings.heads, target, self._planned_vocabulary(context), "meta")
-        self._require_ready(context, heads)
-        begun = None if settings.start is None else context.plans[settings.start]
+    def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
+        config, target = self.config, self.target
+        heads = build_heads(config.heads, target, self._planned_vocabulary(), "meta")
+        self._require_ready(heads)
         trained = sum(p.numel() for p in heads.parameters())
-        trained = trained if begun is None else begun.trained_parameters
+        if config.start is not None:
+            trained = plans[config.start].trained_parameters
         # float32 weights, gradients and AdamW's two moments; the target; the logits of heads and
         # target for one chunk.
-        teacher = sum(p.numel() * p.element_size() for p in target.model.parameters())
-        memory = 16 * trained + teacher + 2 * 4 * settings.chunk_tokens * heads.rows
-        options = settings.heads.model_dump(exclude={"type"})
-        what = f"{settings.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
-        if settings.backbone is not None:
-            own = settings.backbone.trained_parameters(target)
-            trained += own
+        memory = 16 * trained + self.target_bytes + 2 * 4 * config.chunk_tokens * heads.rows
+        options = config.heads.model_dump(exclude={"type"})
+        what = f"{config.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
+        if config.backbone is not None:
+            trained_backbone = config.backbone.trained_parameters(target)
+            trained += trained_backbone
             # The trained float32 copy of the target, and a second copy that is never sharded.
-            memory += 12 * own + 2 * 4 * target.model.num_parameters()
-            what += f"the target too ({'LoRA' if settings.backbone.lora else 'all weights'}); "
+            memory += 12 * trained_backbone + 2 * 4 * target.model.num_parameters()
+            what += f"the target too ({'LoRA' if config.backbone.lora else 'all weights'}); "
         return StagePlan(
-            f"{what}{settings.loop.epochs} epochs",
+            f"{what}{config.loop.epochs} epochs",
             trained_parameters=trained,
-            tokens=planned_tokens(context, settings) * settings.loop.epochs,
+            tokens=self.planned_tokens(plans) * config.loop.epochs,
             memory_bytes=memory,
         )
 
-    def run(self, context: StageContext) -> Outcome:
-        settings: HeadsConfig = self.config
-        accelerator, target = context.accelerator, context.target
-        device = accelerator.device
-        split_model(target.model)  # refuses a target whose logits need more than an output layer
-        samples, counts = fitting_samples(context, settings)
+    def run(self) -> Outcome:
+        split_model(self.target.model)  # refuses logits that need more than an output layer
+        samples, counts = self.fitting_samples()
+        heads, start, coverage = self._start_heads(samples)
+        # Engines may shard the module. This copy stays complete, on the CPU.
+        full_heads = copy.deepcopy(heads)
+        clock = Clock(self.accelerator.device)
+        training = self._prepare(heads)
+        backbone = self._backbone(samples, clock)
+        module = backbone.join(training, chunk=self.config.chunk_tokens)
+        dev = self._dev_slice(module, full_heads, backbone)
+        trainer = self._trainer(module, heads, backbone, samples, dev, clock)
+        progress = trainer.fit()
+        with trainer.final_weights():
+            weights = trainer.weights()
+        full_heads.load_state_dict(backbone.heads_weights(weights))
+        summary = self.summary(trainer, counts, sum(p.numel() for p in full_heads.parameters()))
+        vocabulary = heads.vocabulary
+        summary |= {"draft_vocabulary": None if vocabulary is None else len(vocabulary)}
+        provenance = self.provenance(progress) | {"start": start}
+        summary |= self._save(full_heads, backbone, weights, provenance)
+        summary |= coverage | self._bigrams(samples, dev)
+        self.accelerator.free_memory()
+        new_target = None if self.config.backbone is None else self.directory / "target"
+        return Outcome(self.directory / "drafter", summary, new_target)
+
+    def _start_heads(self, samples: Sequence[Sample]) -> tuple[Heads, Any, dict[str, float]]:
+        """The heads to train, on the CPU; the provenance of the heads they continue; and the
+        coverage of their draft vocabulary, if it was chosen here."""
+        config = self.config
         vocabulary: Tensor | None = None
         coverage: dict[str, float] = {}
-        if settings.draft_vocabulary is not None:
-            vocabulary, coverage = frequent_tokens(context, samples, settings.draft_vocabulary)
-        # Random weights and drawn sub-losses must not depend on what ran before this stage.
-        torch.manual_seed(settings.loop.seed)
         start: Any = None
-        if settings.start is None:
-            heads = new_heads(settings.heads, target, vocabulary)
+        if config.draft_vocabulary is not None:
+            vocabulary, coverage = self.frequent_tokens(samples, config.draft_vocabulary)
+        # Random weights and drawn sub-losses must not depend on what ran before this stage.
+        torch.manual_seed(config.loop.seed)
+        if config.start is None:
+            heads = new_heads(config.heads, self.target, vocabulary)
         else:
-            begun = context.outcomes[settings.start] / "drafter"
-            start = describe_drafter(begun)["provenance"]
-            heads = read_heads(begun, target)
-            vocabulary = heads.vocabulary
-        self._require_ready(context, heads)
-        # Engines may shard the module. This copy stays complete, on the CPU.
-        whole = copy.deepcopy(heads)
-        heads.to(device)
-        if vocabulary is not None:
-            heads.vocabulary = vocabulary.to(device)
-        # Without autocast, matrix products are float32, so the borrowed weights must be too.
-        heads.borrow(target.model, torch.float32 if accelerator.mixed_precision == "no" else None)
-        clock = Clock(device)
-        training = HeadTraining(
-            heads, settings.weighted_loss, target.model, chunk=settings.chunk_tokens
-        )
-        module: HeadTraining | JointTraining = training
-        backbone: Backbone | None = None
-        optimizer = settings.optimizer
-        if settings.backbone is not None:
-            backbone = Backbone(settings.backbone, context, settings.name, clock)
-            module = backbone.join(training, settings.chunk_tokens)
-            optimizer = settings.backbone.optimizer(optimizer)
-        else:
-            source = self._source(context, training.captured_layers, samples, clock)
+            path = self.earlier[config.start] / "drafter"
+            start = describe_drafter(path)["provenance"]
+            heads = read_heads(path, self.target)
+        self._require_ready(heads)
+        return heads, start, coverage
 
-        def step(module: nn.Module, given: Inputs, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+    def _prepare(self, heads: Heads) -> HeadTraining:
+        """The heads with their losses, on the accelerator's device."""
+        device, target = self.accelerator.device, self.target.model
+        heads.to(device)
+        if heads.vocabulary is not None:
+            heads.vocabulary = heads.vocabulary.to(device)
+        # Without autocast, matrix products are float32, so the borrowed weights must be too.
+        full_precision = self.accelerator.mixed_precision == "no"
+        heads.borrow(target, torch.float32 if full_precision else None)
+        return HeadTraining(
+            heads, self.config.weighted_loss, target, chunk=self.config.chunk_tokens
+        )
+
+    def _backbone(self, samples: Sequence[Sample], clock: Clock) -> Backbone:
+        config, target = self.config, self.target
+        if config.backbone is not None:
+            return TrainedBackbone(config.backbone, target, self.corpus, clock, stage=config.name)
+
+        def features(captured_layers: Sequence[int]) -> FeatureSource:
+            if config.features != "live":
+                directory = self.cache_directory(config.features)
+                return open_features(directory, target, samples, captured_layers)
+            return LiveFeatures(
+                target.model,
+                captured_layers,
+                remember=config.remember_features,
+                timed=partial(clock, "teacher"),
+            )
+
+        return FrozenBackbone(target, features)
+
+    def _trainer(
+        self,
+        module: HeadTraining | JointTraining,
+        heads: Heads,
+        backbone: Backbone,
+        samples: Sequence[Sample],
+        dev: DevSlice | None,
+        clock: Clock,
+    ) -> Trainer:
+        config = self.config
+
+        def step(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> tuple[Tensor, Tensor]:
             # Draws from torch's random state, which checkpoints store. It is the same on all ranks
             # (except after draws for an adapter's dropout).
             losses = heads.loss_weights(float(torch.rand(())))
-            if backbone is None:
-                return self._forward(module, source, given, names, losses)
             # Never 0: self-distillation begins with a loss of 0, so the gradient would be only
             # rounding errors, and Adam takes full steps even for tiny gradients.
-            weight = backbone.weight(heads, (trainer.at.step + 1) / trainer.total_steps)
-            return backbone.forward(module, given, names, losses, weight)
+            done = (trainer.progress.step + 1) / trainer.total_steps
+            return backbone.forward(module, batch, ids, losses, done)
 
-        dev = self._dev(context, module, whole, backbone)
-        trainer = Trainer(
-            accelerator,
-            context.reporter,
-            TrainingTask(
-                settings.name,
-                module,
-                step,
-                module.sums,
-                FixedText(samples),
-                target.tokenizer.pad_token_id or 0,
-                measure=dev.measure if dev else None,
-                measure_every=settings.dev.every if settings.dev else 1,
-                figures=module.figures,
-            ),
-            settings.loop,
-            optimizer,
-            context.directory,
-            clock=clock,
-            allow_changes=context.allow_changes,
+        optimizer = config.optimizer
+        if config.backbone is not None:
+            optimizer = config.backbone.optimizer(optimizer)
+        task = TrainingTask(
+            config.name,
+            module,
+            step,
+            module.sums,
+            FixedText(samples),
+            self.target.tokenizer.pad_token_id or 0,
+            measure=dev.measure if dev else None,
+            measure_every=config.dev.every if config.dev else 1,
+            figures=module.figures,
         )
-        trained = trainer.fit()
-        with trainer.final_weights():
-            weights = trainer.weights()
-        whole.load_state_dict(_heads_in(weights, backbone))
+        trainer = Trainer(
+            self.accelerator,
+            self.reporter,
+            task,
+            config.loop,
+            optimizer,
+            self.directory,
+            clock=clock,
+            allow_changes=self.allow_changes,
+        )
+        return trainer
+
+    def _dev_slice(
+        self, module: HeadTraining | JointTraining, full_heads: Heads, backbone: Backbone
+    ) -> DevSlice | None:
+        config = self.config
+        if config.dev is None:
+            return None
+        losses = dict.fromkeys(range(1, full_heads.depth + 1), 1.0)
+        names = module.sums
+
+        def sums(prepared: nn.Module, batch: Inputs, ids: Sequence[str]) -> Tensor:
+            return backbone.forward(prepared, batch, ids, losses, 1.0, dev=True)[1]
+
+        def make_drafter(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
+            full_heads.load_state_dict(backbone.heads_weights(weights))
+            target = backbone.target_with(weights)
+            return target, self._drafter(target, full_heads)
+
+        def figures(sums: Tensor) -> dict[str, float]:
+            return module.figures(dict(zip(names, sums.tolist(), strict=True)))
+
+        judging = Judging(sums, figures, "", make_drafter)
+        return DevSlice(
+            config.dev, judging, self.target, self.corpus, self.accelerator, stage=config.name
+        )
+
+    def _save(
+        self,
+        full_heads: Heads,
+        backbone: Backbone,
+        weights: Mapping[str, Tensor],
+        provenance: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Write the new target, if there is one, and the drafter with its tree. Returns the
+        summary's figures of the tree and of the target's drift."""
         tree: TreeCalibration | None = None
         drift: Drift | None = None
-        if accelerator.is_main_process:
-            if backbone is not None:
-                target, drift = backbone.save(weights, context.directory / "target")
-            provenance = {
-                "stage": settings.name,
-                "run": context.run_name,
-                "settings": settings.model_dump(mode="json"),
-                "steps": trained.step,
-                "tokens": trained.tokens,
-                "start": start,
+        if self.accelerator.is_main_process:
+            target = self.target
+            if isinstance(backbone, TrainedBackbone):
+                target, drift = backbone.save(weights, self.directory / "target")
+                self.reporter.say(
+                    f"  the new target {self.directory / 'target'}: KL(original‖new) "
+                    f"{drift.kl:.4f} nats per token, perplexity {drift.perplexity_original:.2f} → "
+                    f"{drift.perplexity_new:.2f} on {drift.tokens} held-out tokens"
+                )
+            provenance |= {
                 "drift": drift and drift.to_dict(),
-                "original": drift and context.target.name,
+                "original": drift and self.target.name,
             }
-            path = context.directory / "drafter"
-            save_heads(path, whole, target=target, provenance=provenance)
+            path = self.directory / "drafter"
+            save_heads(path, full_heads, target=target, provenance=provenance)
             # After saving: trained heads must not be lost if the tree cannot be planned.
-            tree = self._tree(context, target, whole, path)
-        summary = {
-            "training": describe(trained),
-            "samples": counts,
-            "padding_share": trainer.padding_share(),
-            "parameters": sum(p.numel() for p in whole.parameters()),
-            "trained_parameters": trainer.trained_parameters,
-            "losses": settings.losses,
-            "draft_vocabulary": None if vocabulary is None else len(vocabulary),
+            tree = self._tree(target, full_heads, path)
+        return {
             "tree": tree and tree.to_dict() | {"paths": tree.structure.paths},
             "drift": drift and drift.to_dict(),
-            **coverage,
-            **self._bigrams(context, samples, dev),
         }
-        accelerator.free_memory()
-        moved = None if backbone is None else context.directory / "target"
-        return Outcome(context.directory / "drafter", summary, moved)
 
-    def _source(
-        self,
-        context: StageContext,
-        captured_layers: Sequence[int],
-        samples: Sequence[Sample],
-        clock: Clock,
-    ) -> FeatureSource:
-        settings: HeadsConfig = self.config
-        if settings.features == "live":
-            return LiveFeatures(
-                context.target.model,
-                captured_layers,
-                remember=settings.remember_features,
-                timed=lambda: clock("teacher"),
-            )
-        return open_features(settings.features, context, samples, captured_layers)
-
-    @staticmethod
-    def _forward(
-        module: nn.Module,
-        source: FeatureSource,
-        given: Inputs,
-        names: Sequence[str],
-        losses: Mapping[int, float],
-    ) -> tuple[Tensor, Tensor]:
-        features = source.features(given["input_ids"], given["attention_mask"], names)
-        return module(given["input_ids"], given["loss_mask"], features, losses)
-
-    def _planned_vocabulary(self, context: StageContext) -> Tensor | None:
+    def _planned_vocabulary(self) -> Tensor | None:
         size = self.config.draft_vocabulary
         if size is None:
             return None
-        if size >= context.target.vocab_size:
+        if size >= self.target.vocab_size:
             raise UserError(
                 f"a draft vocabulary of {size} tokens; expected fewer than the target's "
-                f"{context.target.vocab_size}"
+                f"{self.target.vocab_size}"
             )
         return torch.arange(size)
 
-    def _require_ready(self, context: StageContext, heads: Heads) -> None:
+    def _require_ready(self, heads: Heads) -> None:
         """Raise UserError before the first step for reasons that would stop the stage later."""
-        settings: HeadsConfig = self.config
-        if settings.tree is not None:
-            require_tree(settings.tree, context, settings.name, heads)
-        if self.config.backbone is not None and heads.joint_weight is None:
+        config = self.config
+        if config.tree is not None:
+            require_tree(config.tree, self.target, self.corpus, heads, stage=config.name)
+        if config.backbone is not None and heads.joint_weight is None:
             raise UserError(
-                f"stage {self.config.name}: heads of type {self.config.heads.type} are for a "
-                "target that stays as it is; leave backbone out"
+                f"stage {config.name}: heads of type {config.heads.type} are for a target that "
+                "stays as it is; leave backbone out"
             )
 
-    def _tree(
-        self, context: StageContext, target: Target, whole: Heads, path: Path
-    ) -> TreeCalibration | None:
+    def _tree(self, target: Target, heads: Heads, path: Path) -> TreeCalibration | None:
         """Calibrate the tree and store it with the drafter in `path`. None if it drafts chains."""
-        settings: HeadsConfig = self.config
-        if settings.tree is None:
+        config = self.config
+        if config.tree is None:
             return None
+        drafter = self._drafter(target, heads)
         try:
             tree = calibrated_tree(
-                settings.tree, context, target, self._drafter(target, whole), whole
+                config.tree, target, self.corpus, drafter, heads, self.reporter.say
             )
             if tree is not None:
                 store_tree(path, tree.structure, tree.to_dict())
         except UserError as error:
             raise UserError(
-                f"stage {settings.name}: no tree could be planned: {error} The drafter is trained "
+                f"stage {config.name}: no tree could be planned: {error} The drafter is trained "
                 f"and in {path}; start the run again to plan its tree without training again"
             ) from error
         return tree
 
-    def _drafter(self, target: Target, whole: Heads) -> Drafter:
-        """The drafter made of `whole` (heads on the CPU), as if loaded from a directory."""
-        heads = copy.deepcopy(whole)
+    def _drafter(self, target: Target, full_heads: Heads) -> Drafter:
+        """The drafter made of heads on the CPU, as if loaded from a directory."""
+        heads = copy.deepcopy(full_heads)
         make_ready(heads, target, target.dtype)
         kind: Any = DRAFTERS[self.config.heads.type]
         drafter: Drafter = kind(heads, target.vocab_size)
         return drafter
 
-    def _dev(
-        self,
-        context: StageContext,
-        module: HeadTraining | JointTraining,
-        whole: Heads,
-        backbone: Backbone | None,
-    ) -> DevSlice | None:
-        settings: HeadsConfig = self.config
-        if settings.dev is None:
-            return None
-        losses = dict.fromkeys(range(1, whole.depth + 1), 1.0)
-        names = module.sums
-        if isinstance(module, HeadTraining):
-            source = LiveFeatures(context.target.model, module.captured_layers, remember=True)
-
-        def sums(prepared: nn.Module, given: Inputs, ids: Sequence[str]) -> Tensor:
-            if backbone is not None:
-                return backbone.forward(prepared, given, ids, losses, 1.0, dev=True)[1]
-            return self._forward(prepared, source, given, ids, losses)[1]
-
-        def decoded(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
-            whole.load_state_dict(_heads_in(weights, backbone))
-            target = context.target if backbone is None else backbone.new_target(weights)
-            return target, self._drafter(target, whole)
-
-        def figures(found: Tensor) -> dict[str, float]:
-            return module.figures(dict(zip(names, found.tolist(), strict=True)))
-
-        return DevSlice(settings.dev, context, settings.name, Judging(sums, figures, "", decoded))
-
-    def _bigrams(
-        self, context: StageContext, samples: Sequence[Sample], dev: DevSlice | None
-    ) -> dict[str, float]:
+    def _bigrams(self, samples: Sequence[Sample], dev: DevSlice | None) -> dict[str, float]:
         """The shares of the dev slice's tokens that a bigram table of the training text and prompt
         lookup predict. The first head must be better than both."""
         if dev is None:
             return {}
         table = Bigrams((s.tokens, s.mask) for s in samples)
-        found = table.top1((s.tokens, s.mask) for s in dev.samples)
-        looked_up = lookup_top1((s.tokens, s.mask) for s in dev.samples)
-        context.reporter.say(
-            f"  of the dev slice's tokens a bigram table guesses {found:.1%}, prompt lookup "
-            f"{looked_up:.1%}"
+        bigram = table.top1((s.tokens, s.mask) for s in dev.samples)
+        lookup = lookup_top1((s.tokens, s.mask) for s in dev.samples)
+        self.reporter.say(
+            f"  of the dev slice's tokens a bigram table guesses {bigram:.1%}, prompt lookup "
+            f"{lookup:.1%}"
         )
-        return {"bigram_top1": found, "lookup_top1": looked_up}
+        return {"bigram_top1": bigram, "lookup_top1": lookup}
 
 
-def _heads_in(weights: Mapping[str, Tensor], backbone: Backbone | None) -> dict[str, Tensor]:
-    """The heads' weights from the weights of the trained module."""
-    prefix = "heads." if backbone is None else "heads.heads."
-    return {k.removeprefix(prefix): x for k, x in weights.items() if k.startswith(prefix)}
+def _check_start(config: HeadsConfig, start: str, earlier: Sequence[StageConfig]) -> None:
+    first: Any = closest_stage(start, earlier, "heads")
+    if first.backbone is not None:
+        raise UserError(
+            f"stage {config.name} starts from the heads of {start}, which belong to the new "
+            f"target that {start} made; name a stage whose target stayed as it was, or start a "
+            "run with that new target"
+        )
+    if first.heads != config.heads:
+        raise UserError(
+            f"stage {config.name} goes on with the heads of {start}, which are "
+            f"{first.heads}, and names {config.heads}; expected the same"
+        )
+    if config.draft_vocabulary is not None:
+        raise UserError(
+            f"stage {config.name}: draft_vocabulary cannot be set here: the heads of {start} "
+            "keep their own; leave it out"
+        )
+
+
+def _check_backbone(
+    config: HeadsConfig, backbone: BackboneConfig, earlier: Sequence[StageConfig]
+) -> None:
+    backbone.check(config.name, earlier)
+    if config.features != "live" or config.remember_features:
+        key = "remember_features" if config.remember_features else "features"
+        raise UserError(
+            f"stage {config.name}: {key} cannot be set here: the target is trained, so its "
+            "hidden states change with every step; leave it out"
+        )

@@ -1,8 +1,9 @@
 """`online`: a drafter serves a stream of prompts and learns from what the target rejects
 (Online Speculative Decoding, 2310.07177)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,24 +19,21 @@ from distill.replay.online_student import OnlineStudent
 from distill.replay.replay_buffer import bytes_per_draft, bytes_per_position
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
-from train.data.chat import prompt_tokens
 from train.data.read import Example
-from train.online.config import OnlineStageConfig
 from train.online.learners import Learning, heads_stage
-from train.online.learning import Online
-from train.online.serving import Serving
-from train.online.stream import StreamProgress
-from train.online.versions import Versions
+from train.online.learning import Online, OnlineConfig
+from train.online.serving import OnlineStageConfig, Request, Serving
+from train.online.stream_progress import StreamProgress, Versions
 from train.plots.line_plots import stream_plot
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, ReportSection, Stage, StageContext, StagePlan, StagePlot
-from train.training.load_student import choose_trained, make_student
+from train.stage import STAGES, Outcome, ReportSection, Stage, StagePlan, StagePlot
+from train.training.student_and_teacher import choose_trained, make_student, start_provenance
 
 STREAM = "Acceptance over the stream, by windows of requests in their order."
 
 
 @STAGES.register("online")
-class OnlineStage(Stage):
+class OnlineStage(Stage[OnlineStageConfig]):
     """Serves the stream, learns between requests or in the background, and writes the last version
     to `drafter/`.
 
@@ -47,108 +45,119 @@ class OnlineStage(Stage):
 
     Config = OnlineStageConfig
 
-    def check(self, earlier: Sequence[StageConfig]) -> None:
-        settings: OnlineStageConfig = self.config
-        WeightedLoss(settings.losses)
-        rule = RULES[settings.rule]
-        if settings.drafter.stage is None:
+    @classmethod
+    def check(cls, config: OnlineStageConfig, earlier: Sequence[StageConfig]) -> None:
+        WeightedLoss(config.losses)
+        rule = RULES[config.rule]
+        if config.drafter.stage is None:
             return
-        heads: Any = heads_stage(settings.drafter.stage, earlier)
+        heads: Any = heads_stage(config.drafter.stage, earlier)
         if heads is None:
             return
         require_learns(heads.heads.type)
-        if settings.train_embeddings:
+        if config.train_embeddings:
             raise UserError(
-                f"stage {settings.name}: heads are trained whole, so train_embeddings would do "
+                f"stage {config.name}: heads are trained whole, so train_embeddings would do "
                 "nothing; leave it out"
             )
-        if heads.tree is not None and settings.sampling.temperature and not rule.trees:
+        if heads.tree is not None and config.sampling.temperature and not rule.trees:
             raise UserError(
-                f"stage {settings.name}: the heads of {heads.name} draft in a tree, and the rule "
-                f"{settings.rule} judges chains only; set rule: multi_round, or leave tree out of "
+                f"stage {config.name}: the heads of {heads.name} draft in a tree, and the rule "
+                f"{config.rule} judges chains only; set rule: multi_round, or leave tree out of "
                 f"{heads.name}"
             )
 
-    def plan(self, context: StageContext) -> StagePlan:
-        settings: OnlineStageConfig = self.config
-        stream = self._stream(context)
-        self._device(context)
-        learning = settings.learning
-        what = f"serves {len(stream)} requests of at most {settings.max_new_tokens} tokens"
-        if learning is None:
+    def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
+        config = self.config
+        count = len(self._stream())
+        self._device()
+        what = f"serves {count} requests of at most {config.max_new_tokens} tokens"
+        if config.learning is None:
             what += "; learns nothing"
         else:
-            when = [
-                f"{count} {name}"
-                for count, name in (
-                    (learning.every_requests, "requests"),
-                    (learning.every_rejected, "rejected tokens"),
-                )
-                if count is not None
-            ]
-            what += f"; {learning.steps} steps every {' or '.join(when)}"
-            what += " in the background" * settings.background
-        tokens = len(stream) * settings.max_new_tokens
-        target = sum(p.numel() * p.element_size() for p in context.target.model.parameters())
-        if settings.drafter.stage is not None:
-            begun = context.plans[settings.drafter.stage]
-            return StagePlan(what, begun.trained_parameters, tokens, begun.memory_bytes)
-        model, _ = make_student(settings.drafter, context)
-        choose_trained(model, embeddings=settings.train_embeddings)
+            what += f"; {_schedule_in_words(config.learning)}"
+            what += " in the background" * config.background
+        tokens = count * config.max_new_tokens
+        if config.drafter.stage is not None:
+            start = plans[config.drafter.stage]
+            return StagePlan(what, start.trained_parameters, tokens, start.memory_bytes)
+        model, _ = make_student(config.drafter, self.target, self.earlier)
+        choose_trained(model, embeddings=config.train_embeddings)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         # Drafter and learning copy; gradients and AdamW's two moments; the last version's weights
         # and two moments.
-        memory = 8 * model.num_parameters() + 24 * trained + target
+        memory = 8 * model.num_parameters() + 24 * trained + self.target_bytes
         return StagePlan(what, trained, tokens, memory)
 
-    def run(self, context: StageContext) -> Outcome:
-        settings: OnlineStageConfig = self.config
-        stream = self._stream(context)
-        accelerator = context.accelerator
+    def run(self) -> Outcome:
         versions = Versions(
-            context.directory, context.target, context.reporter, keep=settings.keep_versions
+            self.directory, self.target, self.reporter, keep=self.config.keep_versions
         )
-        if accelerator.is_main_process:
+        serving = self._prepare(versions)
+        serving.serve()
+        return self._save(serving)
+
+    def _prepare(self, versions: Versions) -> Serving:
+        """The stream with its drafter, at the newest saved progress or at the start."""
+        if self.accelerator.is_main_process:
             versions.recover()
-        accelerator.wait_for_everyone()
-        found = versions.load()
-        number, at = 0, StreamProgress(accelerator.num_processes)
-        if found is not None:
-            number, at = found[0], StreamProgress(**found[1])
-            self._require_same_ranks(context, at)
-            context.reporter.say(
-                f"  going on after {at.served} of {len(stream)} requests, version {at.version}"
+        self.accelerator.wait_for_everyone()
+        stream = self._stream()
+        prompts = self.corpus.prompts(stream)
+        requests = [Request(x.id, prompt) for x, prompt in zip(stream, prompts, strict=True)]
+        saved = versions.load()
+        if saved is not None:
+            self._require_same_ranks(saved)
+            self.reporter.say(
+                f"  going on after {saved.served} of {len(requests)} requests, "
+                f"version {saved.version}"
             )
-        student, drafter = self._learner(context, versions.path(at.version) if found else None)
-        target = context.target
-        prompts = [prompt_tokens(x, target.tokenizer, context.system) for x in stream]
+        student, drafter = self._learner(None if saved is None else versions.path(saved.version))
+        target = self.target
         require_prompts(prompts, target.max_positions, target.vocab_size)
         if drafter.branches:
             require_trees(target.model)
-        online = self._online(context, student, drafter)
-        serving = Serving(settings, context, stream, student, drafter, online, versions, at, number)
-        if found is None:
+        online = self._online(student, drafter)
+        serving = Serving(
+            self.config,
+            requests,
+            target,
+            drafter,
+            student,
+            online,
+            versions,
+            saved or StreamProgress(self.accelerator.num_processes),
+            self._provenance(),
+            self.accelerator,
+            self.reporter,
+        )
+        if saved is None:
             serving.save_version()
         elif online is not None:
-            self._resume(context, online, at, versions)
-        serving.serve()
-        if accelerator.is_main_process:
-            provenance = serving.provenance() | {
-                "version": at.version,
-                "rounds": [entry for entry in at.rounds if entry["kept"]],
+            self._resume(online, saved, versions)
+        return serving
+
+    def _save(self, serving: Serving) -> Outcome:
+        """Write the last version as the stage's drafter."""
+        progress, student, online = serving.progress, serving.student, serving.online
+        if self.accelerator.is_main_process:
+            provenance = serving.provenance | {
+                "served": progress.served,
+                "version": progress.version,
+                "rounds": [entry for entry in progress.rounds if entry["kept"]],
             }
             save_drafter(
-                context.directory / "drafter",
+                self.directory / "drafter",
                 student.kind,
                 student.write,
-                target=context.target,
+                target=self.target,
                 provenance=provenance,
             )
-        accelerator.wait_for_everyone()
-        summary = at.summary(settings.window) | {"parameters": student.parameter_count}
+        self.accelerator.wait_for_everyone()
+        summary = progress.summary(self.config.window) | {"parameters": student.parameter_count}
         if online is not None:
-            summary |= self._buffer_figures(context, online)
-        return Outcome(context.directory / "drafter", summary)
+            summary |= self._buffer_figures(online)
+        return Outcome(self.directory / "drafter", summary)
 
     @classmethod
     def show(cls, summary: dict[str, Any], number: int) -> ReportSection:
@@ -158,115 +167,110 @@ class OnlineStage(Stage):
         plot = stream_plot(name, summary.get("windows") or [], summary.get("rounds") or [])
         return ReportSection(figures, [StagePlot(name, STREAM, plot)])
 
-    def _stream(self, context: StageContext) -> list[Example]:
-        settings: OnlineStageConfig = self.config
-        if settings.split not in context.examples:
-            raise UserError(
-                f"stage {settings.name} serves split {settings.split}, which data lacks; set "
-                f"data.{settings.split}, or another split"
-            )
-        prompts = [e for e in context.examples[settings.split] if e.messages is not None]
-        if not prompts:
-            raise UserError(
-                f"stage {settings.name}: the {settings.split} split has no prompts to answer, only "
-                "text; give rows with prompt or messages"
-            )
-        return prompts[: settings.prompts]
+    def _stream(self) -> list[Example]:
+        return self.corpus.answerable(self.config.split, self.config.name)[: self.config.prompts]
 
-    def _device(self, context: StageContext) -> torch.device:
+    def _provenance(self) -> dict[str, Any]:
+        return {
+            "stage": self.config.name,
+            "run": self.run_name,
+            "settings": self.config.model_dump(mode="json"),
+            "start": start_provenance(self.config.drafter, self.earlier),
+        }
+
+    def _device(self) -> torch.device:
         """The device for learning. Raises UserError if it is not available."""
-        settings: OnlineStageConfig = self.config
-        ranks = context.accelerator.num_processes
-        if ranks > 1 and (settings.background or settings.device):
+        config, ranks = self.config, self.accelerator.num_processes
+        if ranks > 1 and (config.background or config.device):
             raise UserError(
-                f"stage {settings.name}: {ranks} ranks learn together, between requests and each "
+                f"stage {config.name}: {ranks} ranks learn together, between requests and each "
                 "on its own device; leave background and device out, or launch one process"
             )
-        if settings.device is None:
-            return context.accelerator.device
+        if config.device is None:
+            return self.accelerator.device
         try:
-            return torch.zeros(1, device=settings.device).device
+            return torch.zeros(1, device=config.device).device
         # AssertionError: raised by a torch without support for that kind of device.
         except (RuntimeError, AssertionError) as error:
             raise UserError(
-                f"stage {settings.name} cannot learn on device {settings.device!r}: {error}"
+                f"stage {config.name} cannot learn on device {config.device!r}: {error}"
             ) from error
 
-    def _require_same_ranks(self, context: StageContext, at: StreamProgress) -> None:
-        now = context.accelerator.num_processes
-        if at.ranks == now:
+    def _require_same_ranks(self, progress: StreamProgress) -> None:
+        ranks = self.accelerator.num_processes
+        if progress.ranks == ranks:
             return
-        if not context.allow_changes:
+        if not self.allow_changes:
             raise UserError(
-                f"stage {self.config.name} was begun by {at.ranks} ranks, not {now}, whose replay "
-                "buffers each hold a share of the requests. Launch as before, or allow it with "
-                "--allow-changes: missing ranks' records are then lost."
+                f"stage {self.config.name} was begun by {progress.ranks} ranks, not {ranks}, whose "
+                "replay buffers each hold a share of the requests. Launch as before, or allow it "
+                "with --allow-changes: missing ranks' records are then lost."
             )
-        at.ranks = now
+        progress.ranks = ranks
 
-    def _learner(self, context: StageContext, version: Any | None) -> tuple[OnlineStudent, Drafter]:
+    def _learner(self, version: Path | None) -> tuple[OnlineStudent, Drafter]:
         """The learning copy and the decoding drafter, of a saved version or of the start."""
-        settings: OnlineStageConfig = self.config
-        how = Learning(
-            self._device(context),
-            WeightedLoss(settings.losses),
-            settings.learning.max_length if settings.learning else None,
-            settings.chunk_tokens,
-            settings.train_embeddings,
+        config, target = self.config, self.target
+        learning = Learning(
+            self._device(),
+            WeightedLoss(config.losses),
+            config.learning.max_length if config.learning else None,
+            config.chunk_tokens,
+            config.train_embeddings,
         )
         if version is not None:
-            return how.of_directory(version, context.target)
-        if settings.drafter.stage is not None:
-            path = context.outcomes[settings.drafter.stage] / "drafter"
-            return how.of_directory(path, context.target)
+            return learning.of_directory(version, target)
+        if config.drafter.stage is not None:
+            return learning.of_directory(self.earlier[config.drafter.stage] / "drafter", target)
         # Random weights must not depend on what ran before this stage.
-        torch.manual_seed(settings.seed)
-        return how.of_model(*make_student(settings.drafter, context), context.target)
+        torch.manual_seed(config.seed)
+        return learning.of_model(*make_student(config.drafter, target, self.earlier), target)
 
-    def _online(
-        self, context: StageContext, student: OnlineStudent, drafter: Drafter
-    ) -> Online | None:
-        settings: OnlineStageConfig = self.config
-        if settings.learning is None:
+    def _online(self, student: OnlineStudent, drafter: Drafter) -> Online | None:
+        learning, target, accelerator = self.config.learning, self.target, self.accelerator
+        if learning is None:
             return None
-        target, accelerator = context.target, context.accelerator
         # Not float16: its small gradients would need a loss scaler.
         lower = accelerator.mixed_precision == "bf16"
         ids = None if student.ids is None else student.ids.to(target.device)
         return Online(
             drafter,
             student,
-            settings.learning,
-            describe_teacher(target, k=settings.learning.k, temperature=1.0, vocabulary=ids),
+            learning,
+            describe_teacher(target, k=learning.k, temperature=1.0, vocabulary=ids),
             vocab_size=target.token_count,
             vocabulary=ids,
             eos_token_ids=target.eos_token_ids,
-            directory=context.directory / f"rank-{accelerator.process_index}",
+            directory=self.directory / f"rank-{accelerator.process_index}",
             reduce=partial(accelerator.reduce, reduction="sum"),
             autocast=partial(torch.autocast, student.device.type, torch.bfloat16, lower),
         )
 
-    def _resume(
-        self, context: StageContext, online: Online, at: StreamProgress, versions: Versions
-    ) -> None:
-        rank = context.accelerator.process_index
-        if rank < len(at.online):
-            first, following, first_held, following_held = at.buffers[rank]
-            online.buffer.restore(context.target, first=first, end=following)
-            online.held_out.restore(context.target, first=first_held, end=following_held)
-        if at.online:
-            state = at.online[min(rank, len(at.online) - 1)]
-            online.resume(state, versions.moments(at.version))
+    def _resume(self, online: Online, progress: StreamProgress, versions: Versions) -> None:
+        rank = self.accelerator.process_index
+        if rank < len(progress.online):
+            first, following, first_held, following_held = progress.buffers[rank]
+            online.buffer.restore(self.target, first=first, end=following)
+            online.held_out.restore(self.target, first=first_held, end=following_held)
+        if progress.online:
+            state = progress.online[min(rank, len(progress.online) - 1)]
+            online.resume(state, versions.moments(progress.version))
 
-    @staticmethod
-    def _buffer_figures(context: StageContext, online: Online) -> dict[str, Any]:
-        target, student = context.target, online.student
-        found = {
+    def _buffer_figures(self, online: Online) -> dict[str, Any]:
+        target, student = self.target, online.student
+        figures = {
             "buffer_bytes": online.buffer.nbytes,
             "buffered_positions": online.buffer.position_count,
             "bytes_per_position": bytes_per_position(online.collector.k, target.token_count),
         }
         if student.heads:
-            found["bytes_per_position"] += 1
-            found["bytes_per_draft"] = bytes_per_draft(student.features, target.dtype)
-        return found
+            figures["bytes_per_position"] += 1
+            figures["bytes_per_draft"] = bytes_per_draft(student.features, target.dtype)
+        return figures
+
+
+def _schedule_in_words(learning: OnlineConfig) -> str:
+    """Such as '4 steps every 16 requests or 100 rejected tokens'."""
+    limits = {"requests": learning.every_requests, "rejected tokens": learning.every_rejected}
+    when = [f"{count} {name}" for name, count in limits.items() if count is not None]
+    return f"{learning.steps} steps every {' or '.join(when)}"

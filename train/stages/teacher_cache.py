@@ -1,6 +1,6 @@
 """`teacher_cache`: the target's top-k log-probabilities of a text, for any number of trainings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -18,11 +18,9 @@ from distill.teacher.top_k_cache import (
     write_vocabulary,
 )
 from train.data.chat import Sample
-from train.data.samples import TextConfig, check_text, fitting_samples, planned_tokens
-from train.data.write_parts import batches_of, size, write_parts
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, Stage, StageContext, StagePlan
-from train.training.load_student import frequent_tokens
+from train.stage import STAGES, Outcome, StagePlan
+from train.text_stages import CacheStage, TextConfig, size
 
 
 class TeacherCacheConfig(TextConfig):
@@ -45,104 +43,103 @@ class TeacherCacheConfig(TextConfig):
 
 
 @STAGES.register("teacher_cache")
-class TeacherCacheStage(Stage):
+class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
     """Writes part-0, part-1, … (`distill.teacher.top_k_cache`), and the draft vocabulary, if there
     is one."""
 
     Config = TeacherCacheConfig
 
-    def check(self, earlier: Sequence[StageConfig]) -> None:
-        settings: TeacherCacheConfig = self.config
-        check_text(settings, earlier)
-        if settings.draft_vocabulary is not None and settings.k > settings.draft_vocabulary:
+    @classmethod
+    def check(cls, config: TeacherCacheConfig, earlier: Sequence[StageConfig]) -> None:
+        super().check(config, earlier)
+        if config.draft_vocabulary is not None and config.k > config.draft_vocabulary:
             raise UserError(
-                f"stage {settings.name}: k is {settings.k}, of a draft vocabulary of "
-                f"{settings.draft_vocabulary} tokens; expected at most as many"
+                f"stage {config.name}: k is {config.k}, of a draft vocabulary of "
+                f"{config.draft_vocabulary} tokens; expected at most as many"
             )
 
-    def plan(self, context: StageContext) -> StagePlan:
-        settings: TeacherCacheConfig = self.config
-        tokens = planned_tokens(context, settings)
-        each = bytes_per_token(settings.k, self._vocabulary_size(context))
+    def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
+        k, tokens = self.config.k, self.planned_tokens(plans)
+        token_bytes = bytes_per_token(k, self._vocabulary_size)
         return StagePlan(
-            f"the target's top {settings.k}: {each} bytes a token, {size(each * tokens)} on disk",
+            f"the target's top {k}: {token_bytes} bytes a token, "
+            f"{size(token_bytes * tokens)} on disk",
             tokens=tokens,
-            memory_bytes=sum(
-                p.numel() * p.element_size() for p in context.target.model.parameters()
-            ),
+            memory_bytes=self.target_bytes,
         )
 
-    def run(self, context: StageContext) -> Outcome:
-        settings: TeacherCacheConfig = self.config
-        target = context.target
-        samples, counts = fitting_samples(context, settings)
-        vocabulary: Tensor | None = None
-        coverage: dict[str, float] = {}
-        if settings.draft_vocabulary is not None:
-            vocabulary, coverage = frequent_tokens(context, samples, settings.draft_vocabulary)
-            if context.accelerator.is_main_process:
-                write_vocabulary(context.directory, vocabulary)
-        vocab_size = self._vocabulary_size(context)
-        if settings.k > vocab_size:
+    def run(self) -> Outcome:
+        config, target, vocab_size = self.config, self.target, self._vocabulary_size
+        samples, counts = self.fitting_samples()
+        vocabulary, coverage = self._vocabulary(samples)
+        if config.k > vocab_size:
             raise UserError(
-                f"stage {settings.name}: k is {settings.k}, of a vocabulary of {vocab_size} tokens"
+                f"stage {config.name}: k is {config.k}, of a vocabulary of {vocab_size} tokens"
             )
         tokens = sum(sum(sample.mask[1:]) for sample in samples)
-        each = bytes_per_token(settings.k, vocab_size)
-        context.reporter.say(f"  {each} bytes a token, {tokens} tokens: {size(each * tokens)}")
-        described = describe_teacher(
-            target, k=settings.k, temperature=settings.temperature, vocabulary=vocabulary
+        token_bytes = bytes_per_token(config.k, vocab_size)
+        self.reporter.say(
+            f"  {token_bytes} bytes a token, {tokens} tokens: {size(token_bytes * tokens)}"
+        )
+        made_with = describe_teacher(
+            target, k=config.k, temperature=config.temperature, vocabulary=vocabulary
         )
         ids = None if vocabulary is None else vocabulary.to(target.device)
         teacher = LiveTeacher(split_model(target.model), vocabulary=ids, tokens=target.token_count)
 
-        def write(number: int, part: Sequence[Sample], names: list[tuple[str, str]]) -> int:
-            signals = self._score(context, teacher, part)
-            write_part(context.directory, number, names, signals, vocab_size, described)
+        def write(number: int, part: Sequence[Sample], hashes: list[tuple[str, str]]) -> int:
+            signals = self._score(teacher, part)
+            write_part(self.directory, number, hashes, signals, vocab_size, made_with)
             return sum(len(signal.ids) for signal in signals)
 
-        speed = write_parts(context, samples, settings.part_samples, write)
-        CachedTeacher(context.directory, target)  # checks: complete, and made from this target
+        speed = self.write_parts(samples, config.part_samples, write)
+        CachedTeacher(self.directory, target)  # checks: complete, and made from this target
         return Outcome(
             summary={
                 "samples": counts,
                 "tokens": tokens,
-                "k": settings.k,
-                "bytes_per_token": each,
+                "k": config.k,
+                "bytes_per_token": token_bytes,
                 **coverage,
                 "tokens_per_second": speed,
             }
         )
 
+    def _vocabulary(self, samples: Sequence[Sample]) -> tuple[Tensor | None, dict[str, float]]:
+        """The draft vocabulary, which is also written, and its coverage."""
+        if self.config.draft_vocabulary is None:
+            return None, {}
+        vocabulary, coverage = self.frequent_tokens(samples, self.config.draft_vocabulary)
+        if self.accelerator.is_main_process:
+            write_vocabulary(self.directory, vocabulary)
+        return vocabulary, coverage
+
     @torch.no_grad()
-    def _score(
-        self, context: StageContext, teacher: LiveTeacher, part: Sequence[Sample]
-    ) -> list[TopK]:
+    def _score(self, teacher: LiveTeacher, part: Sequence[Sample]) -> list[TopK]:
         """The top-k signal of each sample of a part, in order."""
-        settings: TeacherCacheConfig = self.config
-        found: list[TopK | None] = [None] * len(part)
-        for rows, batch, given in batches_of(context, part, settings.tokens_per_batch):
-            signal = teacher.signal(**given, ids=batch["ids"])
+        config = self.config
+        signals: dict[int, TopK] = {}
+        for rows, batch, tensors in self.batches_of(part, config.tokens_per_batch):
+            signal = teacher.signal(**tensors, ids=batch["ids"])
             counts = batch["loss_mask"][:, 1:].sum(1).tolist()
-            pieces = [
+            chunks = [
                 top_k(
-                    signal(slice(i, i + settings.chunk_tokens)).logits,
-                    settings.k,
-                    settings.temperature,
+                    signal(slice(i, i + config.chunk_tokens)).logits, config.k, config.temperature
                 )
-                for i in range(0, sum(counts), settings.chunk_tokens)
+                for i in range(0, sum(counts), config.chunk_tokens)
             ]
-            begin = 0
-            whole = TopK(
+            joined = TopK(
                 *(
-                    torch.cat([getattr(p, name) for p in pieces])
+                    torch.cat([getattr(chunk, name) for chunk in chunks])
                     for name in ("ids", "log_p", "log_tail")
                 )
             )
+            begin = 0
             for i, count in zip(rows, counts, strict=True):
-                found[i] = whole[begin : begin + count]
+                signals[i] = joined[begin : begin + count]
                 begin += count
-        return [signal for signal in found if signal is not None]
+        return [signals[i] for i in range(len(part))]
 
-    def _vocabulary_size(self, context: StageContext) -> int:
-        return self.config.draft_vocabulary or context.target.token_count
+    @property
+    def _vocabulary_size(self) -> int:
+        return self.config.draft_vocabulary or self.target.token_count

@@ -7,8 +7,12 @@ the engine.
 """
 
 import json
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from accelerate import Accelerator
@@ -74,32 +78,32 @@ class Checkpoints:
         if self.accelerator.is_main_process:
             recover(self.parent)
         self.accelerator.wait_for_everyone()
-        found, damaged = newest_complete(self.parent, PREFIX)
+        newest, damaged = newest_complete(self.parent, PREFIX)
         for error in damaged:
             self.reporter.say(f"  passing over a checkpoint: {error}")
-        if found is None:
+        if newest is None:
             if damaged:
                 raise UserError(
                     f"no checkpoint in {self.parent} is complete; delete that directory to train "
                     "this stage from its beginning"
                 )
             return None
-        state = json.loads((found / STATE).read_text())
-        self._require_same(state["made_with"], found)
+        state = json.loads((newest / STATE).read_text())
+        self._require_same(state["made_with"], newest)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             for error in damaged:
                 remove_directory(error.directory)
         # load_state sets the counter from the random state's file, and hides a failure to read it.
         self.accelerator.step = -1
-        self.accelerator.load_state(str(found))
+        self.accelerator.load_state(str(newest))
         if self.accelerator.step < 0 and state["made_with"] == self._made_with():
             raise UserError(
-                f"{found}: the random state of rank {self.accelerator.process_index} cannot be "
+                f"{newest}: the random state of rank {self.accelerator.process_index} cannot be "
                 "read, so training would go on with other random numbers. Use the versions of "
                 "torch, numpy and accelerate that wrote it, or delete this checkpoint."
             )
-        extra(found)
+        extra(newest)
         progress: dict[str, Any] = state["progress"]
         return progress
 
@@ -118,8 +122,8 @@ class Checkpoints:
         if before == now:
             return
         described = [f"{x['ranks']} ranks under {x['engine']}" for x in (before, now)]
-        whole = {"NO", "MULTI_GPU", "MULTI_CPU"}
-        if not {before["engine"], now["engine"]} <= whole:
+        unsharded = {"NO", "MULTI_GPU", "MULTI_CPU"}
+        if not {before["engine"], now["engine"]} <= unsharded:
             raise UserError(
                 f"{path} was made by {described[0]}, whose shards {described[1]} cannot read; "
                 "launch as before"
@@ -137,12 +141,50 @@ class Checkpoints:
 
     def _save_into(self, directory: Path | None, extra: Extra) -> None:
         # Sharded engines write from every rank, so every rank needs the main process's directory.
-        where = [str(directory)]
-        broadcast_object_list(where)
-        self.accelerator.save_state(where[0])
-        extra(Path(where[0]))
+        path = [str(directory)]
+        broadcast_object_list(path)
+        self.accelerator.save_state(path[0])
+        extra(Path(path[0]))
         self.accelerator.wait_for_everyone()
 
     def _steps(self) -> list[int]:
         names = (path.name.removeprefix(f"{PREFIX}-") for path in self.parent.glob(f"{PREFIX}-*"))
         return [int(name) for name in names if name.isdigit()]
+
+
+# The exit status that a shell reports for a process ended by SIGTERM.
+EXIT_STATUS = 128 + signal.SIGTERM
+
+
+class Stopped(Exception):
+    """Training stopped after a checkpoint because a signal asked for it."""
+
+
+class StopRequest:
+    """Records whether this process received SIGTERM or SIGINT. A second SIGINT interrupts at
+    once."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside this context the two signals only set `received`. Outside the main thread signals
+        cannot be handled, so nothing changes there."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+        def note(number: int, _: FrameType | None) -> Any:
+            if self.received and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.received = True
+
+        try:
+            for number in before:
+                signal.signal(number, note)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,7 +1,7 @@
 """The optimizer of every training stage: parameter groups, learning rate schedule, EMA."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -59,13 +59,13 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     members: dict[str | None, list[nn.Parameter]] = {name: [] for name in [*config.groups, None]}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            group = next((g for g in config.groups if fnmatchcase(name, g)), None)
-            members[group].append(parameter)
+            match = next((g for g in config.groups if fnmatchcase(name, g)), None)
+            members[match].append(parameter)
     if not any(members.values()):
         raise UserError("no parameter is trained; expected at least one that is not frozen")
     groups = []
     for pattern, parameters in members.items():
-        own = config.groups[pattern] if pattern is not None else GroupConfig()
+        group = config.groups[pattern] if pattern is not None else GroupConfig()
         if not parameters:
             if pattern is None:
                 continue
@@ -74,8 +74,8 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Op
                 f"optimizer.groups: {pattern!r} matches no trained parameter; their names are like "
                 f"{', '.join(trained[:3])}"
             )
-        lr = config.lr if own.lr is None else own.lr
-        decay = config.weight_decay if own.weight_decay is None else own.weight_decay
+        lr = config.lr if group.lr is None else group.lr
+        decay = config.weight_decay if group.weight_decay is None else group.weight_decay
         groups.append({"params": parameters, "lr": lr, "base_lr": lr, "weight_decay": decay})
     # Fused: AdamW makes one pass over the weights. On a CPU these passes are most of its cost.
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
@@ -92,6 +92,31 @@ def learning_rate_factor(step: int, total: int, config: OptimizerConfig) -> floa
         "constant": 1.0,
     }[config.schedule]
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
+
+
+def take_step(
+    optimizer: torch.optim.Optimizer,
+    config: OptimizerConfig,
+    *,
+    step: int,
+    total: int,
+    clip: Callable[[float], float],
+) -> tuple[float, float]:
+    """Take one optimizer step and clear the gradients. Returns the gradient's norm before clipping
+    and the learning rate.
+
+    step: from 0; the learning rate is a pure function of it, so there is no scheduler state to
+    lose. total: the number of steps of the training. clip(maximum): clips the gradients by their
+    global norm and returns the norm before clipping. A step whose norm is not finite is not taken.
+    """
+    factor = learning_rate_factor(step, total, config)
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+    norm = clip(config.clip)
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm, config.lr * factor
 
 
 class EMA:
@@ -112,6 +137,6 @@ class EMA:
         save_file({str(i): share for i, share in enumerate(self.shares)}, file)
 
     def load(self, file: Path) -> None:
-        found = load_file(file)
+        stored = load_file(file)
         for i, share in enumerate(self.shares):
-            share.copy_(found[str(i)])
+            share.copy_(stored[str(i)])

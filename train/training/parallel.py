@@ -5,7 +5,6 @@ them by one global norm. The trained weights and AdamW's moments are float32.
 """
 
 import functools
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -47,25 +46,27 @@ def start(*, cpu: bool, **settings: Any) -> Accelerator:
     loads models, and this function undoes the change. Raises UserError for an engine that is not
     available.
     """
-    asked = [kind for name, kind in ENGINES.items() if os.environ.get(name, "").lower() == "true"]
+    launched = [
+        kind for name, kind in ENGINES.items() if os.environ.get(name, "").lower() == "true"
+    ]
     present = torch.accelerator.is_available()
-    if asked and cpu and present:
+    if launched and cpu and present:
         raise UserError(
-            f"accelerate was launched with {asked[0].value}, and target.device is cpu on a machine "
-            "with GPUs; set it to auto, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+            f"accelerate was launched with {launched[0].value}, and target.device is cpu on a "
+            "machine with GPUs; set it to auto, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
-    fsdp1 = DistributedType.FSDP in asked and os.environ.get("FSDP_VERSION", "1") != "2"
-    if fsdp1 or DistributedType.MEGATRON_LM in asked:
+    fsdp1 = DistributedType.FSDP in launched and os.environ.get("FSDP_VERSION", "1") != "2"
+    if fsdp1 or DistributedType.MEGATRON_LM in launched:
         raise UserError(
-            f"accelerate was launched with {asked[0].value}; expected one process, MULTI_GPU, "
+            f"accelerate was launched with {launched[0].value}; expected one process, MULTI_GPU, "
             "FSDP with fsdp_version 2, or DEEPSPEED, as in configs/accelerate"
         )
-    if asked and not present and "LOCAL_RANK" in os.environ:
+    if launched and not present and "LOCAL_RANK" in os.environ:
         # On a CPU accelerate would silently use DDP instead (if told to use the CPU), or run every
         # rank as if it were alone (if not told).
         os.environ.pop("ACCELERATE_USE_CPU", None)
         state = PartialState(backend="gloo", timeout=PATIENCE)
-        if asked[0] == DistributedType.FSDP:
+        if launched[0] == DistributedType.FSDP:
             state.distributed_type = DistributedType.MULTI_GPU
         cpu = False
     else:
@@ -75,9 +76,9 @@ def start(*, cpu: bool, **settings: Any) -> Accelerator:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world:
         raise UserError(f"{world} ranks were launched and accelerate sees another number of them")
-    if asked and accelerator.distributed_type != asked[0]:
+    if launched and accelerator.distributed_type != launched[0]:
         raise UserError(
-            f"accelerate was launched with {asked[0].value} and runs "
+            f"accelerate was launched with {launched[0].value} and runs "
             f"{accelerator.distributed_type.value}"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -150,20 +151,18 @@ def backward(accelerator: Accelerator, module: Any, loss: Tensor) -> None:
         accelerator.backward(loss)
 
 
-def optimizer_step(accelerator: Accelerator, module: Any, optimizer: Any, *, clip: float) -> float:
-    """Clip the gradients, take a step and clear them. Returns the norm before clipping.
+def clip_gradients(accelerator: Accelerator, module: Any, maximum: float) -> float:
+    """Clip the gradients by their global norm. Returns the norm before clipping. Every rank must
+    call this.
 
-    A step whose norm is not finite is not taken. Every rank must call this.
+    DeepSpeed clips, takes the step if the norm is finite, and clears the gradients, all at once.
+    The optimizer that `prepare` returned then does nothing.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         module.step()
         return float(module.get_global_grad_norm())
-    norm = accelerator.clip_grad_norm_(module.parameters(), clip)
-    value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if math.isfinite(value):
-        optimizer.step()
-    optimizer.zero_grad()
-    return value
+    norm = accelerator.clip_grad_norm_(module.parameters(), maximum)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def gathered_weights(accelerator: Accelerator, module: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -174,7 +173,7 @@ def gathered_weights(accelerator: Accelerator, module: Any, prefix: str = "") ->
     them (strict=False) into a copy made before `prepare`. Every rank must call this.
     """
     return {
-        name.removeprefix(prefix): _whole(accelerator, parameter).detach().to("cpu", copy=True)
+        name.removeprefix(prefix): _full(accelerator, parameter).detach().to("cpu", copy=True)
         for name, parameter in _trained(accelerator, module)
         if name.startswith(prefix)
     }
@@ -208,10 +207,10 @@ def exchanged(accelerator: Accelerator, module: Any, shares: Sequence[Tensor]) -
     """
 
     def swap() -> None:
-        for own, share in zip(local_weights(accelerator, module), shares, strict=True):
-            kept = own.clone()
-            own.copy_(share)
-            share.copy_(kept)
+        for weight, share in zip(local_weights(accelerator, module), shares, strict=True):
+            trained = weight.clone()
+            weight.copy_(share)
+            share.copy_(trained)
 
     swap()
     try:
@@ -230,7 +229,7 @@ def _trained(accelerator: Accelerator, module: Any) -> list[tuple[str, nn.Parame
     return [(name, p) for name, p in plain.named_parameters() if p.requires_grad]
 
 
-def _whole(accelerator: Accelerator, parameter: Tensor) -> Tensor:
+def _full(accelerator: Accelerator, parameter: Tensor) -> Tensor:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -240,10 +239,10 @@ def _whole(accelerator: Accelerator, parameter: Tensor) -> Tensor:
 
 def _layer_names(module: nn.Module) -> list[str]:
     """The classes that the models' authors mark as not to be split: their decoder layers."""
-    wanted = {
+    unsplit = {
         name
         for model in module.modules()
         if isinstance(model, PreTrainedModel)
         for name in model._no_split_modules or ()
     }
-    return sorted(wanted & {type(child).__name__ for child in module.modules()})
+    return sorted(unsplit & {type(child).__name__ for child in module.modules()})

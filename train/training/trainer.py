@@ -1,12 +1,15 @@
-"""The training loop of every training stage, built on accelerate."""
+"""The training loop of every training stage, built on accelerate, and what it measures."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate import Accelerator
 from pydantic import Field
@@ -17,14 +20,11 @@ from decode.errors import UserError
 from train.console import Reporter
 from train.data.batches import Batches, Inputs, collate, inputs, padding_share
 from train.data.chat import Sample
-from train.data.rounds import Text, Weights
+from train.data.training_text import Text, Weights
 from train.schema import Strict
 from train.training import parallel
-from train.training.checkpoint import KEEP, Checkpoints
-from train.training.clock import Clock
-from train.training.memory import peak_memory
-from train.training.optimizer import EMA, OptimizerConfig, learning_rate_factor, make_optimizer
-from train.training.stopping import Stopped, StopRequest
+from train.training.checkpoint import KEEP, Checkpoints, Stopped, StopRequest
+from train.training.optimizer import EMA, OptimizerConfig, make_optimizer, take_step
 
 # (module, batch, its samples' ids) → (loss summed over its tokens, each term's sum [terms])
 Step = Callable[[nn.Module, Inputs, Sequence[str]], tuple[Tensor, Tensor]]
@@ -48,6 +48,61 @@ class LoopConfig(Strict):
     """Optimizer steps between two logged figures."""
     seed: int = 0
     """The seed of the order of batches, of init weights, and of text that the drafter generates."""
+
+
+class Clock:
+    """Seconds by activity. An activity inside another is not counted twice.
+
+    A GPU works asynchronously, so a clock must wait for it to measure anything. Waiting slows down
+    training, so only every n-th step is measured, and it counts n times.
+
+    weight: how many times the current work counts. 0: no measuring and no waiting.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self.weight = 1.0
+        self._device = device
+        self._running: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def __call__(self, activity: str) -> Iterator[None]:
+        """The time inside this context counts as `activity`."""
+        self._turn()
+        self._running.append(activity)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._running.pop()
+
+    def _turn(self) -> None:
+        if self.weight and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        if self._running and self.weight:
+            activity = self._running[-1]
+            elapsed = self.weight * (now - self._since)
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + elapsed
+        self._since = now
+
+    def shares(self) -> dict[str, float]:
+        """Each activity's share of the measured time. The shares add up to 1."""
+        total = sum(self.seconds.values())
+        return {name: seconds / total for name, seconds in self.seconds.items()} if total else {}
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has used so far (on CUDA: on the device)."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return psutil.Process().memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @dataclass
@@ -127,12 +182,12 @@ class Trainer:
         self.settings = optimizer
         self.clock = clock or Clock(accelerator.device)
         self._round: _Round | None = None
-        chosen = make_optimizer(task.module, optimizer)
+        adamw = make_optimizer(task.module, optimizer)
         self.trained_parameters = sum(
-            p.numel() for group in chosen.param_groups for p in group["params"]
+            p.numel() for group in adamw.param_groups for p in group["params"]
         )
         self.module, self.optimizer = parallel.prepare(
-            accelerator, task.module, chosen, clip=optimizer.clip
+            accelerator, task.module, adamw, clip=optimizer.clip
         )
         self.average = None
         if optimizer.ema is not None:
@@ -141,7 +196,7 @@ class Trainer:
             accelerator, directory / "checkpoints", reporter, allow_changes=allow_changes
         )
         self.total_steps = 0
-        self.at = TrainingProgress()  # the current progress
+        self.progress = TrainingProgress()
 
     def fit(self) -> TrainingProgress:
         """Train to the end.
@@ -150,48 +205,49 @@ class Trainer:
         Stopped, after saving a checkpoint, if the process was asked to stop.
         """
         stored = self.checkpoints.load(self._load_average)
-        self.at = at = TrainingProgress(**stored) if stored else TrainingProgress()
-        self.clock.seconds |= at.clock
-        begin = time.perf_counter() - at.seconds
+        self.progress = progress = TrainingProgress(**stored) if stored else TrainingProgress()
+        self.clock.seconds |= progress.clock
+        begin = time.perf_counter() - progress.seconds
         self.total_steps = self._total_steps()
         if stored:
-            self.reporter.say(f"  going on after step {at.step} of {self.total_steps}")
-        if at.step < self.total_steps:
+            self.reporter.say(f"  going on after step {progress.step} of {self.total_steps}")
+        if progress.step < self.total_steps:
             self._require_space()
         request = StopRequest()
         self.module.train()
         with request.listening(), self.reporter.bar("training", self.total_steps) as bar:
-            bar.update(at.step)
-            while at.step < self.total_steps:
-                current = self._text(at.round)
-                if at.batch >= len(current.batches):
-                    at.round, at.batch = at.round + 1, 0
+            bar.update(progress.step)
+            while progress.step < self.total_steps:
+                current = self._text(progress.round)
+                if progress.batch >= len(current.batches):
+                    progress.round, progress.batch = progress.round + 1, 0
                     continue
-                log = (at.step + 1) % self.loop.log_every == 0 or at.step + 1 == self.total_steps
+                number = progress.step + 1
+                last = number == self.total_steps
+                log = last or number % self.loop.log_every == 0
                 if self.accelerator.device.type != "cpu":
                     self.clock.weight = self.loop.log_every if log else 0
-                entry, stopping = self._optimizer_step(at, current, request)
+                entry, stopping = self._optimizer_step(progress, current, request)
                 self.clock.weight = 1
-                at.seconds = time.perf_counter() - begin
-                last = at.step == self.total_steps
-                speed = at.tokens / at.seconds
-                bar.update(at.step, f"loss {entry['loss']:.3f}, {speed:.0f} tokens/s")
+                progress.seconds = time.perf_counter() - begin
+                speed = progress.tokens / progress.seconds
+                bar.update(progress.step, f"loss {entry['loss']:.3f}, {speed:.0f} tokens/s")
                 if log:
-                    at.history.append(entry | {"step": at.step, "epoch": at.round})
+                    progress.history.append(entry | {"step": number, "epoch": progress.round})
                     memory = peak_memory() / 2**30
-                    self._log(entry | {"tokens_per_second": speed, "memory_gib": memory}, at.step)
-                    self._log({f"time/{k}": v for k, v in self.clock.shares().items()}, at.step)
-                if self.task.measure and (at.step % self.task.measure_every == 0 or last):
-                    at.dev.append(self._measure() | {"step": at.step})
-                    self._log({f"dev/{k}": v for k, v in at.dev[-1].items()}, at.step)
-                    at.seconds = time.perf_counter() - begin
-                if at.step % self.loop.save_every == 0 or last or stopping:
-                    at.clock = dict(self.clock.seconds)
-                    self.checkpoints.save(at.step, vars(at), self._save_average)
+                    self._log(entry | {"tokens_per_second": speed, "memory_gib": memory})
+                    self._log({f"time/{k}": v for k, v in self.clock.shares().items()})
+                if self.task.measure and (last or number % self.task.measure_every == 0):
+                    progress.dev.append(self._measure() | {"step": number})
+                    self._log({f"dev/{k}": v for k, v in progress.dev[-1].items()})
+                    progress.seconds = time.perf_counter() - begin
+                if last or stopping or number % self.loop.save_every == 0:
+                    progress.clock = dict(self.clock.seconds)
+                    self.checkpoints.save(number, vars(progress), self._save_average)
                 if stopping:  # also after the last step: the run must stop, not only this stage
-                    raise Stopped(f"stopped after step {at.step} of {self.total_steps}")
-        self._text(at.round)  # for `padding_share`, even if no step was left
-        return at
+                    raise Stopped(f"stopped after step {number} of {self.total_steps}")
+        self._text(progress.round)  # for `padding_share`, even if no step was left
+        return progress
 
     def _require_space(self) -> None:
         """Raise UserError if the disk lacks space for the kept checkpoints, one more while it is
@@ -220,14 +276,14 @@ class Trainer:
         return parallel.gathered_weights(self.accelerator, self.module, prefix)
 
     def _optimizer_step(
-        self, at: TrainingProgress, current: _Round, request: StopRequest
+        self, progress: TrainingProgress, current: _Round, request: StopRequest
     ) -> tuple[dict[str, float], bool]:
         """Take one step over `accumulation` global batches. Returns the step's figures, such as the
         mean loss per token and its terms, and whether any rank was asked to stop."""
         accelerator, batches = self.accelerator, current.batches
         rank, world = accelerator.process_index, accelerator.num_processes
-        last = min(at.batch + self.loop.accumulation, len(batches))
-        numbers = range(at.batch, last)
+        last = min(progress.batch + self.loop.accumulation, len(batches))
+        numbers = range(progress.batch, last)
         # Every rank knows the complete global batch, so its token count needs no communication.
         tokens = sum(current.predicted[i] for n in numbers for i in batches.batch(n))
         sums = torch.zeros(len(self.task.terms), dtype=torch.float64, device=accelerator.device)
@@ -236,36 +292,36 @@ class Trainer:
             with self.clock("data"):
                 rows = [current.samples[i] for i in batches.for_rank(rank, world).batch(number)]
                 batch = collate(rows, self.task.pad_id)
-                given = inputs(batch, accelerator.device)
+                tensors = inputs(batch, accelerator.device)
             final = number + 1 == last
             with parallel.part(accelerator, self.module, last=final), self.clock("drafter"):
-                loss, parts = self.task.step(self.module, given, batch["ids"])
+                loss, parts = self.task.step(self.module, tensors, batch["ids"])
                 # Engines average gradients over ranks; this turns it into a mean over tokens.
                 parallel.backward(accelerator, self.module, loss * world / tokens)
             sums += parts
             total += loss.detach()
-        shared = torch.cat([total[None], sums, total.new_tensor([float(request.asked)])])
+        shared = torch.cat([total[None], sums, total.new_tensor([float(request.received)])])
         *values, stopping = accelerator.reduce(shared).tolist()
         sums_by_term = dict(zip(self.task.terms, values[1:], strict=True))
         figures = self.task.figures or _means
         entry = {"loss": values[0] / tokens, **figures(sums_by_term, tokens)}
         ids = [current.samples[i].id for n in numbers for i in batches.batch(n)]
-        _require_finite(entry, at.step + 1, ids)
-        # A pure function of the step, so there is no scheduler state to lose.
-        factor = learning_rate_factor(at.step, self.total_steps, self.settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * factor
+        _require_finite(entry, progress.step + 1, ids)
         with self.clock("drafter"):
-            # A step whose gradient is not finite is not taken.
-            norm = parallel.optimizer_step(
-                accelerator, self.module, self.optimizer, clip=self.settings.clip
+            norm, lr = take_step(
+                self.optimizer,
+                self.settings,
+                step=progress.step,
+                total=self.total_steps,
+                clip=partial(parallel.clip_gradients, accelerator, self.module),
             )
-        entry |= {"gradient_norm": norm, "lr": self.settings.lr * factor}
-        _require_finite(entry, at.step + 1, ids)
+        entry |= {"gradient_norm": norm, "lr": lr}
+        _require_finite(entry, progress.step + 1, ids)
         if self.average:
             shares = parallel.local_weights(accelerator, self.module)
-            self.average.update(shares, at.step + 1)
-        at.step, at.batch, at.tokens = at.step + 1, last, at.tokens + tokens
+            self.average.update(shares, progress.step + 1)
+        progress.step += 1
+        progress.batch, progress.tokens = last, progress.tokens + tokens
         return entry, stopping > 0
 
     def _text(self, number: int) -> _Round:
@@ -293,12 +349,13 @@ class Trainer:
         assert self.task.measure is not None
         with self.clock("dev"), self.final_weights():
             self.module.eval()
-            found = self.task.measure(self.module, self.weights)
+            figures = self.task.measure(self.module, self.weights)
             self.module.train()
-        return found
+        return figures
 
-    def _log(self, figures: dict[str, float], step: int) -> None:
-        self.accelerator.log({f"{self.task.label}/{k}": v for k, v in figures.items()}, step)
+    def _log(self, figures: dict[str, float]) -> None:
+        labelled = {f"{self.task.label}/{k}": v for k, v in figures.items()}
+        self.accelerator.log(labelled, self.progress.step)
 
     def _save_average(self, directory: Path) -> None:
         if self.average:
@@ -306,10 +363,10 @@ class Trainer:
 
     def _load_average(self, directory: Path) -> None:
         if self.average:
-            own = directory / self._average_file()
+            file = directory / self._average_file()
             # A rank that the checkpoint does not have: each share is then all the weights
             # (`Checkpoints.load`).
-            self.average.load(own if own.exists() else directory / self._average_file(0))
+            self.average.load(file if file.exists() else directory / self._average_file(0))
 
     def _average_file(self, rank: int | None = None) -> str:
         rank = self.accelerator.process_index if rank is None else rank

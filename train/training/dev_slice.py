@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from pydantic import Field
 from torch import Tensor, nn
@@ -13,12 +14,10 @@ from decode.errors import UserError
 from decode.loop import Decoder, require_prompts
 from decode.target.loading import Target
 from train.data.batches import Batches, Inputs, collate, inputs
-from train.data.chat import prompt_tokens
+from train.data.corpus import Corpus
 from train.data.read import spread
-from train.data.rounds import Weights
-from train.data.samples import read_samples
+from train.data.training_text import Weights
 from train.schema import Strict
-from train.stage import StageContext
 
 
 class DevConfig(Strict):
@@ -46,14 +45,14 @@ class Judging:
 
     sums: returns float64 sums for a batch of samples. Batches and ranks add up. figures: computes
     the figures from the total sums. prefix: the prefix of the drafter's weights in the module.
-    decoded: builds the drafter from these weights on the target's device. It returns the drafter
-    and its target, which may be trained too.
+    make_drafter: builds the drafter from these weights on the target's device. It returns the
+    drafter and its target, which may be trained too.
     """
 
     sums: Callable[[nn.Module, Inputs, Sequence[str]], Tensor]
     figures: Callable[[Tensor], dict[str, float]]
     prefix: str
-    decoded: Callable[[dict[str, Tensor]], tuple[Target, Drafter]]
+    make_drafter: Callable[[dict[str, Tensor]], tuple[Target, Drafter]]
 
 
 class DevSlice:
@@ -65,51 +64,58 @@ class DevSlice:
     """
 
     def __init__(
-        self, settings: DevConfig, context: StageContext, stage: str, judging: Judging
+        self,
+        settings: DevConfig,
+        judging: Judging,
+        target: Target,
+        corpus: Corpus,
+        accelerator: Accelerator,
+        *,
+        stage: str,
     ) -> None:
         """stage: the stage's name, for messages."""
-        if settings.text == "data" and "dev" not in context.examples:
+        if settings.text == "data" and "dev" not in corpus.examples:
             raise UserError(f"stage {stage} has dev figures, but data has no dev split")
-        samples = [s for s in read_samples(context, settings.text, "dev") if any(s.mask)]
+        samples = [s for s in corpus.samples(settings.text, "dev") if any(s.mask)]
         if not samples:
             raise UserError(
                 f"stage {stage}: dev.text {settings.text} has no response tokens; have "
                 "a generate stage answer the dev split and name it there"
             )
-        self.settings, self.context, self.judging = settings, context, judging
+        self.settings, self.judging = settings, judging
+        self.target, self.accelerator = target, accelerator
         self.samples = spread(samples, settings.samples)
         self.batches = Batches(
             [len(sample.tokens) for sample in self.samples], tokens_per_batch=2048, seed=0, epoch=0
         )
-        prompts = spread(context.examples.get("dev", []), settings.decode_prompts)
-        self.prompts = [prompt_tokens(e, context.target.tokenizer, context.system) for e in prompts]
+        examples = spread(corpus.examples.get("dev", []), settings.decode_prompts)
+        self.prompts = corpus.prompts(examples)
         if self.prompts:
-            target = context.target
             require_prompts(self.prompts, target.max_positions, target.vocab_size)
 
     @torch.no_grad()
     def measure(self, module: nn.Module, weights: Weights) -> dict[str, float]:
         """The figures, and `acceptance_rate` if prompts are decoded. Every rank must call this.
         The module must be in eval mode."""
-        accelerator = self.context.accelerator
+        accelerator = self.accelerator
         mine = self.batches.for_rank(accelerator.process_index, accelerator.num_processes)
-        pad_id = self.context.target.tokenizer.pad_token_id or 0
+        pad_id = self.target.tokenizer.pad_token_id or 0
         sums: list[Tensor] = []
         for number in range(len(mine)):
             batch = collate([self.samples[i] for i in mine.batch(number)], pad_id)
-            given = inputs(batch, accelerator.device)
-            sums.append(self.judging.sums(module, given, batch["ids"]))
-        found = self.judging.figures(accelerator.reduce(torch.stack(sums).sum(0)))
+            tensors = inputs(batch, accelerator.device)
+            sums.append(self.judging.sums(module, tensors, batch["ids"]))
+        figures = self.judging.figures(accelerator.reduce(torch.stack(sums).sum(0)))
         if self.prompts:
-            found["acceptance_rate"] = self._decode(weights)
-        return found
+            figures["acceptance_rate"] = self._decode(weights)
+        return figures
 
     def _decode(self, weights: Weights) -> float:
         """The acceptance rate of real decoding, measured by the main process."""
         gathered = weights(self.judging.prefix)
         rate = [0.0]
-        if self.context.accelerator.is_main_process:
-            target, drafter = self.judging.decoded(gathered)
+        if self.accelerator.is_main_process:
+            target, drafter = self.judging.make_drafter(gathered)
             decoder = Decoder(
                 target.model,
                 drafter,

@@ -1,9 +1,11 @@
-"""Trains the target together with its heads in a `heads` stage, and writes the new target."""
+"""The target under the heads of a `heads` stage: frozen, or trained together with them."""
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,17 @@ from decode.errors import UserError
 from decode.target.loading import Target, load_target
 from distill.drift import Drift, measure_drift
 from distill.losses import WeightedLoss
+from distill.teacher.feature_sources import FeatureSource, LiveFeatures
 from distill.teacher.teacher_signal import LiveTeacher, split_model
 from distill.trainable_model import LoraConfig, Trainable
 from heads.head_training import HeadTraining, JointTraining
-from heads.heads_module import Heads
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat import Sample
+from train.data.corpus import Corpus
 from train.data.read import spread
-from train.data.samples import read_samples
 from train.schema import Losses, StageConfig, Strict, closest_stage
-from train.stage import StageContext
-from train.training.clock import Clock
 from train.training.optimizer import GroupConfig, OptimizerConfig
+from train.training.trainer import Clock
 
 PREFIX = "backbone."
 
@@ -86,7 +87,8 @@ class BackboneConfig(Strict):
         if answers.split == "train":
             raise UserError(
                 f"stage {stage}: backbone.held_out {self.held_out} answered the train split, which "
-                "is not held out; name a generate stage with split: dev"
+                "is not held out; name a generate stage that answers the dev or the test split, or "
+                "leave held_out out"
             )
 
     def optimizer(self, config: OptimizerConfig) -> OptimizerConfig:
@@ -102,20 +104,99 @@ class BackboneConfig(Strict):
         return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-class Backbone:
+class Backbone(ABC):
+    """The target under the heads in their training: its hidden states, and the module to train.
+
+    weights_prefix: of the heads' weights in that module.
+    """
+
+    weights_prefix: str
+
+    @abstractmethod
+    def join(self, heads: HeadTraining, *, chunk: int) -> HeadTraining | JointTraining:
+        """The module to train, on the heads' device. chunk: the number of tokens whose logits are
+        in memory at a time."""
+
+    @abstractmethod
+    def forward(
+        self,
+        module: nn.Module,
+        batch: Inputs,
+        ids: Sequence[str],
+        losses: Mapping[int, float],
+        done: float,
+        *,
+        dev: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the prepared module on a batch of the text, or of the dev slice (dev).
+
+        ids: of the batch's samples. losses: the loss weights by head. done: the share of the
+        training's steps that are done, in [0, 1].
+        """
+
+    @abstractmethod
+    def target_with(self, weights: Mapping[str, Tensor]) -> Target:
+        """The target that goes with these weights of the trained module."""
+
+    def heads_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The heads' weights from the weights of the trained module."""
+        prefix = self.weights_prefix
+        return {k.removeprefix(prefix): x for k, x in weights.items() if k.startswith(prefix)}
+
+
+class FrozenBackbone(Backbone):
+    """The run's target as it is. features: makes the source of its hidden states at some layers."""
+
+    weights_prefix = "heads."
+
+    def __init__(self, target: Target, features: Callable[[Sequence[int]], FeatureSource]) -> None:
+        self.target, self._make_source = target, features
+        self._dev_source: FeatureSource | None = None
+
+    def join(self, heads: HeadTraining, *, chunk: int) -> HeadTraining:
+        self._layers = heads.captured_layers
+        self._source = self._make_source(self._layers)
+        return heads
+
+    def forward(
+        self,
+        module: nn.Module,
+        batch: Inputs,
+        ids: Sequence[str],
+        losses: Mapping[int, float],
+        done: float,
+        *,
+        dev: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        source = self._source
+        if dev:
+            # A separate source: samples of two splits may have the same id.
+            if self._dev_source is None:
+                self._dev_source = LiveFeatures(self.target.model, self._layers, remember=True)
+            source = self._dev_source
+        features = source.features(batch["input_ids"], batch["attention_mask"], ids)
+        return module(batch["input_ids"], batch["loss_mask"], features, losses)
+
+    def target_with(self, weights: Mapping[str, Tensor]) -> Target:
+        return self.target
+
+
+class TrainedBackbone(Backbone):
     """A trainable float32 copy of the run's target. The target itself does not change.
 
     Raises UserError if the adapters match no layer or match the output layer, or if no held-out
     text has response tokens.
     """
 
+    weights_prefix = "heads.heads."
+
     def __init__(
-        self, config: BackboneConfig, context: StageContext, stage: str, clock: Clock
+        self, config: BackboneConfig, target: Target, corpus: Corpus, clock: Clock, *, stage: str
     ) -> None:
         """stage: the stage's name, for messages. Draws from torch's random state."""
-        self.config, self.context = config, context
-        self.held_out = self._held_out(stage)
-        original = context.target.model
+        self.config, self.target = config, target
+        self.held_out = self._held_out(corpus, stage)
+        original = target.model
         model = copy.deepcopy(original).to("cpu", torch.float32).train().requires_grad_(True)
         self.trainable = Trainable(model, lora=config.lora)
         if not isinstance(model.get_output_embeddings(), nn.Linear):
@@ -127,19 +208,20 @@ class Backbone:
         if config.terms.needs_teacher:
             split = split_model(original)
             self.teacher = LiveTeacher(
-                split, remember=config.remember_teacher, timed=lambda: clock("teacher")
+                split, remember=config.remember_teacher, timed=partial(clock, "teacher")
             )
             # A separate teacher: samples of two splits may have the same id.
             self.dev_teacher = LiveTeacher(split, remember=True)
 
-    def join(self, training: HeadTraining, chunk: int) -> JointTraining:
-        """The module to train, on the accelerator's device."""
-        model = self.trainable.model.to(self.context.accelerator.device)
-        return JointTraining(model, training, self.config.terms, chunk=chunk)
+    def join(self, heads: HeadTraining, *, chunk: int) -> JointTraining:
+        self._joint_weight = heads.heads.joint_weight
+        device = next(heads.parameters()).device
+        model = self.trainable.model.to(device)
+        return JointTraining(model, heads, self.config.terms, chunk=chunk)
 
-    def weight(self, heads: Heads, done: float) -> float:
-        """λ₀ after a share `done` of the steps, in [0, 1]."""
-        weight = self.config.heads_weight or heads.joint_weight
+    def weight(self, done: float) -> float:
+        """λ₀, the weight of the heads' loss, after a share `done` of the steps."""
+        weight = self.config.heads_weight or self._joint_weight
         assert weight is not None, "the stage refuses such heads"
         if done >= self.config.ramp:
             return weight
@@ -148,25 +230,25 @@ class Backbone:
     def forward(
         self,
         module: nn.Module,
-        given: Inputs,
-        names: Sequence[str],
+        batch: Inputs,
+        ids: Sequence[str],
         losses: Mapping[int, float],
-        weight: float,
+        done: float,
         *,
         dev: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Run the prepared `JointTraining` on a batch of the text, or of the dev slice (dev)."""
         teacher = self.dev_teacher if dev else self.teacher
-        signal = None if teacher is None else teacher.signal(**given, ids=names)
-        found: tuple[Tensor, Tensor] = module(**given, losses=losses, weight=weight, teacher=signal)
-        return found
+        signal = None if teacher is None else teacher.signal(**batch, ids=ids)
+        # The dev figures do not depend on the ramp.
+        weight = 1.0 if dev else self.weight(done)
+        return module(**batch, losses=losses, weight=weight, teacher=signal)
 
-    def new_target(self, weights: Mapping[str, Tensor]) -> Target:
+    def target_with(self, weights: Mapping[str, Tensor]) -> Target:
         """The target with these weights (named as in `JointTraining`) and its adapters merged, in
         the original's dtype and on its device."""
-        original = self.context.target
-        own = {k.removeprefix(PREFIX): x for k, x in weights.items() if k.startswith(PREFIX)}
-        model, _ = self.trainable.plain(own)
+        original = self.target
+        trained = {k.removeprefix(PREFIX): x for k, x in weights.items() if k.startswith(PREFIX)}
+        model, _ = self.trainable.plain(trained)
         model.to(original.device, original.dtype)
         return replace(original, model=model, revision=None)
 
@@ -175,44 +257,38 @@ class Backbone:
 
         Returns the target as loaded from that directory, and its drift from the original.
         """
-        original = self.context.target
-        made = self.new_target(weights)
+        original = self.target
+        trained = self.target_with(weights)
 
         def fill(directory: Path) -> None:
-            made.model.save_pretrained(directory)
+            trained.model.save_pretrained(directory)
             original.tokenizer.save_pretrained(directory)
 
         write_directory(path, fill)
         new = load_like(original, path)
-        say = self.context.reporter.say
-        found = measure_drift(split_model(original.model), split_model(new.model), self._batches())
-        say(
-            f"  the new target {path}: KL(original‖new) {found.kl:.4f} nats per token, perplexity "
-            f"{found.perplexity_original:.2f} → {found.perplexity_new:.2f} on {found.tokens} "
-            "held-out tokens"
-        )
-        return new, found
+        drift = measure_drift(split_model(original.model), split_model(new.model), self._batches())
+        return new, drift
 
-    def _held_out(self, stage: str) -> list[Sample]:
+    def _held_out(self, corpus: Corpus, stage: str) -> list[Sample]:
         text = self.config.held_out
-        found = [s for s in read_samples(self.context, text, "test") if any(s.mask[1:])]
-        if not found:
+        samples = [s for s in corpus.samples(text, "test") if any(s.mask[1:])]
+        if not samples:
             raise UserError(
                 f"stage {stage}: backbone.held_out {text} has no response tokens to measure the "
                 "drift on; have a generate stage answer the dev split and name it there"
             )
-        return spread(found, self.config.held_out_samples)
+        return spread(samples, self.config.held_out_samples)
 
     def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        target = self.context.target
+        target = self.target
         lengths = [len(sample.tokens) for sample in self.held_out]
         batches = Batches(lengths, tokens_per_batch=2048, seed=0, epoch=0)
-        found = []
+        tensors = []
         for number in range(len(batches)):
             rows = [self.held_out[i] for i in batches.batch(number)]
-            given = inputs(collate(rows, target.tokenizer.pad_token_id or 0), target.device)
-            found.append((given["input_ids"], given["attention_mask"], given["loss_mask"]))
-        return found
+            batch = inputs(collate(rows, target.tokenizer.pad_token_id or 0), target.device)
+            tensors.append((batch["input_ids"], batch["attention_mask"], batch["loss_mask"]))
+        return tensors
 
 
 def load_like(original: Target, path: Path) -> Target:

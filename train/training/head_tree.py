@@ -1,5 +1,7 @@
 """Calibrates the tree that a stage stores with its heads, on the dev split."""
 
+from collections.abc import Callable
+
 from pydantic import Field
 
 from decode.drafters import Drafter
@@ -14,10 +16,9 @@ from decode.measure.calibrate_tree import (
 from decode.target.cached_model import require_slots, require_trees
 from decode.target.loading import Target
 from heads.heads_module import Heads
-from train.data.chat import prompt_tokens
+from train.data.corpus import Corpus
 from train.data.read import spread
 from train.schema import Strict
-from train.stage import StageContext
 
 
 class TreeConfig(Strict):
@@ -34,46 +35,55 @@ class TreeConfig(Strict):
     """How many tokens are decoded for each prompt."""
 
 
-def require_tree(settings: TreeConfig, context: StageContext, stage: str, heads: Heads) -> None:
+def require_tree(
+    settings: TreeConfig, target: Target, corpus: Corpus, heads: Heads, *, stage: str
+) -> None:
     """Raise UserError before the training if the tree could not be planned after it: no dev split,
     prompts that do not fit, or a target that cannot verify trees.
 
     stage: the stage's name, for messages. heads: only the shapes matter, not the weights.
     """
-    if "dev" not in context.examples:
+    if "dev" not in corpus.examples:
         raise UserError(
             f"stage {stage} calibrates a tree, but data has no dev split; give one, or leave tree "
             "out"
         )
-    target, prompts = context.target, _prompts(settings, context)
+    prompts = _prompts(settings, corpus)
     require_prompts(prompts, target.max_positions, target.vocab_size)
     nodes = max(settings.width * heads.depth, settings.nodes or MAX_NODES)
     require_slots(target.model, max(map(len, prompts)) + settings.max_new_tokens + nodes)
     require_trees(target.model)
 
 
-def _prompts(settings: TreeConfig, context: StageContext) -> list[list[int]]:
-    chosen = spread(context.examples["dev"], settings.prompts)
-    return [prompt_tokens(e, context.target.tokenizer, context.system) for e in chosen]
+def _prompts(settings: TreeConfig, corpus: Corpus) -> list[list[int]]:
+    return corpus.prompts(spread(corpus.examples["dev"], settings.prompts))
 
 
 def calibrated_tree(
-    settings: TreeConfig, context: StageContext, target: Target, drafter: Drafter, heads: Heads
+    settings: TreeConfig,
+    target: Target,
+    corpus: Corpus,
+    drafter: Drafter,
+    heads: Heads,
+    say: Callable[[str], None],
 ) -> TreeCalibration | None:
-    """The tree for a drafter made of `heads`; None if the first head was never right."""
+    """The tree for a drafter made of `heads`; None if the first head was never right.
+
+    say: prints a line.
+    """
     try:
-        found = calibrate_tree(
+        tree = calibrate_tree(
             target,
             drafter,
-            _prompts(settings, context),
+            _prompts(settings, corpus),
             nodes=settings.nodes,
             depth=heads.depth,
             width=min(settings.width, heads.rows),
             max_new_tokens=settings.max_new_tokens,
-            progress=lambda what: context.reporter.say(f"  tree: measuring {what}"),
+            progress=lambda what: say(f"  tree: measuring {what}"),
         )
     except NothingAccepted as error:
-        context.reporter.say(f"  {error} It drafts chains")
+        say(f"  {error} It drafts chains")
         return None
-    context.reporter.say(f"  tree: {found.verdict}")
-    return found
+    say(f"  tree: {tree.verdict}")
+    return tree

@@ -1,32 +1,60 @@
-"""Text that the drafter generates during its training (GKD, 2306.13649; DistillSpec).
-
-The drafter must agree with the target on the contexts that it meets in use, and these depend on its
-drafts. So it trains on its own text, with the target's distribution as the teacher.
-"""
+"""The texts that a drafter is trained on, in rounds: fixed, or written by the drafter itself."""
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.artifact import verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.loop import Decoder
+from decode.target.loading import Target
 from distill.trainable_model import Trainable
 from train.data.batches import permutation
-from train.data.chat import Sample, prompt_tokens
+from train.data.chat import Sample
+from train.data.corpus import Corpus
 from train.data.read import Example
-from train.data.rounds import Weights
 from train.schema import SamplingConfig, Strict
-from train.stage import StageContext
+
+# Returns the complete trained parameters whose names begin with a prefix, on every rank. The prefix
+# is removed from the names.
+Weights = Callable[[str], dict[str, Tensor]]
+
+
+class Text(Protocol):
+    """Samples in rounds. A round is the same at every call, so training can resume.
+
+    fixed: every round has the same samples, so a round is an epoch.
+    """
+
+    fixed: bool
+
+    def round(self, number: int, weights: Weights) -> Sequence[Sample]:
+        """The samples of round `number`, from 0. weights: returns the current weights of the
+        training. All ranks must call `round` together."""
+        ...
+
+
+class FixedText:
+    """The same samples in every round."""
+
+    fixed = True
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+
+    def round(self, number: int, weights: Weights) -> Sequence[Sample]:
+        return self._samples
+
 
 Item = TypeVar("Item")
 
@@ -69,61 +97,60 @@ class OnPolicyText:
     def __init__(
         self,
         settings: OnPolicyConfig,
-        context: StageContext,
         student: Trainable,
+        target: Target,
+        corpus: Corpus,
         prompts: Sequence[Example],
         samples: Sequence[Sample],
+        accelerator: Accelerator,
+        directory: Path,
+        *,
         seed: int,
     ) -> None:
-        self.settings, self.context, self.seed = settings, context, seed
-        self.student = student
-        self.prompts, self.samples = prompts, samples
-        self.directory = context.directory / "rounds"
+        """prompts: the examples that the student answers. samples: the fixed text."""
+        self.settings, self.seed = settings, seed
+        self.student, self.target, self.accelerator = student, target, accelerator
+        self.corpus, self.prompts, self.samples = corpus, prompts, samples
+        self.directory = directory
         self.drafter: str | None = None if settings.drafter == "auto" else settings.drafter
 
     def round(self, number: int, weights: Weights) -> Sequence[Sample]:
-        """See `train.data.rounds.Text`. Generates the round unless it already exists."""
+        """See `train.data.training_text.Text`. Generates the round unless it already exists."""
         path = self.directory / f"round-{number}"
         if not path.exists():
             written = self._write(number, weights)
-            if self.context.accelerator.is_main_process:
+            if self.accelerator.is_main_process:
                 write_directory(path, lambda tmp: _store(tmp, written))
-            self.context.accelerator.wait_for_everyone()
+            self.accelerator.wait_for_everyone()
         verify_directory(path)
         lines = (path / "samples.jsonl").read_text().splitlines()
-        own = [Sample(**json.loads(line)) for line in lines]
-        others = self.settings.samples - len(own)
-        return own + _dealt(self.samples, others, number, f"{self.seed} text")
+        generated = [Sample(**json.loads(line)) for line in lines]
+        others = self.settings.samples - len(generated)
+        return generated + _dealt(self.samples, others, number, f"{self.seed} text")
 
     def _write(self, number: int, weights: Weights) -> list[Sample]:
-        settings, accelerator = self.settings, self.context.accelerator
+        settings, accelerator = self.settings, self.accelerator
         count = max(1, round(settings.fraction * settings.samples))
-        chosen = _dealt(self.prompts, count, number, f"{self.seed} prompts")
+        examples = _dealt(self.prompts, count, number, f"{self.seed} prompts")
         rank, world = accelerator.process_index, accelerator.num_processes
         model, vocabulary = self.student.plain(weights("student."))
         if vocabulary is not None:
             _restore_vocabulary(model, vocabulary.ids)
-        _mask_padding(model, self.context.target.token_count)
-        model.to(accelerator.device, self.context.target.dtype)
-        mine = [
-            (
-                index,
-                prompt_tokens(chosen[index], self.context.target.tokenizer, self.context.system),
-            )
-            for index in range(rank, count, world)
-        ]
+        _mask_padding(model, self.target.token_count)
+        model.to(accelerator.device, self.target.dtype)
+        indices = range(rank, count, world)
+        prompts = self.corpus.prompts(examples[index] for index in indices)
         # Batch prompts of similar length: less padding in the prefill.
-        mine.sort(key=lambda item: len(item[1]))
-        batches = [
-            mine[i : i + settings.batch_size] for i in range(0, len(mine), settings.batch_size)
-        ]
+        share = sorted(zip(indices, prompts, strict=True), key=lambda item: len(item[1]))
+        size = settings.batch_size
+        batches = [share[i : i + size] for i in range(0, len(share), size)]
         written: list[tuple[int, Sample]] = []
         if self.drafter is None:
             self.drafter = self._faster(model, batches[0] if batches else [], number)
         for batch in batches:
             answers = self._decode(model, batch, number, self.drafter)
             for (index, prompt), answer in zip(batch, answers, strict=True):
-                name = f"{chosen[index].id}#round-{number}-{index}"
+                name = f"{examples[index].id}#round-{number}-{index}"
                 mask = [False] * len(prompt) + [True] * len(answer)
                 written.append((index, Sample(name, prompt + answer, mask)))
         return [sample for _, sample in sorted(gather_object(written))]
@@ -135,7 +162,7 @@ class OnPolicyText:
         decoder = Decoder(
             model,
             DRAFTERS[drafter](),
-            eos_token_ids=self.context.target.eos_token_ids,
+            eos_token_ids=self.target.eos_token_ids,
             # With this rule the text does not depend on the draft tokens.
             rule="exact",
             sampling=settings.sampling.build(),
@@ -151,7 +178,7 @@ class OnPolicyText:
     ) -> str:
         """The drafter that is faster on the first batch, measured by the main process for all."""
         seconds = {}
-        if self.context.accelerator.is_main_process:
+        if self.accelerator.is_main_process:
             for drafter in ("none", "ngram"):
                 begin = time.perf_counter()
                 self._decode(model, batch, number, drafter)
@@ -165,9 +192,9 @@ def _dealt(items: Sequence[Item], count: int, number: int, key: str) -> list[Ite
     """`count` items for round `number`. Rounds go through all items in a shuffled order, then again
     in another order."""
     dealt: list[Item] = []
-    place = number * count
+    first = number * count
     while len(dealt) < count:
-        cycle, begin = divmod(place + len(dealt), len(items))
+        cycle, begin = divmod(first + len(dealt), len(items))
         order = permutation(len(items), f"{key} {cycle}")
         dealt += [items[i] for i in order[begin : begin + count - len(dealt)]]
     return dealt
@@ -177,13 +204,13 @@ def _restore_vocabulary(model: PreTrainedModel, ids: torch.Tensor) -> None:
     """Replace a reduced output layer by one over all tokens, with logits of −∞ for the others."""
     reduced = model.get_output_embeddings()
     size = model.config.get_text_config().vocab_size
-    whole = nn.Linear(reduced.in_features, size, dtype=reduced.weight.dtype)
+    full = nn.Linear(reduced.in_features, size, dtype=reduced.weight.dtype)
     with torch.no_grad():
-        whole.weight.zero_()
-        whole.bias.fill_(-torch.inf)
-        whole.weight[ids.cpu()] = reduced.weight
-        whole.bias[ids.cpu()] = 0.0 if reduced.bias is None else reduced.bias
-    model.set_output_embeddings(whole.requires_grad_(False))
+        full.weight.zero_()
+        full.bias.fill_(-torch.inf)
+        full.weight[ids.cpu()] = reduced.weight
+        full.bias[ids.cpu()] = 0.0 if reduced.bias is None else reduced.bias
+    model.set_output_embeddings(full.requires_grad_(False))
 
 
 def _mask_padding(model: PreTrainedModel, tokens: int) -> None:

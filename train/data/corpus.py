@@ -1,0 +1,86 @@
+"""The texts of a run as tokens: the examples of its data, and the answers of generate stages."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from decode.artifact import verify_directory
+from decode.errors import UserError
+from train.data.chat import Sample, prompt_tokens, to_sample
+from train.data.read import Example
+
+PART = "part-"
+
+
+@dataclass
+class Corpus:
+    """A run's texts, written with the target's tokenizer and chat template.
+
+    examples: by split. system: a system message for every conversation that has none. stages: the
+    directories of stages by name, with the answers of generate stages.
+    """
+
+    examples: dict[str, list[Example]]
+    tokenizer: PreTrainedTokenizerBase
+    system: str | None
+    stages: Mapping[str, Path]
+
+    def prompts(self, examples: Iterable[Example]) -> list[list[int]]:
+        """The token ids of each example's prompt."""
+        return [prompt_tokens(example, self.tokenizer, self.system) for example in examples]
+
+    def answerable(self, split: str, stage: str) -> list[Example]:
+        """The examples of a split that have a prompt. Raises UserError with the name of the stage
+        that needs them if there are none."""
+        if split not in self.examples:
+            raise UserError(
+                f"stage {stage} answers the prompts of split {split}, which data lacks; set "
+                f"data.{split}, or name another split"
+            )
+        examples = [e for e in self.examples[split] if e.messages is not None]
+        if not examples:
+            raise UserError(
+                f"stage {stage}: the {split} split has no prompts to answer, only text; give rows "
+                "with prompt or messages"
+            )
+        return examples
+
+    def samples(self, text: str | list[str], split: str = "train") -> list[Sample]:
+        """All samples of a text: `data` for a split's own responses, or generate stages.
+
+        Raises UserError if a part of a stage's answers is damaged.
+        """
+        if text == "data":
+            return [to_sample(e, self.tokenizer, system=self.system) for e in self.examples[split]]
+        by_id = {e.id: e for examples in self.examples.values() for e in examples}
+        samples = []
+        for stage in stages_of(text):
+            for answer in read_answers(self.stages[stage]):
+                example = by_id[answer["id"]]
+                sample = to_sample(example, self.tokenizer, answer["tokens"], self.system)
+                name = f"{sample.id}#{stage}-{answer['sample']}"
+                samples.append(Sample(name, sample.tokens, sample.mask))
+        return samples
+
+
+def stages_of(text: str | list[str]) -> list[str]:
+    """The generate stages whose answers are the text. Empty for the data's own responses."""
+    return [] if text == "data" else [text] if isinstance(text, str) else text
+
+
+def read_answers(directory: Path) -> list[dict[str, Any]]:
+    """All answers of a generate stage: {"id", "sample", "tokens"}, in order.
+
+    Raises UserError (CorruptArtifact) with the name of a damaged part.
+    """
+    parts = sorted(directory.glob(f"{PART}*"), key=lambda path: int(path.name.removeprefix(PART)))
+    answers = []
+    for part in parts:
+        verify_directory(part)
+        lines = (part / "answers.jsonl").read_text().splitlines()
+        answers += [json.loads(line) for line in lines]
+    return answers

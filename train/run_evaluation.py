@@ -1,0 +1,189 @@
+"""Evaluates a run's drafters: the baselines before the first stage, each trained drafter after its
+stage, and the last trained drafter once more, in turn with an untrained drafter."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from decode.artifact import CorruptArtifact, verify_directory, write_directory
+from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter
+from decode.errors import UserError
+from decode.measure.evaluation import Evaluation, evaluate, fastest_gamma
+from decode.registry import Choice
+from decode.target.loading import Target
+from train.config import RunConfig
+from train.console import Reporter
+from train.data.corpus import Corpus
+from train.data.read import Example, spread
+from train.stage import Outcome
+from train.training.backbone import load_like
+
+SAMPLES = 3
+# Number of prompts for choosing a baseline's γ, unless a timed batch has more.
+GAMMA_PROMPTS = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A drafter to evaluate, and its row in the report.
+
+    order: of the rows. label: unique, for the row's directory. stage: as the report shows it. kind:
+    of drafter; a drafter with kind == spec is a baseline. spec: as a user names the drafter.
+    target: the directory of the drafter's new target; None: the run's target.
+    """
+
+    order: int
+    label: str
+    stage: str
+    kind: str
+    spec: str
+    target: Path | None = None
+
+
+@dataclass
+class RunEvaluation:
+    """The evaluations of one run. The main process evaluates, and the other ranks wait.
+
+    load_target: returns the run's target, loaded on first use.
+    """
+
+    config: RunConfig
+    load_target: Callable[[], Target]
+    examples: dict[str, list[Example]]
+    accelerator: Accelerator
+    reporter: Reporter
+
+    def baselines(self) -> None:
+        """Add a row for each untrained drafter, at its best γ, chosen on the dev split."""
+        for order, name in enumerate(self.config.evaluation.baselines):
+            row = Row(order, name, "before", name, name)
+            self._add(row, partial(self._best_gamma, name))
+
+    def drafter(self, index: int, stage: str, outcome: Outcome) -> None:
+        """Add a row for the drafter of the run's stage `index`. If the stage saved the drafter's
+        start, add a row for that first. A drafter for a new target is compared with plain decoding
+        of that new target."""
+        directory = outcome.drafter
+        assert directory is not None
+        order = len(self.config.evaluation.baselines) + 2 * index
+        start = directory.parent / "start"
+        kind = describe_drafter(directory)["kind"]
+        if start.exists():
+            self._add(Row(order, f"{stage}-start", f"{stage} (start)", kind, str(start)))
+        self._add(Row(order + 1, stage, stage, kind, str(directory), outcome.target))
+
+    def in_turn(self, stage: str, outcome: Outcome) -> None:
+        """Add a row for each untrained drafter of `in_turn`, followed by the drafter of the run's
+        last evaluated stage.
+
+        These rows are extra. If the settings do not fit a pair of drafters (such as a policy that
+        watches a chain, with a tree), the row is left out with a message.
+        """
+        directory = outcome.drafter
+        assert directory is not None
+        settings = self.config.evaluation
+        kind = describe_drafter(directory)["kind"]
+        first = len(settings.baselines) + 2 * len(self.config.stages)
+        for order, name in enumerate(settings.in_turn, first):
+            label, spec = f"{name}+{stage}", f"{name}+{directory}"
+            try:
+                self._add(Row(order, label, label, f"{name}+{kind}", spec, outcome.target))
+            except CorruptArtifact:
+                raise
+            except UserError as error:
+                self.reporter.say(f"{label} is not evaluated: {error}")
+                self.accelerator.wait_for_everyone()
+
+    def _best_gamma(self, name: str) -> int:
+        """The best γ of an untrained drafter on dev prompts.
+
+        Without a dev split the run's γ is used: choosing γ on the evaluation prompts would flatter
+        the baseline. A policy other than `fixed` chooses γ itself.
+        """
+        settings = self.config.evaluation
+        if (
+            "dev" not in self.examples
+            or len(settings.baseline_gammas) < 2
+            or Choice.of(settings.policy) != Choice("fixed")
+        ):
+            return settings.gamma
+        target = self.load_target()
+        count = max(GAMMA_PROMPTS, settings.timed_batch_size)
+        prompts = self._prompts(spread(self.examples["dev"], count))
+        self.reporter.say(f"choosing γ for {name} on dev prompts")
+        protocol = settings.protocol(trained=False)
+        drafter = open_drafter(name, target)
+        return fastest_gamma(target, drafter, prompts, settings.baseline_gammas, protocol)
+
+    def _prompts(self, examples: list[Example]) -> list[list[int]]:
+        tokenizer = self.load_target().tokenizer
+        return Corpus(self.examples, tokenizer, self.config.data.system, {}).prompts(examples)
+
+    def _add(self, row: Row, gamma: Callable[[], int] | None = None) -> None:
+        """Evaluate a row on the main process, unless it exists. gamma: returns its γ; None: the
+        run's. Every rank must call this."""
+        directory = self.config.run_dir / "evaluations" / f"{row.order:02d}-{row.label}"
+        if self.accelerator.is_main_process:
+            if directory.exists():
+                verify_directory(directory)
+            else:
+                self._evaluate(row, directory, gamma() if gamma else self.config.evaluation.gamma)
+        self.accelerator.wait_for_everyone()
+
+    def _evaluate(self, row: Row, directory: Path, gamma: int) -> None:
+        settings, target = self.config.evaluation, self.load_target()
+        if row.target is not None:
+            verify_directory(row.target)
+            target = load_like(target, row.target)
+        examples = spread(self.examples[settings.split], settings.prompts)
+        prompts = self._prompts(examples)
+        drafter = open_drafter(row.spec, target)
+        with self.reporter.bar("evaluating", len(prompts)) as bar:
+
+            def progress(what: str, done: int, of: int) -> None:
+                bar.resize(of)
+                bar.update(done, what=f"evaluating {row.stage}: {what}")
+
+            protocol = settings.protocol(gamma, trained=row.spec != row.kind)
+            evaluation = evaluate(target, drafter, prompts, protocol, progress)
+        record = {
+            "stage": row.stage,
+            "drafter": row.kind,
+            "order": row.order,
+            "evaluation": evaluation.to_dict() | {"drift": drift_of(row.spec)},
+            "samples": self._samples(evaluation, examples),
+        }
+
+        def fill(path: Path) -> None:
+            (path / "evaluation.json").write_text(json.dumps(record, indent=2))
+
+        write_directory(directory, fill)
+
+    def _samples(self, evaluation: Evaluation, examples: list[Example]) -> list[dict[str, str]]:
+        tokenizer = self.load_target().tokenizer
+        texts = []
+        for index in spread(range(len(examples)), SAMPLES):
+            example = examples[index]
+            prompt = example.prompt or (example.messages[-1]["content"] if example.messages else "")
+            answer = tokenizer.decode(evaluation.outputs[index], skip_special_tokens=True)
+            texts.append({"prompt": prompt, "drafted": answer})
+        return texts
+
+
+def drift_of(spec: str) -> dict[str, float] | None:
+    """The drift of a drafter's target from the original target, as its stage measured it.
+
+    spec: as a user names the drafter. None if its stage did not measure it.
+    """
+    path = Path(spec).expanduser()
+    _, plus, others = spec.partition("+")
+    if plus and not path.exists():
+        return drift_of(others.removeprefix("+"))
+    if not (path / DRAFTER_FILE).exists():
+        return None
+    drift: dict[str, float] | None = describe_drafter(path)["provenance"].get("drift")
+    return drift

@@ -1,0 +1,244 @@
+"""Stages that work on a text: those that train on it, and those that cache results for it."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
+from torch import Tensor
+
+from decode.artifact import verify_directory
+from decode.errors import UserError
+from distill.losses import WeightedLoss
+from distill.teacher.cache_parts import PART, text_sha256
+from train.data.batches import Batch, Inputs, bucket_batches, collate, fit, inputs
+from train.data.chat import Sample
+from train.data.corpus import stages_of
+from train.plots.line_plots import agreement_plot, loss_plot
+from train.report.format_figures import format_share
+from train.schema import Losses, StageConfig, closest_stage
+from train.stage import ReportSection, Stage, StagePlan, StagePlot
+from train.training.student_and_teacher import frequent_tokens
+from train.training.trainer import Trainer, TrainingProgress
+
+LOSS = "Training loss. Bold: running mean over a tenth of the steps."
+DEV = "Agreement with the target on text it wrote for dev prompts."
+
+
+class TextConfig(StageConfig):
+    """The settings of a stage that reads a text."""
+
+    text: str | list[str] = "data"
+    """The name of a generate stage, or several, or `data` for the responses in the training
+    data."""
+    max_length: int = Field(1024, ge=2)
+    """The maximum length of a sample in tokens, prompt included."""
+    on_long: Literal["truncate", "drop"] = "truncate"
+    """Cut longer samples from the right, or drop them."""
+
+    @property
+    def text_stages(self) -> list[str]:
+        """The generate stages whose answers are the text. Empty for the data's own responses."""
+        return stages_of(self.text)
+
+
+class LossConfig(TextConfig):
+    """The settings of a stage that learns from the target's distribution."""
+
+    losses: Losses
+    """The weighted sum that is minimised: {name: weight}, or {name: {weight: …, option: …}}; see
+    `distill.losses`."""
+    teacher_temperature: float = Field(1.0, gt=0)
+    """Divides the target's logits before a loss compares the distributions (1503.02531)."""
+    drafter_temperature: float = Field(1.0, gt=0)
+    """Divides the drafter's logits before a loss compares the distributions."""
+
+    @property
+    def weighted_loss(self) -> WeightedLoss:
+        return WeightedLoss(
+            self.losses,
+            teacher_temperature=self.teacher_temperature,
+            drafter_temperature=self.drafter_temperature,
+        )
+
+    @property
+    def losses_in_words(self) -> str:
+        """Such as '1·forward_kl + 0.5·jsd(beta=0.1)'."""
+        parts = []
+        for name, given in self.losses.items():
+            options = dict(given) if isinstance(given, Mapping) else {"weight": given}
+            weight = options.pop("weight", 1)
+            shown = ", ".join(f"{k}={v:g}" for k, v in options.items())
+            parts.append(f"{weight:g}·{name}" + (f"({shown})" if shown else ""))
+        return " + ".join(parts)
+
+
+T = TypeVar("T", bound=TextConfig)
+L = TypeVar("L", bound=LossConfig)
+
+# (number of the part, its samples, (id, text_sha256) of each) → the number of scored tokens
+WritePart = Callable[[int, Sequence[Sample], list[tuple[str, str]]], int]
+
+
+class TextStage(Stage[T]):
+    """A stage that reads a text."""
+
+    @classmethod
+    def check(cls, config: T, earlier: Sequence[StageConfig]) -> None:
+        """Raise UserError if a stage of the text is not an earlier generate stage, or if it
+        answered test prompts. No stage may train on these."""
+        for name in config.text_stages:
+            answers: Any = closest_stage(name, earlier, "generate")
+            if answers.split == "test":
+                raise UserError(
+                    f"stage {config.name} would train on the answers of {name} to the test split, "
+                    "on which drafters are judged; name a stage that answers train or dev prompts"
+                )
+
+    def planned_tokens(self, plans: Mapping[str, StagePlan]) -> int:
+        """The number of response tokens of the text, before it exists. For a stage's answers this
+        is the maximum."""
+        if self.config.text == "data":
+            return sum(sum(sample.mask) for sample in self.corpus.samples("data"))
+        return sum(plans[name].tokens for name in self.config.text_stages)
+
+    def fitting_samples(self) -> tuple[list[Sample], dict[str, int]]:
+        """The samples that can be used, and the counts of `fit`. Also prints the counts."""
+        config = self.config
+        samples, counts = fit(self.corpus.samples(config.text), config.max_length, config.on_long)
+        self.reporter.say("  text: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n))
+        return samples, counts
+
+    def frequent_tokens(
+        self, samples: Sequence[Sample], count: int
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The `count` most frequent tokens of the samples' text, and their coverage for the stage's
+        summary; see `frequent_tokens`. Also prints the coverage."""
+        ids, coverage, lost = frequent_tokens(self.target, samples, count)
+        self.reporter.say(
+            f"  draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the text; the target "
+            f"gives {lost:.2%} of its probability there to others"
+        )
+        return ids, {"draft_vocabulary_coverage": coverage, "draft_vocabulary_lost_mass": lost}
+
+
+class CacheStage(TextStage[T]):
+    """A stage that stores the target's results for a text in part-0, part-1, … A kill loses at most
+    one part of each rank."""
+
+    def write_parts(
+        self, samples: Sequence[Sample], part_samples: int, write: WritePart
+    ) -> float | None:
+        """Write every missing part, with all ranks together. Returns the tokens per second that
+        this rank scored, or None if it scored none. Raises UserError for a damaged part."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        begin, scored = time.perf_counter(), 0
+        with self.reporter.bar("scoring", len(samples)) as bar:
+            for number, first in enumerate(range(0, len(samples), part_samples)):
+                part = samples[first : first + part_samples]
+                directory = self.directory / f"{PART}{number}"
+                if directory.exists():
+                    verify_directory(directory)
+                elif number % world == rank:
+                    # Each rank writes complete parts without communication, so no rank waits.
+                    names = [(s.id, text_sha256(s.tokens, s.mask)) for s in part]
+                    scored += write(number, part, names)
+                bar.update(first + len(part))
+        self.accelerator.wait_for_everyone()
+        return scored / (time.perf_counter() - begin) if scored else None
+
+    def batches_of(
+        self, part: Sequence[Sample], tokens_per_batch: int
+    ) -> Iterator[tuple[list[int], Batch, Inputs]]:
+        """A part in batches of similar length: the samples' indices in the part, the batch, and its
+        tensors on the target's device."""
+        lengths = [len(sample.tokens) for sample in part]
+        for rows in bucket_batches(lengths, tokens_per_batch=tokens_per_batch, seed=0, epoch=0):
+            batch = collate([part[i] for i in rows], self.target.tokenizer.pad_token_id or 0)
+            yield rows, batch, inputs(batch, self.target.device)
+
+
+def size(count: float) -> str:
+    """A number of bytes in readable units."""
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
+
+
+class TrainingStage(TextStage[L]):
+    """A stage that trains on a text. Its summary has `training`, and `losses` by name."""
+
+    @classmethod
+    def check(cls, config: L, earlier: Sequence[StageConfig]) -> None:
+        config.weighted_loss  # noqa: B018  # refuses losses that do not exist
+        super().check(config, earlier)
+
+    def cache_directory(self, name: str) -> Path:
+        """The directory of an earlier stage's cache. name: of the stage, or its directory."""
+        return self.earlier.get(name, Path(name))
+
+    def provenance(self, progress: TrainingProgress) -> dict[str, Any]:
+        """The provenance of a drafter that was trained here."""
+        return {
+            "stage": self.config.name,
+            "run": self.run_name,
+            "settings": self.config.model_dump(mode="json"),
+            "steps": progress.step,
+            "tokens": progress.tokens,
+        }
+
+    def summary(self, trainer: Trainer, counts: dict[str, int], parameters: int) -> dict[str, Any]:
+        """The summary of a finished training. counts: of its samples. parameters: how many the
+        drafter has."""
+        progress = trainer.progress
+        speed = progress.tokens / progress.seconds if progress.seconds else None
+        return {
+            "training": {
+                "steps": progress.step,
+                "tokens": progress.tokens,
+                "training_seconds": progress.seconds,
+                "tokens_per_second": speed,
+                "history": progress.history,
+                "dev": progress.dev,
+                "clock": progress.clock,
+            },
+            "samples": counts,
+            "padding_share": trainer.padding_share(),
+            "parameters": parameters,
+            "trained_parameters": trainer.trained_parameters,
+            "losses": self.config.losses,
+        }
+
+    @classmethod
+    def show(cls, summary: dict[str, Any], number: int) -> ReportSection:
+        """The training's figures, then the other figures, and the training's curves."""
+        # Summaries of earlier versions lack some of these keys.
+        others = dict(summary)
+        training = dict(others.pop("training", None) or {})
+        history, dev = (training.pop(key, None) or [] for key in ("history", "dev"))
+        clock = training.pop("clock", None) or {}
+        losses = loss_plot(f"loss-{number}", history, summary.get("losses") or [])
+        return ReportSection(
+            _in_short(history, dev, clock) | training | others,
+            [
+                StagePlot(f"loss-{number}", LOSS, losses),
+                StagePlot(f"dev-{number}", DEV, agreement_plot(f"dev-{number}", dev)),
+            ],
+        )
+
+
+def _in_short(
+    history: list[dict[str, Any]], dev: list[dict[str, Any]], clock: dict[str, float]
+) -> dict[str, str]:
+    """The first and last loss, the last figures on the dev slice, and the time by activity."""
+    figures = {}
+    losses = [entry["loss"] for entry in history if entry.get("loss") is not None]
+    if losses:
+        figures["loss"] = f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    for name, value in (dev[-1] if dev else {}).items():
+        if name != "step":
+            figures[f"dev {name.replace('_', ' ')}"] = f"{value:.3f}"
+    if clock:
+        total = sum(clock.values())
+        shares = sorted(clock.items(), key=lambda item: -item[1])
+        figures["time in"] = ", ".join(f"{part} {format_share(t / total)}" for part, t in shares)
+    return figures

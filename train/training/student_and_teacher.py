@@ -1,0 +1,227 @@
+"""A stage's student and its teacher."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.drafters.directory import describe_drafter
+from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
+from decode.errors import UserError
+from decode.target.hidden_states import FINAL
+from decode.target.identity import fingerprint, require_same_vocabulary
+from decode.target.loading import Target, load_model_and_tokenizer
+from distill.choose_vocabulary import most_frequent
+from distill.teacher.cache_parts import text_sha256
+from distill.teacher.feature_sources import CachedFeatures, holds_features
+from distill.teacher.teacher_signal import (
+    CachedStatesTeacher,
+    LiveTeacher,
+    TeacherSource,
+    shard_layers,
+    split_model,
+)
+from distill.teacher.top_k_cache import CachedTeacher
+from distill.untrained_student import student_from_config, student_from_layers
+from train.data.batches import collate, inputs
+from train.data.chat import Sample
+from train.data.read import spread
+from train.schema import Strict
+from train.training.trainer import Clock
+
+# Kinds of stages that make small language models, which later stages can continue to train.
+DRAFTER_STAGES = ("distill", "online")
+# Number of samples for measuring the probability mass that a draft vocabulary loses.
+LOST_MASS_SAMPLES = 16
+
+
+class StudentConfig(Strict):
+    """Where the drafter starts: exactly one of these settings."""
+
+    layers: list[int] | None = None
+    """A subset of the target's layers, by number from 0."""
+    model: str | None = None
+    """An existing smaller model with the same tokenizer: a hub id, directory or GGUF file. Its
+    output layer may be padded to another size."""
+    config: dict[str, Any] | None = None
+    """Changes to the target's config, for a model with random weights."""
+    stage: str | None = None
+    """The stage whose drafter is trained further: an earlier distill or online stage."""
+
+    @model_validator(mode="after")
+    def _one(self) -> "StudentConfig":
+        given = [name for name, value in self if value is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"found {', '.join(given) or 'nothing'}; expected exactly one of layers, model, "
+                "config, stage"
+            )
+        return self
+
+
+def start_provenance(start: StudentConfig, earlier: Mapping[str, Path]) -> Any:
+    """The drafter's start, for the provenance in its description. earlier: the directories of
+    earlier stages by name."""
+    if start.stage is not None:
+        return describe_drafter(earlier[start.stage] / "drafter")["provenance"]
+    return start.model_dump(exclude_none=True)
+
+
+def make_student(
+    start: StudentConfig, target: Target, earlier: Mapping[str, Path]
+) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
+    """The model to train, float32 on the CPU, and its reduced draft vocabulary, if it has one.
+
+    earlier: the directories of earlier stages by name. Raises UserError for layers that the target
+    does not have, a model with another vocabulary or with too few output rows for it, and a damaged
+    drafter.
+    """
+    if start.layers is not None:
+        return student_from_layers(target.model, start.layers).cpu(), None
+    if start.config is not None:
+        return student_from_config(target.model, start.config).cpu(), None
+    spec = start.model or ""
+    if start.stage is not None:
+        spec = str(earlier[start.stage] / "drafter")
+        describe_drafter(Path(spec))
+    loaded = load_model_and_tokenizer(spec, dtype="float32", device="cpu")
+    drafter = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
+    require_same_vocabulary(drafter, target.fingerprint, f"drafter {spec}", padding=True)
+    if drafter.vocab_size < target.token_count:
+        raise UserError(
+            f"drafter {spec} has {drafter.vocab_size} output rows and its tokenizer knows "
+            f"{target.token_count} tokens, so it has no row for some that it is to learn; resize "
+            "it first (transformers: resize_token_embeddings)"
+        )
+    return loaded.model.train(), load_vocabulary(Path(spec), loaded.model)
+
+
+def choose_trained(model: PreTrainedModel, *, embeddings: bool) -> None:
+    """Make all weights trainable, or all except the token embeddings and the output layer."""
+    model.requires_grad_(True)
+    if not embeddings:
+        model.get_input_embeddings().requires_grad_(False)
+        model.get_output_embeddings().requires_grad_(False)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute the layers' activations in the backward pass instead of keeping them."""
+    # transformers 5.23 uses another name.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    # The embeddings may be frozen, but a checkpointed layer needs an input with a gradient.
+    model.enable_input_require_grads()
+
+
+def frequent_tokens(
+    target: Target, samples: Sequence[Sample], count: int
+) -> tuple[Tensor, float, float]:
+    """The `count` most frequent tokens of the samples' text, int64 ascending, always including the
+    end-of-text tokens; the share of the text that they cover; and their `lost_mass` on a few
+    samples."""
+    ids, coverage = most_frequent(
+        (sample.tokens for sample in samples),
+        count,
+        target.vocab_size,
+        always=target.eos_token_ids,
+    )
+    return ids, coverage, lost_mass(target, spread(samples, LOST_MASS_SAMPLES), ids)
+
+
+@torch.no_grad()
+def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
+    """The target's mean probability of tokens outside `ids`, over the predicted tokens of the
+    samples. A drafter with this vocabulary has an expected acceptance of at most 1 − this value."""
+    teacher = LiveTeacher(split_model(target.model))
+    kept = ids.to(target.device)
+    lost, count = 0.0, 0
+    for sample in samples:
+        batch = collate([sample], target.tokenizer.pad_token_id or 0)
+        predicted = sum(sample.mask[1:])
+        signal = teacher.signal(**inputs(batch, target.device), ids=batch["ids"])
+        logits = signal(slice(0, predicted)).logits
+        lost += float((1 - logits.float().softmax(-1)[:, kept].sum(-1)).sum())
+        count += predicted
+    return lost / count
+
+
+Cache = CachedTeacher | CachedFeatures
+
+
+def open_cache(directory: Path, target: Target, samples: Sequence[Sample]) -> Cache:
+    """The cache that a `teacher_cache` or `feature_cache` stage wrote in a directory. Raises
+    UserError if it was made from another target, or lacks one of the samples."""
+    if holds_features(directory):
+        return open_features(directory, target, samples, [FINAL])
+    cache = CachedTeacher(directory, target)
+    cache.require(_hashes(samples))
+    return cache
+
+
+def open_features(
+    directory: Path, target: Target, samples: Sequence[Sample], captured_layers: Sequence[int]
+) -> CachedFeatures:
+    """The hidden states at `captured_layers` that a `feature_cache` stage wrote in a directory.
+    Raises UserError as `open_cache` does."""
+    cache = CachedFeatures(directory, target, captured_layers)
+    cache.require(_hashes(samples))
+    return cache
+
+
+def _hashes(samples: Sequence[Sample]) -> list[tuple[str, str]]:
+    return [(sample.id, text_sha256(sample.tokens, sample.mask)) for sample in samples]
+
+
+@contextmanager
+def teaching_model(target: Target, *, shard: bool) -> Iterator[PreTrainedModel]:
+    """The target's model as a teacher. With `shard`, it is a copy sharded over the ranks; the
+    complete model stays in CPU memory inside this context."""
+    if not shard:
+        yield target.model
+        return
+    device = target.device
+    target.model.to("cpu")
+    try:
+        sharded = copy.deepcopy(target.model)
+        shard_layers(sharded.base_model, device.type)
+        yield sharded.to(device)
+    finally:
+        target.model.to(device)
+
+
+def teacher_of(
+    target: PreTrainedModel,
+    cache: Cache | None,
+    vocabulary: Tensor | None,
+    *,
+    tokens: int,
+    remember: bool,
+    clock: Clock,
+) -> TeacherSource:
+    """The teacher: `cache` if given, otherwise the live target.
+
+    vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first `tokens` rows
+    of the output layer. remember: keep the live target's results after their first use. clock:
+    records the teacher's time as `teacher`.
+    """
+    if isinstance(cache, CachedTeacher):
+        return cache
+    model = split_model(target)
+    if cache is not None:
+        return CachedStatesTeacher(
+            model, cache, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher")
+        )
+    return LiveTeacher(
+        model,
+        remember=remember,
+        vocabulary=vocabulary,
+        tokens=tokens,
+        timed=partial(clock, "teacher"),
+    )
