@@ -9,8 +9,10 @@ import heads  # noqa: F401  (registers the drafters that read the target's hidde
 from decode.drafters.directory import open_drafter, save_drafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
-from decode.measure.evaluation import Evaluation, EvaluationProtocol, evaluate
+from decode.measure.evaluation import evaluate
+from decode.measure.figures import Evaluation
 from decode.sampling import Sampling
+from decode.settings import EvaluationProtocol
 from decode.target.loading import Target, load_target
 from decode.text import SpeculativeGenerator, TextPieces
 

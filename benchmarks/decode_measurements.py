@@ -17,7 +17,8 @@ from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.evaluation import identical, ratio_of_totals
+from decode.measure.evaluation import identical
+from decode.measure.figures import ratio_of_totals
 from decode.stats import finite
 from decode.target.loading import Target, load_target
 from train.cli.command import cores

@@ -43,7 +43,7 @@ from benchmarks.common import (
 from decode.drafters.directory import open_drafter
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.loop import Decoder
-from decode.measure.evaluation import ratio_of_totals
+from decode.measure.figures import ratio_of_totals
 from decode.sampling import Sampling
 from decode.target.loading import Target, load_model_and_tokenizer
 from distill.losses import WeightedLoss

@@ -63,7 +63,7 @@ from decode.artifact import write_file
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.evaluation import ratio_of_totals
+from decode.measure.figures import ratio_of_totals
 from decode.sampling import Sampling
 from train.data.read import Example, read_examples
 from train.plots import LIGHT, SERIES

@@ -34,7 +34,8 @@ from benchmarks.common import (
 from decode.drafters.directory import open_drafter
 from decode.drafters.trained import ShapedDrafter
 from decode.measure.calibrate_tree import calibrate_tree
-from decode.measure.evaluation import EvaluationProtocol, evaluate
+from decode.measure.evaluation import evaluate
+from decode.settings import EvaluationProtocol
 from decode.target.loading import load_target
 from train.cli.command import cores, tokenized_prompts
 from train.data.read import read_examples

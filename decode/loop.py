@@ -5,7 +5,7 @@ Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -289,8 +289,8 @@ class Decoding:
 
     def retire(self, done: Verification) -> None:
         """Hand out the new tokens of a pass, and drop the rows whose text has ended."""
-        for place, row in enumerate(self.rows):
-            tokens = done.block[place, : done.emitted[place]].tolist()
+        for index, row in enumerate(self.rows):
+            tokens = done.block[index, : done.emitted[index]].tolist()
             self.outputs[row] += tokens
             if self.on_tokens and tokens:
                 self.on_tokens(int(row), tokens)
@@ -311,12 +311,14 @@ class Decoding:
 
     def result(self) -> Decoded:
         tally = Tally(len(self.outputs), self.decoder.policy.max_depth)
-        timing = self.clock.timing
         for step in self.steps:
             tally.add(step)
-            timing.steps += 1
-            timing.draft_steps += step.draft_steps
-            timing.tokens_fed += step.width
+        timing = replace(
+            self.clock.timing,
+            steps=len(self.steps),
+            draft_steps=sum(step.draft_steps for step in self.steps),
+            tokens_fed=sum(step.width for step in self.steps),
+        )
         return Decoded(self.outputs, tally, timing, self.steps)
 
     def _draft(self, depths: np.ndarray) -> Draft:
@@ -377,11 +379,11 @@ class Decoding:
         emitted = np.where(ended, is_eos.argmax(1) + 1 if is_eos.size else 0, emitted)
         ended = ended | (emitted == room)
         if self.decoder.stop:
-            for place, row in enumerate(self.rows):
-                tokens = block[place, : emitted[place]].tolist()
+            for index, row in enumerate(self.rows):
+                tokens = block[index, : emitted[index]].tolist()
                 kept = self.decoder.stop.cut(int(row), tokens)
                 if kept is not None:
-                    emitted[place], ended[place] = kept, True
+                    emitted[index], ended[index] = kept, True
         return emitted, ended
 
     def _tell_drafter(self, done: Verification, counts: np.ndarray) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decode.drafters import Drafter
+from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.costs import Costs
 from decode.measure.time_costs import measure_costs
@@ -132,3 +133,32 @@ class DecodeSettings:
             "sampling": vars(self.sampling),
             "draft_temperature": self.draft_temperature,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationProtocol(DecodeSettings):
+    """The settings of an evaluation and its sizes.
+
+    max_new_tokens, batch_size: for the acceptance run over all prompts. To measure time,
+    `timed_prompts` of the prompts, evenly spread, are decoded again for `timed_tokens` tokens, in
+    batches of `timed_batch_size` prompts with similar lengths. generate: whether `generate()` of
+    `transformers` is timed too. Raises UserError unless timed_prompts is a multiple of
+    timed_batch_size.
+    """
+
+    max_new_tokens: int = 64
+    batch_size: int = 16
+    timed_prompts: int = 8
+    timed_tokens: int = 64
+    timed_batch_size: int = 1
+    generate: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.timed_batch_size
+        if size < 1 or self.timed_prompts % size:
+            raise UserError(
+                f"timed_batch_size is {size} and timed_prompts {self.timed_prompts}; expected a "
+                "batch of at least 1, and a number of prompts that fills whole batches"
+            )

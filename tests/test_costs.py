@@ -14,12 +14,12 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.measure.costs import Costs
-from decode.measure.evaluation import EvaluationProtocol, evaluate
+from decode.measure.evaluation import evaluate
 from decode.measure.time_costs import measure_costs
 from decode.policies.by_batch import ByBatch
 from decode.policies.cost_model import CostModel
 from decode.sampling import Sampling
-from decode.settings import DecodeSettings
+from decode.settings import DecodeSettings, EvaluationProtocol
 from decode.target.cached_model import CachedLM
 from tests.tiny import tiny_model, tiny_target
 

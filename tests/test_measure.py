@@ -18,18 +18,11 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
 from decode.measure import costs as others
-from decode.measure.evaluation import (
-    Evaluation,
-    EvaluationProtocol,
-    break_even,
-    evaluate,
-    fastest_gamma,
-    in_turns,
-    ratio_of_totals,
-    repetition,
-)
+from decode.measure.evaluation import evaluate, fastest_gamma, in_turns
+from decode.measure.figures import Evaluation, break_even, ratio_of_totals, repetition
 from decode.policies import POLICIES
 from decode.sampling import CounterRNG, Sampling
+from decode.settings import EvaluationProtocol
 from decode.stats import Counts, Tally, Timing, summary
 from decode.trees import SHAPES, Chain
 from decode.verification import Verification

@@ -8,10 +8,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from decode.drafters import DRAFTERS
 from decode.errors import UserError, nearest
-from decode.measure.evaluation import EvaluationProtocol
 from decode.parts import make_rule
 from decode.policies import POLICIES
 from decode.rules import RULES
+from decode.settings import EvaluationProtocol
 from decode.trees import SHAPES
 from train.config_file import ConfigSource, read_config
 from train.online.learners import heads_stage
@@ -78,7 +78,7 @@ class DataConfig(Strict):
 
 class EvaluationConfig(Strict):
     """How every drafter of the run is evaluated; see
-    `decode.measure.evaluation.EvaluationProtocol`.
+    `decode.settings.EvaluationProtocol`.
 
     rule, policy and shape are parts by name: `NAME`, `NAME:option=value,…`, or a mapping of name
     and options.

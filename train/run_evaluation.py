@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from decode.artifact import CorruptArtifact, verify_directory, write_directory
 from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter
 from decode.errors import UserError
-from decode.measure.evaluation import Evaluation, evaluate, fastest_gamma
+from decode.measure.evaluation import evaluate, fastest_gamma
+from decode.measure.figures import Evaluation
 from decode.registry import Choice
 from decode.target.loading import Target
 from train.config import RunConfig

@@ -48,8 +48,8 @@ def evaluate(
     import heads  # noqa: F401  (makes its drafters known)
     from decode.artifact import write_file
     from decode.drafters.directory import open_drafter
-    from decode.measure.evaluation import EvaluationProtocol
     from decode.measure.evaluation import evaluate as measure
+    from decode.settings import EvaluationProtocol
     from train.console import Reporter
     from train.data.read import read_examples
     from train.report.drafter_table import drafter_table

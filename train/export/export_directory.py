@@ -16,7 +16,8 @@ from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_d
 from decode.drafters import Drafter
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
-from decode.measure.evaluation import EvaluationProtocol, evaluate
+from decode.measure.evaluation import evaluate
+from decode.settings import EvaluationProtocol
 from decode.target.identity import require_same_target
 from decode.target.loading import DTYPES, Target, load_target
 from decode.trees import Chain
