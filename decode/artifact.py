@@ -104,7 +104,7 @@ def require_space(directory: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(there).free
     if free < needed:
         raise UserError(
-            f"{what} in {directory} take {needed / 2**30:.2f} GiB, and its disk has "
+            f"{what} in {directory} need {needed / 2**30:.2f} GiB, but the disk has "
             f"{free / 2**30:.2f} GiB free; free some space there, or choose another output_dir"
         )
 
@@ -163,7 +163,7 @@ def recover(parent: Path) -> None:
     parent = Path(os.path.abspath(parent))
     if not parent.is_dir():
         return
-    with _os_errors_named(f"cannot clear up in {parent}"):
+    with _os_errors_named(f"cannot clean up in {parent}"):
         names = os.listdir(parent)
         being_written = set()
         for match in filter(None, map(_TEMPORARY.fullmatch, names)):
@@ -272,7 +272,9 @@ def _seal(directory: Path, meta: dict[str, Any]) -> None:
     for entry in sorted(directory.rglob("*")):
         name = entry.relative_to(directory).as_posix()
         if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
-            raise UserError(f"{name} is a link or a special file, which a directory may not hold")
+            raise UserError(
+                f"{name} is a link or a special file; expected only regular files and directories"
+            )
         if name == MANIFEST:
             raise ValueError(f"{MANIFEST} is written by write_directory, not by fill")
         if entry.is_file():
@@ -303,7 +305,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CorruptArtifact(path, MANIFEST, "is damaged: it is not JSON") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         version = body.get("format") if isinstance(body, dict) else None
-        problem = f"has format {version!r}, this version of draftsmith reads {FORMAT}"
+        problem = f"has format {version!r}; this version of draftsmith reads {FORMAT}"
         raise CorruptArtifact(path, MANIFEST, problem)
     if body.pop("sha256", None) != _body_sha256(body):
         raise CorruptArtifact(path, MANIFEST, "is damaged: it does not match its own hash")
@@ -331,7 +333,7 @@ def _problem_of(directory: Path, name: str, entry: object, deep: bool) -> str | 
     if status.st_size != size:
         return f"has {status.st_size} bytes, the manifest says {size}"
     if deep and _sha256(steps[-1]) != sha256:
-        return "has another SHA-256 than the manifest says: its content was changed"
+        return "does not match its SHA-256 in the manifest: its content was changed"
     return None
 
 

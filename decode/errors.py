@@ -12,7 +12,7 @@ class UserError(Exception):
     """
 
 
-# Usual words for what has a quite different name here.
+# Common names, with the names that draftsmith uses instead.
 SYNONYMS = {
     "batch_size": ("tokens_per_batch",),
     "ce": ("cross_entropy",),

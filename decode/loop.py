@@ -66,12 +66,12 @@ def require_prompts(prompts: Sequence[Sequence[int]], max_positions: int, vocab_
         if len(prompt) >= max_positions:
             raise UserError(
                 f"prompt {row} has {len(prompt)} tokens and the target's context holds "
-                f"{max_positions}, which leaves no room for an answer; shorten it"
+                f"{max_positions}, so there is no room for an answer; shorten the prompt"
             )
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise UserError(
-                f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; the target "
-                f"knows 0 to {vocab_size - 1}. Use its own tokenizer"
+                f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; expected ids "
+                f"from 0 to {vocab_size - 1}. Use the target's tokenizer"
             )
 
 
@@ -136,10 +136,10 @@ class Decoder:
         self.vocab_size: int = model.config.get_text_config().vocab_size
         if drafter.vocab_size not in (None, self.vocab_size):
             raise UserError(
-                f"{name} has a vocabulary of {drafter.vocab_size} tokens and the target "
-                f"one of {self.vocab_size}; use a drafter made for this target, or, where the "
-                "tokenizers are the same and only the padding differs, open the drafter by "
-                "its name (`open_drafter`)"
+                f"{name} has a vocabulary of {drafter.vocab_size} tokens, but the target's has "
+                f"{self.vocab_size}; use a drafter made for this target. If the tokenizers are "
+                "the same and only the padding differs, open the drafter by its name "
+                "(`open_drafter`)"
             )
         self.eos = np.array(sorted(eos_token_ids), dtype=np.int64)
 

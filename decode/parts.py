@@ -1,6 +1,6 @@
 """Makes the parts of a decoder from their names and options: rule, policy, shape.
 
-An error comes before anything is loaded, where the settings alone show that parts do not fit.
+If the settings alone show that parts do not fit, the error comes before anything is loaded.
 """
 
 from collections.abc import Mapping
@@ -48,8 +48,8 @@ def make_policy(
     assert isinstance(policy, Policy)
     if policy.watches and branches:
         raise UserError(
-            f"the draft-length policy {type(policy).__name__} watches a chain grow, and {drafts} "
-            "drafts trees; leave the policy out, or let it draft in the shape chain"
+            f"the draft-length policy {type(policy).__name__} works only with chains, but {drafts} "
+            "drafts trees; leave the policy out, or use the shape chain"
         )
     return policy
 

@@ -46,13 +46,13 @@ class Choice:
                         f"{item!r} in {spec!r}; expected name or name:option=value,option=value"
                     )
                 if key.strip() in options:
-                    raise UserError(f"option {key.strip()!r} stands twice in {spec!r}")
+                    raise UserError(f"option {key.strip()!r} is given twice in {spec!r}")
                 options[key.strip()] = _parse_value(value.strip())
             return cls(name.strip(), options)
         if isinstance(spec, Mapping) and isinstance(spec.get("name"), str):
             return cls(spec["name"], {k: v for k, v in spec.items() if k != "name"})
         raise UserError(
-            f"{spec!r} names no part; expected a name, or a mapping with name and options"
+            f"{spec!r} does not name a part; expected a name, or a mapping with name and options"
         )
 
     def __str__(self) -> str:

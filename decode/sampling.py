@@ -40,7 +40,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, value, fits, expected in (
             ("temperature", self.temperature, self.temperature >= 0, "a number ≥ 0"),
-            ("top_k", self.top_k, self.top_k >= 0, "a aligned number ≥ 0 (0: off)"),
+            ("top_k", self.top_k, self.top_k >= 0, "a whole number ≥ 0 (0: off)"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "a number in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "a number in [0, 1]"),
             (

@@ -25,7 +25,7 @@ class DecodeSettings:
     gamma: the max depth of a draft, unless the policy or the structure of a tree sets it.
     rule, policy, shape: parts by name, with options. rule None: `speculative`, or `multi_round` for
         trees. policy None: `fixed`. shape None: the drafter's own shape. A tree that is named here
-        or stored with its drafter is drafted in full, unless the policy's options set `most`.
+        or stored with its drafter is drafted in full, unless the policy's options set `max_depth`.
     draft_temperature: the temperature of the drafter, if different.
 
     Raises UserError for settings that are unknown, out of range or incompatible. Loads nothing.
@@ -160,5 +160,5 @@ class EvaluationProtocol(DecodeSettings):
         if size < 1 or self.timed_prompts % size:
             raise UserError(
                 f"timed_batch_size is {size} and timed_prompts {self.timed_prompts}; expected a "
-                "batch of at least 1, and a number of prompts that fills whole batches"
+                "timed_batch_size of at least 1, and timed_prompts as a multiple of it"
             )

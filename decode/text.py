@@ -135,8 +135,8 @@ class SpeculativeGenerator:
         beams = num_beams or config.num_beams or 1
         if beams != 1:
             raise UserError(
-                f"num_beams is {beams}; beam search keeps several texts at a time, of which no "
-                "draft can be verified: use model.generate(num_beams=…), or say num_beams=1"
+                f"num_beams is {beams}; expected 1, because drafts cannot be verified for several "
+                "beams: use model.generate(num_beams=…), or set num_beams=1"
             )
         sampling = sampling_as_generate(
             config,
@@ -151,7 +151,10 @@ class SpeculativeGenerator:
         single = _is_one(prompts)
         ids = [self.tokens(prompt) for prompt in cast(Any, [prompts] if single else prompts)]
         if streamer is not None and len(ids) != 1:
-            raise UserError(f"a streamer shows one text and there are {len(ids)} prompts")
+            raise UserError(
+                f"there are {len(ids)} prompts, but a streamer shows only one text; give one "
+                "prompt, or leave the streamer out"
+            )
         decoder = Decoder(
             self.model,
             self.drafter,
@@ -215,7 +218,7 @@ class SpeculativeGenerator:
             return [int(cast(int, token)) for token in prompt]
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
-                "the tokenizer has no chat template to write messages with; give the prompt as text"
+                "the tokenizer has no chat template to format messages; give the prompt as text"
             )
         try:
             written: list[int] = self.tokenizer.apply_chat_template(
@@ -243,8 +246,8 @@ def _of_model(model: PreTrainedModel, target: Target) -> SmallLMDrafter:
     vocab_size: int = model.config.get_text_config().vocab_size
     if vocab_size != target.vocab_size:
         raise UserError(
-            f"the drafter {type(model).__name__} has a vocabulary of {vocab_size} tokens and the "
-            f"target one of {target.vocab_size}. If their tokenizers are the same and only the "
+            f"the drafter {type(model).__name__} has a vocabulary of {vocab_size} tokens, but the "
+            f"target's has {target.vocab_size}. If the tokenizers are the same and only the "
             "padding differs, give the drafter by its name or directory: then they are compared"
         )
     return SmallLMDrafter.of_target(model, target)

@@ -98,7 +98,7 @@ class Verification:
         that ends inside the block is not cut here.
     broken: bool [B], whether any logits along the accepted path were NaN, infinite or all masked.
 
-    The loop adds what became of it:
+    The loop adds the outcome:
 
     number: the number of the pass. 0 is the prefill: the verification of an empty draft.
     rows: int [B], the prompt of each row.
@@ -199,8 +199,8 @@ class Verification:
                 f"dtype with more range than {dtype}"
             )
         raise UserError(
-            f"the logits processors leave no token to choose {where}; at least one logit must be "
-            "finite: take the processor away that masks all, or let it spare a token"
+            f"the logits processors mask all tokens {where}; at least one logit must be finite: "
+            "remove the processor that masks them all, or let it keep a token"
         )
 
     def release(self) -> None:

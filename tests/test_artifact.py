@@ -220,7 +220,7 @@ def test_a_linked_directory_inside_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda body: body.update(format=2), "format 2, this version"),
+        (lambda body: body.update(format=2), "format 2; this version"),
         (lambda body: body.pop("format"), "format None"),
         (lambda body: body.update(files=[]), "no table of files"),
         (lambda body: body.update(meta=1), "no table of files or no meta"),

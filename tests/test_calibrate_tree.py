@@ -217,10 +217,10 @@ def test_evaluate_and_generate_use_and_name_the_stored_tree(
         "0.8",
     )
     assert chains.exit_code == 2
-    assert "or let it draft in the shape chain" in " ".join(chains.stderr.split())
+    assert "or use the shape chain" in " ".join(chains.stderr.split())
     stops = command("generate", base, path, "the dog", "--policy", "confidence")
     assert stops.exit_code == 2
-    assert "watches a chain grow" in " ".join(stops.stderr.split())
+    assert "works only with chains" in " ".join(stops.stderr.split())
 
     few = ("the dog", "--max-new-tokens", "8")
     answer = command("generate", base, path, *few)
@@ -263,7 +263,7 @@ def test_a_depth_of_0_is_not_taken_for_none_given(base: Path) -> None:
     for name, asked in (("generate", ["the dog"]), ("evaluate", ["--prompts", "none.jsonl"])):
         refused = command(name, base, "ngram", *asked, "--gamma", "0")
         assert refused.exit_code == 2
-        assert "gamma is 0; a draft needs at least 1 token" in refused.stderr
+        assert "gamma is 0; expected at least 1" in refused.stderr
 
 
 def test_python_drafts_the_stored_tree_whole(base: Path, drafters: Path) -> None:
@@ -345,8 +345,8 @@ def test_a_smaller_tree_within_the_noise_is_taken_and_told(
     assert "noise" not in exact.verdict
     assert len(noisy.structure) < len(exact.structure)
     assert noisy.best.structure == exact.structure
-    assert f"(a tree of {len(exact.structure)} nodes promises" in noisy.verdict
-    assert "so the smaller tree is taken" in noisy.verdict
+    assert f"(the prediction for a tree of {len(exact.structure)} nodes is" in noisy.verdict
+    assert "so the smaller tree is used" in noisy.verdict
     assert "Other processes took 40% of the processor" in noisy.verdict
     told = noisy.to_dict()
     assert told["nodes_at_least_cost"] == len(exact.structure)
@@ -403,8 +403,8 @@ def test_a_target_without_trees_is_refused_before_anything_is_measured() -> None
 def test_what_cannot_be_calibrated_is_refused(base: Path, drafters: Path) -> None:
     out = ("--out", str(drafters / "tree.json"))
     for words, message in (
-        (("ngram", *out), "NgramDrafter drafts in no shape"),
-        ((f"ngram+{base / 'small'}", *out), "CompositeDrafter drafts in no shape"),
+        (("ngram", *out), "NgramDrafter does not take a shape"),
+        ((f"ngram+{base / 'small'}", *out), "CompositeDrafter does not take a shape"),
         ((str(base / "small"), "--method", "medusa"), "expected one of calibrated, sequoia"),
         ((str(base / "heads"), "--width", "400"), "make the tree narrower"),
     ):

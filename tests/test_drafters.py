@@ -227,7 +227,7 @@ def test_a_text_longer_than_the_drafters_context_is_read_from_its_last_part(
     # Two tokens of a draft, and the text: what a row begins with is fed again once in 6 tokens.
     assert sum(fed) < 24 * (2 + 1) + 40
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "has a context of 12 tokens and a text is longer" in caplog.text
+    assert "has a context of 12 tokens, but a text is longer" in caplog.text
 
 
 def _counting(forward: Callable[..., Any], fed: list[int]) -> Callable[..., Any]:
@@ -489,7 +489,7 @@ def test_a_composite_of_drawn_chains_and_trees() -> None:
 
 def test_what_a_composite_cannot_mix() -> None:
     small = SmallLMDrafter(model("llama", layers=1))
-    with pytest.raises(UserError, match=r"do not go together .*Trees: chosen trees, Trees: disti"):
+    with pytest.raises(UserError, match=r"cannot be combined .*Trees: chosen trees, Trees: disti"):
         CompositeDrafter([small, Trees(False), Trees(True)]).siblings(Sampling(1.0))
     with pytest.raises(UserError, match="at least one"):
         CompositeDrafter([])
@@ -506,7 +506,7 @@ def test_a_composite_gives_its_shape_to_those_that_have_one() -> None:
     run = Decoder(model("llama"), trees, gamma=3).decode(prompts, 24)
     assert run.outputs == Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24).outputs
     assert run.counts.nodes_per_step > 3
-    with pytest.raises(UserError, match="does not draft in shapes"):
+    with pytest.raises(UserError, match="does not take a shape"):
         CompositeDrafter([NgramDrafter()]).with_shape(SHAPES["chain"]())
 
 
@@ -553,7 +553,7 @@ def test_the_first_token_may_be_drafted_too(family: str, name: str) -> None:
 def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     other = SmallLMDrafter(model("llama", vocab=280))
     for drafter in (other, CompositeDrafter([NgramDrafter(), other])):
-        with pytest.raises(UserError, match="vocabulary of 280 tokens and the target one of 300"):
+        with pytest.raises(UserError, match="vocabulary of 280 tokens, but the target's has 300"):
             Decoder(model("llama"), drafter)
 
 
@@ -637,7 +637,7 @@ def test_drafts_deeper_than_the_room_that_is_left(name: str) -> None:
 @pytest.mark.parametrize("prompt", [[5, 300], [-1, 5]])
 def test_prompts_of_another_vocabulary_are_refused(prompt: list[int]) -> None:
     decoder = Decoder(model("llama"), NgramDrafter())
-    with pytest.raises(UserError, match=r"prompt 1 has token ids from .*knows 0 to 299"):
+    with pytest.raises(UserError, match=r"prompt 1 has token ids from .*ids from 0 to 299"):
         decoder.decode([[5], prompt], 4)
 
 

@@ -183,7 +183,7 @@ def test_what_a_cache_lacks_is_refused(context: Any, target: Target) -> None:
 def test_bad_settings_are_refused(context: Any) -> None:
     with pytest.raises(UserError, match="name a layer twice"):
         cache_stage(captured_layers=[0, 0])
-    with pytest.raises(UserError, match=r"layer 2 are asked for .* has 2 layers"):
+    with pytest.raises(UserError, match=r"layer 2 were requested, but .* has 2 layers"):
         plan_stage(context, cache_stage(captured_layers=[2]))
     with pytest.raises(UserError, match="no earlier stage 'cache' of kind feature_cache"):
         make_stage("heads", "heads", features="cache", **HEADS)

@@ -158,5 +158,5 @@ def test_drafters_of_drafters_pass_on_what_is_read(kind: Any) -> None:
 
 @pytest.mark.parametrize("layer", [2, -2])
 def test_a_layer_that_is_not_there_is_refused(layer: int) -> None:
-    with pytest.raises(UserError, match=f"layer {layer} are asked for .* has 2 layers"):
+    with pytest.raises(UserError, match=f"layer {layer} were requested, but .* has 2 layers"):
         Recorder(model("llama"), [layer])

@@ -182,9 +182,9 @@ def test_settings_are_filled_in_as_transformers_does(
     [
         ({"no_repeat_ngram_size": 3}, r"no_repeat_ngram_size=3.*no_repeat_ngram_size = 0\)"),
         ({"suppress_tokens": [3], "min_new_tokens": 4}, "suppress_tokens=.3., min_new_tokens=4"),
-        ({"guidance_scale": 1.5}, "guidance_scale=1.5, which generate.. obeys"),
+        ({"guidance_scale": 1.5}, "guidance_scale=1.5, which generate.. applies"),
         ({"do_sample": True, "typical_p": 0.9}, "typical_p=0.9"),
-        ({"num_beams": 4}, "num_beams is 4; beam search .* say num_beams=1"),
+        ({"num_beams": 4}, "num_beams is 4; expected 1, .* set num_beams=1"),
     ],
 )
 def test_what_this_loop_does_not_have_is_refused_by_name(

@@ -602,7 +602,7 @@ def test_a_target_trained_a_little_is_another_one(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in tuned.model.model.layers[1].parameters():
             parameter *= 1.001
-    with pytest.raises(UserError, match="its hidden states mean something else"):
+    with pytest.raises(UserError, match="its hidden states are different"):
         open_drafter(str(tmp_path / "heads"), tuned)
 
 
@@ -630,7 +630,7 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_kind_is_no_drafter() -> None:
-    with pytest.raises(UserError, match="'medusa' is a kind; name the directory of a trained one"):
+    with pytest.raises(UserError, match="'medusa' is a kind of trained drafter"):
         open_drafter("medusa", target())
 
 

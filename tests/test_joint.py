@@ -325,7 +325,7 @@ def test_a_stage_makes_a_new_target_and_leaves_the_old_one(
     assert any(moved)
     assert not any("lora" in name for name in new.model.state_dict())
     drafter = open_drafter(str(outcome.drafter), new)
-    with pytest.raises(UserError, match="its hidden states mean something else"):
+    with pytest.raises(UserError, match="its hidden states are different"):
         open_drafter(str(outcome.drafter), target())
     description = describe_drafter(outcome.drafter)  # type: ignore[arg-type]
     assert description["target"]["name"] == str(outcome.target)

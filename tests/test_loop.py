@@ -486,7 +486,7 @@ def test_a_trace_follows_the_path_that_was_taken_among_equal_siblings() -> None:
 
 
 def test_a_policy_that_watches_a_chain_is_refused_with_trees() -> None:
-    with pytest.raises(UserError, match=r"Confidence watches a chain grow, and RandomTrees drafts"):
+    with pytest.raises(UserError, match=r"Confidence works only with chains, but RandomTrees"):
         Decoder(model("llama"), RandomTrees("llama"), policy=POLICIES["confidence"]())
 
 

@@ -410,7 +410,7 @@ def test_prompts_are_timed_in_batches(temperature: float) -> None:
         lengths = [sum(map(len, run.outputs)) for run in found.plain]
         assert found.generate_tokens == lengths
     assert shown["vs_generate"]["value"] > 0
-    with pytest.raises(UserError, match="which do not fill one timed batch of 2"):
+    with pytest.raises(UserError, match="too few for one timed batch of 2"):
         evaluate(target, small, PROMPTS[:1], protocol)
 
 
@@ -615,8 +615,8 @@ def test_a_lossy_rule_and_other_sampling_are_told() -> None:
         ({"rule": "lenience:lenienc=0.7"}, "no option 'lenienc'.*Did you mean \"lenience\""),
         ({"rule": "lenience:lenience=high"}, "option lenience is .high.; expected a valid"),
         ({"rule": "lenience:0.7"}, "expected name or name:option=value"),
-        ({"policy": {"most": 3}}, "names no part"),
-        ({"policy": "heuristic:max_depth=4,max_depth=5"}, "stands twice"),
+        ({"policy": {"most": 3}}, "does not name a part"),
+        ({"policy": "heuristic:max_depth=4,max_depth=5"}, "is given twice"),
         ({"shape": "chian"}, 'Did you mean "chain"'),
         ({"shape": "chain:width=3"}, "has no option 'width'; it has none"),
         ({"draft_temperature": -1.0}, "temperature is -1.0"),
@@ -631,7 +631,7 @@ def test_wrong_parts_are_refused_before_anything_is_loaded(
 
 
 def test_a_drafter_without_a_shape_of_choice_says_so() -> None:
-    with pytest.raises(UserError, match="NgramDrafter does not draft in shapes"):
+    with pytest.raises(UserError, match="NgramDrafter does not take a shape"):
         evaluate(tiny_target(), DRAFTERS["ngram"](), PROMPTS, EvaluationProtocol(shape="chain"))
 
 
@@ -650,7 +650,7 @@ def test_parts_that_do_not_go_together_are_refused_before_anything_is_loaded(
     monkeypatch.setitem(SHAPES._parts, "bush", Bush)
     with pytest.raises(UserError, match=r"shape bush drafts trees.*chains only"):
         EvaluationProtocol(shape="bush", rule="block", sampling=Sampling(1.0))
-    with pytest.raises(UserError, match="watches a chain grow, and shape bush drafts trees"):
+    with pytest.raises(UserError, match="works only with chains, but shape bush drafts trees"):
         EvaluationProtocol(shape="bush", rule="exact", policy="confidence")
 
 

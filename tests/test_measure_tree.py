@@ -207,7 +207,7 @@ def test_a_measured_tree_is_better_than_a_chain() -> None:
 
 
 def test_measuring_the_impossible_is_refused() -> None:
-    with pytest.raises(UserError, match="NgramDrafter drafts in no shape"):
+    with pytest.raises(UserError, match="NgramDrafter does not take a shape"):
         measure_acceptance(model("llama"), NgramDrafter(), PROMPTS, tree=probe(2, 2))
     drafter = SmallLMDrafter(model("llama"))
     with pytest.raises(UserError, match="no prompts to measure"):

@@ -607,7 +607,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     before = {name: p.clone() for name, p in drafter.lm.model.named_parameters()}
     names = list(before)
     wrong = {names[0]: before[names[0]] + 1, names[1]: torch.zeros(3)}
-    with pytest.raises(UserError, match="new weights bring"):
+    with pytest.raises(UserError, match="new weights contain"):
         drafter.take_weights(wrong)
     assert all(torch.equal(p, before[n]) for n, p in drafter.lm.model.named_parameters())
     with pytest.raises(UserError, match="NgramDrafter cannot take the weights"):

@@ -445,7 +445,7 @@ def test_weights_go_to_a_drafter_of_the_same_heads_only() -> None:
     with pytest.raises(UserError, match="another draft vocabulary"):
         online_of(reduced, heads, on)
     fewer = build_heads(HeadOptions.of(OPTIONS["medusa"] | {"heads": 2}), on, None)
-    with pytest.raises(UserError, match=r"new weights bring .*layers\.2"):
+    with pytest.raises(UserError, match=r"new weights contain .*layers\.2"):
         online_of(drafter_of(fewer, on), heads, on)
 
 

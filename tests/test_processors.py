@@ -348,7 +348,7 @@ def test_processors_that_leave_no_token(name: str, temperature: float, value: fl
             sampling=Sampling(temperature),
             processors=[From(length, 30, value)],
         )
-        with pytest.raises(UserError, match=f"processors leave no token .* in {step} for prompt 2"):
+        with pytest.raises(UserError, match=f"processors mask all tokens in {step} for prompt 2"):
             decoder.decode(PROMPTS, NEW)
 
 

@@ -453,8 +453,8 @@ def test_what_goes_with_what(rule: str, trees: frozenset[str]) -> None:
         if siblings in trees:
             Decoder(model, Stand(True, siblings), rule=rule, sampling=PLAIN)
             continue
-        said = f"Stand drafts trees of {siblings} siblings and the rule {RULES[rule].__name__} "
-        with pytest.raises(UserError, match=f"{said}.*rules for such trees: .*multi_round"):
+        said = f"Stand drafts trees of {siblings} siblings, but the rule {RULES[rule].__name__} "
+        with pytest.raises(UserError, match=f"{said}.*rule for such trees: .*multi_round"):
             Decoder(model, Stand(True, siblings), rule=rule, sampling=PLAIN)
         # At temperature 0 exact match takes the place of all that come to it.
         if RULES[rule].exact_when_greedy:

@@ -387,7 +387,7 @@ def test_several_keep_their_own_q_and_noise() -> None:
 
 
 def test_several_drafters_are_refused() -> None:
-    with pytest.raises(UserError, match="none is named"):
+    with pytest.raises(UserError, match="give at least one drafter"):
         SeveralDrafters([])
     distinct = SHAPES["static"](widths=[2], draw="distinct")
     several = SeveralDrafters([Says(1), SmallLMDrafter(model("llama"), shape=distinct)])
@@ -395,8 +395,8 @@ def test_several_drafters_are_refused() -> None:
         several.siblings(PLAIN)
     assert several.siblings(Sampling()) == "chosen"
     merged = SeveralDrafters([NgramDrafter(), SmallLMDrafter(model("llama", layers=1))])
-    said = "trees of mixed siblings and the rule SpecTr judges independent siblings; rules for such"
-    with pytest.raises(UserError, match=rf"{said} trees: .*multi_round.*in turn \(A\+B\)"):
+    said = "trees of mixed siblings, but the rule SpecTr judges independent siblings; choose a rule"
+    with pytest.raises(UserError, match=rf"{said} for such trees: .*multi_round.*in turn \(A\+B\)"):
         Decoder(model("llama"), merged, rule="spectr", sampling=PLAIN)
     Decoder(model("llama"), merged, rule="spectr")  # greedy: exact match
     Decoder(model("llama"), merged, sampling=PLAIN)

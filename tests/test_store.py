@@ -105,7 +105,7 @@ def test_the_dtype_is_the_targets_or_as_asked(
 def test_names_of_kinds(target: Target) -> None:
     assert isinstance(open_drafter("none", target), NoDrafter)
     assert isinstance(open_drafter("ngram", target), NgramDrafter)
-    with pytest.raises(UserError, match="is a kind; name the directory"):
+    with pytest.raises(UserError, match="is a kind of trained drafter; give the directory"):
         open_drafter("small_lm", target)
 
 
@@ -160,7 +160,7 @@ def test_a_drafter_may_be_padded_to_another_size(saved: Path, tmp_path: Path, ro
         assert run.outputs == plain.outputs
         assert run.counts.drafted.sum() > 0
     # A model as such has no tokenizer to compare.
-    with pytest.raises(UserError, match=r"vocabulary of 300 tokens .*give the drafter by its name"):
+    with pytest.raises(UserError, match=r"vocabulary of 300 tokens, .*the drafter by its name"):
         SpeculativeGenerator(target.model, target.tokenizer, tiny_model("llama", layers=1))
 
 
@@ -208,12 +208,12 @@ def rewrite_description(path: Path, edit: dict[str, Any]) -> None:
     ("edit", "said"),
     [
         ({"kind": "smal_lm"}, 'unknown drafter .smal_lm.*Did you mean "small_lm"'),
-        ({"kind": "of_heads"}, "unknown drafter .of_heads.*take open_drafter from there"),
+        ({"kind": "of_heads"}, "unknown drafter .of_heads.*import open_drafter from there"),
         ({"kind": "ngram"}, "not trained"),
         ({"format": 2}, "drafter format 2; .* reads format 1"),
-        ({"format": None}, "is no drafter description"),
-        ({"kind": None}, "is no drafter description"),
-        ({"target": None}, "is no drafter description"),
+        ({"format": None}, "is not a drafter description"),
+        ({"kind": None}, "is not a drafter description"),
+        ({"target": None}, "is not a drafter description"),
         ({"target": {"fingerprint": {"vocab_size": 300}}}, "not a tokenizer fingerprint"),
     ],
 )

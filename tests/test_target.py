@@ -191,7 +191,7 @@ def test_wrong_settings(saved: Path, settings: dict[str, str], message: str) -> 
     [
         ("./no/such/directory", "does not exist. Name a model directory"),
         ("missing.gguf", "does not exist"),
-        ("no-org/no-model", "no directory here, and loading it from the hub failed"),
+        ("no-org/no-model", "not a local directory, and loading from the hub failed"),
         ("embedded:smollm", r'unknown embedded target.*Did you mean "smollm2-135m"\?'),
     ],
 )
@@ -230,7 +230,7 @@ def endless_header(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (only_pickle, r"found only pytorch_model.bin.*can run code.*Convert"),
+        (only_pickle, r"found only pytorch_model.bin.*can run code.*convert"),
         (cut_weights, "the weights of .* cannot be loaded.*complete"),
         (lying_header, "the weights of .* cannot be loaded"),
         (endless_header, "the weights of .* cannot be loaded"),
@@ -292,7 +292,7 @@ def test_code_of_the_model_runs_only_when_asked_for(
             "AutoModelForCausalLM": "custom.CustomForCausalLM",
         },
     )
-    with pytest.raises(UserError, match=r"Python code of its own.*set trust_remote_code"):
+    with pytest.raises(UserError, match=r"contains Python code.*set trust_remote_code"):
         load_target(str(copy))
     assert not marker.exists()
 

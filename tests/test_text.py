@@ -107,7 +107,7 @@ def test_parts_by_name() -> None:
     assert ours.generate(TEXTS, max_new_tokens=NEW) == wanted
     assert ours.decoded is not None
     assert ours.decoded.counts.nodes_per_step > 2
-    with pytest.raises(UserError, match="does not draft in shapes"):
+    with pytest.raises(UserError, match="does not take a shape"):
         generator("ngram", shape="chain")
 
 
@@ -181,13 +181,13 @@ def test_a_stream_may_be_left_and_tells_of_errors() -> None:
 
 def test_what_is_left_to_generate_or_makes_no_sense() -> None:
     ours = generator()
-    with pytest.raises(UserError, match=r"num_beams is 4; beam search .* model\.generate"):
+    with pytest.raises(UserError, match=r"num_beams is 4; expected 1, .* model\.generate"):
         ours.generate(TEXTS, num_beams=4)
-    with pytest.raises(UserError, match="one text and there are 3 prompts"):
+    with pytest.raises(UserError, match="there are 3 prompts, but a streamer"):
         ours.generate(TEXTS, streamer=TextStreamer(tokenizer()))
     with pytest.raises(UserError, match="no prompts"):
         ours.generate([])
-    with pytest.raises(UserError, match="a vocabulary of 280 tokens and the target one of 300"):
+    with pytest.raises(UserError, match="a vocabulary of 280 tokens, but the target's has 300"):
         generator(model("llama", vocab=280)).generate(TEXTS)
 
 

@@ -146,7 +146,7 @@ class Deaf(torch.nn.Module):
 def test_models_that_do_not_honour_what_a_tree_needs(family: str, drops: str) -> None:
     deaf: Any = Deaf(model(family), drops)
     tree = SmallLMDrafter(nearly(family), shape=shape("static"))
-    found = "other logits" if drops == "attention_mask" else "the same logits"
+    found = "different logits" if drops == "attention_mask" else "the same logits"
     message = rf"Deaf does not honour 4-D attention masks and position_ids, .* gives {found}"
     with pytest.raises(UserError, match=message):
         Decoder(deaf, tree, rule="exact").decode(PROMPTS[:1], NEW)
@@ -229,7 +229,7 @@ def test_one_deaf_layer_is_enough_to_be_refused(dtype: torch.dtype) -> None:
         return args, given | {"attention_mask": mask}
 
     lm.model.layers[7].register_forward_pre_hook(causal, with_kwargs=True)
-    with pytest.raises(UserError, match="other logits for a token when a sibling stands before"):
+    with pytest.raises(UserError, match="different logits for a token when a sibling comes before"):
         require_trees(lm)
 
 
@@ -256,7 +256,7 @@ def test_a_model_that_looks_at_slots_is_refused(family: str, dtype: torch.dtype)
     lm = tiny_model(family).to(dtype)
     require_trees(lm)
     slanted: Any = Slanted(lm)
-    with pytest.raises(UserError, match="other logits for a token in another slot"):
+    with pytest.raises(UserError, match="different logits for a token in another slot"):
         require_trees(slanted)
 
 
@@ -282,7 +282,7 @@ def test_experts_may_round_by_what_else_is_fed(dtype: torch.dtype) -> None:
         if honoured:
             require_trees(which)
         else:
-            with pytest.raises(UserError, match="when a sibling stands before"):
+            with pytest.raises(UserError, match="when a sibling comes before"):
                 require_trees(which)
 
 

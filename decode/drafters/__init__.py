@@ -39,7 +39,7 @@ class Drafter(ABC):
     def load(cls, path: Path, target: Target, *, dtype: str) -> "Drafter":
         """Loads a directory written by `decode.drafters.directory.save_drafter`, onto the target's
         device. Raises UserError if the drafter does not fit the target."""
-        raise UserError(f"{cls.__name__} is not trained, so it has no directory to be loaded from")
+        raise UserError(f"{cls.__name__} is not trained, so it cannot be loaded from a directory")
 
     @property
     def branches(self) -> bool:
@@ -65,7 +65,7 @@ class Drafter(ABC):
 
     def with_shape(self, shape: Shape) -> "Drafter":
         """The same drafter with another shape. Raises UserError if it has no choice of shape."""
-        raise UserError(f"{type(self).__name__} does not draft in shapes; leave the shape out")
+        raise UserError(f"{type(self).__name__} does not take a shape; leave the shape out")
 
     @abstractmethod
     def start(self, contexts: Contexts) -> None:
@@ -87,8 +87,8 @@ class Drafter(ABC):
         """
 
     def observe(self, done: Verification) -> None:
-        """Hears of every pass, once: first of the prefill (the verification of an empty draft),
-        after `start`; then of each verification. `contexts` already ends with the emitted tokens.
+        """Receives every pass once: after `start` the prefill (the verification of an empty draft),
+        then each verification. `contexts` already ends with the emitted tokens.
 
         A drafter with captured layers gets the target's hidden states in `done.features`: first
         those of the prompt's tokens, later those of the last token of the text so far and of the

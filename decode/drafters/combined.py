@@ -26,13 +26,13 @@ class Group(Drafter):
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
-            raise UserError("several drafters, but none is named; give at least one")
+            raise UserError("the list of drafters to combine is empty; give at least one drafter")
         self.drafters = list(drafters)
         sizes = {size for drafter in drafters if (size := drafter.vocab_size) is not None}
         if len(sizes) > 1:
             raise UserError(
-                f"drafters that are to draft together have vocabularies of {sorted(sizes)} tokens; "
-                "expected one and the same, the target's"
+                f"the combined drafters have vocabularies of {sorted(sizes)} tokens; expected the "
+                "target's vocabulary for all of them"
             )
         self.vocab_size = next(iter(sizes), None)
         self.captured_layers = tuple(
@@ -83,8 +83,8 @@ class CompositeDrafter(Group):
                 for drafter, (kind, branches) in zip(self.drafters, kinds, strict=True)
             )
             raise UserError(
-                f"the drafters of a composite do not go together ({named_kinds}); trees whose "
-                "siblings are distinct go with chains, and with trees of the same kind"
+                f"these drafters cannot be combined ({named_kinds}); trees with distinct siblings "
+                "can be combined only with chains, or with trees of the same kind"
             )
         return together
 
@@ -182,7 +182,7 @@ def _merged(drafts: list[Draft]) -> Draft:
     if not trees:
         q_rows = None  # row i for node i, as in any chain
     kind = _siblings([(draft.siblings, not draft.is_chain) for draft in drafts])
-    assert kind is not None, "the drafters do not draft what they said"
+    assert kind is not None, "a drafter made other siblings than it declared"
     return Draft(tokens, sizes, q, parents, q_rows, "independent" if kind == "chosen" else kind)
 
 
@@ -207,8 +207,8 @@ class SeveralDrafters(Group):
         if "distinct" in kinds:
             name = type(self.drafters[kinds.index("distinct")]).__name__
             raise UserError(
-                f"{name} draws siblings without replacement, which cannot be merged with the "
-                "drafts of others; give its shape another draw (independent or top)"
+                f"{name} draws siblings without replacement; such drafts cannot be merged with "
+                "those of other drafters. Set draw=independent or draw=top in its shape"
             )
         if len(kinds) > 1 and set(kinds) != {"chosen"}:
             return "mixed"

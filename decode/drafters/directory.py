@@ -60,7 +60,9 @@ def describe_drafter(path: Path) -> dict[str, Any]:
         description = json.loads((path / DRAFTER_FILE).read_text())
         file_format, _, _ = (description[key] for key in ("format", "kind", "target"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptArtifact(path, DRAFTER_FILE, f"is no drafter description ({error})") from error
+        raise CorruptArtifact(
+            path, DRAFTER_FILE, f"is not a drafter description ({error})"
+        ) from error
     if file_format != FORMAT:
         raise UserError(
             f"{path} has drafter format {file_format}; this version of draftsmith reads "
@@ -92,12 +94,14 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     dtype = dtype or target.dtype
     name = next((name for name, value in DTYPES.items() if value == dtype), None)
     if name is None:
-        raise UserError(f"a drafter in {dtype}; expected one of {', '.join(DTYPES)}")
+        raise UserError(f"the drafter's dtype is {dtype}; expected one of {', '.join(DTYPES)}")
     device = str(target.device)
     kind = _kind(spec)
     if kind in DRAFTERS and not path.exists():
         if DRAFTERS[kind].trained:
-            raise UserError(f"drafter {kind!r} is a kind; name the directory of a trained one")
+            raise UserError(
+                f"{kind!r} is a kind of trained drafter; give the directory of a trained drafter"
+            )
         drafter: Drafter = DRAFTERS.make(spec)
         return drafter
     if (path / DRAFTER_FILE).exists():
@@ -108,8 +112,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
             loader = DRAFTERS[description["kind"]]
         except UserError as error:
             raise UserError(
-                f"{path}: {error} Drafters on the target's hidden states are known once "
-                "`draftsmith` is imported: take open_drafter from there"
+                f"{path}: {error} Importing `draftsmith` registers the drafters that read the "
+                "target's hidden states: import open_drafter from there"
             ) from error
         return loader.load(path, target, dtype=name)
     if (path / MANIFEST).exists():

@@ -72,8 +72,8 @@ def load_vocabulary(path: Path, model: PreTrainedModel) -> ReducedVocabulary | N
     fits = len(ids) and ids[0] >= 0 and ids[-1] < size and bool((ids.diff() > 0).all())
     if not fits or rows["weight"].shape[0] != len(ids):
         raise UserError(
-            f"{path / FILE} does not fit: {len(ids)} token ids for {rows['weight'].shape[0]} rows, "
-            f"in a vocabulary of {size}; make the drafter again"
+            f"{path / FILE} has {len(ids)} token ids and {rows['weight'].shape[0]} rows; expected "
+            f"one row for each id, and ascending ids ≥ 0 and < {size}. Make the drafter again"
         )
     vocabulary = reduce_output(model, ids)
     model.get_output_embeddings().load_state_dict(rows)

@@ -133,7 +133,7 @@ class SmallLMDrafter(ShapedDrafter):
         # A row with fewer tokens than that continues with padding past its end.
         ids = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)
         logits = self.lm.forward(
-            # Ids without an embedding occur only in rows that may not draft.
+            # Ids without an embedding occur only in rows that must not draft.
             torch.as_tensor(np.minimum(ids, self.known - 1), device=self.lm.device),
             start,
             columns=np.maximum(np.minimum(lengths - start, lacking) - 1, 0),
@@ -145,7 +145,7 @@ class SmallLMDrafter(ShapedDrafter):
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
         lengths = contexts.lengths
-        # A row that may not draft gets meaningless input, and its draft is not used.
+        # A row that must not draft gets meaningless input, and its draft is not used.
         depths = np.minimum(self._capacity - 1, limits.depths)
         depths = np.where(self._knows(contexts), depths, 0)
         if not depths.any():
@@ -168,8 +168,8 @@ class SmallLMDrafter(ShapedDrafter):
         if not self._warned:
             self._warned = True
             logger.warning(
-                "the drafter %s has a context of %d tokens and a text is longer: it drafts from "
-                "the last part of that text only, about half of its context or more",
+                "the drafter %s has a context of %d tokens, but a text is longer: the drafter "
+                "reads only the last part of that text, about half of its context or more",
                 type(self.lm.model).__name__,
                 self._capacity,
             )

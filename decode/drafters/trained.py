@@ -49,10 +49,12 @@ def require_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, tensor in weights.items():
         if name not in parameters or parameters[name].shape != tensor.shape:
             shape = (
-                f"one of shape {tuple(parameters[name].shape)}" if name in parameters else "none"
+                f"shape {tuple(parameters[name].shape)} for it"
+                if name in parameters
+                else "no such parameter"
             )
             raise UserError(
-                f"new weights bring {name} of shape {tuple(tensor.shape)} and the drafter "
+                f"the new weights contain {name} of shape {tuple(tensor.shape)}, but the drafter "
                 f"{type(module).__name__} has {shape}; use weights of the same model"
             )
 

@@ -77,7 +77,9 @@ def choose(trials: Sequence[Trial], within: tuple[float, float] = WITHIN) -> Thr
     low, high = within
     drafting = [trial for trial in trials if np.isfinite(trial.acceptance_rate)]
     if not drafting:
-        raise UserError("nothing was drafted, so there is no acceptance to calibrate by")
+        raise UserError(
+            "nothing was drafted, so θ cannot be calibrated; use other prompts or another drafter"
+        )
     distance = [max(low - t.acceptance_rate, t.acceptance_rate - high, 0.0) for t in drafting]
     nearest = [t for t, d in zip(drafting, distance, strict=True) if d == min(distance)]
     chosen = min(nearest, key=lambda trial: trial.ms_per_token)
@@ -104,7 +106,9 @@ def calibrate_threshold(
     if not prompts or not thresholds:
         raise UserError("calibrating needs at least one prompt and one threshold")
     if not 0 <= within[0] <= within[1] <= 1:
-        raise UserError(f"acceptance is to be within {within}; expected low ≤ high, from 0 to 1")
+        raise UserError(
+            f"the range of acceptance rates is {within}; expected low ≤ high, from 0 to 1"
+        )
     thetas = sorted(set(thresholds))
     shortest = min(prompts, key=len)
     decoders = []

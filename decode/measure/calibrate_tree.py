@@ -84,7 +84,7 @@ def require_shaped(drafter: Drafter) -> ShapedDrafter:
     """Returns the drafter. Raises UserError if it does not take shapes."""
     if not isinstance(drafter, ShapedDrafter):
         raise UserError(
-            f"{type(drafter).__name__} drafts in no shape, so there is no tree to calibrate"
+            f"{type(drafter).__name__} does not take a shape, so no tree can be calibrated for it"
         )
     return drafter
 
@@ -204,21 +204,21 @@ class TreeCalibration:
         speed = 1 / self.plan.cost_per_token
         text = (
             f"{len(tree)} nodes, {tree.depth} deep: {self.tree_tokens:.2f} tokens per step on "
-            f"these prompts (promised: {self.plan.tokens_per_step:.2f}; chains {tree.depth} deep: "
+            f"these prompts (predicted: {self.plan.tokens_per_step:.2f}; chains {tree.depth} deep: "
             f"{self.chain_tokens:.2f}); at the measured costs {speed:.2f} times plain decoding"
         )
         if self.best.structure != tree:
             text += (
-                f" (a tree of {len(self.best.structure)} nodes promises "
+                f" (the prediction for a tree of {len(self.best.structure)} nodes is "
                 f"{1 / self.best.cost_per_token:.2f}; a difference of less than "
-                f"{self.tolerance:.1%} is not more than noise, so the smaller tree is taken)"
+                f"{self.tolerance:.1%} is within the noise, so the smaller tree is used)"
             )
         if speed <= 1:
             text += ": drafting does not pay on this machine"
         if busy(self.costs.others):
             text += (
                 f". Other processes took {self.costs.others:.0%} of the processor while the costs "
-                "were measured: calibrate again on a machine that has nothing else to do"
+                "were measured: calibrate again on an idle machine"
             )
         return text
 
@@ -289,8 +289,8 @@ def calibrate_tree(
     )
     if not acceptance.hits[0].any():
         raise NothingAccepted(
-            f"not one of the {width} likeliest first tokens was the target's in "
-            f"{int(acceptance.reached[0, 0])} drafts, so no tree can be made; train the drafter "
+            f"none of the drafter's {width} likeliest first tokens was accepted in "
+            f"{int(acceptance.reached[0, 0])} drafts, so no tree can be planned; train the drafter "
             "more."
         )
     progress("costs")

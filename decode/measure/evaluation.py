@@ -115,8 +115,8 @@ def _timed(prompts: Sequence[Sequence[int]], protocol: EvaluationProtocol) -> li
     count = min(protocol.timed_prompts, len(prompts) // size * size)
     if not count and protocol.timed_prompts:
         raise UserError(
-            f"there are {len(prompts)} prompts, which do not fill one timed batch of {size}; give "
-            "more prompts, or a smaller timed_batch_size"
+            f"there are {len(prompts)} prompts, too few for one timed batch of {size}; give more "
+            "prompts, or set a smaller timed_batch_size"
         )
     chosen = np.linspace(0, len(prompts) - 1, count).astype(int).tolist()
     if size > 1:

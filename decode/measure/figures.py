@@ -157,13 +157,13 @@ class Evaluation:
         alpha: float | None = None
         note = None
         if not policy.constant:
-            note = "draft lengths vary, so that there is no one γ"
+            note = "draft lengths vary, so there is no single γ"
         elif costs["v"] is None:
             note = "nothing was timed"
         elif costs["v"] < 1:
             note = (
                 f"a verification pass took {costs['v']:.2f} plain steps; less than 1 is noise, "
-                "so time more prompts, or on a machine that has nothing else to do"
+                "so time more prompts, or use an idle machine"
             )
         else:
             alpha = break_even(policy.max_depth, costs["c"], costs["v"])

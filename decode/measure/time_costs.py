@@ -49,8 +49,8 @@ def measure_costs(
     depths = _that_fit(sorted({1, max(1, max_depth // 2), max_depth}), room)
     if len(widths) < 2 or not depths:
         raise UserError(
-            f"measuring costs needs a few tokens of context beside the prompt, and the target's "
-            f"{decoder.lm.max_positions} leave {room}; give a shorter prompt"
+            f"measuring costs needs a few tokens of context after the prompt, but the target's "
+            f"context of {decoder.lm.max_positions} tokens leaves {room}; give a shorter prompt"
         )
     filler, exact = _FillerDrafter(trees), RULES["exact"]()
     verifying = _PlannedDepths([n - 1 for n in widths])

@@ -39,7 +39,7 @@ class Policy(ABC):
     def __init__(self, max_depth: int) -> None:
         if max_depth < 1:
             raise UserError(
-                f"gamma is {max_depth}; a draft needs at least 1 token (use drafter none)"
+                f"gamma is {max_depth}; expected at least 1 (for plain decoding use drafter none)"
             )
         self.max_depth = max_depth
         self.rows = 0

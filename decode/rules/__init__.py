@@ -59,13 +59,13 @@ def require_fitting(rule: Rule, drafter: str, branches: bool, siblings: Siblings
     if rule.judges(branches, siblings):
         return
     judged = " or ".join(sorted(rule.siblings)) + " siblings" if rule.trees else "chains only"
-    instead = "let it draft in the shape chain"
+    instead = "use the shape chain"
     if siblings == "mixed":  # chains that are merged are a tree again
-        instead = "ask its drafters in turn (A+B), not for one tree (A++B)"
+        instead = "use its drafters in turn (A+B) instead of merging them into one tree (A++B)"
     fitting = ", ".join(name for name in RULES if RULES[name].judges(branches, siblings))
     raise UserError(
-        f"{drafter} drafts trees of {siblings} siblings and the rule {type(rule).__name__} judges "
-        f"{judged}; rules for such trees: {fitting}; or {instead}"
+        f"{drafter} drafts trees of {siblings} siblings, but the rule {type(rule).__name__} judges "
+        f"{judged}; choose a rule for such trees: {fitting}; or {instead}"
     )
 
 

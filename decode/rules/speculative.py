@@ -83,7 +83,7 @@ class SpeculativeSampling(Rule):
     def accepts(self, uniforms: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
         """bool [B, N]: the draft tokens that are accepted if all before them are. Arguments:
         float64 [B, N]."""
-        # Compare u·q < p, not u < p/q: the quotient of two tiny numbers is rng.
+        # Compare u·q < p, not u < p/q: the quotient of two tiny numbers is noise.
         return uniforms * q_x < p_x
 
     def after_rejection(self, p: Tensor, q: Tensor) -> Tensor:

@@ -138,6 +138,6 @@ def _require_supported(config: GenerationConfig, greedy: bool) -> None:
     listed = ", ".join(f"{key}={value!r}" for key, value in unsupported.items())
     off = ", ".join(f"model.generation_config.{key} = {named[key]}" for key in unsupported)
     raise UserError(
-        f"the checkpoint's generation_config sets {listed}, which generate() obeys and this loop "
-        f"does not have. Switch it off ({off}), or use model.generate()"
+        f"the checkpoint's generation_config sets {listed}, which generate() applies but this loop "
+        f"does not support. Switch it off ({off}), or use model.generate()"
     )

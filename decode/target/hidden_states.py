@@ -2,7 +2,7 @@
 
 captured_layers: the layers whose hidden states are captured. A layer is `FINAL` for the input of
 the output layer, or a layer's number from 0 for the output of that layer. Shapes: B rows, n tokens,
-H hidden size, T captured_layers.
+H hidden size, T captured layers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,14 +105,14 @@ def _layer(model: PreTrainedModel, number: int) -> nn.Module:
     depth = model.config.get_text_config().num_hidden_layers
     if not 0 <= number < depth:
         raise UserError(
-            f"hidden states of layer {number} are asked for and {type(model).__name__} has {depth} "
-            f"layers; expected 0 to {depth - 1}, or {FINAL} for what the output layer reads"
+            f"hidden states of layer {number} were requested, but {type(model).__name__} has "
+            f"{depth} layers; expected 0 to {depth - 1}, or {FINAL} for the output layer's input"
         )
     name = layer_list_name(model)
     if name is None:
         raise UserError(
             f"{type(model).__name__} has no single list of its {depth} layers, so the hidden "
-            "states between them cannot be taken"
+            "states between them cannot be captured"
         )
     layers = model.get_submodule(name)
     assert isinstance(layers, nn.ModuleList)

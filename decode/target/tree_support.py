@@ -64,13 +64,13 @@ def reason_against_trees(lm: "CachedLM") -> str | None:
             if reason is None and not torch.equal(plain[-1][child], strangers[-1][child]):
                 reason = _must_not_see(trial, plain, strangers, parents, child)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        return f"fails on one ({error})"
+        return f"fails on a token tree ({error})"
     eps = torch.finfo(lm.model.dtype).eps
     if reason is None and _slot_matters(plain, parents, eps):
-        reason = "gives other logits for a token in another slot of the cache"
+        reason = "gives different logits for a token in another slot of the cache"
     if reason is not None and not all(trace[-1].isfinite().all() for trace in (plain, strangers)):
         dtype = str(lm.model.dtype).removeprefix("torch.")
-        reason = f"gives logits that are not finite in {dtype}, so that cannot be judged"
+        reason = f"gives logits that are not finite in {dtype}, so it cannot be tested"
     return reason
 
 
@@ -137,7 +137,7 @@ def _must_change(plain: Trace, parents: Trace, shifted: Trace) -> str | None:
     for child in CHILDREN:
         for what, other in (("parent", parents), ("position", shifted)):
             if torch.equal(plain[-1][child], other[-1][child]):
-                return f"gives the same logits for a token whatever its {what} is"
+                return f"gives the same logits for a token if its {what} changes"
     return None
 
 
@@ -153,7 +153,7 @@ def _must_not_see(
     one, other = (trial.feed(strange=strange, last_alone=True)[-1] for strange in (False, True))
     if share <= LARGE and torch.equal(one, other):
         return None
-    return "gives other logits for a token when a sibling stands before it"
+    return "gives different logits for a token when a sibling comes before it"
 
 
 def _slot_matters(plain: Trace, parents: Trace, eps: float) -> bool:

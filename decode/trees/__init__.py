@@ -168,7 +168,7 @@ def likeliest(logits: Tensor, count: int) -> Tensor:
     """
     if count > logits.shape[-1]:
         raise UserError(
-            f"a tree gives a node {count} children and the drafter's vocabulary has "
+            f"a node of the tree has {count} children, but the drafter's vocabulary has only "
             f"{logits.shape[-1]} tokens; make the tree narrower"
         )
     return logits.topk(count, dim=-1).indices

@@ -51,7 +51,7 @@ def grow_greedily(table: Sequence[Sequence[float]] | np.ndarray, nodes: int) -> 
         if depth < len(table):
             heapq.heappush(waiting, entry(-negative, path, 0))
     if not paths:
-        raise UserError("a table of acceptance is 0 for all first tokens; nothing can be drafted")
+        raise UserError("the acceptance table is 0 for all first tokens, so no tree can be made")
     return Structure(paths)
 
 
@@ -62,13 +62,13 @@ def _checked(table: Sequence[Sequence[float]] | np.ndarray) -> np.ndarray:
         values = np.zeros(0)
     if values.ndim != 2 or not values.size:
         raise UserError(
-            f"a table of acceptance has the shape {list(values.shape)}; expected [D, K]: a row for "
-            "each depth, a column for each rank, all of one length"
+            f"the acceptance table has shape {list(values.shape)}; expected [D, K]: one row for "
+            "each depth and one column for each rank, with rows of equal length"
         )
     # At most one candidate is right at each depth.
     if not (np.isfinite(values) & (values >= 0)).all() or (values.sum(1) > 1 + 1e-6).any():
         raise UserError(
-            "a table of acceptance holds something else than probabilities; expected numbers in "
+            "the acceptance table has values that are not probabilities; expected numbers in "
             "[0, 1] that sum to at most 1 at each depth"
         )
     return values

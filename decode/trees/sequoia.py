@@ -116,8 +116,8 @@ def _probabilities(acceptance: Sequence[float]) -> np.ndarray:
         v = np.zeros(0)
     if v.ndim != 1 or not v.size or not (np.isfinite(v) & (v >= 0)).all() or v.sum() > 1 + 1e-6:
         raise UserError(
-            f"acceptance by child is {acceptance!r}; expected a list of probabilities, of the "
-            "first child, the second, …, that sum to at most 1"
+            f"acceptance by child is {acceptance!r}; expected a list of probabilities (first "
+            "child, second child, …) that sum to at most 1"
         )
     return v
 

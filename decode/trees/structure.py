@@ -31,7 +31,7 @@ class Structure:
         distinct = set(nodes)
         if len(distinct) < len(nodes):
             twice = next(path for path in nodes if nodes.count(path) > 1)
-            raise UserError(f"a tree has the path {list(twice)} twice; name each node once")
+            raise UserError(f"a tree has the path {list(twice)} twice; list each node once")
         for path in nodes:
             if len(path) > 1 and path[:-1] not in distinct:
                 raise UserError(
@@ -64,7 +64,7 @@ class Structure:
             stored = json.loads(Path(path).read_text())
             version, paths = stored["format"], stored["paths"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is no tree structure ({error!r})") from error
+            raise UserError(f"{path} is not a tree structure ({error!r})") from error
         if version != FORMAT:
             raise UserError(
                 f"{path} has tree format {version}; this version of draftsmith reads format "
