@@ -120,7 +120,7 @@ class SpeculativeGenerator:
         `do_sample`. temperature 0 is always greedy. top_k 0 and top_p 1 switch those filters off.
         Lengths are not taken from the checkpoint.
 
-        stop: strings that end a text. They stay in it, with all of the token that completed one.
+        stop: strings that end a text. They stay in it, with the full token that completes one.
         logits_processor: a `LogitsProcessorList`. streamer: as `TextStreamer`, for one prompt only.
         It gets the prompt, then each block of new tokens. seed: a text depends on the seed and on
         the index of its prompt, not on the batch. observers: as for `Decoder`.

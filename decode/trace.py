@@ -1,4 +1,4 @@
-"""What happened in a verification pass, token by token: for people who debug a drafter."""
+"""Shows a verification pass token by token, for debugging a drafter."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""One verification pass: what was drafted, what the target said, and what was accepted.
+"""One verification pass: what was drafted, what the target predicted, what was accepted.
 
 Shapes: B rows, N draft nodes, R = N+1 positions where a token is predicted (position 0 follows the
 committed text, position i+1 follows node i), D draft tokens on the longest path, V vocabulary.

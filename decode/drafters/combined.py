@@ -1,4 +1,4 @@
-"""Drafters made of several drafters: asked in turn (A+B), or merged into one tree (A++B).
+"""Drafters made of several drafters: called in turn (A+B), or merged into one tree (A++B).
 
 Shapes: B rows, N nodes of all drafts together, R rows of q, V vocabulary.
 """
@@ -61,7 +61,7 @@ class Group(Drafter):
 
 class CompositeDrafter(Group):
     """Each row takes the draft of the first drafter that has one for it: for example prompt lookup,
-    then the trained drafter if lookup finds nothing. A drafter is asked only if some row has no
+    then the trained drafter if lookup finds nothing. A drafter is called only if some row has no
     draft yet.
 
     The drafter of a row depends only on the row's text, so decoding stays lossless. If some
@@ -117,7 +117,7 @@ class CompositeDrafter(Group):
             if not depths.any():
                 break
             draft = drafter.draft(contexts, Limits(depths.copy(), limits.stops), sampling, rng)
-            # Drop drafts in rows that did not ask for one.
+            # Drop drafts in rows that already have one.
             draft.sizes = np.where(depths > 0, draft.sizes, 0)
             depths[draft.sizes > 0] = 0
             if draft.sizes.any():

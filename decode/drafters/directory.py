@@ -74,11 +74,11 @@ def describe_drafter(path: Path) -> dict[str, Any]:
 def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
     """Opens a drafter by name. `spec` is one of:
 
-    - `none`, `ngram` or `store`, with options if wanted: `ngram:max_n=4`;
+    - `none`, `ngram` or `store`, with or without options: `ngram:max_n=4`;
     - a drafter directory;
     - any smaller causal LM with the same tokenizer (directory, GGUF file or hub id). Its output
       layer may be padded to another size than the target's;
-    - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are asked in that order;
+    - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are called in that order;
     - several joined by `++`: their drafts become one tree.
 
     dtype: the dtype of the drafter's weights; default the target's. Raises UserError if the

@@ -33,7 +33,7 @@ class SmallLMDrafter(ShapedDrafter):
 
     If a text is longer than the model's context (its positions, or its attention window), the model
     reads only the last part, with positions from 0. That part begins at a multiple of half the
-    context, so it is fed again only once per half context. Its begin depends only on the row.
+    context, so it is fed again only once per half context. Where it begins depends only on the row.
 
     vocabulary: int64 [n], ascending, the token ids of the rows of a reduced output layer; None:
     row i of the output layer is token i. shape: default a chain. vocab_size: rows of the target's
@@ -153,7 +153,7 @@ class SmallLMDrafter(ShapedDrafter):
         self._make_room(lengths, depths)
         growth = _LMGrowth(self, contexts, sampling, depths > 0)
         draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, rng)
-        # The last token of a chain was not fed. The nodes of a tree may not be in their text slots.
+        # The last token of a chain was not fed. Tree nodes are not always in their text slots.
         fed = 0 if self.shape.branches else growth.fed.shape[1]
         # In a row that does not draft, the next committed tokens may differ from those fed.
         fed_B = fed * (depths > 0)

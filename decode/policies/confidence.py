@@ -13,8 +13,8 @@ from decode.verification import Verification
 class Confidence(Watcher):
     """Stops before a token if the largest probability of its distribution is below `threshold`.
 
-    The distribution is the drafter's at temperature 1, whatever temperature the text is drawn with.
-    So a threshold means the same for greedy and for drawn drafts. The policy uses the largest
+    The distribution is the drafter's at temperature 1, for any temperature of the text. So a
+    threshold means the same for greedy and for drawn drafts. The policy uses the largest
     probability, never the probability of the drawn token: dropping a token because of its own
     probability would change the distribution of the text. min_depth: this many tokens are always
     drafted. The pass that computes the first token's logits is already paid.

@@ -1,4 +1,4 @@
-"""What makes decoding fast on a CPU: weights packed for its matrix kernels, and attention.
+"""Fast decoding on a CPU: weights packed for its matrix kernels, and a faster attention.
 
 A decode step multiplies a few rows by every weight of the model. On every call, PyTorch's CPU
 kernels first convert each weight to their layout. For so few rows, that costs more than the

@@ -164,7 +164,7 @@ def require_equal(
 ) -> None:
     """Raises UserError unless two descriptions of targets, with their names, agree in `key`.
 
-    source: for the message, what the artifact was made from if they do not.
+    source: names what the artifact was made from if they differ, for the message.
     """
     if stored[key] != expected[key]:
         raise UserError(

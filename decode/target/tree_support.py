@@ -4,7 +4,7 @@ A node of a tree may see the text and its ancestors, and its position is its dep
 
 1. Its parent's token and its position must change its logits. A model that computes positions
    itself, as with ALiBi, ignores the position.
-2. Tokens and positions of nodes that it may not see must not change its logits. The trial changes
+2. Tokens and positions of nodes that it must not see must not change its logits. The trial changes
    some of these nodes, called strangers.
 3. Its slot in the cache must not change its logits.
 

@@ -29,7 +29,7 @@ def grow_greedily(table: Sequence[Sequence[float]] | np.ndarray, nodes: int) -> 
     """
     require_whole(nodes=nodes)
     table = _checked(table)
-    # By falling probability, because the ranks of a depth may not be in that order.
+    # Sorted by falling probability, because the ranks of a depth are not always in that order.
     ranks = np.argsort(-table, axis=1, kind="stable")
     chances = np.take_along_axis(table, ranks, axis=1)
 
