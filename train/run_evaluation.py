@@ -32,7 +32,7 @@ GAMMA_PROMPTS = 4
 class Row:
     """A drafter to evaluate, and its row in the report.
 
-    order: the rows are sorted by it. label: unique, for the row's directory. stage: as the report
+    order: sets the order of the rows. label: unique, for the row's directory. stage: as the report
     shows it. kind: the drafter's kind; a drafter with kind == spec is a baseline. spec: the
     drafter's name or directory, as a user gives it. target: the directory of the drafter's new
     target; None: the run's target.

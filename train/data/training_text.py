@@ -201,7 +201,7 @@ def _dealt(items: Sequence[Item], count: int, number: int, key: str) -> list[Ite
 
 
 def _restore_vocabulary(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """Replace a reduced output layer by one over all tokens, with logits of −∞ for the others."""
+    """Replace a reduced output layer by one over all tokens. Tokens outside `ids` get −∞."""
     reduced = model.get_output_embeddings()
     size = model.config.get_text_config().vocab_size
     full = nn.Linear(reduced.in_features, size, dtype=reduced.weight.dtype)
