@@ -72,9 +72,9 @@ def test_a_good_config_is_read_whole(tmp_path):
             "kind: generate, split: test",
             "would train on the answers of answers to the test split",
         ),
-        ("name: distill", "name: answers", "two stages are called 'answers'"),
+        ("name: distill", "name: answers", "two stages have the name 'answers'"),
         ("text: answers", "losses: {forward_lk: 1.0}", 'Did you mean "forward_kl"'),
-        ("text: answers", "text: answers\n    text: data", "yaml:10: .*'text' stands twice"),
+        ("text: answers", "text: answers\n    text: data", "yaml:10: .*'text' appears twice"),
         ("name: run", "name: ../run", "'name'"),
         ("name: run", "", "'name' is missing"),
         ("name: run", "name: run\nevaluation: {gamma: 0}", "'evaluation.gamma'"),
@@ -152,7 +152,7 @@ def test_what_is_wrong_is_named(tmp_path, old: str, new: str, message: str):
         ),
         ("generate}", "generate, samples: 2}", "run.yaml:6: .*'stages.answers' does not fit: sam"),
         ("text: answers", "text: answer", "run.yaml:7: no earlier stage 'answer'"),
-        ("name: distill", "name: answers", "run.yaml:7: two stages are called 'answers'"),
+        ("name: distill", "name: answers", "run.yaml:7: two stages have the name 'answers'"),
         (
             "name: run",
             "name: run\nevaluation:\n  split: dev",
@@ -259,8 +259,8 @@ BLOCK = "{rule: block, sampling: {temperature: 1.0}"
             BLOCK + ", stages: [live]}",
             "drafter of stage live drafts trees",
         ),
-        ("{policy: entropy}", "entropy watches a chain grow, and the drafter of stage medusa"),
-        ("{split: dev}", "evaluation.split is dev, which data lacks"),
+        ("{policy: entropy}", "entropy works only on chains, but the drafter of stage medusa"),
+        ("{split: dev}", "evaluation.split is dev, but data has no such split"),
     ],
 )
 def test_a_drafter_that_could_not_be_judged_is_refused(
@@ -357,7 +357,7 @@ def test_a_draft_vocabulary_is_not_changed_midway(tmp_path):
         "  - name: more\n    kind: distill\n    text: answers\n"
         "    drafter: {stage: distill}\n    draft_vocabulary: 5\n"
     )
-    with pytest.raises(UserError, match="the drafter of distill keeps its own"):
+    with pytest.raises(UserError, match="the drafter of distill keeps its draft vocabulary"):
         load(tmp_path, text)
 
 
@@ -369,9 +369,9 @@ def test_differences_are_listed_by_key():
 
 def test_differences_of_stages_are_listed_by_name():
     a, b, c = ({"name": name, "lr": 1} for name in "abc")
-    assert differences({"stages": [a, b]}, {"stages": [a, c, b]}) == ["stages.c is new"]
+    assert differences({"stages": [a, b]}, {"stages": [a, c, b]}) == ["stages.c was added"]
     assert differences({"stages": [a, b]}, {"stages": [b | {"lr": 2}]}) == [
-        "stages.a is gone",
+        "stages.a was removed",
         "stages.b.lr: 1 → 2",
     ]
     assert differences([a, b], [b, a], "stages") == ["stages: a, b → b, a"]

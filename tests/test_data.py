@@ -71,7 +71,7 @@ BAD_ROWS = {
     "nested": (b"[" * 100_000, "broken JSON"),
     "not an object": (b'["hi"]', r'found \["hi"\]; expected one JSON object'),
     "not UTF-8": (b'{"prompt": "\xff"}', "byte 0xff at column 13 is not UTF-8"),
-    "lone surrogate": (b'{"prompt": "\\ud800"}', r"prompt holds the lone surrogate \\ud800"),
+    "lone surrogate": (b'{"prompt": "\\ud800"}', r"prompt contains the lone surrogate \\ud800"),
     "no known field": ({"promt": "hi"}, 'found "promt"; expected .*Did you mean "prompt"'),
     "no fields": ({}, "found no fields; expected messages, prompt or text"),
     "wrong type": ({"prompt": 3}, "prompt is 3; expected text"),
@@ -119,8 +119,8 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
         "trian.jsonl": r'no such file .*Did you mean "train\.jsonl"',
         "./nowhere": "no such file or directory",
         "rows.parquet": "no such file or directory",
-        "notes.txt": r'"\.txt" are not read; expected \.jsonl',
-        "empty.jsonl": "no row to use in empty.jsonl: 0 read = 0 kept",
+        "notes.txt": r'cannot read files ending in "\.txt"; expected \.jsonl',
+        "empty.jsonl": "no usable row in empty.jsonl: 0 read = 0 kept",
     }
     (tmp_path / "notes.txt").write_text("hi")
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -130,7 +130,7 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a \.jsonl file has no splits"):
         read_examples("train.jsonl", base_dir=tmp_path, split="train")
     write(tmp_path / "bad.jsonl", {})
-    with pytest.raises(UserError, match=r"no row to use .*1 read = 0 kept"):
+    with pytest.raises(UserError, match=r"no usable row .*1 read = 0 kept"):
         read_examples("bad.jsonl", base_dir=tmp_path, on_bad="skip", max_bad_rate=1.0)
 
 
@@ -198,8 +198,8 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert data_fingerprint(again) == data_fingerprint(examples)
 
     errors = {
-        ("both", None): "both: has the splits train, test; say with split",
-        ("both", "tset"): 'no split "tset"; it has train, test. Did you mean "test"',
+        ("both", None): "both: has the splits train, test; set split",
+        ("both", "tset"): 'no split "tset"; expected one of train, test. Did you mean "test"',
         ("broken", None): "broken: cannot be read: .*JSON",
         ("folder", "valid"): "folder: cannot be read: .*valid",
         ("no/such-data-set", None): "no/such-data-set: neither a file .* nor a data set",
@@ -438,9 +438,9 @@ def test_templates_from_which_the_turns_cannot_be_told() -> None:
     assert masked(to_sample(example(*thinking[:2]), strips), strips) == [
         "<think>hm</think>b<|im_end|>"
     ]
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*messages\[1\].*later messages change"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*messages\[1\].*later messages follow"):
         to_sample(example(*thinking), strips)
-    with pytest.raises(UserError, match=r"messages\[1\].*the prompt with the reply differs"):
+    with pytest.raises(UserError, match=r"messages\[1\].*changes the prompt when a reply follows"):
         to_sample(example("a", "b"), tokenizer_with(OPENS))
     # What the message advises: the target's own tokens need no telling apart.
     assert to_sample(example(*thinking), strips, [1, 2]).tokens[-2:] == [1, 2]
@@ -458,11 +458,11 @@ def test_without_a_chat_template() -> None:
     text = Example("x", None, None, "Once upon", None, "rows.jsonl:1")
     assert masked(to_sample(text, tokenizer), tokenizer) == ["Once upon"]
     assert to_sample(text, tokenizer).mask[:2] == [False, True]
-    with pytest.raises(UserError, match="text and no prompt to answer"):
+    with pytest.raises(UserError, match="text, but no prompt to answer"):
         prompt_tokens(text, tokenizer)
-    with pytest.raises(UserError, match="no chat template to write it with"):
+    with pytest.raises(UserError, match="no chat template to format it"):
         to_sample(example("a", "b", "c", "d"), tokenizer)
-    with pytest.raises(UserError, match="a system message was given"):
+    with pytest.raises(UserError, match="a system message is set"):
         prompt_tokens(example("a"), tokenizer, system="Be brief.")
 
 

@@ -275,7 +275,7 @@ def test_two_ranks_train_as_one_and_go_on_after_a_kill(base, engine):
 
     resumed = launch(base, engine, "-m", "train", str(config), "threads=1", SHARDED)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert "going on after step 15 of 50" in resumed.stdout
+    assert "continuing after step 15 of 50" in resumed.stdout
     for stage, steps in STAGES.items():
         ours, theirs = stages / stage, base / "runs/one/stages" / stage
         training, reference = (

@@ -419,8 +419,8 @@ def test_a_stage_refuses_what_does_not_go_together(context: Any) -> None:
     text = make_stage("generate", "text")
     for message, settings in (
         ("no earlier stage 'zero' of kind heads", {"start": "zero"}),
-        ("belong to the new target that two made", {"start": "two"}),
-        ("expected the same", {"start": "one", "heads": MEDUSA | {"heads": 3}}),
+        ("two also trained the target", {"start": "two"}),
+        ("set the same type and options", {"start": "one", "heads": MEDUSA | {"heads": 3}}),
         ("draft_vocabulary cannot be set here", {"start": "one", "draft_vocabulary": 99}),
         ("remember_features cannot be set here", {"backbone": {}, "remember_features": True}),
         ("features cannot be set here", {"backbone": {}, "features": str(context.directory)}),
@@ -444,7 +444,7 @@ def test_a_stage_refuses_what_does_not_go_together(context: Any) -> None:
     frozen_only = make_stage("heads", "d", heads=MEDUSA, backbone={}, **STAGE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("heads.parallel_heads.MedusaHeads.joint_weight", None)
-        with pytest.raises(UserError, match="medusa are for a target that stays as it is"):
+        with pytest.raises(UserError, match="medusa cannot be trained together with the target"):
             plan_stage(context, frozen_only)
 
 

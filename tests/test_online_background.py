@@ -148,7 +148,7 @@ def test_killed_in_the_background_it_goes_on_where_it_was_saved(context, monkeyp
     state = json.loads((newest / "progress.json").read_text())
     assert 0 < state["served"] < REQUESTS
     outcome = run_stage(context, background_stage("killed"))
-    assert f"going on after {state['served']} of" in str(context.reporter)
+    assert f"continuing after {state['served']} of" in str(context.reporter)
     assert outcome.summary["requests"] == REQUESTS
     numbers = [entry["number"] for entry in outcome.summary["rounds"]]
     assert numbers == sorted(set(numbers))
@@ -170,7 +170,7 @@ def test_a_device_that_is_not_there_is_named_before_anything_is_done(
 
 def test_several_ranks_learn_together_and_not_in_the_background(context, monkeypatch) -> None:
     monkeypatch.setattr(type(context.accelerator), "num_processes", 2)
-    with pytest.raises(UserError, match="2 ranks learn together, between requests"):
+    with pytest.raises(UserError, match="2 ranks always learn between requests"):
         plan_stage(context, background_stage("online"))
     with pytest.raises(ValueError, match="learning is null"):
         online_stage("online", learning=None, background=True)

@@ -202,7 +202,7 @@ def test_heads_killed_anywhere_end_with_the_same_weights(with_heads, monkeypatch
 def test_a_tree_of_heads_is_kept_and_judged_by_a_rule_for_trees(context):
     tree = {"nodes": 4, "width": 3, "prompts": 2, "max_new_tokens": 6}
     stage = heads_stage(tree=tree)
-    with pytest.raises(UserError, match=r"draft in a tree, and the rule speculative.*multi_round"):
+    with pytest.raises(UserError, match=r"draft in a tree, but the rule speculative.*multi_round"):
         on_heads("online", stage)
     run_stage(context, stage)
     settings = {"rule": "multi_round", "prompts": 8}
@@ -212,7 +212,7 @@ def test_a_tree_of_heads_is_kept_and_judged_by_a_rule_for_trees(context):
 
 
 def test_what_is_not_for_heads_is_refused(monkeypatch):
-    with pytest.raises(UserError, match="heads are trained whole, so train_embeddings"):
+    with pytest.raises(UserError, match="heads are always trained completely, so train_embeddings"):
         on_heads("online", train_embeddings=True)
     with pytest.raises(UserError, match="the drafter of online is heads on the target"):
         make_stage(
@@ -292,7 +292,7 @@ def test_asked_to_stop_it_saves_and_goes_on(context, monkeypatch):
         with pytest.raises(Stopped, match="after 12 of 22 requests"):
             run_stage(context, online_stage("stopped"))
     stopped = run_stage(context, online_stage("stopped"))
-    assert "going on after 12 of 22 requests" in str(context.reporter)
+    assert "continuing after 12 of 22 requests" in str(context.reporter)
     assert_equal(drafter_weights(stopped), drafter_weights(whole))
 
 
@@ -319,13 +319,13 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
     newest = max((directory / "progress").iterdir(), key=lambda p: int(p.name.split("-")[1]))
     (newest / "progress.json").write_text("{}")
     damaged = run_stage(context, online_stage("damaged"))
-    assert "passing over what is damaged" in str(context.reporter)
+    assert "skipping a damaged save" in str(context.reporter)
     assert damaged.summary["requests"] == REQUESTS
     assert whole.summary["requests"] == REQUESTS
     shutil.rmtree(directory / "drafter")
     for path in (directory / "progress").iterdir():
         (path / "progress.json").write_text("{}")
-    with pytest.raises(UserError, match=r"nothing that was saved in .* is complete"):
+    with pytest.raises(UserError, match=r"no save in .* is complete"):
         run_stage(context, online_stage("damaged"))
 
 
@@ -360,7 +360,7 @@ def test_a_stream_without_prompts_is_refused(context):
     with pytest.raises(UserError, match="the stream split has no prompts to answer"):
         run_stage(bare_context, online_stage("online"))
     del context.corpus.examples["stream"]
-    with pytest.raises(UserError, match=r"which data lacks; set data\.stream"):
+    with pytest.raises(UserError, match=r"data has no such split; set data\.stream"):
         run_stage(context, online_stage("online"))
 
 
@@ -398,7 +398,7 @@ def test_another_number_of_ranks_is_refused(context):
         state = json.loads((path / "progress.json").read_text())
         assert state["ranks"] == 1
     stage = online_stage("online")
-    with pytest.raises(UserError, match="was begun by 2 ranks, not 1"):
+    with pytest.raises(UserError, match="began with 2 ranks, but now there are 1"):
         OnlineStage(stage, context)._require_same_ranks(StreamProgress(2))
     allowed = replace(context, allow_changes=True)
     OnlineStage(stage, allowed)._require_same_ranks(StreamProgress(2))
@@ -478,7 +478,7 @@ def test_a_stream_with_broken_lines_is_refused_by_file_and_line(tmp_path):
     assert "b.jsonl:9" in done.output
     (tmp_path / "b.jsonl").write_text("")
     (tmp_path / "a.jsonl").write_text("")
-    assert "no row to use" in command("train", str(config)).output
+    assert "no usable row" in command("train", str(config)).output
 
 
 @pytest.mark.slow

@@ -380,7 +380,7 @@ def test_what_would_end_a_later_stage_ends_the_run_at_once(
     if what == "a later stage":
         with (base / "config.yaml").open("a") as file:
             file.write("  - {name: live, kind: online, drafter: {stage: distill}}\n")
-        message = "stage live answers the prompts of split stream, which data lacks"
+        message = "stage live needs the prompts of split stream, but data has no such split"
     elif what == "a prompt":
         rows = [{"id": "long", "prompt": "sea " * 300}]
         write_rows(base / "test.jsonl", rows)

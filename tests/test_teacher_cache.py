@@ -282,17 +282,17 @@ def test_what_is_no_cache_is_refused(tmp_path, target):
 
 
 def test_more_tokens_than_there_are_are_refused(context):
-    with pytest.raises(UserError, match="k is 8, of a draft vocabulary of 7 tokens"):
+    with pytest.raises(UserError, match="k is 8, but draft_vocabulary is only 7"):
         cache_stage(draft_vocabulary=7)
-    with pytest.raises(UserError, match="k is 301, of a vocabulary of 300 tokens"):
+    with pytest.raises(UserError, match="k is 301, but the vocabulary has only 300 tokens"):
         run_stage(context, cache_stage(k=301))
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"teacher_temperature": 2.0}, "which has the temperature that it was made at"),
-        ({"draft_vocabulary": 50}, "draft_vocabulary cannot be set here: the cache has its own"),
+        ({"teacher_temperature": 2.0}, "the cache has a fixed temperature"),
+        ({"draft_vocabulary": 50}, "draft_vocabulary cannot be set here: the cache already sets"),
         ({"remember_teacher": True}, "remember_teacher cannot be set here"),
         ({"shard_teacher": True}, "shard_teacher cannot be set here"),
         ({"teacher": "cash"}, "no earlier stage 'cash'.*Did you mean \"cache\""),
@@ -371,7 +371,7 @@ def test_a_drafter_padded_to_another_size_learns_the_same(tmp_path, rows):
 def test_a_drafter_with_too_few_rows_is_refused_before_training(tmp_path):
     context = stage_context(tmp_path, tiny_target(vocab=320))
     path = str(save_tiny(tmp_path / "few", vocab=299))
-    with pytest.raises(UserError, match="299 output rows and its tokenizer knows 300 tokens"):
+    with pytest.raises(UserError, match="299 output rows, but its tokenizer knows 300 tokens"):
         distill(context, drafter={"model": path})
 
 
@@ -388,7 +388,7 @@ def test_a_drafter_of_another_vocabulary_than_the_caches_is_refused(context):
     run_stage(context, first)
     more = DRAFTER | {"drafter": {"stage": "first"}, "teacher": "cache"}
     second = make_stage("distill", "second", cache_stage(), first, **more)
-    with pytest.raises(UserError, match="vocabulary of 50 tokens is not that of the teacher cache"):
+    with pytest.raises(UserError, match="vocabulary of 50 tokens, but the teacher cache"):
         run_stage(context, second)
 
 

@@ -298,7 +298,7 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_taken(tmp_path
             assert progress is not None
             assert progress["step"] == 2, (name, how)
             assert progress["history"] == expected[:2]
-            assert re.search(f"passing over a checkpoint: .*step-4 .*{name}", str(said)), (
+            assert re.search(f"skipping a damaged checkpoint: .*step-4 .*{name}", str(said)), (
                 name,
                 how,
             )

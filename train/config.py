@@ -46,7 +46,7 @@ class TargetConfig(Strict):
     """The dtype of the weights: float32, bfloat16, float16, or auto, which is bfloat16 on CUDA and
     float32 elsewhere."""
     device: str = "auto"
-    """Where the target runs: cpu, cuda, cuda:N, or auto, which is CUDA if there is any."""
+    """Where the target runs: cpu, cuda, cuda:N, or auto, which is CUDA if it is available."""
     revision: str | None = None
     """A branch, tag or commit of a hub id. None: the main branch."""
     trust_remote_code: bool = False
@@ -96,8 +96,8 @@ class EvaluationConfig(Strict):
     """The depths that a baseline tries on dev prompts if the policy is `fixed`. It uses the fastest
     one. Without a dev split it uses `gamma`."""
     in_turn: list[Untrained] = ["ngram"]
-    """Untrained drafters that draft before the run's last trained drafter, which drafts where they
-    propose nothing. Each adds one row, `ngram+STAGE`, on the same prompts."""
+    """Untrained drafters that draft first. The run's last trained drafter drafts where they propose
+    nothing. Each adds one row, `ngram+STAGE`, on the same prompts."""
     gamma: int = Field(4, ge=1)
     """The depth of a draft in tokens. Ignored for trees, which have a fixed depth."""
     rule: Annotated[str | dict[str, Any], part_of(RULES)] | None = None
@@ -138,8 +138,8 @@ class EvaluationConfig(Strict):
     def protocol(self, gamma: int | None = None, *, trained: bool = True) -> EvaluationProtocol:
         """The measuring protocol for a trained drafter or a baseline.
 
-        gamma: None: the run's γ. Raises UserError for unknown parts and parts that do not fit
-        together.
+        gamma: the depth of a draft; None: the run's γ. Raises UserError for unknown parts and parts
+        that do not fit together.
         """
         return EvaluationProtocol(
             gamma=gamma or self.gamma,
@@ -174,7 +174,7 @@ class RunConfig(Strict):
     output_dir: str = "runs"
     """The parent of run directories."""
     seed: int = 0
-    """The seed of the process and of every stage. Some stages have a seed of their own too."""
+    """The seed of the process and of every stage. Some stages also have a `seed` setting."""
     trackers: list[Tracker] = ["tensorboard"]
     """Where figures are logged during the run, named as in accelerate. `[]`: nowhere."""
     precision: Literal["no", "bf16", "fp16"] | None = None
@@ -215,8 +215,8 @@ def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
 
 
 def build_config(source: ConfigSource) -> RunConfig:
-    """The config with these values, which fit the schema. Raises UserError for values that do not
-    fit together, before any model is loaded."""
+    """The config with these values. They must fit the schema. Raises UserError for values that do
+    not fit together, before any model is loaded."""
     try:
         config = RunConfig.model_validate(source.values)
     except ValidationError as error:
@@ -226,7 +226,7 @@ def build_config(source: ConfigSource) -> RunConfig:
         try:
             if stage.name in names[:index]:
                 raise UserError(
-                    f"two stages are called {stage.name!r}; give each a name of its own"
+                    f"two stages have the name {stage.name!r}; give each stage a different name"
                 )
             STAGES[stage.kind].check(stage, config.stages[:index])
         except UserError as error:
@@ -234,8 +234,8 @@ def build_config(source: ConfigSource) -> RunConfig:
     for name in config.evaluation.stages or []:
         if name not in names:
             raise UserError(
-                f"{source.place(('evaluation', 'stages'))}evaluation.stages names {name!r}; there "
-                f"are {', '.join(names)}.{nearest(name, names)}"
+                f"{source.place(('evaluation', 'stages'))}evaluation.stages names {name!r}, but no "
+                f"stage has that name; expected one of {', '.join(names)}.{nearest(name, names)}"
             )
     try:
         _check_evaluation(config)
@@ -261,8 +261,8 @@ def _check_evaluation(config: RunConfig) -> None:
     settings, stages = config.evaluation, config.stages
     if getattr(config.data, settings.split) is None:
         raise UserError(
-            f"evaluation.split is {settings.split}, which data lacks; set data.{settings.split}, "
-            "or judge on split test"
+            f"evaluation.split is {settings.split}, but data has no such split; set "
+            f"data.{settings.split}, or set evaluation.split: test"
         )
     if settings.shape is not None:
         return  # the protocol has already checked it against rule and policy
@@ -275,8 +275,8 @@ def _check_evaluation(config: RunConfig) -> None:
         make_rule(protocol.rule, protocol.sampling, name, True, "chosen")
         if protocol.make_policy().watches:
             raise UserError(
-                f"evaluation.policy {settings.policy} watches a chain grow, and {name} drafts in "
-                "the tree that it is stored with; set evaluation.policy: fixed, or "
+                f"evaluation.policy {settings.policy} works only on chains, but {name} drafts the "
+                "tree that is stored with it; set evaluation.policy: fixed, or "
                 "evaluation.shape: chain"
             )
 
@@ -311,8 +311,8 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
         moved = common != [name for name in after if name in before]
         return [
             *([f"{prefix}: {', '.join(before)} → {', '.join(after)}"] if moved else []),
-            *(f"{prefix}.{name} is gone" for name in before if name not in after),
-            *(f"{prefix}.{name} is new" for name in after if name not in before),
+            *(f"{prefix}.{name} was removed" for name in before if name not in after),
+            *(f"{prefix}.{name} was added" for name in after if name not in before),
             *(
                 line
                 for name in common

@@ -1,7 +1,7 @@
 """Reads a config file and checks it against the schema of all configs, train/schema.json.
 
 Nothing here imports torch, so a mistake is reported within a second, with the line of the file.
-`train.config` then builds the config from the values. Its classes are what the schema is made of.
+`train.config` then builds the config from the values. The schema is generated from its classes.
 """
 
 import json
@@ -17,16 +17,16 @@ import yaml
 
 from decode.errors import UserError, nearest
 
-Keys = tuple[str | int, ...]  # the way to a value: keys of mappings and numbers of list entries
+Keys = tuple[str | int, ...]  # the path to a value: keys of mappings and indices of lists
 Schema = Mapping[str, Any]  # JSON schema, as pydantic writes it
 
 
 @dataclass
 class ConfigSource:
-    """The plain values of a config, and where each of them comes from.
+    """The plain values of a config, and the source of each value.
 
-    base_dir: data paths are relative to it. file, root: the file and its YAML nodes; None for
-    values that come from no file. overrides: the keys that were overridden and how, in order.
+    base_dir: data paths are relative to it. file, root: the file and its YAML nodes; None if the
+    values do not come from a file. overrides: the overridden keys and their overrides, in order.
     """
 
     values: dict[str, Any]
@@ -46,14 +46,14 @@ class ConfigSource:
         return f"{self.place(keys)}config key {self.dotted(keys)!r} {problem}"
 
     def place(self, keys: Keys) -> str:
-        """Where the value at `keys` stands: `FILE:LINE: `, or the override that set it, or ''."""
+        """Where the value at `keys` was set: `FILE:LINE: `, or the override that set it, or ''."""
         for path, override in reversed(self.overrides):
             if keys[: len(path)] == path:
                 return f"override {override!r}: "
         return "" if self.file is None else f"{self.file}:{self._line(keys)}: "
 
     def dotted(self, keys: Keys) -> str:
-        """The keys with dots. List entries that have a name, such as stages, are named by it."""
+        """The keys joined by dots. A list entry with a name, such as a stage, appears under it."""
         words, value = [], self.values
         for key in keys:
             value = _child(value, key)
@@ -62,7 +62,7 @@ class ConfigSource:
         return ".".join(words)
 
     def existing(self, path: Sequence[Any]) -> Keys:
-        """The parts of a path that lead to a value. pydantic also puts names of types in it."""
+        """The parts of a path that lead to a value. pydantic's paths also contain type names."""
         keys: list[Any] = []
         value: Any = self.values
         for part in path:
@@ -72,7 +72,7 @@ class ConfigSource:
         return tuple(keys)
 
     def _line(self, keys: Keys) -> int:
-        """The line of a value, from 1. For a missing value, the line of what it is missing in."""
+        """The line of a value, from 1. For a missing value, the line of the part that lacks it."""
         assert self.root is not None
         node, line = self.root, self.root.start_mark.line
         for key in keys:
@@ -88,7 +88,7 @@ class ConfigSource:
         return line + 1
 
     def override(self, override: str) -> None:
-        """Apply `key.sub=value`. Entries of a list are named by their name or number."""
+        """Apply `key.sub=value`. List entries are selected by name or number."""
         path, separator, text = override.partition("=")
         if not separator or not path:
             raise UserError(f"override {override!r}; expected key.sub=value")
@@ -111,8 +111,8 @@ class ConfigSource:
 def read_config(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
     """Read a YAML file, apply `key.sub=value` overrides, and check the values.
 
-    Overrides name a stage by its name or number: `stages.distill.epochs=3`. Raises UserError with
-    the line or the override, the key, and the nearest spelling that is known.
+    Overrides select a stage by name or number: `stages.distill.epochs=3`. Raises UserError with the
+    line or the override, the key, and the nearest known spelling.
     """
     try:
         loader = _Loader(path.read_text(encoding="utf-8"))
@@ -125,7 +125,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}{line}: not valid YAML: {error.problem}") from error
     if root is None or not isinstance(values, dict):
-        raise UserError(f"{path} holds {_show(values)}; expected keys such as target, stages")
+        raise UserError(f"{path} contains {_show(values)}; expected keys such as target, stages")
     source = ConfigSource(values, path.parent, path, root)
     for override in overrides:
         source.override(override)
@@ -144,7 +144,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         if key in seen:
             mark = key_node.start_mark
             raise yaml.constructor.ConstructorError(
-                problem=f"key {key!r} stands twice; leave one of them out", problem_mark=mark
+                problem=f"key {key!r} appears twice; remove one of the two", problem_mark=mark
             )
         seen.add(key)
     return loader.construct_mapping(node)
@@ -172,11 +172,14 @@ def _child(value: Any, key: Any) -> Any:
 
 
 def _key_in(parent: Any, word: str, override: str) -> str | int:
-    """The key of a mapping or the number of a list entry that a word of an override means."""
+    """The key of a mapping or the index of a list entry that a word of an override refers to."""
     if isinstance(parent, dict):
         return word
     if not isinstance(parent, list):
-        raise UserError(f"override {override!r}: {word!r} is inside a plain value")
+        raise UserError(
+            f"override {override!r}: {word!r} cannot be set, because it is inside a plain value; "
+            "expected a key inside a mapping or a list"
+        )
     names = [str(entry.get("name")) if isinstance(entry, dict) else "" for entry in parent]
     if word in names:
         return names.index(word)
@@ -209,13 +212,13 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 @cache
 def schema() -> Schema:
-    """The schema of all configs. `python -m tests.reference --write` makes it from the classes."""
+    """The schema of all configs, generated by `python -m tests.reference --write`."""
     stored: Schema = json.loads((Path(__file__).parent / "schema.json").read_text("utf-8"))
     return stored
 
 
 def alternatives(part: Schema) -> list[Schema]:
-    """The schemas of which a value must fit one, with references resolved."""
+    """The schemas, with references resolved. A value must fit at least one of them."""
     if "$ref" in part:
         return alternatives(schema()["$defs"][part["$ref"].rpartition("/")[2]])
     if "anyOf" in part:
@@ -249,7 +252,7 @@ def _describe(option: Schema) -> str:
 
 
 def find_problems(value: Any, part: Schema, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
-    """(keys, what is wrong with the value there) for everything in a value that does not fit."""
+    """Yields (keys, problem) for every part of a value that does not fit the schema."""
     options = alternatives(part)
     fitting = [option for option in options if _has_type(value, option)]
     if fitting:
@@ -318,7 +321,7 @@ def _names(option: Schema) -> list[str]:
 
 
 def _suggestion(value: Any, options: Sequence[Schema]) -> str:
-    """' Did you mean …?' with what was probably meant, or ''."""
+    """' Did you mean …?' with the likely value, or ''."""
     for option in options:
         if option.get("type") == "array" and not isinstance(value, list | dict):
             if not list(find_problems([value], option)):
@@ -330,12 +333,12 @@ def _suggestion(value: Any, options: Sequence[Schema]) -> str:
     names = [name for option in options for name in _names(option)]
     if value is False and "no" in names:
         return ' Did you mean "no"? Without quotes it is read as false.'
-    # Options of a part stand after its name: NAME:option=value.
+    # A part's options come after its name: NAME:option=value.
     return nearest(str(value).partition(":")[0], names)
 
 
 def _show(value: Any) -> str:
-    """A value in a message; of mappings and lists, only the type."""
+    """A value for a message. For mappings and lists, only the type."""
     if isinstance(value, dict):
         return "a mapping"
     return "a list" if isinstance(value, list) else repr(value)

@@ -43,7 +43,7 @@ from train.training.trainer import peak_memory
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 
 DIRECTORIES = ("stages", "evaluations", "logs")
-# Names that may be left by a start that was killed before it wrote config.json.
+# What a start may leave in the directory if it is killed before it writes config.json.
 KILLED_START = {*DIRECTORIES, "data.json"}
 
 
@@ -54,7 +54,8 @@ class Run:
     config: RunConfig
     accelerator: Accelerator
     reporter: Reporter
-    # Continue a run begun with other settings or another number of ranks; same data required.
+    # Continue a run that began with other settings or another number of ranks. The data must be the
+    # same.
     allow_changes: bool = False
     _target: Target | None = field(default=None, init=False)
 
@@ -163,15 +164,15 @@ class Run:
                 raise UserError(
                     f"run {self.directory} was started with other settings:\n  "
                     + "\n  ".join(changed)
-                    + "\nGo on with those, give this run another name (name=...), move the old "
-                    "run's directory away, or allow it with --allow-changes."
+                    + "\nUse those settings again, give this run another name (name=...), move the "
+                    "old run's directory away, or accept the changes with --allow-changes."
                 )
             for line in changed:
                 self.reporter.say(f"changed since the run began: {line}")
             self._require_data_unchanged(examples)
         elif self.directory.exists() and {p.name for p in self.directory.iterdir()} - KILLED_START:
             raise UserError(
-                f"{self.directory} exists and is not a run of draftsmith (it has no config.json); "
+                f"{self.directory} exists, but is not a run of draftsmith (it has no config.json); "
                 "give this run another name or output_dir"
             )
 
@@ -273,7 +274,8 @@ class Run:
 
 def _in_todays_format(stored: dict[str, Any]) -> dict[str, Any]:
     """A stored config in today's format. Settings that did not exist when it was written get their
-    defaults, which match the behaviour then. Unchanged if this version cannot read it."""
+    defaults, which match the earlier behaviour. A config that this version cannot read is returned
+    unchanged."""
     try:
         return dump_config(validate_config(stored, base_dir=Path()))
     except UserError:
@@ -293,7 +295,7 @@ def make_directory(path: Path) -> None:
 
 
 def describe_process() -> dict[str, Any]:
-    """Everything besides the config that figures depend on: versions, commit, machine, command."""
+    """Everything else that figures depend on: versions, commit, machine, command."""
     versions = {}
     for package in PACKAGES:
         try:

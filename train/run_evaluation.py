@@ -32,9 +32,10 @@ GAMMA_PROMPTS = 4
 class Row:
     """A drafter to evaluate, and its row in the report.
 
-    order: of the rows. label: unique, for the row's directory. stage: as the report shows it. kind:
-    of drafter; a drafter with kind == spec is a baseline. spec: as a user names the drafter.
-    target: the directory of the drafter's new target; None: the run's target.
+    order: sets the order of the rows. label: unique, for the row's directory. stage: as the report
+    shows it. kind: the drafter's kind; a drafter with kind == spec is a baseline. spec: the
+    drafter's name or directory, as a user gives it. target: the directory of the drafter's new
+    target; None: the run's target.
     """
 
     order: int
@@ -65,9 +66,9 @@ class RunEvaluation:
             self._add(row, partial(self._best_gamma, name))
 
     def drafter(self, index: int, stage: str, outcome: Outcome) -> None:
-        """Add a row for the drafter of the run's stage `index`. If the stage saved the drafter's
-        start, add a row for that first. A drafter for a new target is compared with plain decoding
-        of that new target."""
+        """Add a row for the drafter of the run's stage `index`. If the stage saved the drafter
+        before its training (`start/`), add a row for that first. A drafter for a new target is
+        compared with plain decoding of that new target."""
         directory = outcome.drafter
         assert directory is not None
         order = len(self.config.evaluation.baselines) + 2 * index
@@ -125,8 +126,8 @@ class RunEvaluation:
         return Corpus(self.examples, tokenizer, self.config.data.system, {}).prompts(examples)
 
     def _add(self, row: Row, gamma: Callable[[], int] | None = None) -> None:
-        """Evaluate a row on the main process, unless it exists. gamma: returns its γ; None: the
-        run's. Every rank must call this."""
+        """Evaluate a row on the main process, unless it exists. gamma: returns the row's γ; None:
+        the run's γ. Every rank must call this."""
         directory = self.config.run_dir / "evaluations" / f"{row.order:02d}-{row.label}"
         if self.accelerator.is_main_process:
             if directory.exists():
@@ -178,7 +179,8 @@ class RunEvaluation:
 def drift_of(spec: str) -> dict[str, float] | None:
     """The drift of a drafter's target from the original target, as its stage measured it.
 
-    spec: as a user names the drafter. None if its stage did not measure it.
+    spec: the drafter's name or directory, as a user gives it. Returns None if its stage did not
+    measure the drift.
     """
     path = Path(spec).expanduser()
     _, plus, others = spec.partition("+")

@@ -46,7 +46,7 @@ def name_in(names: Iterable[str]) -> WithJsonSchema:
 
 
 def one_of(classes: Iterable[type[BaseModel]], tag: str) -> Any:
-    """The type of a setting that is one of these classes, as its value of `tag` says."""
+    """The type of a setting that is one of these classes. Its value of `tag` selects the class."""
     return Annotated[reduce(or_, classes), Field(discriminator=tag)]
 
 
@@ -79,7 +79,7 @@ class SamplingConfig(Strict):
     """Remove tokens with a probability below this share of the largest one (2407.01082). 0: keep
     all."""
     repetition_penalty: float = Field(1.0, gt=0)
-    """Makes tokens that stand in the text less likely (1909.05858). 1: off."""
+    """Makes tokens that already occur in the text less likely (1909.05858). 1: off."""
 
     def build(self) -> Sampling:
         return Sampling(**dict(self))
@@ -91,9 +91,9 @@ class StageConfig(Strict):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", title="a name of letters, digits, _ and -"
     )
-    """The name of the stage, by which later stages refer to it. No other stage has it."""
+    """The unique name of the stage. Later stages refer to the stage by this name."""
     kind: str
-    """What the stage does, from the registry of stages."""
+    """The kind of the stage, from the registry of stages."""
 
 
 def closest_stage(name: str, stages: Sequence[StageConfig], *kinds: str) -> StageConfig:
@@ -102,7 +102,8 @@ def closest_stage(name: str, stages: Sequence[StageConfig], *kinds: str) -> Stag
     fitting = {stage.name: stage for stage in stages if stage.kind in kinds}
     if name not in fitting:
         raise UserError(
-            f"no earlier stage {name!r} of kind {' or '.join(kinds)}; there "
-            f"{'is' if fitting else 'are'} {', '.join(fitting) or 'none'}." + nearest(name, fitting)
+            f"no earlier stage {name!r} of kind {' or '.join(kinds)}; "
+            f"{'expected one of' if fitting else 'there are'} {', '.join(fitting) or 'none'}."
+            + nearest(name, fitting)
         )
     return fitting[name]

@@ -49,8 +49,8 @@ class StageInputs:
 
 @dataclass
 class Outcome:
-    """The results of a stage. drafter: the directory of the trained drafter, which is then
-    evaluated. target: the directory of the drafter's new target, if the target was trained too."""
+    """The results of a stage. drafter: the directory of the trained drafter; the run evaluates it
+    next. target: the directory of the drafter's new target, if the target was trained too."""
 
     drafter: Path | None = None
     summary: dict[str, Any] = field(default_factory=dict)
@@ -112,8 +112,8 @@ class Stage(ABC, Generic[C]):
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         """What `run` will do. plans: of earlier stages by name. Nothing is written.
 
-        Every stage of a run is planned before the first one begins. Raise UserError here for
-        everything that would make `run` fail, as far as it can be known.
+        Every stage of a run is planned before the first one begins. Raise UserError here for every
+        problem that would make `run` fail and that can be detected now.
         """
 
     @abstractmethod

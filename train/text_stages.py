@@ -1,4 +1,4 @@
-"""Stages that work on a text: those that train on it, and those that cache results for it."""
+"""Stages that work on a text: some train on it, others cache the target's results for it."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,13 +87,14 @@ class TextStage(Stage[T]):
     @classmethod
     def check(cls, config: T, earlier: Sequence[StageConfig]) -> None:
         """Raise UserError if a stage of the text is not an earlier generate stage, or if it
-        answered test prompts. No stage may train on these."""
+        answered test prompts. A stage must not train on test prompts."""
         for name in config.text_stages:
             answers: Any = closest_stage(name, earlier, "generate")
             if answers.split == "test":
                 raise UserError(
                     f"stage {config.name} would train on the answers of {name} to the test split, "
-                    "on which drafters are judged; name a stage that answers train or dev prompts"
+                    "but that split is for evaluation; name a stage that answers train or dev "
+                    "prompts"
                 )
 
     def planned_tokens(self, plans: Mapping[str, StagePlan]) -> int:
@@ -117,8 +118,8 @@ class TextStage(Stage[T]):
         summary; see `frequent_tokens`. Also prints the coverage."""
         ids, coverage, lost = frequent_tokens(self.target, samples, count)
         self.reporter.say(
-            f"  draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the text; the target "
-            f"gives {lost:.2%} of its probability there to others"
+            f"  draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the text; on this text "
+            f"the target gives {lost:.2%} of its probability to other tokens"
         )
         return ids, {"draft_vocabulary_coverage": coverage, "draft_vocabulary_lost_mass": lost}
 
@@ -173,7 +174,7 @@ class TrainingStage(TextStage[L]):
         super().check(config, earlier)
 
     def cache_directory(self, name: str) -> Path:
-        """The directory of an earlier stage's cache. name: of the stage, or its directory."""
+        """The directory of an earlier stage's cache. name: the stage's name, or its directory."""
         return self.earlier.get(name, Path(name))
 
     def provenance(self, progress: TrainingProgress) -> dict[str, Any]:
@@ -187,8 +188,8 @@ class TrainingStage(TextStage[L]):
         }
 
     def summary(self, trainer: Trainer, counts: dict[str, int], parameters: int) -> dict[str, Any]:
-        """The summary of a finished training. counts: of its samples. parameters: how many the
-        drafter has."""
+        """The summary of a finished training. counts: the counts of its samples. parameters: the
+        drafter's number of parameters."""
         progress = trainer.progress
         speed = progress.tokens / progress.seconds if progress.seconds else None
         return {

@@ -60,7 +60,7 @@ def bucket_batches(
     """Indices into `lengths`, each exactly once, grouped by similar length.
 
     The longest row times the number of rows is at most `tokens_per_batch`. A sample longer than
-    that is a batch by itself. The contents of the batches and their order are shuffled by
+    that is the only row of its batch. The contents of the batches and their order are shuffled by
     (seed, epoch).
 
     >>> bucket_batches([2, 9, 2, 9], tokens_per_batch=20, seed=0, epoch=0)

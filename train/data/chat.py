@@ -48,7 +48,7 @@ def prompt_tokens(
     """
     if example.messages is None:
         raise UserError(
-            f"{example.source}: the row holds text and no prompt to answer; expected prompt or "
+            f"{example.source}: the row has text, but no prompt to answer; expected prompt or "
             f"messages."
         )
     if not has_template(tokenizer):
@@ -58,8 +58,8 @@ def prompt_tokens(
         messages = messages[:-1]
     if messages[-1]["role"] not in ("user", "tool"):
         raise UserError(
-            f"{example.source}: the message to answer is from {messages[-1]['role']}; expected "
-            f"the user's (or a tool's)."
+            f"{example.source}: the message to answer is from {messages[-1]['role']}; expected a "
+            f"message from user or tool."
         )
     return _render(messages, tokenizer, example, add_generation_prompt=True)
 
@@ -127,13 +127,13 @@ def _plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _plain_prompt(example: Example, system: str | None) -> str:
     if example.prompt is None:
         raise UserError(
-            f"{example.source}: a conversation, and the tokenizer has no chat template to write "
-            f"it with. Give the tokenizer a chat_template, or use prompt or text rows."
+            f"{example.source}: the row is a conversation, but the tokenizer has no chat template "
+            f"to format it. Give the tokenizer a chat_template, or use prompt or text rows."
         )
     if system is not None:
         raise UserError(
-            "a system message was given, and the tokenizer has no chat template to write it with. "
-            "Leave it out, or give the tokenizer a chat_template."
+            "a system message is set, but the tokenizer has no chat template to format it. Leave "
+            "the system message out, or give the tokenizer a chat_template."
         )
     return example.prompt
 
@@ -222,20 +222,20 @@ def _mask_by_prefixes(
         answered = _render(messages[: i + 1], tokenizer, example)
         start = _response_start(prompt, answered, tokenizer)
         if start is None:
-            raise _not_a_prefix(example, i, "the prompt with the reply differs from the prompt")
+            raise _not_a_prefix(example, i, "the template changes the prompt when a reply follows")
         end = _response_end(answered, start, message["content"], tokenizer)
         if tokens[:end] != answered[:end]:
-            raise _not_a_prefix(example, i, "later messages change how it is written")
+            raise _not_a_prefix(example, i, "the template changes it when later messages follow")
         mask[start:end] = [True] * (end - start)
     return tokens, mask
 
 
 def _not_a_prefix(example: Example, i: int, problem: str) -> UserError:
     return UserError(
-        f"{example.source}: the assistant's tokens in messages[{i}] cannot be told apart: "
-        f"{problem} (templates that strip or add reasoning do this). Expected a chat template "
-        f"that only appends. Give the tokenizer one with {{% generation %}} blocks, let the target "
-        f"write the responses itself, or keep one assistant turn a row."
+        f"{example.source}: cannot find the assistant's tokens of messages[{i}]: {problem} "
+        f"(templates that strip or add reasoning do this). Expected a chat template that only "
+        f"appends. Give the tokenizer one with {{% generation %}} blocks, let the target generate "
+        f"the responses, or keep one assistant turn per row."
     )
 
 

@@ -38,13 +38,13 @@ class Corpus:
         that needs them if there are none."""
         if split not in self.examples:
             raise UserError(
-                f"stage {stage} answers the prompts of split {split}, which data lacks; set "
-                f"data.{split}, or name another split"
+                f"stage {stage} needs the prompts of split {split}, but data has no such split; "
+                f"set data.{split}, or name another split"
             )
         examples = [e for e in self.examples[split] if e.messages is not None]
         if not examples:
             raise UserError(
-                f"stage {stage}: the {split} split has no prompts to answer, only text; give rows "
+                f"stage {stage}: the {split} split has no prompts to answer, only text; add rows "
                 "with prompt or messages"
             )
         return examples

@@ -7,7 +7,7 @@ fields that is present and not null sets the type of the row:
     prompt     "..."        a user message; `response` or `reference` adds the assistant's answer
     text       "..."        plain text to train on
 
-Optional: `id` (text or a whole number, unique), `kind` or `task` (a label to report by). Other
+Optional: `id` (text or a whole number, unique), `kind` or `task` (a label for reports). Other
 fields are ignored, so hub data sets can be used unchanged.
 """
 
@@ -97,7 +97,7 @@ def read_examples(
     `base_dir`. `split` picks the split of a data set; .jsonl files have none.
 
     With on_bad="stop", a bad row raises an error. With "skip" it is counted; an error is raised at
-    the end if a share of more than `max_bad_rate` of the rows is bad. Blank lines are not rows.
+    the end if the share of bad rows is above `max_bad_rate`. Blank lines are not rows.
 
     Raises UserError for a bad row ("FILE:LINE: found; expected"), too many bad rows, a missing or
     unreadable source, a repeated id, or if nothing is kept.
@@ -116,7 +116,7 @@ def read_examples(
             problem = f"{row.source}: {bad.problem}"
             if on_bad == "stop":
                 raise UserError(
-                    f'{problem}. Mend the row, or skip bad rows with on_bad "skip".'
+                    f'{problem}. Fix the row, or skip bad rows with on_bad "skip".'
                 ) from bad
             report.dropped[bad.reason] += 1
             if len(report.problems) < PROBLEMS_SHOWN:
@@ -124,8 +124,8 @@ def read_examples(
             continue
         if example.id in seen:
             raise UserError(
-                f'{example.source}: the id "{example.id}" is already that of {seen[example.id]}; '
-                f"expected every id once. Change one of the two, or leave the ids out."
+                f'{example.source}: the id "{example.id}" is also the id of {seen[example.id]}; '
+                f"expected unique ids. Change one of the two, or leave the ids out."
             )
         seen[example.id] = example.source
         examples.append(example)
@@ -135,12 +135,12 @@ def read_examples(
     if bad_rows > max_bad_rate * report.read:
         raise UserError(
             f"{bad_rows} of {report.read} rows are bad, more than the {max_bad_rate:.2%} that "
-            f"max_bad_rate allows. The first: {report.problems[0]}. Mend the rows, or raise "
+            f"max_bad_rate allows. The first: {report.problems[0]}. Fix the rows, or raise "
             f"max_bad_rate."
         )
     if not examples:
         raise UserError(
-            f"no row to use in {', '.join(sources) or 'an empty list of sources'}: {report}. "
+            f"no usable row in {', '.join(sources) or 'an empty list of sources'}: {report}. "
             f"Expected at least one row with {' or '.join(FIELDS)}."
         )
     return examples, report
@@ -175,8 +175,8 @@ def _rows(sources: list[str], split: str | None, base_dir: Path) -> Iterator[_Ro
         if path.suffix in LINES and not path.is_dir():
             if split is not None:
                 raise UserError(
-                    f'{source}: split "{split}" was asked for, and a {path.suffix} file has no '
-                    f"splits. Leave split out, or give the file of that split."
+                    f'{source}: split "{split}" is set, but a {path.suffix} file has no splits. '
+                    f"Leave split out, or name the file of that split."
                 )
             yield from _lines(path, source, label)
         else:
@@ -212,7 +212,7 @@ def _data_set_rows(path: Path, source: str, label: str, split: str | None) -> It
             if split is not None and isinstance(data, datasets.DatasetDict):
                 if split not in data:
                     raise UserError(
-                        f'{source}: no split "{split}"; it has {", ".join(data)}.'
+                        f'{source}: no split "{split}"; expected one of {", ".join(data)}.'
                         f"{nearest(split, data)}"
                     )
                 data = data[split]
@@ -221,7 +221,7 @@ def _data_set_rows(path: Path, source: str, label: str, split: str | None) -> It
         elif path.is_file():
             if path.suffix not in BUILDERS:
                 raise UserError(
-                    f'{source}: files ending in "{path.suffix}" are not read; expected '
+                    f'{source}: cannot read files ending in "{path.suffix}"; expected '
                     f"{', '.join([*LINES, *BUILDERS])} or a directory."
                 )
             data = datasets.load_dataset(
@@ -249,7 +249,7 @@ def _data_set_rows(path: Path, source: str, label: str, split: str | None) -> It
     if isinstance(data, datasets.DatasetDict):
         if len(data) != 1:
             raise UserError(
-                f"{source}: has the splits {', '.join(data)}; say with split which one to read."
+                f"{source}: has the splits {', '.join(data)}; set split to one of them."
             )
         split, data = next(iter(data.items()))
     which = f"[{split}]" if split else ""
@@ -370,7 +370,7 @@ def _clean(value: str, name: str) -> str:
     except UnicodeEncodeError as error:
         raise _BadRow(
             "not UTF-8",
-            f"{name} holds the lone surrogate \\u{ord(value[error.start]):04x}; expected text",
+            f"{name} contains the lone surrogate \\u{ord(value[error.start]):04x}; expected text",
         ) from error
     return value
 

@@ -44,8 +44,8 @@ def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None
 
 @dataclass
 class Learning:
-    """How the copy learns. max_length: of a text, in tokens; None: the copy's maximum. embeddings:
-    whether to train a small language model's token embeddings and output layer too."""
+    """How the copy learns. max_length: the limit of a text in tokens; None: the copy's maximum.
+    embeddings: whether to train a small language model's token embeddings and output layer too."""
 
     device: torch.device
     terms: WeightedLoss

@@ -56,7 +56,7 @@ class OnlineConfig(Strict):
     tokens_per_batch: int = Field(1024, ge=2)
     """Tokens of text for each step and process, padding included."""
     accepted: float = Field(0.25, ge=0, le=1)
-    """The share of the tokens that were not rejected to learn from too."""
+    """Also learn from this share of the tokens that were not rejected."""
     k: int = Field(64, ge=1)
     """How many of the target's likeliest tokens are kept of each distribution."""
     buffer_mib: float = Field(64.0, gt=0)
@@ -77,12 +77,12 @@ class OnlineConfig(Strict):
     @model_validator(mode="after")
     def _fits(self) -> "OnlineConfig":
         if self.every_requests is None and self.every_rejected is None:
-            raise ValueError("set every_requests or every_rejected, or nothing is ever learnt")
+            raise ValueError("set every_requests or every_rejected; without both no round starts")
         if self.optimizer.schedule != "constant":
             raise ValueError("optimizer.schedule must be constant: a stream has no known end")
         if self.optimizer.ema is not None:
             raise ValueError(
-                "optimizer.ema cannot be set: versions are judged as they were trained"
+                "optimizer.ema cannot be set: versions have the last weights, not averaged ones"
             )
         return self
 
@@ -91,7 +91,8 @@ class OnlineConfig(Strict):
 class Round:
     """One call of `Online.learn`.
 
-    number: from 1. version: of the weights after the round. kept: whether these weights are new.
+    number: from 1. version: the version of the weights after the round. kept: whether the candidate
+    was kept.
     before, after: the expected acceptance Σ min(p, q) at temperature 1 on the held-out tokens, with
     the previous version and with the candidate (None: it was not finite). steps: optimizer steps in
     total, without those of rejected candidates. positions: the number of recorded tokens that the

@@ -70,7 +70,7 @@ class OnlineStageConfig(StageConfig):
     @model_validator(mode="after")
     def _fits(self) -> "OnlineStageConfig":
         if self.learning is None and (self.background or self.device):
-            raise ValueError("background and device say how to learn, and learning is null")
+            raise ValueError("background and device need learning, but learning is null")
         return self
 
 
@@ -138,7 +138,8 @@ class Serving:
     """Serves a stream of requests with a drafter that learns from it.
 
     drafter: the decoding drafter. student: the learning copy. online: connects the two; None: no
-    learning. progress: in the stream. provenance: of a drafter that is saved, without its progress.
+    learning. progress: the progress in the stream. provenance: the provenance of a saved drafter,
+    without its progress.
     """
 
     config: OnlineStageConfig

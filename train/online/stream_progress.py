@@ -2,7 +2,7 @@
 
 versions/version-N/    a drafter directory with the optimizer's moments beside it
 progress/progress-R/   the stream's progress at the R-th save, and the version
-buffer/…, held-out/…   the replay buffers' shards (`distill.replay.buffer`)
+buffer/…, held-out/…   the replay buffers' shards (`distill.replay.replay_buffer`)
 
 A version is written before the progress that names it. Files that an older progress needs are
 deleted only after a newer progress is in place. Without background learning everything is a
@@ -36,8 +36,9 @@ COUNTS = ("steps", "emitted", "reached", "accepted")
 class StreamProgress:
     """The progress of a stream; stored with every save.
 
-    served: the number of answered requests. version: of the decoding weights. counts: for every
-    request, see COUNTS. batches: [requests served so far, seconds of decoding] for each batch.
+    served: the number of answered requests. version: the version of the decoding weights. counts:
+    see COUNTS, for every request. batches: [requests served so far, seconds of decoding] for each
+    batch.
     rounds: as `train.online.learning.Round`, each with the number of requests `served` before it.
     seconds: by activity, the time that requests waited for it. online: `Online.state` of each rank.
     buffers: [first, next] of both buffers, for each rank.
@@ -193,14 +194,14 @@ class Versions:
         self._say(damaged)
         if damaged:
             raise UserError(
-                f"nothing that was saved in {self.saves.parent} is complete; delete that directory "
-                "to serve the stream from its beginning"
+                f"no save in {self.saves.parent} is complete; delete that directory to serve the "
+                "stream from the beginning"
             )
         return None
 
     def _say(self, damaged: list[Any]) -> None:
         for error in damaged:
-            self.reporter.say(f"  passing over what is damaged: {error}")
+            self.reporter.say(f"  skipping a damaged save: {error}")
 
     def moments(self, version: int) -> dict[str, Tensor]:
         return load_file(self.path(version) / MOMENTS)

@@ -66,7 +66,7 @@ class DistillConfig(LossConfig):
     on_policy: OnPolicyConfig | None = None
     """The drafter generates a part of the text itself. None: the text is fixed."""
     dev: DevConfig | None = None
-    """Figures on a dev slice during the training. None: there are none."""
+    """Figures on a dev slice during the training. None: no figures."""
     train_embeddings: bool = True
     """Train the token embeddings and the output layer too. If false, they keep their init
     weights."""
@@ -103,11 +103,11 @@ class DistillStage(TrainingStage[DistillConfig]):
         if config.on_policy is not None:
             _check_on_policy(config)
         if config.shard_teacher:
-            _refuse(config, remember_teacher="ranks of a sharded target must all run it every time")
+            _refuse(config, remember_teacher="all ranks must run a sharded target for every batch")
             if config.dev is not None and config.dev.decode_prompts:
                 raise UserError(
-                    f"stage {config.name}: dev.decode_prompts needs the whole target on one "
-                    "device; leave it out, or shard_teacher"
+                    f"stage {config.name}: dev.decode_prompts needs the complete target on one "
+                    "device; leave out dev.decode_prompts or shard_teacher"
                 )
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
@@ -119,7 +119,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             amount = f"{config.loop.max_steps} steps, λ = {config.on_policy.fraction:g}"
         if config.drafter.stage is not None:
             start = plans[config.drafter.stage]
-            what = f"goes on with the drafter of {config.drafter.stage}"
+            what = f"continues to train the drafter of {config.drafter.stage}"
             return StagePlan(
                 f"{what}; {config.losses_in_words}; {amount}",
                 start.trained_parameters,
@@ -191,7 +191,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         model, vocabulary = make_student(config.drafter, self.target, self.earlier)
         if config.draft_vocabulary is not None:
             if vocabulary is not None:
-                _refuse(config, draft_vocabulary="the model it starts from has one")
+                _refuse(config, draft_vocabulary="the drafter's start already has one")
             ids, coverage = self.frequent_tokens(samples, config.draft_vocabulary)
             return model, reduce_output(model, ids), coverage
         if isinstance(cache, CachedTeacher):
@@ -200,10 +200,10 @@ class DistillStage(TrainingStage[DistillConfig]):
                 return model, None if expected is None else reduce_output(model, expected), {}
             if expected is None or not torch.equal(vocabulary.ids, expected):
                 raise UserError(
-                    f"the drafter's draft vocabulary of {len(vocabulary.ids)} tokens is not that "
-                    f"of the teacher cache {cache.directory} ("
+                    f"the drafter has a draft vocabulary of {len(vocabulary.ids)} tokens, but the "
+                    f"teacher cache {cache.directory} has another one ("
                     f"{'all tokens' if expected is None else f'{len(expected)} tokens'}); make the "
-                    "cache first and start the drafter from it"
+                    "cache first, and let the drafter's first stage learn from it"
                 )
         return model, vocabulary, {}
 
@@ -278,7 +278,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         )
 
     def _dev_slice(self, config: DevConfig, student: Trainable, model: PreTrainedModel) -> DevSlice:
-        # All ranks must run a sharded target together, so no rank may remember results by itself.
+        # All ranks must run a sharded target together, so a rank must not skip it by remembering.
         teacher = LiveTeacher(split_model(model), remember=not self.config.shard_teacher)
 
         def sums(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> Tensor:
@@ -327,10 +327,10 @@ def _check_start(config: DistillConfig, start: str, earlier: Sequence[StageConfi
     closest_stage(start, earlier, *DRAFTER_STAGES)
     if heads_stage(start, earlier) is not None:
         raise UserError(
-            f"stage {config.name} trains a small language model, and the drafter of {start} is "
-            "heads on the target; name another stage"
+            f"stage {config.name} trains a small language model, but the drafter of {start} is "
+            "heads on the target; name a stage that trains a small language model"
         )
-    _refuse(config, draft_vocabulary=f"the drafter of {start} keeps its own")
+    _refuse(config, draft_vocabulary=f"the drafter of {start} keeps its draft vocabulary")
 
 
 def _check_cache(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
@@ -341,29 +341,29 @@ def _check_cache(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
         stage = closest_stage(config.teacher, earlier, "teacher_cache", "feature_cache")
         holds_states = stage.kind == "feature_cache"
     if not holds_states:
-        _refuse(config, draft_vocabulary="the cache has its own")
+        _refuse(config, draft_vocabulary="the cache already sets the draft vocabulary")
     _refuse(
         config,
-        on_policy="the cache has no word on text that is still to be written",
-        remember_teacher="there is no live target to remember",
-        shard_teacher="there is no live target to shard",
+        on_policy="the cache has no results for text that the drafter generates later",
+        remember_teacher="a cache replaces the live target",
+        shard_teacher="a cache replaces the live target",
     )
     if config.teacher_temperature != 1 and not holds_states:
         raise UserError(
-            f"stage {config.name} learns from a cache, which has the temperature that it was made "
-            "at; set `temperature` of the teacher_cache stage instead of teacher_temperature"
+            f"stage {config.name} learns from a cache, and the cache has a fixed temperature; set "
+            "`temperature` of the teacher_cache stage instead of teacher_temperature"
         )
 
 
 def _check_on_policy(config: DistillConfig) -> None:
-    _refuse(config, remember_teacher="the drafter's own text comes only once")
+    _refuse(config, remember_teacher="each text that the drafter generates is used only once")
     if config.loop.max_steps is None:
         raise UserError(
-            f"stage {config.name} trains on text that is still to be written, so it has no epochs; "
-            "set loop.max_steps"
+            f"stage {config.name} trains on text that the drafter generates during the training, "
+            "so it has no epochs; set loop.max_steps"
         )
     if not config.weighted_loss.needs_teacher or "cross_entropy" in config.losses:
         raise UserError(
-            f"stage {config.name}: cross_entropy on the drafter's own text would teach it what it "
-            "says already; use a divergence from the teacher"
+            f"stage {config.name}: cross_entropy would only teach the drafter to repeat the text "
+            "that it generates; use a divergence from the teacher, such as reverse_kl"
         )

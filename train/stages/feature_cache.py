@@ -45,15 +45,15 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
         super().check(config, earlier)
         if len(set(config.captured_layers)) < len(config.captured_layers):
             raise UserError(
-                f"stage {config.name}: captured_layers {config.captured_layers} name a layer "
-                "twice; name it once"
+                f"stage {config.name}: captured_layers is {config.captured_layers}, with a layer "
+                "twice; list each layer once"
             )
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         layers = self.config.captured_layers
         Recorder(self.target.model, layers)  # refuses layers that do not exist
         token_bytes = bytes_per_token(self.target, layers)
-        what = f"{len(layers)} hidden states: {token_bytes} bytes a token, prompts too"
+        what = f"{len(layers)} hidden states: {token_bytes} bytes a token, prompts included"
         if self.config.text == "data":
             samples = self.corpus.samples("data")
             total = sum(min(len(s.tokens), self.config.max_length) for s in samples)

@@ -50,10 +50,10 @@ class GenerateConfig(StageConfig):
     def _fits(self) -> "GenerateConfig":
         if self.sampling.temperature == 0 and self.samples > 1:
             raise ValueError(
-                "samples > 1 needs sampling.temperature > 0, or all answers are the same"
+                "samples > 1 needs sampling.temperature > 0; without it all answers are the same"
             )
         if self.num_beams > 1 and self.sampling.temperature > 0:
-            raise ValueError("beam search (num_beams > 1) goes with sampling.temperature 0")
+            raise ValueError("beam search (num_beams > 1) needs sampling.temperature 0")
         return self
 
 

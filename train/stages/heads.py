@@ -70,7 +70,7 @@ class HeadsConfig(LossConfig):
     remember_features: bool = False
     """Keep live hidden states in memory after their first use."""
     dev: DevConfig | None = None
-    """Figures on a dev slice during the training. None: there are none."""
+    """Figures on a dev slice during the training. None: no figures."""
     tree: TreeConfig | None = None
     """Calibrate a tree after the drafter is written, and store it with the drafter. A target that
     cannot verify trees is refused before the training. None: the drafter drafts chains."""
@@ -107,8 +107,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 closest_stage(config.features, earlier, "feature_cache")
             if config.remember_features:
                 raise UserError(
-                    f"stage {config.name}: remember_features cannot be set here: there is no "
-                    "live target to remember; leave it out"
+                    f"stage {config.name}: remember_features cannot be set here: a cache replaces "
+                    "the live target; leave it out"
                 )
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
@@ -323,7 +323,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             return None
         if size >= self.target.vocab_size:
             raise UserError(
-                f"a draft vocabulary of {size} tokens; expected fewer than the target's "
+                f"draft_vocabulary is {size}; expected fewer tokens than the target's "
                 f"{self.target.vocab_size}"
             )
         return torch.arange(size)
@@ -335,8 +335,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             require_tree(config.tree, self.target, self.corpus, heads, stage=config.name)
         if config.backbone is not None and heads.joint_weight is None:
             raise UserError(
-                f"stage {config.name}: heads of type {config.heads.type} are for a target that "
-                "stays as it is; leave backbone out"
+                f"stage {config.name}: heads of type {config.heads.type} cannot be trained "
+                "together with the target; leave backbone out"
             )
 
     def _tree(self, target: Target, heads: Heads, path: Path) -> TreeCalibration | None:
@@ -353,8 +353,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 store_tree(path, tree.structure, tree.to_dict())
         except UserError as error:
             raise UserError(
-                f"stage {config.name}: no tree could be planned: {error} The drafter is trained "
-                f"and in {path}; start the run again to plan its tree without training again"
+                f"stage {config.name}: no tree could be planned: {error} The trained drafter is in "
+                f"{path}. Start the run again to plan the tree; the drafter is not trained again."
             ) from error
         return tree
 
@@ -375,8 +375,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         bigram = table.top1((s.tokens, s.mask) for s in dev.samples)
         lookup = lookup_top1((s.tokens, s.mask) for s in dev.samples)
         self.reporter.say(
-            f"  of the dev slice's tokens a bigram table guesses {bigram:.1%}, prompt lookup "
-            f"{lookup:.1%}"
+            f"  on the dev slice a bigram table predicts {bigram:.1%} of the tokens, and prompt "
+            f"lookup {lookup:.1%}"
         )
         return {"bigram_top1": bigram, "lookup_top1": lookup}
 
@@ -385,19 +385,19 @@ def _check_start(config: HeadsConfig, start: str, earlier: Sequence[StageConfig]
     first: Any = closest_stage(start, earlier, "heads")
     if first.backbone is not None:
         raise UserError(
-            f"stage {config.name} starts from the heads of {start}, which belong to the new "
-            f"target that {start} made; name a stage whose target stayed as it was, or start a "
-            "run with that new target"
+            f"stage {config.name} starts from the heads of {start}, but {start} also trained the "
+            "target, and its heads belong to that new target; name a stage that does not train "
+            "the target, or start a run with the new target"
         )
     if first.heads != config.heads:
         raise UserError(
-            f"stage {config.name} goes on with the heads of {start}, which are "
-            f"{first.heads}, and names {config.heads}; expected the same"
+            f"stage {config.name} continues to train the heads of {start}. Their settings are "
+            f"{first.heads}, but this stage has {config.heads}; set the same type and options"
         )
     if config.draft_vocabulary is not None:
         raise UserError(
             f"stage {config.name}: draft_vocabulary cannot be set here: the heads of {start} "
-            "keep their own; leave it out"
+            "keep their draft vocabulary; leave it out"
         )
 
 

@@ -57,13 +57,13 @@ class OnlineStage(Stage[OnlineStageConfig]):
         require_learns(heads.heads.type)
         if config.train_embeddings:
             raise UserError(
-                f"stage {config.name}: heads are trained whole, so train_embeddings would do "
-                "nothing; leave it out"
+                f"stage {config.name}: heads are always trained completely, so train_embeddings "
+                "would do nothing; leave it out"
             )
         if heads.tree is not None and config.sampling.temperature and not rule.trees:
             raise UserError(
-                f"stage {config.name}: the heads of {heads.name} draft in a tree, and the rule "
-                f"{config.rule} judges chains only; set rule: multi_round, or leave tree out of "
+                f"stage {config.name}: the heads of {heads.name} draft in a tree, but the rule "
+                f"{config.rule} judges only chains; set rule: multi_round, or leave tree out of "
                 f"{heads.name}"
             )
 
@@ -109,7 +109,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
         if saved is not None:
             self._require_same_ranks(saved)
             self.reporter.say(
-                f"  going on after {saved.served} of {len(requests)} requests, "
+                f"  continuing after {saved.served} of {len(requests)} requests, "
                 f"version {saved.version}"
             )
         student, drafter = self._learner(None if saved is None else versions.path(saved.version))
@@ -183,8 +183,8 @@ class OnlineStage(Stage[OnlineStageConfig]):
         config, ranks = self.config, self.accelerator.num_processes
         if ranks > 1 and (config.background or config.device):
             raise UserError(
-                f"stage {config.name}: {ranks} ranks learn together, between requests and each "
-                "on its own device; leave background and device out, or launch one process"
+                f"stage {config.name}: {ranks} ranks always learn between requests and on their "
+                "own devices; leave background and device out, or launch one process"
             )
         if config.device is None:
             return self.accelerator.device
@@ -202,14 +202,15 @@ class OnlineStage(Stage[OnlineStageConfig]):
             return
         if not self.allow_changes:
             raise UserError(
-                f"stage {self.config.name} was begun by {progress.ranks} ranks, not {ranks}, whose "
-                "replay buffers each hold a share of the requests. Launch as before, or allow it "
-                "with --allow-changes: missing ranks' records are then lost."
+                f"stage {self.config.name} began with {progress.ranks} ranks, but now there are "
+                f"{ranks}. Each rank's replay buffer has the records of its share of the requests. "
+                "Launch the same number of ranks, or accept the change with --allow-changes: the "
+                "records of missing ranks are then lost."
             )
         progress.ranks = ranks
 
     def _learner(self, version: Path | None) -> tuple[OnlineStudent, Drafter]:
-        """The learning copy and the decoding drafter, of a saved version or of the start."""
+        """The learning copy and the decoding drafter, from a saved version or from the start."""
         config, target = self.config, self.target
         learning = Learning(
             self._device(),

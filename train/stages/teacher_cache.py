@@ -54,8 +54,8 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
         super().check(config, earlier)
         if config.draft_vocabulary is not None and config.k > config.draft_vocabulary:
             raise UserError(
-                f"stage {config.name}: k is {config.k}, of a draft vocabulary of "
-                f"{config.draft_vocabulary} tokens; expected at most as many"
+                f"stage {config.name}: k is {config.k}, but draft_vocabulary is only "
+                f"{config.draft_vocabulary}; lower k, or raise draft_vocabulary"
             )
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
@@ -74,7 +74,8 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
         vocabulary, coverage = self._vocabulary(samples)
         if config.k > vocab_size:
             raise UserError(
-                f"stage {config.name}: k is {config.k}, of a vocabulary of {vocab_size} tokens"
+                f"stage {config.name}: k is {config.k}, but the vocabulary has only {vocab_size} "
+                "tokens; lower k"
             )
         tokens = sum(sum(sample.mask[1:]) for sample in samples)
         token_bytes = bytes_per_token(config.k, vocab_size)

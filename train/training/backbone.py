@@ -107,7 +107,7 @@ class BackboneConfig(Strict):
 class Backbone(ABC):
     """The target under the heads in their training: its hidden states, and the module to train.
 
-    weights_prefix: of the heads' weights in that module.
+    weights_prefix: the prefix of the heads' weights in that module.
     """
 
     weights_prefix: str
@@ -130,8 +130,8 @@ class Backbone(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Run the prepared module on a batch of the text, or of the dev slice (dev).
 
-        ids: of the batch's samples. losses: the loss weights by head. done: the share of the
-        training's steps that are done, in [0, 1].
+        ids: the ids of the batch's samples. losses: the loss weights by head. done: the share of
+        the training's steps that are done, in [0, 1].
         """
 
     @abstractmethod
@@ -145,7 +145,8 @@ class Backbone(ABC):
 
 
 class FrozenBackbone(Backbone):
-    """The run's target as it is. features: makes the source of its hidden states at some layers."""
+    """The run's target, unchanged. features: makes the source of its hidden states at some
+    layers."""
 
     weights_prefix = "heads."
 
@@ -201,8 +202,8 @@ class TrainedBackbone(Backbone):
         self.trainable = Trainable(model, lora=config.lora)
         if not isinstance(model.get_output_embeddings(), nn.Linear):
             raise UserError(
-                f"stage {stage}: backbone.lora.targets gives the output layer an adapter, which "
-                "heads and losses read directly; leave that layer out"
+                f"stage {stage}: backbone.lora.targets gives the output layer an adapter, but "
+                "heads and losses read that layer directly; leave it out of the targets"
             )
         self.teacher = self.dev_teacher = None
         if config.terms.needs_teacher:
@@ -275,7 +276,7 @@ class TrainedBackbone(Backbone):
         if not samples:
             raise UserError(
                 f"stage {stage}: backbone.held_out {text} has no response tokens to measure the "
-                "drift on; have a generate stage answer the dev split and name it there"
+                "drift on; add a generate stage that answers the dev split, and name it there"
             )
         return spread(samples, self.config.held_out_samples)
 

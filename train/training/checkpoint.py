@@ -80,12 +80,12 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()
         newest, damaged = newest_complete(self.parent, PREFIX)
         for error in damaged:
-            self.reporter.say(f"  passing over a checkpoint: {error}")
+            self.reporter.say(f"  skipping a damaged checkpoint: {error}")
         if newest is None:
             if damaged:
                 raise UserError(
                     f"no checkpoint in {self.parent} is complete; delete that directory to train "
-                    "this stage from its beginning"
+                    "this stage from the beginning"
                 )
             return None
         state = json.loads((newest / STATE).read_text())
@@ -100,7 +100,7 @@ class Checkpoints:
         if self.accelerator.step < 0 and state["made_with"] == self._made_with():
             raise UserError(
                 f"{newest}: the random state of rank {self.accelerator.process_index} cannot be "
-                "read, so training would go on with other random numbers. Use the versions of "
+                "read, so training would continue with other random numbers. Use the versions of "
                 "torch, numpy and accelerate that wrote it, or delete this checkpoint."
             )
         extra(newest)
@@ -125,18 +125,18 @@ class Checkpoints:
         unsharded = {"NO", "MULTI_GPU", "MULTI_CPU"}
         if not {before["engine"], now["engine"]} <= unsharded:
             raise UserError(
-                f"{path} was made by {described[0]}, whose shards {described[1]} cannot read; "
-                "launch as before"
+                f"{path} was made by {described[0]}, and {described[1]} cannot read its shards; "
+                "launch the same engine and number of ranks"
             )
         if not self.allow_changes:
             raise UserError(
                 f"{path} was made by {described[0]}, not {described[1]}. The batches would be the "
-                "same, the random numbers of dropout not. Launch as before, or allow it with "
-                "--allow-changes."
+                "same, but dropout would have other random numbers. Launch the same engine and "
+                "number of ranks, or accept the change with --allow-changes."
             )
         self.reporter.say(
-            f"  going on from a checkpoint of {described[0]} with {described[1]}: ranks that it "
-            "has no random state for start with a fresh one"
+            f"  continuing from a checkpoint of {described[0]} with {described[1]}: ranks without "
+            "a stored random state start with a new one"
         )
 
     def _save_into(self, directory: Path | None, extra: Extra) -> None:

@@ -75,12 +75,15 @@ class DevSlice:
     ) -> None:
         """stage: the stage's name, for messages."""
         if settings.text == "data" and "dev" not in corpus.examples:
-            raise UserError(f"stage {stage} has dev figures, but data has no dev split")
+            raise UserError(
+                f"stage {stage} has dev figures, but data has no dev split; set data.dev, or leave "
+                "dev out"
+            )
         samples = [s for s in corpus.samples(settings.text, "dev") if any(s.mask)]
         if not samples:
             raise UserError(
-                f"stage {stage}: dev.text {settings.text} has no response tokens; have "
-                "a generate stage answer the dev split and name it there"
+                f"stage {stage}: dev.text {settings.text} has no response tokens; add a generate "
+                "stage that answers the dev split, and name it there"
             )
         self.settings, self.judging = settings, judging
         self.target, self.accelerator = target, accelerator

@@ -45,8 +45,8 @@ def require_tree(
     """
     if "dev" not in corpus.examples:
         raise UserError(
-            f"stage {stage} calibrates a tree, but data has no dev split; give one, or leave tree "
-            "out"
+            f"stage {stage} calibrates a tree, but data has no dev split; set data.dev, or leave "
+            "tree out"
         )
     prompts = _prompts(settings, corpus)
     require_prompts(prompts, target.max_positions, target.vocab_size)
@@ -83,7 +83,7 @@ def calibrated_tree(
             progress=lambda what: say(f"  tree: measuring {what}"),
         )
     except NothingAccepted as error:
-        say(f"  {error} It drafts chains")
+        say(f"  {error} The drafter drafts chains")
         return None
     say(f"  tree: {tree.verdict}")
     return tree

@@ -38,7 +38,7 @@ class OptimizerConfig(Strict):
     clip: float = Field(1.0, gt=0)
     """The maximum norm of a step's gradient. A larger gradient is scaled down."""
     warmup_steps: int = Field(10, ge=0)
-    """Optimizer steps until the learning rate is reached."""
+    """Optimizer steps until the learning rate reaches `lr`."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
     min_lr_ratio: float = Field(0.02, ge=0, le=1)
@@ -46,9 +46,9 @@ class OptimizerConfig(Strict):
     groups: dict[str, GroupConfig] = {}
     """{pattern: settings}, with patterns such as `*embed_tokens*`. The first match counts."""
     ema: float | None = Field(None, gt=0, lt=1)
-    """The decay, such as 0.999, of an exponential moving average (EMA) of the weights, which are
-    then evaluated and saved. None: the last weights are. DeepSpeed's forward pass has only the last
-    weights, so figures on a dev slice use them there."""
+    """The decay, such as 0.999, of an exponential moving average (EMA) of the weights. The averaged
+    weights are then evaluated and saved. None: the last weights are evaluated and saved. Under
+    DeepSpeed the forward pass has only the last weights, so figures on a dev slice use these."""
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -71,8 +71,8 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Op
                 continue
             trained = [name for name, p in module.named_parameters() if p.requires_grad]
             raise UserError(
-                f"optimizer.groups: {pattern!r} matches no trained parameter; their names are like "
-                f"{', '.join(trained[:3])}"
+                f"optimizer.groups: {pattern!r} matches no trained parameter; expected a pattern "
+                f"for names such as {', '.join(trained[:3])}"
             )
         lr = config.lr if group.lr is None else group.lr
         decay = config.weight_decay if group.weight_decay is None else group.weight_decay

@@ -52,7 +52,7 @@ def start(*, cpu: bool, **settings: Any) -> Accelerator:
     present = torch.accelerator.is_available()
     if launched and cpu and present:
         raise UserError(
-            f"accelerate was launched with {launched[0].value}, and target.device is cpu on a "
+            f"accelerate was launched with {launched[0].value}, but target.device is cpu on a "
             "machine with GPUs; set it to auto, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
     fsdp1 = DistributedType.FSDP in launched and os.environ.get("FSDP_VERSION", "1") != "2"
@@ -75,11 +75,14 @@ def start(*, cpu: bool, **settings: Any) -> Accelerator:
     accelerator = Accelerator(cpu=cpu, kwargs_handlers=[waiting], **settings)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world:
-        raise UserError(f"{world} ranks were launched and accelerate sees another number of them")
+        raise UserError(
+            f"WORLD_SIZE is {world}, but accelerate has another number of ranks; start the ranks "
+            "with accelerate launch"
+        )
     if launched and accelerator.distributed_type != launched[0]:
         raise UserError(
-            f"accelerate was launched with {launched[0].value} and runs "
-            f"{accelerator.distributed_type.value}"
+            f"accelerate was launched with {launched[0].value}, but it runs "
+            f"{accelerator.distributed_type.value}; check the accelerate config and the device"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # ZeRO-3 would shard every model that transformers loads, even the target: accelerate
@@ -87,7 +90,7 @@ def start(*, cpu: bool, **settings: Any) -> Accelerator:
         unset_hf_deepspeed_config()
         if "optimizer" in accelerator.deepspeed_plugin.deepspeed_config:
             raise UserError(
-                "the DeepSpeed config names an optimizer; leave it out, stages bring their own"
+                "the DeepSpeed config sets an optimizer; remove it, because stages make their own"
             )
     elif accelerator.is_fsdp2:
         # This option would leave models empty on all ranks but one.
@@ -109,7 +112,7 @@ def prepare(
         config = accelerator.deepspeed_plugin.deepspeed_config
         config |= {
             "train_micro_batch_size_per_gpu": 1,  # only used to count samples
-            "gradient_accumulation_steps": 1,  # `part` says where a step ends
+            "gradient_accumulation_steps": 1,  # `part` marks the end of a step
             "gradient_clipping": clip,
         }
         if config.get("bf16", {}).get("enabled") is True:

@@ -96,9 +96,9 @@ def make_student(
     require_same_vocabulary(drafter, target.fingerprint, f"drafter {spec}", padding=True)
     if drafter.vocab_size < target.token_count:
         raise UserError(
-            f"drafter {spec} has {drafter.vocab_size} output rows and its tokenizer knows "
-            f"{target.token_count} tokens, so it has no row for some that it is to learn; resize "
-            "it first (transformers: resize_token_embeddings)"
+            f"drafter {spec} has {drafter.vocab_size} output rows, but its tokenizer knows "
+            f"{target.token_count} tokens, so some tokens have no output row; resize it first "
+            "(transformers: resize_token_embeddings)"
         )
     return loaded.model.train(), load_vocabulary(Path(spec), loaded.model)
 

@@ -34,7 +34,7 @@ class LoopConfig(Strict):
     """The length of the training and the size of its batches."""
 
     epochs: int = Field(3, ge=1)
-    """How often the training goes through the text."""
+    """The number of passes over the text."""
     max_steps: int | None = Field(None, ge=1)
     """The training stops after this many optimizer steps, even if `epochs` are not complete. None:
     no limit."""
@@ -131,7 +131,7 @@ class TrainingProgress:
     """The progress of a training; stored in every checkpoint.
 
     history: figures of logged steps. dev: figures of `TrainingTask.measure`. seconds: total wall
-    time. clock: seconds by activity, as far as they were measured.
+    time. clock: the measured seconds by activity.
     """
 
     step: int = 0
@@ -145,7 +145,7 @@ class TrainingProgress:
 
 
 class _Round:
-    """One round's samples, dealt into batches."""
+    """One round's samples, grouped into batches."""
 
     def __init__(self, number: int, samples: Sequence[Sample], loop: LoopConfig) -> None:
         self.number, self.samples = number, samples
@@ -210,7 +210,7 @@ class Trainer:
         begin = time.perf_counter() - progress.seconds
         self.total_steps = self._total_steps()
         if stored:
-            self.reporter.say(f"  going on after step {progress.step} of {self.total_steps}")
+            self.reporter.say(f"  continuing after step {progress.step} of {self.total_steps}")
         if progress.step < self.total_steps:
             self._require_space()
         request = StopRequest()
@@ -331,14 +331,14 @@ class Trainer:
             self._round = _Round(number, samples, self.loop)
             if self.loop.accumulation > len(self._round.batches):
                 raise UserError(
-                    f"accumulation is {self.loop.accumulation} and an epoch has "
-                    f"{len(self._round.batches)} batches; lower it, or make batches smaller"
+                    f"accumulation is {self.loop.accumulation}, but an epoch has only "
+                    f"{len(self._round.batches)} batches; lower accumulation or tokens_per_batch"
                 )
         return self._round
 
     def _total_steps(self) -> int:
         if not self.task.text.fixed:
-            assert self.loop.max_steps is not None, "a text that is still to come has no length"
+            assert self.loop.max_steps is not None, "text that is generated later has no length"
             return self.loop.max_steps
         # Always counted on the first round, even after a resume: epochs may differ by one batch,
         # but the learning rate must not.
@@ -364,8 +364,8 @@ class Trainer:
     def _load_average(self, directory: Path) -> None:
         if self.average:
             file = directory / self._average_file()
-            # A rank that the checkpoint does not have: each share is then all the weights
-            # (`Checkpoints.load`).
+            # Without a file for this rank, every share is all the weights (`Checkpoints.load`), so
+            # rank 0's share fits.
             self.average.load(file if file.exists() else directory / self._average_file(0))
 
     def _average_file(self, rank: int | None = None) -> str:
@@ -388,7 +388,7 @@ def _require_finite(entry: dict[str, float], step: int, ids: Sequence[str]) -> N
     if bad:
         raise UserError(
             f"step {step}: {', '.join(bad)} is not finite, so the step was not taken; samples: "
-            f"{', '.join(ids)}. Lower the learning rate, or look at these samples."
+            f"{', '.join(ids)}. Lower the learning rate, or check these samples."
         )
 
 
