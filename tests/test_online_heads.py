@@ -514,7 +514,7 @@ def learning(kind: Any, seed: int = 0) -> Learning:
         seed=seed,
         optimizer={"lr": 0.05, "warmup_steps": 0, "schedule": "constant"},
     )
-    online.student.lost = lambda _: torch.zeros(())  # type: ignore[method-assign]
+    online.student.expected_rejections = lambda _: torch.zeros(())  # type: ignore[method-assign]
     return Learning(drafter, online)
 
 

@@ -593,7 +593,7 @@ def test_the_command_line_refuses_with_one_line_and_status_2(base):
     config = str(base / "config.yaml")
     for arguments, message in (
         (["train", "nowhere.yaml"], "cannot read the config"),
-        (["train", config, "sed=1"], "unknown config key 'sed'"),
+        (["train", config, "sed=1"], "config key 'sed' is unknown"),
         (["train", config, f"data.train={base}/none.jsonl"], "none.jsonl"),
         (["generate", "--target", str(base / "none"), "hello"], "does not exist"),
         (["inspect", str(base)], "manifest.json"),
