@@ -95,7 +95,7 @@ def execute_run(config: dict[str, Any], reporter: Reporter) -> tuple[Run, dict[s
 
 
 def require(package: str, requirement: str, what: str) -> None:
-    """Raise UserError with the pip command unless `package` is installed. what: who needs it."""
+    """Raise UserError with the pip command unless `package` is installed. what: what needs it."""
     try:
         version(package)
     except PackageNotFoundError:

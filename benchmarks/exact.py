@@ -20,7 +20,7 @@ import typer
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-import heads  # noqa: F401  (makes its drafters known)
+import heads  # noqa: F401  (registers its drafters)
 from benchmarks.common import (
     PROMPTS,
     TARGET,

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import heads  # noqa: F401  (makes its drafters known)
+import heads  # noqa: F401  (registers its drafters)
 from benchmarks.common import (
     PROMPTS,
     TARGET,

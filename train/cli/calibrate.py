@@ -47,7 +47,7 @@ def calibrate(
 ) -> None:
     """Choose θ of the rule `threshold`, which is LOSSY, on dev prompts: the θ with the lowest
     latency among those whose acceptance is within bounds."""
-    import heads  # noqa: F401  (makes its drafters known)
+    import heads  # noqa: F401  (registers its drafters)
     from decode.artifact import write_file
     from decode.drafters.directory import open_drafter
     from decode.measure.calibrate_threshold import calibrate_threshold
@@ -131,9 +131,9 @@ def calibrate_tree(
         Path | None, typer.Option(help="write the tree to this file, not to the drafter")
     ] = None,
 ) -> None:
-    """Choose a drafter's tree by what the target accepts on dev prompts, and store it with the
+    """Choose a drafter's tree by the target's acceptance on dev prompts, and store it with the
     drafter as its default shape."""
-    import heads  # noqa: F401  (makes its drafters known)
+    import heads  # noqa: F401  (registers its drafters)
     from decode.artifact import write_file
     from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter
     from decode.measure.calibrate_tree import calibrate_tree as calibrate

@@ -45,7 +45,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a drafter: acceptance on all prompts, time on a few, beside plain decoding."""
-    import heads  # noqa: F401  (makes its drafters known)
+    import heads  # noqa: F401  (registers its drafters)
     from decode.artifact import write_file
     from decode.drafters.directory import open_drafter
     from decode.measure.evaluation import evaluate as measure
@@ -118,7 +118,7 @@ def generate(
         raise UserError("the prompt is empty; give some text")
     import torch
 
-    import heads  # noqa: F401  (makes its drafters known)
+    import heads  # noqa: F401  (registers its drafters)
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
     from decode.text import TextPieces

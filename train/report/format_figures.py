@@ -117,8 +117,8 @@ def format_perplexities(evaluation: dict[str, Any]) -> str:
 
 
 def target_drift(evaluation: dict[str, Any]) -> str:
-    """For a drafter whose target was trained too: which target the figures refer to, and the
-    drift."""
+    """Return a note for a drafter whose target was trained too: the target that the figures refer
+    to, and the drift."""
     drift = evaluation["drift"]
     return (
         "the target was trained too; speed-up and losslessness refer to the new target. On "
