@@ -109,7 +109,7 @@ def test_what_layers_cannot_be_exported(tmp_path: Path, target: Target) -> None:
     for (name, form), message in refused.items():
         with pytest.raises(UserError, match=message):
             export_drafter(tmp_path / name, form, tmp_path / "out")
-    with pytest.raises(UserError, match=r"gamma is 4, and .* drafts at most 3 tokens"):
+    with pytest.raises(UserError, match=r"gamma is 4, but .* drafts at most 3 tokens"):
         export_drafter(tmp_path / "eagle1", "vllm", tmp_path / "out", ExportOptions(gamma=4))
     assert not (tmp_path / "out").exists()
 
