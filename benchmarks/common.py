@@ -38,13 +38,13 @@ UNJUDGED = {
     "baselines": [],
     "in_turn": [],
 }
-OUTPUT_CHARACTERS = 4000  # shown of a failed process's output
+OUTPUT_CHARACTERS = 4000  # the length of the shown end of a failed process's output
 TARGET = "embedded:smollm2-135m"
 PROMPTS = Path(__file__).parents[1] / "configs" / "prompts"
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
 RunsOption = Annotated[Path, typer.Option(help="where trained drafters are kept")]
-TargetOption = Annotated[str, typer.Option(help="as elsewhere")]
+TargetOption = Annotated[str, typer.Option(help="as for `evaluate`")]
 PromptsOption = Annotated[Path, typer.Option(help="held-out prompts")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")]
 
@@ -87,7 +87,7 @@ def run_config(
 
 
 def execute_run(config: dict[str, Any], reporter: Reporter) -> tuple[Run, dict[str, Any]]:
-    """Execute a run, or what is left of it, and return it with its report."""
+    """Execute a run, or the rest of it, and return it with its report."""
     on_cpu = config["target"]["device"] == "cpu"
     validated = validate_config(config, base_dir=PROMPTS)
     run = Run(validated, Accelerator(cpu=on_cpu), reporter)
@@ -95,13 +95,13 @@ def execute_run(config: dict[str, Any], reporter: Reporter) -> tuple[Run, dict[s
 
 
 def require(package: str, requirement: str, what: str) -> None:
-    """Raise UserError with the pip command unless `package` is installed. what: who needs it."""
+    """Raise UserError with the pip command unless `package` is installed. what: what needs it."""
     try:
         version(package)
     except PackageNotFoundError:
         raise UserError(
             f"{what} needs {package}, which is not installed. To install it: "
-            f'pip install "{requirement}", or all that the benchmarks use: '
+            f'pip install "{requirement}", or for all benchmarks: '
             'pip install "draftsmith[benchmarks]"'
         ) from None
 

@@ -105,13 +105,13 @@ def main(
     json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write decode.png here")] = None,
     target: TargetOption = TARGET,
-    drafter: Annotated[str | None, typer.Option(help="a directory; default: one is made")] = None,
-    dtype: Annotated[str, typer.Option(help="of both models")] = "bfloat16",
+    drafter: Annotated[str | None, typer.Option(help="default: train one")] = None,
+    dtype: Annotated[str, typer.Option(help="dtype of both models")] = "bfloat16",
     device: DeviceOption = "auto",
-    gamma: Annotated[int, typer.Option(min=1, help="of every loop that takes one")] = 4,
+    gamma: Annotated[int, typer.Option(min=1, help="of each loop that has a γ")] = 4,
     prompts: PromptsOption = PROMPTS / "test.jsonl",
     runs: RunsOption = Path("runs"),
-    profile: Annotated[bool, typer.Option("--profile", help="where our steps' time goes")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="time the parts of our steps")] = False,
 ) -> None:
     """Run all settings and print their tables."""
     reporter = start_benchmark()
@@ -134,7 +134,7 @@ def main(
         contests.append(contest)
         reporter.table(contest_table(contest, gamma))
         for name, reason in contest.unable.items():
-            reporter.say(f"  not there: {NAMES[name]}: {reason}")
+            reporter.say(f"  not available: {NAMES[name]}: {reason}")
 
     for setting in settings:
         report(hold_contest(models, setting, texts, gamma, reporter))

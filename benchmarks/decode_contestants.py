@@ -174,9 +174,9 @@ class Models:
         opened = open_drafter(drafter, target)
         if not isinstance(opened, SmallLMDrafter) or opened.vocabulary is not None:
             raise UserError(
-                f"drafter {drafter} is not a small language model with the target's whole "
-                "vocabulary, and other decoding loops take no other; leave --drafter out to have "
-                "one made"
+                f"drafter {drafter} is not a small language model with the target's full "
+                "vocabulary, and other decoding loops need one; leave --drafter out to have one "
+                "trained"
             )
         models = cls(target, opened.lm.model, drafter)
         pad = target.tokenizer.pad_token_id
@@ -323,7 +323,7 @@ def _flashspec(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
 
     def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
         if len({len(prompt) for prompt in prompts}) > 1:
-            raise RuntimeError("it takes prompts of one length only, and no attention mask")
+            raise RuntimeError("it supports only prompts of equal length, and no attention mask")
         ids = torch.tensor([list(prompt) for prompt in prompts], device=device)
         assistant = None if lookup else models.assistant
         with watched(target.model, assistant) as watch:

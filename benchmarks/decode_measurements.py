@@ -27,7 +27,7 @@ from train.data.read import spread
 
 OURS = ("plain", "speculative", "lookup")
 PACKAGES = ("flashspec", "economize")
-OPERATIONS = 8  # of a profile, the slowest
+OPERATIONS = 8  # a profile lists this many of the slowest operations
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def cold_starts(
                 **models,
             )
         except RuntimeError as error:
-            reporter.say(f"  not there: {str(error).splitlines()[-1]}")
+            reporter.say(f"  not available: {str(error).splitlines()[-1]}")
     return seconds
 
 

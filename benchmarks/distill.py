@@ -89,7 +89,7 @@ def main(
         Literal["fp32", "bf16"],
         typer.Option(help="bf16: autocast for the student, a teacher in bfloat16"),
     ] = "fp32",
-    repeats: Annotated[int, typer.Option(min=1, help="of every figure; medians are kept")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="of every figure; the median counts")] = 1,
 ) -> None:
     require("trl", TRL_REQUIREMENT, "benchmarks.distill")
     reporter = start_benchmark()

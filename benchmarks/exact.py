@@ -1,11 +1,12 @@
-"""What it costs that a chain has the bits of plain decoding, and whether it has them.
+"""Measures what it costs that chains have the exact bits of plain decoding, and checks the texts.
 
     python -m benchmarks.exact [--drafter NAME|DIRECTORY …] [--quick] [--json FILE]
                                [--target T] [--dtype D] [--gamma N] [--prompts FILE] [--tokens N]
 
-First the attention of one layer, ours (`decode.target.cpu_kernels`) and transformers' `sdpa`, on
-tensors of the target's shapes, taking turns; times the number of layers, as a share of a whole
-pass. Then the greedy texts of each drafter, in chains, beside those of plain decoding. CPU only.
+The first measurement times the attention of one layer, ours (`decode.target.cpu_kernels`) and
+transformers' `sdpa`, in turns, on tensors of the target's shapes. The difference times the number
+of layers is given as a share of a full pass. The second measurement compares the greedy texts of
+each drafter, in chains, with those of plain decoding. CPU only.
 """
 
 import time
@@ -19,7 +20,7 @@ import typer
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-import heads  # noqa: F401  (makes its drafters known)
+import heads  # noqa: F401  (registers its drafters)
 from benchmarks.common import (
     PROMPTS,
     TARGET,
@@ -49,11 +50,11 @@ FED = (1, 3, 5, 9)  # tokens of a pass: plain decoding, and chains of 2, 4 and 8
 
 
 def main(
-    drafter: Annotated[list[str] | None, typer.Option(help="name or directory; may repeat")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help="name or directory; repeatable")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="fewer prompts")] = False,
     json_file: JsonOption = None,
     target: TargetOption = TARGET,
-    dtype: Annotated[str, typer.Option(help="of target and drafters")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="dtype of all models")] = "bfloat16",
     gamma: Annotated[int, typer.Option(min=1, help="depth of the chains")] = 4,
     prompts: PromptsOption = PROMPTS / "test.jsonl",
     tokens: Annotated[int, typer.Option(min=2, help="tokens of each text")] = 48,
@@ -74,7 +75,7 @@ def main(
     if drafter:
         shares = equal_shares(loaded, drafter, texts, gamma=gamma, tokens=tokens)
     for name, share in shares.items():
-        reporter.say(f"{name}: {share:.1%} of {len(texts)} greedy texts are plain decoding's")
+        reporter.say(f"{name}: {share:.1%} of {len(texts)} greedy texts equal plain decoding's")
     if json_file is not None:
         ratios = {f"share_{c['fed']}_at_{c['context']}": c["share_of_pass"] for c in costs}
         ratios |= {f"identical_{name}": share for name, share in shares.items()}
@@ -86,7 +87,7 @@ def main(
 
 
 def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str, Any]]:
-    """A row for each number of tokens fed after so many tokens of text."""
+    """Return a row for each number of tokens fed in a pass. context: tokens of text before them."""
     config = target.model.config.get_text_config()
     queries, layers = config.num_attention_heads, config.num_hidden_layers
     shared = getattr(config, "num_key_value_heads", None) or queries
@@ -142,7 +143,7 @@ def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str
 
 
 def seconds_by_turns(functions: list[Callable[[], None]], *, turns: int, calls: int) -> list[float]:
-    """Seconds of one call of each: the median over turns, after one that is left out."""
+    """Return the seconds per call of each function: the median of turns, after an uncounted one."""
     seconds: list[list[float]] = [[] for _ in functions]
     for turn in range(turns + 1):
         for index, function in enumerate(functions):
@@ -157,7 +158,7 @@ def seconds_by_turns(functions: list[Callable[[], None]], *, turns: int, calls: 
 def equal_shares(
     target: Target, drafters: list[str], prompts: list[list[int]], *, gamma: int, tokens: int
 ) -> dict[str, float]:
-    """For each drafter, the share of prompts whose greedy text, at batch 1, is plain decoding's."""
+    """Return, by drafter, the share of greedy texts (at batch 1) that equal plain decoding's."""
     plain = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
     texts = [plain.decode([prompt], tokens).outputs[0] for prompt in prompts]
     shares = {}

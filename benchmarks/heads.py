@@ -81,9 +81,9 @@ class Settings:
 
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="little text, one epoch")] = False,
-    arms: Annotated[str, typer.Option(help="those to train, in this order")] = ",".join(ARMS),
-    more: Annotated[Path | None, typer.Option(help="prompts to learn from beside ours")] = None,
-    more_prompts: Annotated[int, typer.Option(help="how many of them")] = 4000,
+    arms: Annotated[str, typer.Option(help="arms to train, in order")] = ",".join(ARMS),
+    more: Annotated[Path | None, typer.Option(help="more prompts to train on")] = None,
+    more_prompts: Annotated[int, typer.Option(help="number of prompts of --more")] = 4000,
     json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write heads.png here")] = None,
     runs: RunsOption = Path("runs"),
@@ -269,7 +269,7 @@ def arms_table(figures: dict[str, dict[str, Any]], identical: dict[str, float]) 
     title = "heads on the target's hidden states"
     if heads := next((row for row in figures.values() if row["bigram_top1"] is not None), None):
         title += (
-            f"; of the test text a bigram table guesses {heads['bigram_top1']:.1%}, prompt lookup "
+            f"; a bigram table guesses {heads['bigram_top1']:.1%} of the test text, prompt lookup "
             f"{heads['lookup_top1']:.1%}"
         )
 

@@ -293,9 +293,7 @@ def cache_table(errors: list[dict[str, float]]) -> Table:
         }
         for row in errors
     ]
-    return rows_table(
-        "the teacher's top k and a tail, against its whole distribution", rows, left=0
-    )
+    return rows_table("the teacher's top k and a tail, against its full distribution", rows, left=0)
 
 
 def _name(loss: str, text: str, seed: int = 0) -> str:

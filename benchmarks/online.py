@@ -77,11 +77,11 @@ RECOVERY_TOLERANCE = 0.02
 def main(
     data: Annotated[Path | None, typer.Option(help="holds maths, code and general.jsonl")] = None,
     maths: Annotated[Path | None, typer.Option(help="prompts of the first domain")] = None,
-    code: Annotated[Path | None, typer.Option(help="of the second")] = None,
-    general: Annotated[Path | None, typer.Option(help="of the third")] = None,
+    code: Annotated[Path | None, typer.Option(help="prompts of the second")] = None,
+    general: Annotated[Path | None, typer.Option(help="prompts of the third")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="short answers, fewer requests")] = False,
-    requests: Annotated[int | None, typer.Option(help="of each domain; default 400, 100")] = None,
-    temperature: Annotated[float, typer.Option(help="of what is served")] = 0.0,
+    requests: Annotated[int | None, typer.Option(help="per domain; default 400, quick 100")] = None,
+    temperature: Annotated[float, typer.Option(help="of the served answers")] = 0.0,
     json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write online.png here")] = None,
     runs: RunsOption = Path("runs"),
@@ -150,7 +150,7 @@ def prepare(files: dict[str, Path], directory: Path, sizes: dict[str, int]) -> N
         if len(prompts) < sum(sizes.values()):
             raise UserError(
                 f"{file} has {len(prompts)} prompts among its first {sum(sizes.values())} rows; "
-                f"expected all to be prompts, and {sum(sizes.values())} of them"
+                f"expected prompts in all of the first {sum(sizes.values())} rows"
             )
         begin = 0
         for split, count in sizes.items():

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import heads  # noqa: F401  (makes its drafters known)
+import heads  # noqa: F401  (registers its drafters)
 from benchmarks.common import (
     PROMPTS,
     TARGET,
@@ -43,14 +43,14 @@ from train.report.format_figures import format_ratio, format_share
 
 
 def main(
-    drafter: Annotated[str, typer.Option(help="a drafter directory, or as elsewhere")],
+    drafter: Annotated[str, typer.Option(help="as for `evaluate`")],
     quick: Annotated[bool, typer.Option("--quick", help="fewer prompts")] = False,
     json_file: JsonOption = None,
-    times: Annotated[int, typer.Option(min=2, help="how often each is measured")] = 2,
+    times: Annotated[int, typer.Option(min=2, help="number of measurements")] = 2,
     target: TargetOption = TARGET,
-    dtype: Annotated[str, typer.Option(help="of both models")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="dtype of both models")] = "bfloat16",
     device: DeviceOption = "auto",
-    gamma: Annotated[int, typer.Option(min=1, help="of drafts without a depth of their own")] = 4,
+    gamma: Annotated[int, typer.Option(min=1, help="depth of drafts that follow γ")] = 4,
     prompts: PromptsOption = PROMPTS / "test.jsonl",
     dev: Annotated[Path, typer.Option(help="prompts for the tree")] = PROMPTS / "dev.jsonl",
     timed_prompts: Annotated[int, typer.Option(min=1, help="prompts that are timed")] = 12,
@@ -82,7 +82,7 @@ def main(
         tree = in_fresh_process(
             "benchmarks.repeat:measure_tree", **subject, prompts=str(dev), limit=8 if quick else 32
         )
-        reporter.say(f"  {tree['verdict'] if tree else 'it drafts in no shape: no tree'}")
+        reporter.say(f"  {tree['verdict'] if tree else 'it has no shapes, so no tree'}")
         measurements.append({**speed, "tree": tree})
     verdict = compare(measurements)
     reporter.say(f"speed-ups whose intervals overlap: {verdict['intervals_overlap']}")

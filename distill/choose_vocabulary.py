@@ -23,7 +23,7 @@ def most_frequent(
     """
     if not 1 <= count < vocab_size:
         raise UserError(
-            f"a draft vocabulary of {count} tokens; expected at least 1 and fewer than the "
+            f"the draft vocabulary has {count} tokens; expected at least 1 and fewer than the "
             f"target's {vocab_size}"
         )
     frequency = token_counts(texts, vocab_size)
@@ -63,7 +63,7 @@ def coverage(
     Raises UserError for a size out of range, and for fewer than two texts, which cannot be halved.
     """
     if len(texts) < 2:
-        raise UserError(f"coverage needs two texts or more, found {len(texts)}")
+        raise UserError(f"found {len(texts)} texts; coverage needs at least two")
     coverages = []
     for size in sizes:
         _, of_text = most_frequent(texts, size, vocab_size)

@@ -34,7 +34,7 @@ class Rows:
 
     @property
     def log_p(self) -> Tensor:
-        assert self._log_p is not None, "a loss that reads the teacher was given none"
+        assert self._log_p is not None, "this loss needs the teacher's distribution"
         return self._log_p
 
     @cached_property

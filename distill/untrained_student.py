@@ -23,8 +23,8 @@ def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTr
     invalid = [layer for layer in layers if not 0 <= layer < depth]
     if invalid or not layers or list(layers) != sorted(set(layers)):
         raise UserError(
-            f"layers {list(layers)} of a target with {depth}; expected ascending numbers from 0 to "
-            f"{depth - 1}"
+            f"layers {list(layers)} do not fit a target with {depth}; expected ascending numbers "
+            f"from 0 to {depth - 1}"
         )
     stack = layer_list_name(target)
     if stack is None:
@@ -50,9 +50,9 @@ def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTr
         student.load_state_dict(weights)
     except (RuntimeError, NotImplementedError) as error:
         raise UserError(
-            f"the layers of {type(target).__name__} cannot be copied, as when they are quantised "
-            f"or offloaded ({str(error).splitlines()[0]}); start the drafter from an existing "
-            "smaller model instead"
+            f"the layers of {type(target).__name__} cannot be copied, perhaps because they are "
+            f"quantised or offloaded ({str(error).splitlines()[0]}); start the drafter from an "
+            "existing smaller model instead"
         ) from error
     student.generation_config = copy.deepcopy(target.generation_config)
     return student
@@ -68,7 +68,7 @@ def student_from_config(target: PreTrainedModel, changes: dict[str, Any]) -> Pre
     for key, value in changes.items():
         if key == "vocab_size" or not hasattr(config, key):
             raise UserError(
-                f"a fresh student's config cannot change {key!r}; expected a setting of "
+                f"the config of a fresh student cannot change {key!r}; expected a setting of "
                 f"{type(config).__name__} other than vocab_size"
             )
         setattr(config, key, value)

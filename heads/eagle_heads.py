@@ -135,7 +135,7 @@ def auxiliary_layers(layers: int) -> tuple[int, int, int]:
     low, middle, high = 2, layers // 2, layers - 3
     if not low < middle < high:
         raise UserError(
-            f"EAGLE-3 reads what the target's layers 2, n // 2 and n − 3 are given, and with "
+            f"EAGLE-3 reads the inputs of the target's layers 2, n // 2 and n − 3. With "
             f"{layers} layers these are {low}, {middle} and {high}; expected a target with at "
             "least 7 layers. Train eagle1 heads instead"
         )

@@ -42,7 +42,7 @@ def build_heads(
     if heads.depth + 1 >= target.max_positions:
         raise UserError(
             f"{heads.depth} heads draft beyond the target's context of {target.max_positions} "
-            "tokens; expected fewer"
+            "tokens; expected fewer heads"
         )
     return heads
 
@@ -122,7 +122,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             "target_dtype": str(config["target_dtype"]),
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptArtifact(path, CONFIG, f"is no description of heads ({error!r})") from error
+        raise CorruptArtifact(path, CONFIG, f"does not describe heads ({error!r})") from error
 
 
 def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, Static | None]:
@@ -146,8 +146,8 @@ def read_heads(path: Path, target: Target) -> Heads:
     hidden_size = output_layer(target.model).in_features
     if config["hidden_size"] != hidden_size:
         raise UserError(
-            f"the heads {path} read hidden states of {config['hidden_size']} numbers and the "
-            f"target {target.name} has {hidden_size}; use the target they were made for"
+            f"the heads {path} read hidden states of size {config['hidden_size']}, but the target "
+            f"{target.name} has size {hidden_size}; use the target they were made for"
         )
     weights = load_file(path / WEIGHTS)
     sample, ids = weights.pop(SAMPLE), weights.pop(IDS, None)

@@ -48,8 +48,8 @@ class HeadsDrafter(ShapedDrafter):
         self.captured_layers = heads.captured_layers
         if (self.shape.depth or 0) > heads.depth:
             raise UserError(
-                f"a tree {self.shape.depth} deep and heads for {heads.depth} tokens; make the tree "
-                "shallower, or train more heads"
+                f"the tree is {self.shape.depth} deep, but the heads draft {heads.depth} tokens; "
+                "make the tree shallower, or train more heads"
             )
         self.newest_features = torch.zeros(0)  # [B, F]
         self._has_features = np.zeros(0, dtype=bool)  # [B]

@@ -54,7 +54,7 @@ class HeadOptions(BaseModel):
         if not isinstance(settings, Mapping) or not isinstance(settings.get("type"), str):
             raise UserError(
                 f"heads are {settings!r}; expected their type and its options, such as "
-                f"{{type: {next(iter(HEADS))}}}; known: {', '.join(HEADS)}"
+                f"{{type: {next(iter(HEADS))}}}; known types: {', '.join(HEADS)}"
             )
         kind = HEADS[settings["type"]].Options
         try:

@@ -75,7 +75,7 @@ class HeadStudent(OnlineStudent):
         if self.window < 2 * (heads.depth + 1):
             raise UserError(
                 f"{heads.depth} heads learn from texts of at least {2 * (heads.depth + 1)} tokens, "
-                f"and max_length is {self.window}; make it larger"
+                f"but max_length is {self.window}; make it larger"
             )
 
     def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ class HeadStudent(OnlineStudent):
         if not isinstance(drafter, HeadsDrafter) or drafter.heads.options.type != self.kind:
             raise UserError(
                 f"{type(drafter).__name__} cannot take the weights of {self.kind} heads; expected "
-                f"the {self.kind} drafter that they are a copy of"
+                f"the {self.kind} drafter that was copied"
             )
         require_same_ids(self.ids, drafter.heads.vocabulary)
         require_weights(drafter.heads, self.trained())
@@ -160,12 +160,12 @@ def require_learns(kind: str) -> None:
     if not issubclass(HEADS[kind], ParallelHeads):
         learning = [name for name in HEADS if issubclass(HEADS[name], ParallelHeads)]
         raise UserError(
-            f"heads of type {kind} read the hidden states of more than one token, and of a draft "
-            "only those of the last token are recorded; heads that learn online: "
+            f"heads of type {kind} read the hidden states of more than one token, but a record "
+            "holds only those of one token per draft; types of heads that learn online: "
             f"{', '.join(learning)}"
         )
 
 
 def _head_drafts(records: Sequence[Record]) -> list[HeadDrafts]:
-    """Those of each record. The collector of a heads student sets them for every text."""
+    """Return the head drafts of all records. For heads, the collector sets them in every record."""
     return [record.head_drafts for record in records if record.head_drafts is not None]

@@ -106,7 +106,7 @@ class HeadOutput(nn.Module):
 
     def _layer(self, depth: int) -> nn.Module:
         if not len(self.layers):
-            assert self._borrowed, "the target's layer is borrowed first"
+            assert self._borrowed, "the target's layer is not borrowed yet"
             return self._borrowed[0]
         return self.layers[depth - 1 if len(self.layers) > 1 else 0]
 
@@ -128,9 +128,9 @@ def require_embeddings(model: PreTrainedModel, hidden_size: int) -> None:
     embedding_size = model.get_input_embeddings().weight.shape[1]
     if embedding_size != hidden_size:
         raise UserError(
-            f"{type(model).__name__} embeds tokens in {embedding_size} numbers and its hidden "
-            f"states have {hidden_size}; heads that read tokens need the same of both, so train "
-            "medusa or blockwise heads"
+            f"{type(model).__name__} has embeddings of size {embedding_size} and hidden states of "
+            f"size {hidden_size}; heads that read tokens need equal sizes, so train medusa or "
+            "blockwise heads"
         )
 
 
@@ -152,5 +152,5 @@ class BorrowedEmbeddings:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """[..., H]: the embeddings of token ids, int64 [...]."""
-        assert self._table is not None, "the target's embeddings are borrowed first"
+        assert self._table is not None, "the target's embeddings are not borrowed yet"
         return embedding(ids, self._table)

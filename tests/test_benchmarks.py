@@ -136,7 +136,7 @@ def _greedy(target, prompt, tokens):
 
 
 def test_other_loops_take_no_reduced_vocabulary():
-    with pytest.raises(UserError, match="whole vocabulary"):
+    with pytest.raises(UserError, match="full vocabulary"):
         Models.load(tiny_target(), "ngram")
 
 
@@ -248,7 +248,7 @@ def test_prompts_to_serve_are_not_those_to_learn_from(tmp_path):
         json.loads(x)["id"] for x in lines["stream"]
     }
     assert "known" not in "".join(lines["stream"])
-    with pytest.raises(UserError, match="expected all to be prompts, and 11 of them"):
+    with pytest.raises(UserError, match="expected prompts in all of the first 11 rows"):
         online.prepare(files, tmp_path / "more", {"train": 5, "stream": 6})
 
 

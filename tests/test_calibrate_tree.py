@@ -42,7 +42,7 @@ WORDS = ("the dog", "a fox and the sea", "two", "it sells a shell", "one token",
 NEW = 12
 TREE_OF_SEVEN = Structure([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 WHOLE = "tree of 7 nodes, 3 deep"
-FOR_OTHERS = "is for drafts that have no depth of their own"
+FOR_OTHERS = "does not apply, because the drafter sets the depth"
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_evaluate_and_generate_use_and_name_the_stored_tree(
     assert "2 of them timed in batches of 2" in said
     assert figures["drafts"] == "tree of 7 nodes, 3 deep"
     assert figures["gamma"] == 3  # as deep as the tree
-    assert "shape its own, a tree of 7 nodes, 3 deep" in said
+    assert "shape default, a tree of 7 nodes, 3 deep" in said
     assert figures["nodes_per_step"] > 4
     assert figures["identical_to_plain"] == 1.0
 
@@ -251,7 +251,7 @@ def test_a_tree_is_drafted_whole_whatever_gamma_says(base: Path, drafters: Path)
     # Whoever wants less of it says so by a policy, and is told what is left.
     said, figures = evaluate(base, drafters / "small", file, "--policy", "fixed:max_depth=2")
     assert (figures["drafts"], figures["gamma"]) == (f"{WHOLE}, cut to 6 nodes, 2 deep", 2)
-    assert f"its own, a {WHOLE}, cut to 6 nodes, 2 deep" in said
+    assert f"default, a {WHOLE}, cut to 6 nodes, 2 deep" in said
     assert figures["nodes_per_step"] < found[0][1]["nodes_per_step"]
     # Beside drafts that are as deep as γ says, the deeper of both.
     for gamma, most in (("2", 3), ("5", 5)):

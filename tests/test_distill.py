@@ -142,7 +142,7 @@ def test_coverage_of_unseen_text_is_of_one_half_chosen_from_the_other():
     assert one.of_unseen == pytest.approx((1 / 4 + 0) / 2)
     # Of two: 5 and 7 are 2/4 of the second; 9 and, as 5 and 7 are level, the lower 5: 3/4.
     assert two.of_unseen == pytest.approx((2 / 4 + 3 / 4) / 2)
-    with pytest.raises(UserError, match="two texts or more"):
+    with pytest.raises(UserError, match="coverage needs at least two"):
         coverage(texts[:1], [1], 12)
     with pytest.raises(UserError, match="fewer than the target's 12"):
         coverage(texts, [12], 12)

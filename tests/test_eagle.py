@@ -549,7 +549,7 @@ def test_any_target_has_its_eagle(family: str) -> None:
 def test_a_target_with_narrow_embeddings_is_refused() -> None:
     other = tiny_target()
     other.model.set_input_embeddings(torch.nn.Embedding(VOCAB, 16))
-    with pytest.raises(UserError, match="embeds tokens in 16 numbers and its hidden states"):
+    with pytest.raises(UserError, match="has embeddings of size 16 and hidden states"):
         new_heads(HeadOptions.of(KINDS["eagle1"]), other, None)
 
 
@@ -627,7 +627,7 @@ def test_taps_are_the_layers_that_engines_take() -> None:
 
 @pytest.mark.parametrize("layers", [2, 4, 5, 6])
 def test_a_target_without_three_taps_is_refused(layers: int) -> None:
-    with pytest.raises(UserError, match=f"with {layers} layers these are .* at least 7 layers"):
+    with pytest.raises(UserError, match=f"With {layers} layers these are .* at least 7 layers"):
         new_heads(HeadOptions.of(KINDS["eagle3"]), tiny_target(layers=layers), None)
 
 

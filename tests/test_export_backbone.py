@@ -79,7 +79,7 @@ def test_both_are_written(moved: Path, tmp_path: Path) -> None:
     card = (new / "README.md").read_text()
     assert drift in card
     assert "base_model: org/model" in card
-    assert "It is another model than the one it was" in card
+    assert "It is not the original model any more" in card
     assert 'vllm serve model --speculative-config \'{"method": "medusa", "model": "heads"' in card
 
 
@@ -115,9 +115,9 @@ def test_refusals(moved: Path, tmp_path: Path) -> None:
         assert not new.exists()
 
     refused("trained together with its target.*give --backbone DIR")
-    refused("not beside each other", backbone=out / "target")
-    refused("not beside each other", backbone=out)
-    with pytest.raises(UserError, match="overwrites nothing; name another --backbone"):
+    refused("overlap", backbone=out / "target")
+    refused("overlap", backbone=out)
+    with pytest.raises(UserError, match="overwrites nothing; give another --backbone"):
         export_drafter(drafter, "vllm", out, ExportOptions(backbone=moved / "target"))
     other = save_tiny(tmp_path / "other", seed=5, **SHAPE)
     refused("has other weights than the target in use", backbone=new, target=str(other))
@@ -126,11 +126,11 @@ def test_refusals(moved: Path, tmp_path: Path) -> None:
         export_drafter(drafter, "vllm", out, ExportOptions(backbone=new))
     (moved / "target" / MANIFEST).unlink()
     (moved / "target" / "model.safetensors").write_bytes(b"x")
-    refused("is no sound model directory:\n- model.safetensors cannot be read", backbone=new)
+    refused("is not a valid model directory:\n- model.safetensors cannot be read", backbone=new)
     shutil.rmtree(moved / "target")
-    refused(r"target is not there: it is the\s+target/ directory.*--target DIR", backbone=new)
+    refused(r"target does not exist\. It is the\s+target/ directory.*--target DIR", backbone=new)
     make_heads(tmp_path / "plain", save_target(tmp_path / "whole"), MEDUSA)
-    with pytest.raises(UserError, match="for a target that stayed as it is; leave it out"):
+    with pytest.raises(UserError, match="for an unchanged target; leave --backbone out"):
         export_drafter(tmp_path / "plain", "vllm", out, ExportOptions(backbone=new))
 
 

@@ -69,7 +69,8 @@ def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -
         assert weights["lm_head.weight"].shape == (150, 64)
         assert torch.equal(weights["d2t"] + torch.arange(150), kept)
         assert (
-            "150 tokens of the vocabulary, and drafts no others" in (out / "README.md").read_text()
+            "150 tokens of the vocabulary, and it drafts only these"
+            in (out / "README.md").read_text()
         )
 
 
@@ -102,13 +103,13 @@ def test_what_layers_cannot_be_exported(tmp_path: Path, target: Target) -> None:
         ("eagle1", "gguf"): r"llama\.cpp has no EAGLE-1; serve it with vLLM",
         ("eagle1", "sglang"): "cannot hold a eagle1 drafter; use --format eagle1",
         ("eagle3", "tgi"): "cannot hold a eagle3 drafter; use --format eagle3",
-        ("hydra", "vllm"): "no inference engine has Hydra heads",
-        ("hydra_plus", "vllm"): r"no inference engine has Hydra\+\+ heads",
+        ("hydra", "vllm"): "no engine supports Hydra heads",
+        ("hydra_plus", "vllm"): r"no engine supports Hydra\+\+ heads",
     }
     for (name, form), message in refused.items():
         with pytest.raises(UserError, match=message):
             export_drafter(tmp_path / name, form, tmp_path / "out")
-    with pytest.raises(UserError, match=r"gamma is 4, and .* drafts at most 3 tokens"):
+    with pytest.raises(UserError, match=r"gamma is 4, but .* drafts at most 3 tokens"):
         export_drafter(tmp_path / "eagle1", "vllm", tmp_path / "out", ExportOptions(gamma=4))
     assert not (tmp_path / "out").exists()
 
@@ -162,17 +163,17 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "ids in place of offsets": (
         "eagle3-reduced",
         edit_weights(lambda found: found["d2t"].add_(torch.arange(150))),
-        "d2t does not lead to different tokens",
+        "d2t does not give distinct token ids",
     ),
     "another map back": (
         "eagle3-reduced",
         edit_weights(lambda found: found["t2d"].logical_not_()),
-        "t2d is not d2t's tokens",
+        "t2d does not mark the tokens of d2t",
     ),
     "rope": (
         "eagle3-reduced",
         edit_json("config.json", rope_theta=0),
-        "rope_theta is 0, which cannot be",
+        "rope_theta is 0, which is not valid",
     ),
 }
 

@@ -125,7 +125,7 @@ def test_what_cannot_be_written(tmp_path: Path, target: Target) -> None:
     rewrite_gguf(Path(shutil.copy(target.name, tmp_path / "other.gguf")), _swap_tokens)
     make_heads(tmp_path / "drafter", target, EAGLE3)
     other = str(tmp_path / "other.gguf")
-    with pytest.raises(UserError, match=r"20 of the 300 tokens of .* are not those of"):
+    with pytest.raises(UserError, match=r"20 of the 300 tokens of .* differ from"):
         export_drafter(tmp_path / "drafter", "gguf", tmp_path / "out", ExportOptions(target=other))
     assert not (tmp_path / "out").exists()
 
@@ -183,7 +183,7 @@ def test_positions_of_llama_3(llama3: tuple[Target, Path], tmp_path: Path) -> No
 def test_an_export_for_another_target(tmp_path: Path, target: Target) -> None:
     out = exported(tmp_path, target, "whole")
     write_gguf(tmp_path / "deeper.gguf", layers=9)
-    with pytest.raises(UserError, match=r"reads what layers \[2, 3, 4\] of its target are given"):
+    with pytest.raises(UserError, match=r"inputs of layers \[2, 3, 4\] of its target"):
         reloaded(out, load_target(str(tmp_path / "deeper.gguf")))
 
 
@@ -198,10 +198,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         "tensor token_embd.weight is not expected",
     ),
     "no map": (lambda k, t: t.pop("d2t"), "tensor d2t is missing"),
-    "ids of no token": (lambda k, t: t.update({"d2t": t["d2t"] + 2}), "d2t is not of different"),
+    "ids of no token": (lambda k, t: t.update({"d2t": t["d2t"] + 2}), "d2t does not hold distinct"),
     "another order": (
         lambda k, t: t.update({"d2t": t["d2t"][::-1].copy()}),
-        "d2t is not of different tokens, ascending",
+        "d2t does not hold distinct token ids in ascending order",
     ),
     "layers": (lambda k, t: k.update({"eagle3.target_layers": [2, 3]}), "target_layers is [2, 3]"),
     "no layers": (lambda k, t: k.pop("eagle3.target_layers"), "has no eagle3.target_layers"),

@@ -128,11 +128,11 @@ def test_what_heads_cannot_be_exported(tmp_path: Path, target: Target) -> None:
     for form, message in refused.items():
         with pytest.raises(UserError, match=message):
             export_drafter(tmp_path / "drafter", form, out)
-    with pytest.raises(UserError, match="no inference engine has Blockwise heads; train Medusa"):
+    with pytest.raises(UserError, match="no engine supports Blockwise heads; train Medusa"):
         export_drafter(tmp_path / "blockwise", "vllm", out)
-    with pytest.raises(UserError, match=r"gamma is 4, and .* drafts at most 3 tokens"):
+    with pytest.raises(UserError, match=r"gamma is 4, but .* drafts at most 3 tokens"):
         export_drafter(tmp_path / "drafter", "vllm", out, ExportOptions(gamma=4))
-    with pytest.raises(UserError, match=r"must be measured\. Give --prompts"):
+    with pytest.raises(UserError, match=r"must be measured: give --prompts"):
         export_drafter(tmp_path / "reduced", "vllm", out)
     save_tiny(tmp_path / "other", seed=5, **SHAPE)
     with pytest.raises(UserError, match="other weights"):
@@ -146,7 +146,7 @@ def test_an_export_for_another_target_or_deeper_drafts(tmp_path: Path, target: T
     out = exported(tmp_path, target, MEDUSA)
     save_tiny(tmp_path / "narrow")
     narrow = load_target(str(tmp_path / "narrow"))
-    with pytest.raises(UserError, match=r"64 hidden numbers and 300 tokens, and the target .* 32"):
+    with pytest.raises(UserError, match=r"hidden size 64 and 300 tokens, but the target .* 32"):
         reloaded(out, narrow)
     save_tiny(tmp_path / "other", vocab=320, **SHAPE)
     other = load_target(str(tmp_path / "other"))
@@ -155,7 +155,7 @@ def test_an_export_for_another_target_or_deeper_drafts(tmp_path: Path, target: T
         patch.setattr(type(ENGINES["vllm"]), "missing", lambda self: None)
         with pytest.raises(UserError, match="has another vocabulary"):
             verify_export("vllm", task(other, out))
-        with pytest.raises(UserError, match=r"gamma is 4, and .* drafts at most 3 tokens"):
+        with pytest.raises(UserError, match=r"gamma is 4, but .* drafts at most 3 tokens"):
             verify_export("vllm", task(target, out, gamma=4))
 
 
@@ -197,12 +197,12 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "not one layer": (
         edit_weights(lambda found: found["2.1.weight"].add_(1)),
-        "original_lm_head is set, and tensor 2.1.weight is not that of head 0",
+        "original_lm_head is set, but tensor 2.1.weight differs from head 0's",
     ),
     "no file": (lambda directory: (directory / WEIGHTS).unlink(), "cannot be read"),
     "no config": (
         lambda directory: (directory / "config.json").write_text("{"),
-        "config.json is missing or no JSON",
+        "config.json is missing or is not JSON",
     ),
 }
 

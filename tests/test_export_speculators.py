@@ -88,7 +88,10 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         edit_nested("speculators_config", algorithm="eagle"),
         "speculators_config is",
     ),
-    "nobody's": (edit_nested("speculators_config", "verifier", name_or_path=None), "which cannot"),
+    "nobody's": (
+        edit_nested("speculators_config", "verifier", name_or_path=None),
+        "which is not valid",
+    ),
     "another normed residual": (
         edit_json("config.json", norm_before_residual=True),
         "norm_before_residual is True, expected False",

@@ -162,11 +162,11 @@ def test_a_cache_of_another_target_is_refused(
 def test_what_a_cache_lacks_is_refused(context: Any, target: Target) -> None:
     run_stage(context, cache_stage(captured_layers=[0]))
     directory = context.earlier["cache"]
-    with pytest.raises(UserError, match=r"holds the layers \[0\] and these heads read \[-1\]"):
+    with pytest.raises(UserError, match=r"the layers \[0\], but these heads also read \[-1\]"):
         run_stage(context, make_stage("heads", "heads", cache_stage(), features="cache", **HEADS))
     cache = CachedFeatures(directory, target, [0])
     sample = context.corpus.samples("data")[0]
-    with pytest.raises(UserError, match=f"sample '{sample.id}' is another text"):
+    with pytest.raises(UserError, match=f"sample '{sample.id}' is not the text"):
         cache.require([(sample.id, text_sha256(sample.tokens, [True] * len(sample.mask)))])
     with pytest.raises(UserError, match=r"the feature cache .* has no sample 'new'"):
         cache.require([("new", "")])

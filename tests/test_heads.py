@@ -501,7 +501,7 @@ def test_a_draft_is_no_deeper_than_there_are_heads() -> None:
     drafter = drafter_of(learnt("medusa"))
     run = Decoder(target().model, drafter, gamma=7).decode(PROMPTS, NEW)
     assert max(int(step.drafted.max()) for step in run.steps) == 3
-    with pytest.raises(UserError, match="a tree 4 deep and heads for 3 tokens"):
+    with pytest.raises(UserError, match="the tree is 4 deep, but the heads draft 3 tokens"):
         drafter_of(learnt("medusa"), "static", widths=[1, 1, 1, 1])
 
 
@@ -581,7 +581,7 @@ def test_a_directory_comes_back(kind: str, reduced: bool, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"hidden": 48}, "read hidden states of 32 numbers and the target tiny-llama has 48"),
+        ({"hidden": 48}, "read hidden states of size 32, but the target tiny-llama has size 48"),
         ({"seed": 1}, "has other weights than the target in use"),
         ({"layers": 3}, "is another model"),
         ({"vocab": 310}, "has another vocabulary than the target"),
@@ -625,7 +625,7 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected their type and its options"):
         open_drafter(str(tmp_path / "none"), target())
     write(tmp_path / "size", hidden_size="many")
-    with pytest.raises(UserError, match=r"'config.json' is no description of heads"):
+    with pytest.raises(UserError, match=r"'config.json' does not describe heads"):
         open_drafter(str(tmp_path / "size"), target())
 
 

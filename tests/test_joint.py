@@ -507,7 +507,7 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
     assert in_turn["drift"] == both["drift"]
     assert both["identical_to_plain"] == 1.0
     notes = " ".join(footnotes(report))
-    said = "both: the target was trained too; speed-up and losslessness are towards the new target"
+    said = "both: the target was trained too; speed-up and losslessness refer to the new target"
     assert said in notes
     assert f"KL(original‖new) is {both['drift']['kl']:.4f} nats per token" in notes
     best = headline(report)
@@ -527,7 +527,7 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
     words += ["--max-new-tokens", "6", "--timed-prompts", "1", "--device", "cpu", "--target"]
     found = CliRunner().invoke(app, [*words, str(made / "target")])
     assert found.exit_code == 0, found.output
-    assert "losslessness are towards the new target" in " ".join(found.output.split())
+    assert "losslessness refer to the new target" in " ".join(found.output.split())
     refused = CliRunner().invoke(app, [*words, str(tmp_path / "target")])
     assert refused.exit_code == 2
     assert "has other weights than the target in use" in " ".join(refused.stderr.split())

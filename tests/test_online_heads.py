@@ -442,7 +442,7 @@ def test_weights_go_to_a_drafter_of_the_same_heads_only() -> None:
     with pytest.raises(UserError, match="BlockwiseDrafter cannot take the weights of medusa"):
         online_of(other, heads, on)
     reduced = drafter_of(heads_of("medusa", on, torch.arange(20)), on)
-    with pytest.raises(UserError, match="another draft vocabulary"):
+    with pytest.raises(UserError, match="different draft vocabularies"):
         online_of(reduced, heads, on)
     fewer = build_heads(HeadOptions.of(OPTIONS["medusa"] | {"heads": 2}), on, None)
     with pytest.raises(UserError, match=r"new weights contain .*layers\.2"):

@@ -363,13 +363,13 @@ def test_draft_lengths_that_vary(tmp_path: Path) -> None:
     varied = figures(1.5, 0.8, drafts="tree of 5 nodes, 2 deep")
     stored = make_report(write_run(tmp_path / "tree", [ROWS[0], ("two", "medusa", varied)]))
     notes = " ".join(footnotes(stored))
-    assert "shape its own, a tree of 5 nodes, 2 deep (ngram: chain)" in notes
+    assert "shape default, a tree of 5 nodes, 2 deep (ngram: chain)" in notes
     # What γ is and a tree is deeper: the tree was drafted whole, and that is said.
     deep = figures(1.5, 0.8, drafts="tree of 5 nodes, 3 deep", gamma=3, policy="fixed")
     stored = make_report(write_run(tmp_path / "deep", [ROWS[0], ("two", "medusa", deep)]))
     assert (
-        "two drafts 3 deep (tree of 5 nodes, 3 deep): γ 2 is for drafts that have no depth of "
-        "their own"
+        "two drafts 3 deep (tree of 5 nodes, 3 deep): γ 2 does not apply, because the drafter "
+        "sets the depth"
     ) in footnotes(stored)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     for shown in ("4.50", "0.62", "25%", "1.50, 20.00, 0.25"):
@@ -397,7 +397,7 @@ def test_draft_lengths_that_vary(tmp_path: Path) -> None:
             "ngram.",
         ),
         (1.1, 0.8, None, "is slower than the target alone", "ngram is faster than two."),
-        (1.1, None, None, "its speed is not known", "which is fastest is not known."),
+        (1.1, None, None, "its speed is not known", "the fastest one is not known."),
     ],
 )
 def test_headline(

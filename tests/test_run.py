@@ -524,7 +524,7 @@ def test_the_command_line_from_plan_to_text(base):
     target = ["--target", str(base / "target")]
 
     shown = command("inspect", drafter)
-    assert "whole" in shown.stdout
+    assert "complete" in shown.stdout
     figures = base / "figures.json"
     judged = command(
         "evaluate",

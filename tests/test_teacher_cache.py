@@ -237,7 +237,7 @@ def test_text_that_it_was_not_made_of_is_refused(context):
         (samples[3].tokens[:-1], samples[3].mask[:-1]),
         (samples[3].tokens, [False] * len(samples[3].mask)),
     ):
-        with pytest.raises(UserError, match="sample 'train-3' is another text than the one"):
+        with pytest.raises(UserError, match="sample 'train-3' is not the text that"):
             cache.require([*names[:3], ("train-3", text_sha256(tokens, mask))])
     with pytest.raises(UserError, match="has no sample 'train-99'"):
         cache.require([*names, ("train-99", "")])
@@ -397,5 +397,5 @@ def test_a_cache_of_other_text_is_refused_before_training(context):
     changed = with_examples(context, train=context.corpus.examples["dev"])
     with pytest.raises(UserError, match="has no sample 'dev-0'"):
         distill(changed, teacher="cache")
-    with pytest.raises(UserError, match=r"sample 'train-.*' is another text"):
+    with pytest.raises(UserError, match=r"sample 'train-.*' is not the text"):
         distill(context, "short", teacher="cache", max_length=30)

@@ -935,7 +935,7 @@ def test_sigterm_ends_the_command_with_143_and_the_same_command_goes_on(base, mo
         patch.setattr(Trainer, "_optimizer_step", step)
         stopped = command(base, "name=parts")
     assert stopped.exit_code == EXIT_STATUS == 143
-    assert "the same command goes on from there" in stopped.output
+    assert "run the same command again to continue" in stopped.output
     assert not (base / "runs/parts/stages/01-second").exists()
     assert command(base, "name=parts").exit_code == 0
     assert_equal(drafter_of(base, "parts"), drafter_of(base, "whole"))

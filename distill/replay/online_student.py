@@ -99,8 +99,8 @@ def require_same_ids(student_ids: Tensor | None, drafter_ids: Tensor | None) -> 
         same = torch.equal(student_ids.cpu(), drafter_ids.cpu())
     if not same:
         raise UserError(
-            "the drafter has another draft vocabulary than the copy that learns; make both from "
-            "one drafter directory"
+            "the drafter and its learning copy have different draft vocabularies; create both from "
+            "the same drafter directory"
         )
 
 
@@ -170,7 +170,7 @@ class SmallLMStudent(OnlineStudent):
         if not isinstance(drafter, SmallLMDrafter):
             raise UserError(
                 f"{type(drafter).__name__} cannot take the weights of a small language model; "
-                "expected the small_lm drafter that they are a copy of"
+                "expected the small_lm drafter that was copied"
             )
         require_same_ids(self.ids, drafter.vocabulary)
         require_weights(drafter.lm.model, _lm_names(self.trained()))

@@ -299,14 +299,14 @@ class ReplayBuffer:
         if stored["k"] != self.made_with["k"]:
             raise UserError(
                 f"the replay buffer {path} keeps the {stored['k']} likeliest tokens, expected "
-                f"{self.made_with['k']}; delete it, or set k as it was"
+                f"{self.made_with['k']}; delete it, or set k to its old value"
             )
         recorded_for, learner = (x.get("heads") for x in (stored, self.made_with))
         if recorded_for != learner:
             raise UserError(
-                f"the replay buffer {path} was recorded for {_describe(recorded_for)}, and the "
-                f"drafter that learns is {_describe(learner)}; delete it, or go on with the "
-                "drafter it was made for"
+                f"the replay buffer {path} was recorded for {_describe(recorded_for)}, but the "
+                f"drafter that learns is {_describe(learner)}; delete the buffer, or continue "
+                "with the drafter it was recorded for"
             )
 
 

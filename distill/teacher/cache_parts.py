@@ -93,12 +93,12 @@ class Parts:
             if name not in self._rows:
                 raise UserError(
                     f"the {self.what} {self.directory} has no sample {name!r}; it was made from "
-                    "other data. Make it again from this text."
+                    "other data. Make the cache again from this text."
                 )
             if self._rows[name][3] != text:
                 raise UserError(
-                    f"sample {name!r} is another text than the one the {self.what} "
-                    f"{self.directory} was made from. Make it again from this text."
+                    f"the text of sample {name!r} is not the text that the {self.what} "
+                    f"{self.directory} was made from. Make the cache again from this text."
                 )
 
     def read(self, sample: str, names: Sequence[str]) -> list[Tensor]:

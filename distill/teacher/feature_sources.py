@@ -127,8 +127,8 @@ class CachedFeatures:
             lacking = [layer for layer in captured_layers if layer not in meta["captured_layers"]]
             if lacking:
                 raise UserError(
-                    f"feature cache {part} holds the layers {meta['captured_layers']} and these "
-                    f"heads read {lacking} as well; make it with "
+                    f"feature cache {part} holds the layers {meta['captured_layers']}, but these "
+                    f"heads also read {lacking}; make the cache again with "
                     f"captured_layers: {self._captured_layers}"
                 )
 

@@ -89,7 +89,7 @@ class TopK:
     log_tail: Tensor
 
     def outcomes(self, log_q: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        assert temperature == 1, "a cache has the temperature that it was made at"
+        assert temperature == 1, "the teacher temperature of a cache is fixed"
         # Sum over all other tokens. For a small tail, 1 − Σ would be only rounding error.
         tail = log_q.exp().scatter(1, self.ids, 0.0).sum(-1)
         log_tail = tail.clamp(min=torch.finfo(tail.dtype).tiny).log()
@@ -170,8 +170,8 @@ def shard_layers(stack: nn.Module, device_type: str) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise UserError(
-            "a teacher can be sharded over several processes only; start them with "
-            "`accelerate launch`, or leave shard_teacher off"
+            "a teacher can be sharded only over several processes; start them with "
+            "`accelerate launch`, or turn shard_teacher off"
         )
     lists = {name: m for name, m in stack.named_children() if isinstance(m, nn.ModuleList)}
     if len(lists) != 1:

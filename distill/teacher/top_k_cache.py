@@ -139,7 +139,7 @@ class CachedTeacher:
             options = int(teacher["k"]), float(teacher["temperature"])
             if part != first and options != (self.k, self.temperature):
                 raise UserError(
-                    f"{part} was made with k and temperature {options}, and {first} with "
+                    f"{part} was made with k and temperature {options}, but {first} with "
                     f"{(self.k, self.temperature)}; delete {directory} and make the cache again"
                 )
             self.k, self.temperature = options

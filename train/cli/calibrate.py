@@ -42,12 +42,12 @@ def calibrate(
     drafter: DrafterOption,
     trials: Trials,
     thresholds: Annotated[str, typer.Option(help="θ to try")] = "0.15,0.20,0.25,0.30,0.35",
-    acceptance: Annotated[str, typer.Option(help="acceptance to be within")] = "0.6,0.8",
+    acceptance: Annotated[str, typer.Option(help="bounds for the acceptance rate")] = "0.6,0.8",
     drafting: Drafting,
 ) -> None:
     """Choose θ of the rule `threshold`, which is LOSSY, on dev prompts: the θ with the lowest
     latency among those whose acceptance is within bounds."""
-    import heads  # noqa: F401  (makes its drafters known)
+    import heads  # noqa: F401  (registers its drafters)
     from decode.artifact import write_file
     from decode.drafters.directory import open_drafter
     from decode.measure.calibrate_threshold import calibrate_threshold
@@ -109,7 +109,7 @@ def calibrate(
 def calibrate_tree(
     *,
     loading: Loading,
-    drafter: Annotated[str, typer.Option(help="a drafter directory; with --out any model")],
+    drafter: Annotated[str, typer.Option(help="a drafter directory; with --out, any drafter")],
     trials: Trials,
     method: Annotated[
         str,
@@ -121,19 +121,19 @@ def calibrate_tree(
         int | None,
         typer.Option(
             min=1,
-            help="so many nodes (sequoia: at most); default as many as pay at the measured costs",
+            help="number of nodes (sequoia: the maximum); default: fastest at measured costs",
         ),
     ] = None,
-    depth: Annotated[int, typer.Option(min=1, help="how deep at most")] = 6,
-    width: Annotated[int, typer.Option(min=1, help="of the likeliest tokens of each node")] = 8,
+    depth: Annotated[int, typer.Option(min=1, help="maximum depth of the tree")] = 6,
+    width: Annotated[int, typer.Option(min=1, help="number of likeliest tokens per node")] = 8,
     drawing: Drawing,
     out: Annotated[
         Path | None, typer.Option(help="write the tree to this file, not to the drafter")
     ] = None,
 ) -> None:
-    """Choose a drafter's tree by what the target accepts on dev prompts, and store it with the
+    """Choose a drafter's tree by the target's acceptance on dev prompts, and store it with the
     drafter as its default shape."""
-    import heads  # noqa: F401  (makes its drafters known)
+    import heads  # noqa: F401  (registers its drafters)
     from decode.artifact import write_file
     from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter
     from decode.measure.calibrate_tree import calibrate_tree as calibrate
@@ -146,9 +146,9 @@ def calibrate_tree(
     if out is None:
         if not (directory / DRAFTER_FILE).exists():
             raise UserError(
-                f"{drafter} is no drafter directory (it has no {DRAFTER_FILE}), so a tree "
-                "cannot be stored with it; write the tree to a file with --out FILE and draft in "
-                "it with --shape static:file=FILE"
+                f"{drafter} is not a drafter directory (it has no {DRAFTER_FILE}), so a tree "
+                "cannot be stored with it; write the tree to a file with --out FILE and use it "
+                "with --shape static:file=FILE"
             )
         describe_drafter(directory)  # fails early if the directory is damaged
     examples, _ = read_examples(str(trials.prompts))
@@ -180,9 +180,9 @@ def calibrate_tree(
     }
     if out is not None:
         structure.save(out, figures)
-        reporter.say(f"written to {out}; use it as --shape static:file={out}")
+        reporter.say(f"tree written to {out}; use it with --shape static:file={out}")
     else:
         store_tree(directory, structure, figures)
-        reporter.say(f"stored as {directory / TREE}: this drafter now drafts in it by default")
+        reporter.say(f"tree stored as {directory / TREE}; this drafter now uses it by default")
     if trials.json_file:
         write_file(trials.json_file, json.dumps(figures | {"paths": structure.paths}, indent=2))

@@ -1,4 +1,4 @@
-"""What all commands share: groups of options, the display of errors and tables, quiet libraries."""
+"""Code that all commands share: groups of options, errors and tables, quiet libraries."""
 
 import inspect
 import logging
@@ -33,8 +33,8 @@ DrafterOption = Annotated[
 TargetOption = Annotated[
     str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
 ]
-TokensOption = Annotated[int, typer.Option(help="length limit of an answer, in tokens")]
-LimitOption = Annotated[int | None, typer.Option(help="use only so many prompts")]
+TokensOption = Annotated[int, typer.Option(help="maximum length of an answer, in tokens")]
+LimitOption = Annotated[int | None, typer.Option(help="maximum number of prompts")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +78,13 @@ class Drafting(Drawing):
     """`Drawing`, and the options for the depth of drafts."""
 
     policy: Annotated[
-        str, typer.Option(help="draft-length policy: NAME or NAME:option=value,…; most is --gamma")
+        str, typer.Option(help="draft-length policy: NAME or NAME:option=value,…; maximum: --gamma")
     ] = "fixed"
     gamma: Annotated[
         int | None,
         typer.Option(
-            help="how many tokens a draft is deep; default 4. A tree is as deep as it is: what "
-            "cuts it is --policy fixed:max_depth=N"
+            help="depth of a draft in tokens; default 4. Trees keep their depth; to limit it, use "
+            "--policy fixed:max_depth=N"
         ),
     ] = None
     draft_temperature: Annotated[
@@ -116,8 +116,8 @@ class Decoding(Drafting):
     shape: Annotated[
         str | None,
         typer.Option(
-            help="shape of the drafts: NAME or NAME:option=value,…; default the tree that the "
-            "drafter is stored with, or a chain"
+            help="shape of the drafts: NAME or NAME:option=value,…; default: the tree stored with "
+            "the drafter, else a chain"
         ),
     ] = None
 
@@ -185,7 +185,7 @@ def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:
         return [kind(number) for number in text.split(",")]
     except ValueError:
         expected = "whole numbers" if kind is int else "numbers"
-        raise UserError(f"{option} are {text!r}; expected {expected} with commas") from None
+        raise UserError(f"{option} is {text!r}; expected {expected} separated by commas") from None
 
 
 def tokenized_prompts(
@@ -206,7 +206,7 @@ def table(
     left: int = 1,
     caption: str | None = None,
 ) -> "Table":
-    """Return a table for the terminal. left: how many columns are aligned left, as texts are."""
+    """Return a table for the terminal. left: how many columns of text are aligned left."""
     from rich.table import Table
 
     result = Table(title=title, caption=caption)

@@ -33,10 +33,10 @@ def evaluate(
     prompts: Annotated[Path, typer.Option(help="JSONL file with prompt or messages")],
     decoding: Decoding,
     max_new_tokens: TokensOption = 64,
-    batch_size: Annotated[int, typer.Option(help="rows decoded together for acceptance")] = 16,
-    timed_prompts: Annotated[int, typer.Option(help="prompts that time is measured on")] = 8,
+    batch_size: Annotated[int, typer.Option(help="prompts decoded together for acceptance")] = 16,
+    timed_prompts: Annotated[int, typer.Option(help="number of prompts to time")] = 8,
     timed_batch_size: Annotated[
-        int, typer.Option(help="prompts that are timed together; divides --timed-prompts")
+        int, typer.Option(help="prompts timed together; must divide --timed-prompts")
     ] = 1,
     limit: LimitOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
@@ -45,7 +45,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a drafter: acceptance on all prompts, time on a few, beside plain decoding."""
-    import heads  # noqa: F401  (makes its drafters known)
+    import heads  # noqa: F401  (registers its drafters)
     from decode.artifact import write_file
     from decode.drafters.directory import open_drafter
     from decode.measure.evaluation import evaluate as measure
@@ -100,11 +100,11 @@ def evaluate(
 def generate(
     *,
     loading: Loading,
-    prompt: Annotated[str, typer.Argument(help="what to ask; - reads standard input")],
+    prompt: Annotated[str, typer.Argument(help="the prompt; - reads standard input")],
     drafter: DrafterOption = "ngram",
     decoding: Decoding,
     stop: Annotated[
-        list[str] | None, typer.Option(help="a string that ends the answer; may be given again")
+        list[str] | None, typer.Option(help="a string that ends the answer; repeatable")
     ] = None,
     max_new_tokens: TokensOption = 256,
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
@@ -115,10 +115,10 @@ def generate(
     """Answer one prompt, streaming the text as it becomes certain."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
-        raise UserError("the prompt is empty; say what to answer")
+        raise UserError("the prompt is empty; give some text")
     import torch
 
-    import heads  # noqa: F401  (makes its drafters known)
+    import heads  # noqa: F401  (registers its drafters)
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
     from decode.text import TextPieces
@@ -157,7 +157,7 @@ def generate(
     drafts = decoder.drafter.describe_drafts(decoder.policy.max_depth)
     gamma = decoding.gamma
     if gamma is not None and decoder.drafter.max_depth(gamma) != gamma:
-        drafts += f" (γ {gamma} is for drafts that have no depth of their own)"
+        drafts += f" (γ {gamma} does not apply, because the drafter sets the depth)"
     typer.echo(
         f"\n[{len(decoded.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} "
         f"tokens per step, acceptance rate {counts.acceptance_rate:.2f}; drafts: {drafts}; rule "
@@ -168,7 +168,7 @@ def generate(
 
 @shows_errors
 def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]) -> None:
-    """Check a drafter directory against its manifest and print what it is."""
+    """Check a drafter directory against its manifest and describe it."""
     from decode.drafters.directory import describe_drafter
     from decode.trees.static import stored_shape
 
@@ -180,7 +180,7 @@ def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]
         for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")
         if key in config
     )
-    typer.echo(f"{drafter}: whole, {size / 1e6:.1f} MB of weights ({sizes})")
+    typer.echo(f"{drafter}: complete, {size / 1e6:.1f} MB of weights ({sizes})")
     shape = stored_shape(drafter)
     typer.echo(f"drafts in a {shape.describe() if shape else 'chain'} by default")
     typer.echo(json.dumps(description, indent=2))

@@ -35,7 +35,7 @@ def export(
         str | None,
         typer.Option("--format", help="a layout (hf, gguf, medusa, …) or its engine"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="the directory to write; not yet there")] = None,
+    out: Annotated[Path | None, typer.Option(help="the new directory to write")] = None,
     options: ExportOptions,
     check: Annotated[
         bool, typer.Option("--check", help="check an export against its format's schema")
@@ -51,10 +51,10 @@ def export(
     limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
     min_drafted: Annotated[
-        int, typer.Option(help="how many tokens an engine must have drafted to be judged")
+        int, typer.Option(help="fewest drafted tokens to judge an engine by")
     ] = MIN_DRAFTED,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="write what --verify found here")
+        Path | None, typer.Option("--json", help="write the results of --verify here")
     ] = None,
 ) -> None:
     """Write a drafter in a layout that inference engines read, and prove that they use it.
@@ -106,7 +106,7 @@ def export(
     record = check_export(directory)
     if check:
         kind = record["kind"]
-        reporter.say(f"{directory}: a sound {record['layout']} export of a {kind} drafter")
+        reporter.say(f"{directory}: a valid {record['layout']} export of a {kind} drafter")
     if verify is not None:
         engine_for(verify, record["layout"])
         default_target = options.backbone or record["drafter"]["target"]["name"]
@@ -134,8 +134,8 @@ def export(
             reporter.say(f"pushed: {push_target(options.backbone, target_repository(options))}")
         elif record.get("backbone"):
             raise UserError(
-                f"{directory} is for a target that was trained with it; give --backbone DIR, where "
-                "that was exported to, and both are pushed"
+                f"{directory} needs the target that was trained with it; give --backbone DIR, the "
+                "directory that this target was exported to, to push both"
             )
         reporter.say(f"pushed: {push_export(directory, options.repository)}")
 

@@ -21,7 +21,7 @@ def train(
         bool,
         typer.Option(
             "--allow-changes",
-            help="go on with a run although its settings or its number of ranks changed",
+            help="continue a run although its settings or its number of ranks changed",
         ),
     ] = False,
 ) -> None:
@@ -62,7 +62,7 @@ def train(
         if accelerator.is_main_process:
             print_report(run, report)
     except Stopped as stopped:
-        reporter.say(f"{stopped}; the same command goes on from there")
+        reporter.say(f"{stopped}; run the same command again to continue")
         raise typer.Exit(EXIT_STATUS) from None
     finally:
         accelerator.end_training()

@@ -34,11 +34,12 @@ class ExportOptions:
         ),
     ] = None
     gamma: Annotated[
-        int | None, typer.Option(help="tokens of a draft; default that of its evaluation, or 4")
+        int | None,
+        typer.Option(help="tokens per draft; default: γ of its evaluation, or 4"),
     ] = None
-    dtype: Annotated[
-        str | None, typer.Option(help="of the weights; default as they are stored")
-    ] = None
+    dtype: Annotated[str | None, typer.Option(help="dtype of the weights; default: as stored")] = (
+        None
+    )
     data_licence: Annotated[
         str | None, typer.Option(help="licence of the training data, for the README")
     ] = None

@@ -80,7 +80,7 @@ def export_drafter(
     max_depth = layout.max_depth(drafter)
     if options.gamma is not None and max_depth is not None and options.gamma > max_depth:
         raise UserError(
-            f"gamma is {options.gamma}, and {drafter} drafts at most {max_depth} tokens"
+            f"gamma is {options.gamma}, but {drafter} drafts at most {max_depth} tokens"
         )
     usual_gamma = int((evaluation or {}).get("gamma") or DEFAULT_GAMMA)
     job = ExportJob(
@@ -96,9 +96,9 @@ def export_drafter(
     fills_vocabulary = is_reduced(drafter) and not layout.carries_vocabulary
     if fills_vocabulary and measuring is None:
         raise UserError(
-            f"{drafter} drafts a reduced vocabulary, which no reader of format {layout.name} "
-            "knows: its output layer is filled up, and that must be measured. Give --prompts FILE, "
-            "with prompts it was not trained on"
+            f"{drafter} has a reduced draft vocabulary, and no reader of format {layout.name} "
+            "supports it. So its output layer is filled up, and the result must be measured: give "
+            "--prompts FILE, with prompts that the drafter was not trained on"
         )
     if fills_vocabulary or measuring or layout.needs_target:
         job.target = load_target(layout.target_to_load(job))
@@ -119,7 +119,7 @@ def export_drafter(
         }
         record_file = directory / EXPORT_FILE
         record_file.write_text(json.dumps(record, indent=2, default=str))
-        _require_sound(layout, directory, "what was just written")
+        _require_sound(layout, directory, "the new export")
         if measuring is not None:
             acceptance.extend(_measure(job, layout, directory, measuring, fills_vocabulary, say))
         record["acceptance"] = acceptance
@@ -149,20 +149,20 @@ def _backbone_to_export(
     if not has_backbone(description):
         if options.backbone is not None:
             raise UserError(
-                f"--backbone was given, and {drafter} was trained for a target that stayed as it "
-                "is; leave it out"
+                f"--backbone was given, but {drafter} was trained for an unchanged target; leave "
+                "--backbone out"
             )
         return None
     if options.backbone is None:
         raise UserError(
-            f"{drafter} was trained together with its target, and is of no use with the model that "
-            "was before; give --backbone DIR to export the new target too"
+            f"{drafter} was trained together with its target and does not work with the original "
+            "model; give --backbone DIR to export the new target too"
         )
     backbone_out = _vacant(options.backbone, "--backbone")
     if backbone_out == out or backbone_out in out.parents or out in backbone_out.parents:
         raise UserError(
-            f"--backbone {backbone_out} and --out {out} are not beside each other; name two "
-            "directories, neither within the other"
+            f"--backbone {backbone_out} and --out {out} overlap; give two directories, neither "
+            "inside the other"
         )
     return find_backbone(drafter, options.target)
 
@@ -172,7 +172,7 @@ def _vacant(path: Path, option: str) -> Path:
     directory."""
     path = Path(os.path.abspath(path))
     if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path} exists, and an export overwrites nothing; name another {option}")
+        raise UserError(f"{path} exists, and an export overwrites nothing; give another {option}")
     return path
 
 
@@ -185,7 +185,7 @@ def check_export(directory: Path) -> dict[str, Any]:
         version, layout, _, _ = (record[key] for key in ("format", "layout", "kind", "facts"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptArtifact(
-            directory, EXPORT_FILE, f"does not say what was exported ({error})"
+            directory, EXPORT_FILE, f"does not describe an export ({error})"
         ) from error
     if version != FORMAT:
         raise UserError(
@@ -237,7 +237,7 @@ def _require_sound(layout: Format, directory: Path, description: str) -> None:
     problems = layout.problems(directory)
     if problems:
         listed = "\n".join(f"- {problem}" for problem in problems)
-        raise UserError(f"{description} is no sound {layout.name} export:\n{listed}")
+        raise UserError(f"{description} is not a valid {layout.name} export:\n{listed}")
 
 
 def _measure(
@@ -281,15 +281,15 @@ def _measure(
     before, after = (row["draft_efficiency"] for row in rows)
     if after < before - LOSS_ALLOWED:
         reason = (
-            "the rows that its reduced vocabulary lacks are filled up, and they take tokens from "
-            "those it learnt; train it without draft_vocabulary, or heads with the target's own "
-            "output layer (output: target)"
+            "the rows outside its reduced vocabulary were filled up, and their tokens are drafted "
+            "instead of better ones; train it without draft_vocabulary, or train heads with the "
+            "target's own output layer (output: target)"
             if fills_vocabulary
             else "the weights were rounded; export it with --dtype float32"
         )
         raise UserError(
-            f"the export accepts less than the drafter: draft efficiency {after:.3f}, before it "
-            f"{before:.3f}, and {LOSS_ALLOWED} is allowed. Nothing was written: {reason}"
+            f"the export loses too much: its draft efficiency is {after:.3f}, the drafter's is "
+            f"{before:.3f}, and {LOSS_ALLOWED} less is allowed. Nothing was written: {reason}"
         )
     return rows
 

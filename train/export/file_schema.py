@@ -68,7 +68,7 @@ def key_problems(
         value = settings[key]
         if callable(condition):
             if not condition(value):
-                problems.append(f"{where}: {key} is {_short(value)}, which cannot be")
+                problems.append(f"{where}: {key} is {_short(value)}, which is not valid")
         elif value != condition:
             problems.append(f"{where}: {key} is {_short(value)}, expected {_short(condition)}")
     return problems
@@ -91,7 +91,7 @@ def read_tensors(files: Iterable[Path]) -> tuple[dict[str, StoredTensor], list[s
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dictionary)
                     if name in tensors:
-                        problems.append(f"tensor {name} stands in two files")
+                        problems.append(f"tensor {name} is in two files")
                     header = opened.get_slice(name)
                     values = opened.get_tensor(name)
                     finite = not values.is_floating_point() or bool(values.isfinite().all())

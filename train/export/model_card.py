@@ -31,8 +31,8 @@ def drafter_card(
         f"# Drafter for {hub_id or name}",
         "",
         f"A drafter (`{job.kind}`) for speculative decoding, written by draftsmith in "
-        f"format `{layout.name}`: {_size(facts)}. On its own it is no useful language model. "
-        "Served beside its target it makes text come faster; the text stays the target's own.",
+        f"format `{layout.name}`: {_size(facts)}. Alone it is not a useful language model. "
+        "Served with its target, it makes generation faster. The text is still the target's.",
         "",
         "## Target",
         "",
@@ -43,8 +43,8 @@ def drafter_card(
     ]
     if job.backbone:
         lines += [
-            "- a model of its own, which was trained together with this drafter; the drafter is "
-            "of no use with any other",
+            "- this target was trained together with the drafter; the drafter does not work "
+            "with any other model",
             _drift(provenance),
         ]
     lines.append("")
@@ -55,7 +55,7 @@ def drafter_card(
     lines += _training(provenance, data_licence)
     lines += [
         "",
-        "`export.json` has the whole description; `manifest.json` a SHA-256 of every file.",
+        "`export.json` has the full description; `manifest.json` has a SHA-256 of every file.",
         "",
     ]
     return "\n".join(lines)
@@ -75,8 +75,8 @@ def target_card(
         "",
         f"{base or (public_name(original) if original else 'A model')}, trained together with the "
         f"{job.kind} heads in `{drafter_repository}` (Medusa-2, arXiv 2401.10774, section 2.2.2). "
-        "It is another model than the one it was: its text is its own. With those heads it makes "
-        "that text faster.",
+        "It is not the original model any more, and generates different text. With those heads "
+        "it generates this text faster.",
         "",
         "## Drift",
         "",
@@ -90,7 +90,7 @@ def target_card(
 
 
 def _drift(provenance: dict[str, Any]) -> str:
-    """Say how far training with the drafter moved a target from the original."""
+    """Describe how far training with the drafter moved a target from the original."""
     drift = provenance["drift"]
     original = provenance.get("original")
     return (
@@ -128,11 +128,11 @@ def _front_matter(hub_id: str | None, data_licence: str | None) -> list[str]:
 def _vocabulary(facts: dict[str, Any]) -> str:
     trained = f"It was trained to draft {facts['kept']} tokens of the vocabulary"
     if not facts["filled_from"]:
-        return f"{trained}, and drafts no others."
+        return f"{trained}, and it drafts only these."
     return (
-        f"{trained}. No engine that reads this format knows such a drafter, so here its output "
-        f"layer has a row for every token: those of the others are from {facts['filled_from']}. "
-        "It was measured again with them (below)."
+        f"{trained}. No engine that reads this format supports such a drafter, so here its output "
+        f"layer has a row for every token. The other rows are from {facts['filled_from']}. "
+        "The drafter was measured again with them (see below)."
     )
 
 

@@ -33,7 +33,7 @@ def model_problems(directory: Path) -> list[str]:
     its tokenizer."""
     config = read_json(directory / "config.json")
     if config is None:
-        return ["config.json is missing or no JSON"]
+        return ["config.json is missing or is not JSON"]
     problems = key_problems(
         {
             "architectures": lambda x: (
@@ -50,7 +50,7 @@ def model_problems(directory: Path) -> list[str]:
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if read_json(directory / name) is None:
-            problems.append(f"{name} is missing or no JSON")
+            problems.append(f"{name} is missing or is not JSON")
     if problems:
         return problems
     tensors, unreadable = read_tensors(sorted(directory.glob("*.safetensors")))
@@ -103,8 +103,8 @@ def find_backbone(drafter: Path, target: str | None) -> Path:
     backbone = Path(target).expanduser() if target else drafter.resolve().parent / "target"
     if not backbone.is_dir():
         raise UserError(
-            f"{drafter} was trained together with its target, and {backbone} is not there: it is "
-            "the target/ directory that its stage wrote beside drafter/. Name it with --target DIR"
+            f"{drafter} was trained together with its target, but {backbone} does not exist. It is "
+            "the target/ directory that its stage wrote beside drafter/. Give it with --target DIR"
         )
     if (backbone / MANIFEST).exists():
         verify_directory(backbone)
@@ -112,7 +112,7 @@ def find_backbone(drafter: Path, target: str | None) -> Path:
     if problems:
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise UserError(
-            f"{backbone}, the target of {drafter}, is no sound model directory:\n{listed}"
+            f"{backbone}, the target of {drafter}, is not a valid model directory:\n{listed}"
         )
     return backbone
 

@@ -67,13 +67,13 @@ def describe_trained(path: Path) -> dict[str, Any]:
     if (path / MANIFEST).exists():
         verify_directory(path)
         raise UserError(
-            f"{path} holds no {DRAFTER_FILE}: it is no drafter that draftsmith trained, or an "
-            "export already. Name the drafter/ directory of a stage"
+            f"{path} has no {DRAFTER_FILE}: draftsmith did not train it, or it is already an "
+            "export. Give the drafter/ directory of a stage"
         )
-    problem = "is no drafter directory" if path.is_dir() else "does not exist"
+    problem = "is not a drafter directory" if path.is_dir() else "does not exist"
     raise UserError(
         f"{path} {problem}: expected the drafter/ directory of a stage, with {DRAFTER_FILE}. A "
-        "plain model needs no export; engines read it as it is"
+        "plain model needs no export; engines read it directly"
     )
 
 
@@ -169,7 +169,7 @@ def read_heads_for(layout: str, path: Path, target: Target) -> Heads:
     hold."""
     if output_layer(target.model).bias is not None:
         raise UserError(
-            f"the output layer of {target.name} has a bias, for which format {layout} has no place"
+            f"the output layer of {target.name} has a bias, which format {layout} cannot hold"
         )
     heads = read_heads(path, target)
     heads.borrow(target.model, torch.float32)
@@ -195,8 +195,8 @@ def require_fitting_target(config: Mapping[str, Any], directory: Path, target: T
     hidden = output_layer(target.model).in_features
     if (config["hidden_size"], config["vocab_size"]) != (hidden, target.vocab_size):
         raise UserError(
-            f"the heads {directory} are for {config['hidden_size']} hidden numbers and "
-            f"{config['vocab_size']} tokens, and the target {target.name} has {hidden} and "
+            f"the heads {directory} are for hidden size {config['hidden_size']} and "
+            f"{config['vocab_size']} tokens, but the target {target.name} has {hidden} and "
             f"{target.vocab_size}; use the target they were made for"
         )
 

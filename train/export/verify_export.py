@@ -82,7 +82,7 @@ def engine_for(name: str, layout: str) -> Engine:
     if layout not in engine.formats:
         fitting = [other for other in ENGINES if layout in ENGINES[other].formats]
         raise UserError(
-            f"{name} reads {' or '.join(engine.formats)}, and this export is {layout}; verify it "
+            f"{name} reads {' or '.join(engine.formats)}, but this export is {layout}; verify it "
             f"with {' or '.join(fitting) or 'another engine'}, or export it as {engine.formats[0]}"
         )
     missing = engine.missing()
@@ -105,7 +105,7 @@ def verify_export(
     max_depth = record["facts"].get("max_depth")
     if max_depth is not None and task.gamma > max_depth:
         raise UserError(
-            f"gamma is {task.gamma}, and {task.export} drafts at most {max_depth} tokens"
+            f"gamma is {task.gamma}, but {task.export} drafts at most {max_depth} tokens"
         )
     run = engine.run(task)
     task.say("our own loop")
@@ -121,8 +121,8 @@ def verify_export(
         failures.append(f"{name} drafted nothing: it ignored the drafter")
     elif run.drafted_tokens < min_drafted:
         failures.append(
-            f"{name} drafted {run.drafted_tokens} tokens, too few to judge by; {min_drafted} are "
-            "needed: give more prompts, or more tokens"
+            f"{name} drafted only {run.drafted_tokens} tokens; at least {min_drafted} are needed "
+            "for a verdict: give more prompts, or more tokens per prompt"
         )
     if (
         engine_efficiency is not None
@@ -135,7 +135,7 @@ def verify_export(
         )
     if close < 1:
         failures.append(
-            f"{1 - close:.0%} of the texts differ from {name}'s own without the drafter by more "
+            f"{1 - close:.0%} of the texts differ from {name}'s texts without the drafter by more "
             "than rounding"
         )
     return ExportVerification(

@@ -31,13 +31,13 @@ def format_speedup(evaluation: dict[str, Any]) -> str:
 
 
 def disturbance(evaluation: dict[str, Any]) -> str | None:
-    """Say that other processes used the machine while a row was timed; None if they did not."""
+    """Return a note that other processes used the machine while a row was timed, else None."""
     if evaluation.get("alone") is not False:
         return None
     share = format_share(evaluation.get("others_share"))
     return (
         f"other processes took {share} of the processor while "
-        "this was timed; measure the times again on a machine that has nothing else to do"
+        "this was timed; measure the times again on an idle machine"
     )
 
 
@@ -102,9 +102,9 @@ def rule_name(evaluation: dict[str, Any]) -> str:
 
 
 def draft_shape(evaluation: dict[str, Any]) -> str:
-    """'chain', 'sequoia:nodes=8', or 'its own, a tree of 12 nodes, 4 deep' for a stored tree."""
+    """'chain', 'sequoia:nodes=8', or 'default, a tree of 12 nodes, 4 deep' for a stored tree."""
     drafts = evaluation.get("drafts") or "chain"
-    return evaluation.get("shape") or (drafts if drafts == "chain" else f"its own, a {drafts}")
+    return evaluation.get("shape") or (drafts if drafts == "chain" else f"default, a {drafts}")
 
 
 def format_perplexities(evaluation: dict[str, Any]) -> str:
@@ -117,11 +117,11 @@ def format_perplexities(evaluation: dict[str, Any]) -> str:
 
 
 def target_drift(evaluation: dict[str, Any]) -> str:
-    """For a drafter whose target was trained too: which target the figures refer to, and the
-    drift."""
+    """Return a note for a drafter whose target was trained too: the target that the figures refer
+    to, and the drift."""
     drift = evaluation["drift"]
     return (
-        "the target was trained too; speed-up and losslessness are towards the new target. On "
+        "the target was trained too; speed-up and losslessness refer to the new target. On "
         f"{drift['tokens']:,} held-out tokens KL(original‖new) is {drift['kl']:.4f} nats per token "
         f"and perplexity {format_perplexities(evaluation)}"
     )

@@ -54,18 +54,20 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
         )
     if evaluation.get("drift"):
         drift = target_drift(evaluation)
-        warnings.append(f"{drift[0].upper()}{drift[1:]}. The original target's text is another.")
+        warnings.append(
+            f"{drift[0].upper()}{drift[1:]}. The original target generates different text."
+        )
     identical = evaluation.get("identical_within_rounding")
     if evaluation.get("lossless") and identical is not None and identical < 1:
         warnings.append(
-            f"Only {format_share(identical)} of the greedy texts equal plain decoding's, rounding "
-            "allowed for; a lossless rule should change nothing."
+            f"Only {format_share(identical)} of the greedy texts equal plain decoding's, even with "
+            "an allowance for rounding; a lossless rule should change nothing."
         )
     generate = evaluation.get("plain_vs_generate")
     if generate and generate["value"] < 0.95:
         warnings.append(
             f"Plain decoding runs at {generate['value']:.2f}× the speed of generate(), so the "
-            "speed-up over it is too high; read the one over generate() instead."
+            "speed-up over it is too high; use the speed-up over generate() instead."
         )
     warnings += [
         f"The speed of {entry['label']} is not reliable: {reason}."
@@ -137,12 +139,12 @@ def _compared_entry(what: str, label: str, row: Row) -> dict[str, Any]:
 
 
 def _ranking(compared: list[dict[str, Any]]) -> str:
-    """Say in a sentence which row is fastest. Overlapping intervals count as no difference."""
+    """Return a sentence that names the fastest row. Overlapping intervals count as equal."""
     if len(compared) < 2:
         return ""
     speedups = [(e["label"], s) for e in compared if (s := e["evaluation"].get("speedup"))]
     if len(speedups) < len(compared):
-        return "Not all of them were timed, so which is fastest is not known."
+        return "Not all of them were timed, so the fastest one is not known."
     fastest, best = max(speedups, key=lambda pair: pair[1]["value"])
     others = [pair for pair in speedups if pair[0] != fastest]
     level = " and ".join(label for label, s in others if s["high"] >= best["low"])
@@ -196,26 +198,26 @@ def footnotes(report: dict[str, Any]) -> list[str]:
     if repetition:
         lines.append(
             f"tokens inside a repeated 8-gram: {_range(repetition)}; outputs with one: "
-            f"{_range(repeating)}. Loops flatter every drafter"
+            f"{_range(repeating)}. Repeated text makes every drafter look better"
         )
     return lines
 
 
 def _batches(report: dict[str, Any]) -> str:
-    """Say how many prompts were timed together; "" if always one."""
+    """Describe how many prompts were timed together; "" if always one."""
     if all((row["evaluation"].get("timed_batch_size") or 1) == 1 for row in report["rows"]):
         return ""
     return f" in batches of {_setting(report, 'timed_batch_size')}"
 
 
 def _speedup_basis(report: dict[str, Any]) -> str:
-    """Say that speed-ups compare the time per token, if some do (texts of different lengths)."""
+    """Note that speed-ups compare the time per token, if some do (texts of different lengths)."""
     bases = [row["evaluation"].get("speedup_basis") for row in report["rows"]]
     return "; speed-ups compare the time per token" if "time per token" in bases else ""
 
 
 def _fixed_depths(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for every drafter whose drafts have a fixed depth and ignore γ."""
+    """Yield a line for every drafter that sets the depth of its drafts and ignores γ."""
     gamma = (report["config"].get("evaluation") or {}).get("gamma")
     for label, row in zip(row_labels(report), report["rows"], strict=True):
         evaluation = row["evaluation"]
@@ -224,7 +226,7 @@ def _fixed_depths(report: dict[str, Any]) -> Iterator[str]:
         if ignores_gamma and not is_baseline(report, row):
             yield (
                 f"{without_gamma(label)} drafts {depth} deep ({evaluation.get('drafts')}): γ "
-                f"{gamma} is for drafts that have no depth of their own"
+                f"{gamma} does not apply, because the drafter sets the depth"
             )
 
 
@@ -256,7 +258,7 @@ def _setting(
 
 
 def _shapes(report: dict[str, Any]) -> str:
-    """Name the draft shapes; "" if none was asked for and all drafts are chains."""
+    """Name the draft shapes; "" if none was requested and all drafts are chains."""
     evaluations = [row["evaluation"] for row in report["rows"]]
     if all(not e.get("shape") and draft_shape(e) == "chain" for e in evaluations):
         return ""

@@ -92,7 +92,7 @@ class Server:
             if isinstance(error, urllib.error.HTTPError):
                 reason = ValueError(f"{error}: {error.read()[:500].decode(errors='replace')}")
             raise UserError(
-                f"{self.name} gave no answer ({reason}). {log_ending(self._log)}"
+                f"{self.name} did not answer ({reason}). {log_ending(self._log)}"
             ) from error
 
     def wait(self, health: str) -> None:
@@ -177,7 +177,7 @@ def run_job(
         try:
             answer: dict[str, Any] = json.loads(answer_file.read_text())
         except (OSError, ValueError) as error:
-            raise UserError(f"{name} left no answer ({error}). {log_ending(log)}") from error
+            raise UserError(f"{name} wrote no valid answer ({error}). {log_ending(log)}") from error
         return answer
 
 

@@ -91,7 +91,7 @@ class LlamaServer(Engine):
             },
         )
         if not isinstance(answer, dict) or "tokens" not in answer:
-            raise UserError(f"llama-server answered without tokens: {str(answer)[:200]}")
+            raise UserError(f"llama-server's answer has no tokens: {str(answer)[:200]}")
         return answer
 
 

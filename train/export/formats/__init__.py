@@ -116,9 +116,9 @@ def vllm_serving(method: str, target: str, repository: str, gamma: int) -> tuple
 
 # Drafters that no inference engine supports, and what to train instead.
 UNSERVED = {
-    "blockwise": "no inference engine has Blockwise heads; train Medusa heads for vLLM or TGI",
-    "hydra": "no inference engine has Hydra heads; train Medusa or EAGLE heads for vLLM",
-    "hydra_plus": "no inference engine has Hydra++ heads; train Medusa or EAGLE heads for vLLM",
+    "blockwise": "no engine supports Blockwise heads; train Medusa heads for vLLM or TGI",
+    "hydra": "no engine supports Hydra heads; train Medusa or EAGLE heads for vLLM",
+    "hydra_plus": "no engine supports Hydra++ heads; train Medusa or EAGLE heads for vLLM",
 }
 
 
@@ -138,7 +138,7 @@ def format_for(name: str, kind: str) -> Format:
     fitting = [other for other in FORMATS if kind in FORMATS[other].kinds]
     advice = UNSERVED.get(kind) or next(
         (layout.instead[kind] for layout in layouts if kind in layout.instead),
-        f"use --format {' or '.join(fitting)}" if fitting else "no format holds it yet",
+        f"use --format {' or '.join(fitting)}" if fitting else "no format can hold it yet",
     )
     raise UserError(f"format {name} cannot hold a {kind} drafter; {advice}")
 

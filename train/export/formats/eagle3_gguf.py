@@ -4,8 +4,8 @@ H hidden size, V' draft vocabulary. `fc.weight` [H, 3H]; `blk.0.*`, whose q, k a
 `attn_norm` for the embedding and `attn_norm_2` for the state; `output_norm.weight`;
 `output.weight` [V', H]. With a reduced draft vocabulary also `d2t`, int64 [V'], the token id of
 each row (other layouts store the id minus the row). The embeddings are the target's.
-`target_layers` are the layers whose input is captured, so each is one more than the layer whose
-output that is. For Llama 3's rotary positions `rope_freqs.weight`.
+`target_layers` are the layers whose input is captured. This input is the output of the layer one
+lower. Llama 3's rotary positions also need `rope_freqs.weight`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -152,7 +152,7 @@ class Eagle3GGUF(GGUFLayout):
     def value_problems(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
         if D2T not in weights or are_ascending_ids(weights[D2T], keys[f"{ARCH}.vocab_size"]):
             return []
-        return [f"{D2T} is not of different tokens, ascending"]
+        return [f"{D2T} does not hold distinct token ids in ascending order"]
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         reader = gguf.GGUFReader(directory / FILE)
@@ -172,8 +172,8 @@ class Eagle3GGUF(GGUFLayout):
         drafter = heads_drafter(Eagle3Drafter, options, ids, state, target)
         if keys[f"{ARCH}.target_layers"] != [layer + 1 for layer in drafter.heads.captured_layers]:
             raise UserError(
-                f"{directory} reads what layers {keys[f'{ARCH}.target_layers']} of its target are "
-                f"given, and with {target.name} they would be others; use the target it was made "
+                f"{directory} reads the inputs of layers {keys[f'{ARCH}.target_layers']} of its "
+                f"target; in {target.name} these are other layers. Use the target it was made "
                 "for"
             )
         return drafter
@@ -200,6 +200,6 @@ def _require_same_tokens(file: Path, tokens: Sequence[str], target: Target) -> N
     different = sum(a is not None and a != b for a, b in pairs)
     if different > len(tokens) // 100:
         raise UserError(
-            f"{different} of the {len(tokens)} tokens of {file} are not those of {target.name}, "
-            "which the drafter was made for; name a GGUF file of that model"
+            f"{different} of the {len(tokens)} tokens of {file} differ from {target.name}'s; "
+            "the drafter was made for that model. Give a GGUF file of it"
         )

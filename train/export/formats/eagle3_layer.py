@@ -74,9 +74,9 @@ class Eagle3(EagleLayer):
             return []
         ids = _token_ids(weights["d2t"])
         if not are_ascending_ids(ids, config["vocab_size"]):
-            return ["d2t does not lead to different tokens, ascending"]
+            return ["d2t does not give distinct token ids in ascending order"]
         has_row = weights["t2d"].nonzero()[:, 0]
-        return [] if torch.equal(has_row, ids) else ["t2d is not d2t's tokens"]
+        return [] if torch.equal(has_row, ids) else ["t2d does not mark the tokens of d2t"]
 
     def rebuilt_heads(
         self, weights: dict[str, Tensor], depth: int

@@ -131,7 +131,7 @@ class EagleLayer(Format):
     def problems(self, directory: Path) -> list[str]:
         contents = read_json(directory / "config.json")
         if contents is None:
-            return ["config.json is missing or no JSON"]
+            return ["config.json is missing or is not JSON"]
         config = self.layer_config(contents)
         expected: dict[str, Any] = {
             "architectures": [self.architecture],

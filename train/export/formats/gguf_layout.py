@@ -137,8 +137,8 @@ def target_gguf(spec: str) -> Path:
     path = Path(spec).expanduser()
     if path.suffix.lower() != ".gguf" or not path.is_file():
         raise UserError(
-            f"format gguf takes the tokenizer from the target's GGUF file, and the target {spec} "
-            "is none; name the file that llama.cpp will serve with --target FILE.gguf"
+            f"format gguf takes the tokenizer from the target's GGUF file, but the target {spec} "
+            "is not one; give the file that llama.cpp will serve with --target FILE.gguf"
         )
     return path
 
@@ -150,12 +150,12 @@ def tokenizer_keys(path: Path, vocab_size: int) -> dict[str, gguf.ReaderField]:
     fields = gguf.GGUFReader(path).fields
     copied = {name: field for name, field in fields.items() if name.startswith(COPIED)}
     if "tokenizer.ggml.tokens" not in copied:
-        raise UserError(f"{path} has no tokenizer (tokenizer.ggml.tokens); name a complete model")
+        raise UserError(f"{path} has no tokenizer (tokenizer.ggml.tokens); give a complete model")
     count = len(copied["tokenizer.ggml.tokens"].contents())
     if count != vocab_size:
         raise UserError(
             f"the target's GGUF file has {count} tokens and the drafter {vocab_size} output rows; "
-            "llama.cpp asks for equal numbers. Name the GGUF file that was made from the drafter's "
+            "llama.cpp requires equal numbers. Give the GGUF file made from the drafter's "
             "target"
         )
     return copied

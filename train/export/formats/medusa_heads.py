@@ -96,7 +96,7 @@ class Medusa(Format):
     def problems(self, directory: Path) -> list[str]:
         config = read_json(directory / "config.json")
         if config is None:
-            return ["config.json is missing or no JSON"]
+            return ["config.json is missing or is not JSON"]
         expected: dict[str, Any] = {
             "model_type": "medusa",
             "medusa_num_heads": is_count,
@@ -158,7 +158,7 @@ def _sharing_problems(config: dict[str, Any], weights: dict[str, Tensor]) -> lis
         return []
     layers = config["medusa_num_layers"]
     return [
-        f"original_lm_head is set, and tensor {head}.{layers}.weight is not that of head 0"
+        f"original_lm_head is set, but tensor {head}.{layers}.weight differs from head 0's"
         for head in range(1, config["medusa_num_heads"])
         if not torch.equal(weights[f"{head}.{layers}.weight"], weights[f"0.{layers}.weight"])
     ]

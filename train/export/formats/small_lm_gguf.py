@@ -69,7 +69,7 @@ class GGUF(GGUFLayout):
         kind = config.get("model_type")
         if kind not in ARCHITECTURES:
             raise UserError(
-                f"format gguf writes {', '.join(ARCHITECTURES)} models, and {job.drafter} is "
+                f"format gguf writes {', '.join(ARCHITECTURES)} models, but {job.drafter} is "
                 f"{kind}; export it as hf and convert that with llama.cpp's own "
                 "convert_hf_to_gguf.py"
             )
