@@ -241,21 +241,23 @@ class Decoding:
             scores = Scores(logits, decoder.sampling, nothing, contexts, decoder.processors)
             none = torch.zeros(rows, dtype=torch.int64, device=device)
             first = scores.pick(self.rng.uniforms(CounterRNG.NEXT, 0, 1))[:, 0]
-            done = Verification.of(
+            verification = Verification.of(
                 nothing, scores, path=nothing.tokens, accepted=none, reached=none, next_token=first
             )
         else:  # no token yet: the first step verifies the first token like all others
             scores = Scores(logits, decoder.sampling)
             empty, broken = np.zeros((rows, 0), dtype=np.int64), zeros.astype(bool)
-            done = Verification(nothing, scores, nothing.tokens, zeros, zeros, empty, broken)
-        done.require_usable(self.rows, contexts, 0)
-        self._commit(done, zeros)
+            verification = Verification(
+                nothing, scores, nothing.tokens, zeros, zeros, empty, broken
+            )
+        verification.require_usable(self.rows, contexts, 0)
+        self._commit(verification, zeros)
         self.clock.mark("prefill")
         decoder.drafter.start(contexts)
-        self._tell_drafter(done, fed)
+        self._tell_drafter(verification, fed)
         decoder.policy.start(rows)
         self.clock.mark("draft_prefill")
-        self.retire(done)
+        self.retire(verification)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -273,30 +275,30 @@ class Decoding:
         logits = self._forward(draft, start)
         verify_s = clock.mark("verify")
         scores = Scores(logits, decoder.sampling, draft, contexts, decoder.processors)
-        done = decoder.rule.verify(draft, scores, self.rng)
-        done.require_usable(self.rows, contexts, self._passes)
+        verification = decoder.rule.verify(draft, scores, self.rng)
+        verification.require_usable(self.rows, contexts, self._passes)
         if not draft.is_chain:
-            decoder.lm.commit(start, done.positions(), done.accepted + 1)
-        self._commit(done, depths)
-        self._tell_drafter(done, done.accepted + 1)
+            decoder.lm.commit(start, verification.positions(), verification.accepted + 1)
+        self._commit(verification, depths)
+        self._tell_drafter(verification, verification.accepted + 1)
         for observer in decoder.observers:
-            observer(done)
-        done.draft_s, done.verify_s = draft_s, verify_s
-        done.overhead_s = clock.mark("overhead")
-        decoder.policy.observe(done)
-        self.steps.append(done)
-        self.retire(done)
+            observer(verification)
+        verification.draft_s, verification.verify_s = draft_s, verify_s
+        verification.overhead_s = clock.mark("overhead")
+        decoder.policy.observe(verification)
+        self.steps.append(verification)
+        self.retire(verification)
 
-    def retire(self, done: Verification) -> None:
+    def retire(self, verification: Verification) -> None:
         """Hand out the new tokens of a pass, and drop the rows whose text has ended."""
         for index, row in enumerate(self.rows):
-            tokens = done.block[index, : done.emitted[index]].tolist()
+            tokens = verification.block[index, : verification.emitted[index]].tolist()
             self.outputs[row] += tokens
             if self.on_tokens and tokens:
                 self.on_tokens(int(row), tokens)
-        done.release()
-        if done.ended.any():
-            kept = np.flatnonzero(~done.ended)
+        verification.release()
+        if verification.ended.any():
+            kept = np.flatnonzero(~verification.ended)
             self.rows, self.ends = self.rows[kept], self.ends[kept]
             if len(kept):
                 on_device = torch.as_tensor(kept, device=self.decoder.lm.device)
@@ -350,23 +352,23 @@ class Decoding:
         ancestors[:, :, 0] = True
         return lm.forward(ids, start, depth_BN=ancestors.sum(2) - 1, ancestors_BNM=ancestors)
 
-    def _commit(self, done: Verification, depths: np.ndarray) -> None:
+    def _commit(self, verification: Verification, depths: np.ndarray) -> None:
         """Append the emitted tokens to the texts, and complete the record of the pass."""
-        contexts, draft = self.contexts, done.draft
-        new = np.minimum(done.accepted + 1, done.block.shape[1])
-        done.emitted, done.ended = self._cut(done.block, new)
-        columns = np.arange(done.block.shape[1])[None, :]
-        row, column = np.nonzero(columns < done.emitted[:, None])
-        done.number, done.rows = self._passes, self.rows
-        done.contexts, done.lengths = contexts, contexts.lengths
-        contexts.tokens[row, contexts.lengths[row] + column] = done.block[row, column]
-        contexts.lengths = contexts.lengths + done.emitted
-        done.depths, done.drafted = depths, draft.sizes
-        done.nodes_by_depth = draft.nodes_by_depth()
-        done.width = 1 + draft.tokens.shape[1]
+        contexts, draft = self.contexts, verification.draft
+        new = np.minimum(verification.accepted + 1, verification.block.shape[1])
+        verification.emitted, verification.ended = self._cut(verification.block, new)
+        columns = np.arange(verification.block.shape[1])[None, :]
+        row, column = np.nonzero(columns < verification.emitted[:, None])
+        verification.number, verification.rows = self._passes, self.rows
+        verification.contexts, verification.lengths = contexts, contexts.lengths
+        contexts.tokens[row, contexts.lengths[row] + column] = verification.block[row, column]
+        contexts.lengths = contexts.lengths + verification.emitted
+        verification.depths, verification.drafted = depths, draft.sizes
+        verification.nodes_by_depth = draft.nodes_by_depth()
+        verification.width = 1 + draft.tokens.shape[1]
         # A policy that stopped a draft has seen the logits of one more token.
-        depth = int(done.nodes_by_depth.any(0).sum())
-        done.draft_steps = max(depth, self.decoder.policy.watched)
+        depth = int(verification.nodes_by_depth.any(0).sum())
+        verification.draft_steps = max(depth, self.decoder.policy.watched)
 
     def _cut(self, block: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(how many of the `new` [B] tokens of each block are emitted, int [B]; whether the text
@@ -386,16 +388,16 @@ class Decoding:
                     emitted[index], ended[index] = kept, True
         return emitted, ended
 
-    def _tell_drafter(self, done: Verification, counts: np.ndarray) -> None:
+    def _tell_drafter(self, verification: Verification, counts: np.ndarray) -> None:
         """Give the pass to the drafter, with the hidden states of the tokens that stay in the text,
         counts[b] of those fed, int [B]."""
         if self.decoder.drafter.captured_layers and counts.any():
-            done.previous_features = self._features
+            verification.previous_features = self._features
             self._features = Features(self.decoder.lm.features, counts)
-            if done.number:
-                self._features = self._features.at(done.positions(), counts)
-            done.features = self._features
-        self.decoder.drafter.observe(done)
+            if verification.number:
+                self._features = self._features.at(verification.positions(), counts)
+            verification.features = self._features
+        self.decoder.drafter.observe(verification)
 
 
 class _Clock:

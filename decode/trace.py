@@ -20,12 +20,12 @@ class DraftedToken:
     verdict: str  # accepted, rejected, or not reached
 
 
-def drafted_tokens(done: Verification) -> list[list[DraftedToken]]:
+def drafted_tokens(verification: Verification) -> list[list[DraftedToken]]:
     """The draft tokens of each row. Call it from an observer, while the pass has its tensors.
 
     Greedy decoding has no p, so p at temperature 1 is shown.
     """
-    draft, scores = done.draft, done.scores
+    draft, scores = verification.draft, verification.scores
     sampling = Sampling(temperature=1.0) if scores.sampling.greedy else scores.sampling
     positions = draft.parent_rows()
     p_all = sampling.probs(scores.logits).gather(
@@ -33,9 +33,9 @@ def drafted_tokens(done: Verification) -> list[list[DraftedToken]]:
     )
     p = p_all.gather(2, draft.tokens[..., None])[..., 0].tolist()
     q = draft.q_of_tokens().tolist()
-    paths = done.path.tolist()
+    paths = verification.path.tolist()
     rows = []
-    for row, accepted in enumerate(done.accepted):
+    for row, accepted in enumerate(verification.accepted):
         parents = (positions[row] - 1).tolist()
         tokens = draft.tokens[row].tolist()
         kept = paths[row][:accepted]
@@ -53,14 +53,16 @@ def drafted_tokens(done: Verification) -> list[list[DraftedToken]]:
     return rows
 
 
-def format_trace(done: Verification, tokenizer: PreTrainedTokenizerBase) -> str:
+def format_trace(verification: Verification, tokenizer: PreTrainedTokenizerBase) -> str:
     """One line per draft token: text, p, q, verdict. Then the token that the target added."""
 
     def text(token: int) -> str:
         return repr(tokenizer.decode([token]))
 
     lines = []
-    for row, nodes, added in zip(done.rows, drafted_tokens(done), done.next_token, strict=True):
+    for row, nodes, added in zip(
+        verification.rows, drafted_tokens(verification), verification.next_token, strict=True
+    ):
         lines += [
             f"  row {row} node {node.node} after {node.parent:>2}  {text(node.token):<16} "
             f"p={node.p:.4f} q={node.q:.4f}  {node.verdict}"

@@ -73,9 +73,9 @@ class HeadsDrafter(ShapedDrafter):
     def start(self, contexts: Contexts) -> None:
         self._has_features = np.zeros(len(contexts.lengths), dtype=bool)
 
-    def observe(self, done: Verification) -> None:
-        if done.features is not None:
-            self.read(done.features)
+    def observe(self, verification: Verification) -> None:
+        if verification.features is not None:
+            self.read(verification.features)
 
     def read(self, features: Features) -> None:
         """Take the target's hidden states of new tokens, in the order of the text."""

@@ -138,7 +138,7 @@ def test_a_repeated_id_names_both_rows_and_like_named_files_do_not_clash(tmp_pat
     for folder, row in {"a": "1", "b": "2"}.items():
         (tmp_path / folder).mkdir()
         write(tmp_path / folder / "x.jsonl", {"prompt": row}, {"prompt": row, "id": "same"})
-    with pytest.raises(UserError, match=r'b/x\.jsonl:2: the id "same" .*that of a/x\.jsonl:2'):
+    with pytest.raises(UserError, match=r'b/x\.jsonl:2: the id "same" .*the id of a/x\.jsonl:2'):
         read_examples(["a/x.jsonl", "b/x.jsonl"], base_dir=tmp_path)
     examples, _ = read_examples(["a/x.jsonl", "b/x.jsonl"], base_dir=tmp_path / "a" / "..", limit=3)
     assert [e.id for e in examples] == ["a/x.jsonl:1", "same", "b/x.jsonl:1"]

@@ -228,5 +228,5 @@ def test_a_vocabulary_map_that_does_not_fit_is_refused(tmp_path):
             {"ids": torch.tensor(bad), "weight": torch.zeros(2, 32)},
             tmp_path / "draft_vocabulary.safetensors",
         )
-        with pytest.raises(UserError, match="does not fit"):
+        with pytest.raises(UserError, match="expected one row for each id"):
             load_vocabulary(tmp_path, student)

@@ -86,14 +86,14 @@ class Drafter(ABC):
         `q` must be the distribution that the tokens were really drawn from.
         """
 
-    def observe(self, done: Verification) -> None:
+    def observe(self, verification: Verification) -> None:
         """Receives every pass once: after `start` the prefill (the verification of an empty draft),
         then each verification. `contexts` already ends with the emitted tokens.
 
-        A drafter with captured layers gets the target's hidden states in `done.features`: first
-        those of the prompt's tokens, later those of the last token of the text so far and of the
-        accepted tokens. So each token comes once and in order. The hidden states of a text's last
-        token come with the next call. They are None if the prefill fed nothing."""
+        A drafter with captured layers gets the target's hidden states in `verification.features`:
+        first those of the prompt's tokens, later those of the last token of the text so far and of
+        the accepted tokens. So each token comes once and in order. The hidden states of a text's
+        last token come with the next call. They are None if the prefill fed nothing."""
         return None
 
     def keep_rows(self, rows: torch.Tensor) -> None:

@@ -50,9 +50,9 @@ class Group(Drafter):
         for drafter in self.drafters:
             drafter.prefill(contexts)
 
-    def observe(self, done: Verification) -> None:
+    def observe(self, verification: Verification) -> None:
         for drafter in self.drafters:
-            drafter.observe(done)
+            drafter.observe(verification)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         for drafter in self.drafters:

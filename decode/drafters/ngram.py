@@ -172,21 +172,21 @@ class StoreDrafter(Drafter):
             drafts.append(text[known:])
         return Draft.chosen(drafts)
 
-    def observe(self, done: Verification) -> None:
-        if done.number:  # the prefill judged no draft
-            self._file_likeliest(done)
-        self._file_texts(done.contexts)
+    def observe(self, verification: Verification) -> None:
+        if verification.number:  # the prefill judged no draft
+            self._file_likeliest(verification)
+        self._file_texts(verification.contexts)
 
-    def _file_likeliest(self, done: Verification) -> None:
+    def _file_likeliest(self, verification: Verification) -> None:
         """Store the target's likeliest tokens after the text and after each accepted token."""
-        positions = done.positions()
+        positions = verification.positions()
         rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
-        logits = done.scores.logits[rows_B1, positions]
+        logits = verification.scores.logits[rows_B1, positions]
         likeliest = top(logits, min(self.top_k, logits.shape[-1]))[1].tolist()
-        for row, length in enumerate(done.lengths):
-            text = done.contexts.tokens[row, max(length - self.max_n, 0) : length].tolist()
-            known, accepted = len(text), int(done.accepted[row])
-            text += done.block[row, :accepted].tolist()
+        for row, length in enumerate(verification.lengths):
+            text = verification.contexts.tokens[row, max(length - self.max_n, 0) : length].tolist()
+            known, accepted = len(text), int(verification.accepted[row])
+            text += verification.block[row, :accepted].tolist()
             for place in range(accepted + 1):
                 end = known + place
                 self.store.file(text[max(end - self.max_n, 0) : end], likeliest[row][place])

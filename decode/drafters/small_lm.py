@@ -189,9 +189,9 @@ class SmallLMDrafter(ShapedDrafter):
         inside = np.arange(contexts.tokens.shape[1]) < contexts.lengths[:, None]
         return np.logical_not(((contexts.tokens >= self.known) & inside).any(axis=1))
 
-    def observe(self, done: Verification) -> None:
+    def observe(self, verification: Verification) -> None:
         # All committed tokens except the last one, which is the target's, were drafted or cached.
-        self._cached = np.minimum(self._cached, done.contexts.lengths - 1)
+        self._cached = np.minimum(self._cached, verification.contexts.lengths - 1)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self.lm.keep_rows(rows.to(self.lm.device))

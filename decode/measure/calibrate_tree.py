@@ -145,9 +145,10 @@ class _Watching(ExactMatch):
         self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
-        done = super().verify(draft, scores, rng)
-        self.seen.append((draft.sizes, done.accepted, done.path.cpu().numpy()))
-        return done
+        verification = super().verify(draft, scores, rng)
+        path = verification.path.cpu().numpy()
+        self.seen.append((draft.sizes, verification.accepted, path))
+        return verification
 
 
 def _count(

@@ -62,7 +62,7 @@ class Policy(ABC):
         """
         raise NotImplementedError
 
-    def observe(self, done: Verification) -> None:
+    def observe(self, verification: Verification) -> None:
         """Learn from the result of the draft."""
         return None
 
@@ -113,7 +113,7 @@ class Watcher(Policy):
         """bool [B]: the rows whose draft ends before this position. value: the number there, [B],
         NaN in rows that are not drafting."""
 
-    def learn(self, done: Verification, values: np.ndarray, watched: np.ndarray) -> None:
+    def learn(self, verification: Verification, values: np.ndarray, watched: np.ndarray) -> None:
         """values: float64 [B, D], the number at each position. watched: int [B], at how many
         positions `stops` was called for a row: the first ones. After them, values are NaN."""
         return None
@@ -136,12 +136,12 @@ class Watcher(Policy):
         ended = self.ends(position, value) & rows
         return ended if position >= self.min_depth else torch.zeros_like(ended)
 
-    def observe(self, done: Verification) -> None:
+    def observe(self, verification: Verification) -> None:
         if not self._seen:
             return
         values = torch.stack(self._seen, 1).double().cpu().numpy()
-        done.signals[self.signal] = values
-        self.learn(done, values, np.stack(self._drafting, 1).sum(1))
+        verification.signals[self.signal] = values
+        self.learn(verification, values, np.stack(self._drafting, 1).sum(1))
         self._forget()
 
 

@@ -93,13 +93,13 @@ class AdaptiveConfidence(Watcher):
     def ends(self, position: int, value: Tensor) -> Tensor:
         return value < torch.as_tensor(self.thresholds, dtype=value.dtype, device=value.device)
 
-    def learn(self, done: Verification, values: np.ndarray, watched: np.ndarray) -> None:
-        judged = np.minimum(np.minimum(done.reached, watched), done.drafted)
+    def learn(self, verification: Verification, values: np.ndarray, watched: np.ndarray) -> None:
+        judged = np.minimum(np.minimum(verification.reached, watched), verification.drafted)
         for position in range(int(judged.max(initial=0))):
             row = np.flatnonzero(judged > position)
             for past, new in (
                 (self._confidence, values[row, position]),
-                (self._gain, (done.accepted[row] > position) - self.price),
+                (self._gain, (verification.accepted[row] > position) - self.price),
             ):
                 past[row, :-1] = past[row, 1:]
                 past[row, -1] = new

@@ -109,23 +109,25 @@ class CostModel(Policy):
         assert self._draft_s is not None
         return gammas * self._draft_s + passes
 
-    def observe(self, done: Verification) -> None:
-        rows, emitted = len(done.rows), float(done.emitted.mean())
-        self._passes.see(rows * done.width, done.verify_s + done.overhead_s)
+    def observe(self, verification: Verification) -> None:
+        rows, emitted = len(verification.rows), float(verification.emitted.mean())
+        self._passes.see(rows * verification.width, verification.verify_s + verification.overhead_s)
         faded = self.memory**emitted
         self._accepted *= faded
         self._tried *= faded
-        if not done.draft_steps:
+        if not verification.draft_steps:
             # No draft was allowed, or the drafter drafted nothing: there is no acceptance to learn.
-            self._waited = 0.0 if done.depths.any() else self._waited + emitted
+            self._waited = 0.0 if verification.depths.any() else self._waited + emitted
             return
         positions = np.arange(self.max_depth)
-        tried = (done.depths[:, None] > positions) & (done.accepted[:, None] >= positions)
+        tried = (verification.depths[:, None] > positions) & (
+            verification.accepted[:, None] >= positions
+        )
         self._tried += tried.sum(0)
-        self._accepted += (tried & (done.accepted[:, None] > positions)).sum(0)
-        self._nodes = (done.width - 1) / done.draft_steps
-        self._see_draft(done.draft_s, done.draft_steps)
-        self._hopeful = bool((done.accepted > 0).mean() > 0.5)
+        self._accepted += (tried & (verification.accepted[:, None] > positions)).sum(0)
+        self._nodes = (verification.width - 1) / verification.draft_steps
+        self._see_draft(verification.draft_s, verification.draft_steps)
+        self._hopeful = bool((verification.accepted > 0).mean() > 0.5)
         self._waited, self._new_text = 0.0, False
 
     def _see_draft(self, seconds: float, depth: int) -> None:

@@ -56,8 +56,8 @@ class Entropy(Watcher):
         )
         return position >= gamma.round()
 
-    def learn(self, done: Verification, values: np.ndarray, watched: np.ndarray) -> None:
-        kept = np.minimum(watched, done.accepted + 1)
+    def learn(self, verification: Verification, values: np.ndarray, watched: np.ndarray) -> None:
+        kept = np.minimum(watched, verification.accepted + 1)
         for position in range(values.shape[1] if self.ema else 0):
             now = values[:, position]
             average = np.where(

@@ -30,11 +30,11 @@ class Heuristic(Policy):
     def depths(self) -> np.ndarray:
         return self._lengths.copy()
 
-    def observe(self, done: Verification) -> None:
-        all_accepted = done.accepted >= done.longest()
+    def observe(self, verification: Verification) -> None:
+        all_accepted = verification.accepted >= verification.longest()
         change = np.where(all_accepted, 2, -1)
         lengths = np.clip(self._lengths + change, 1, self.max_depth)
-        self._lengths = np.where(done.drafted > 0, lengths, self._lengths)
+        self._lengths = np.where(verification.drafted > 0, lengths, self._lengths)
 
     def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)
@@ -72,9 +72,9 @@ class Feedback(Policy):
         lengths = self.min_depth + (self.max_depth - self.min_depth) * self._ratio
         return np.floor(lengths + 0.5).astype(np.int64)
 
-    def observe(self, done: Verification) -> None:
-        ratio = self.ema * self._ratio + (1 - self.ema) * done.kept_share()
-        self._ratio = np.where(done.drafted > 0, ratio, self._ratio)
+    def observe(self, verification: Verification) -> None:
+        ratio = self.ema * self._ratio + (1 - self.ema) * verification.kept_share()
+        self._ratio = np.where(verification.drafted > 0, ratio, self._ratio)
 
     def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)

@@ -32,7 +32,7 @@ class Dynamic(Shape):
         candidates = self.width + (gamma - 1) * self.width**2
         return max(min(self.nodes, candidates), self.width * (gamma - 1))
 
-    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, noise: CounterRNG) -> Draft:
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         rows, width, device = growth.rows, self.width, growth.device
         # For each layer of candidates, [B, m] each: tokens (rows of the draft vocabulary), scores,
         # and the indices of their parents among all candidates.

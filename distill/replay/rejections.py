@@ -113,28 +113,30 @@ class Collector:
             self._close()
             self._numbers = None
 
-    def __call__(self, done: Verification) -> None:
+    def __call__(self, verification: Verification) -> None:
         with self._lock:
-            self._observe(done)
+            self._observe(verification)
 
-    def _observe(self, done: Verification) -> None:
-        lengths, accepted = done.lengths, done.accepted
+    def _observe(self, verification: Verification) -> None:
+        lengths, accepted = verification.lengths, verification.accepted
         requests = [
-            self._request(int(row), done.contexts.tokens[b, : lengths[b]])
-            for b, row in enumerate(done.rows)
+            self._request(int(row), verification.contexts.tokens[b, : lengths[b]])
+            for b, row in enumerate(verification.rows)
         ]
-        depth = done.block.shape[1]
+        depth = verification.block.shape[1]
         columns = np.arange(depth)
         # A text ends at its first EOS, even if tokens after it were accepted.
-        is_eos = np.isin(done.block, self._eos)
+        is_eos = np.isin(verification.block, self._eos)
         emitted = (columns <= accepted[:, None]) & (is_eos.cumsum(1) - is_eos == 0)
-        # The position after the accepted tokens is a rejection if one more token was done.
-        rejected = emitted & (columns == accepted[:, None]) & (done.reached > accepted)[:, None]
+        # The position after the accepted tokens is a rejection if one more token was judged.
+        rejected = (
+            emitted & (columns == accepted[:, None]) & (verification.reached > accepted)[:, None]
+        )
         draws = np.stack([request.random.random(depth) for request in requests])
         shares = np.array([1.0 if request.held_out else self.accepted for request in requests])
         candidates = emitted & (columns < accepted[:, None]) if self.captured_layers else emitted
         recorded = np.nonzero(rejected | (candidates & (draws < shares[:, None])))
-        ids, log_p, tail = self._distributions(done, *recorded)
+        ids, log_p, tail = self._distributions(verification, *recorded)
         for i, (b, column) in enumerate(zip(*recorded, strict=True)):
             request = requests[b]
             request.positions.append(int(lengths[b] + column))
@@ -144,15 +146,17 @@ class Collector:
             if self.captured_layers:
                 request.depths.append(int(column) + 1)
         if self.captured_layers and len(recorded[0]):
-            assert done.previous_features is not None, "a draft by heads follows hidden states"
+            assert verification.previous_features is not None, (
+                "a draft by heads follows hidden states"
+            )
             recorded_rows = np.unique(recorded[0])
-            newest = done.previous_features.newest(self.captured_layers)
+            newest = verification.previous_features.newest(self.captured_layers)
             features = to_numpy(newest[torch.as_tensor(recorded_rows, device=newest.device)])
             for i, b in enumerate(recorded_rows):
                 requests[b].read_positions.append(int(lengths[b]) - 2)
                 requests[b].features.append(features[i])
         for b, request in enumerate(requests):
-            request.text += done.block[b, : accepted[b] + 1].tolist()
+            request.text += verification.block[b, : accepted[b] + 1].tolist()
 
     def _request(self, row: int, text: np.ndarray) -> _OpenRequest:
         """The open request of a row of the decode: the same as before, if `text` continues it."""
@@ -169,15 +173,15 @@ class Collector:
         return self._open_requests[row]
 
     def _distributions(
-        self, done: Verification, rows: np.ndarray, columns: np.ndarray
+        self, verification: Verification, rows: np.ndarray, columns: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return ids [n, k], log_p float16 [n, k] and log_tail float32 [n].
 
         rows, columns: rows of the batch and positions on the accepted path.
         """
-        raw = done.scores.raw
+        raw = verification.scores.raw
         rows_n = torch.as_tensor(rows, device=raw.device)
-        nodes = done.positions()[rows_n, torch.as_tensor(columns, device=raw.device)]
+        nodes = verification.positions()[rows_n, torch.as_tensor(columns, device=raw.device)]
         kept = slice(self.vocab_size) if self.vocabulary is None else self.vocabulary
         signals = []
         for begin in range(0, len(rows), CHUNK):

@@ -103,7 +103,7 @@ class Drafting(Drawing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding(Drafting):
+class DecodeOptions(Drafting):
     """`Drafting`, and the shape of drafts and the verification rule."""
 
     rule: Annotated[

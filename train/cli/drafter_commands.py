@@ -9,7 +9,7 @@ import typer
 
 from decode.errors import UserError
 from train.cli.command import (
-    Decoding,
+    DecodeOptions,
     DrafterOption,
     LimitOption,
     Loading,
@@ -31,7 +31,7 @@ def evaluate(
     loading: Loading,
     drafter: DrafterOption,
     prompts: Annotated[Path, typer.Option(help="JSONL file with prompt or messages")],
-    decoding: Decoding,
+    decoding: DecodeOptions,
     max_new_tokens: TokensOption = 64,
     batch_size: Annotated[int, typer.Option(help="prompts decoded together for acceptance")] = 16,
     timed_prompts: Annotated[int, typer.Option(help="number of prompts to time")] = 8,
@@ -102,7 +102,7 @@ def generate(
     loading: Loading,
     prompt: Annotated[str, typer.Argument(help="the prompt; - reads standard input")],
     drafter: DrafterOption = "ngram",
-    decoding: Decoding,
+    decoding: DecodeOptions,
     stop: Annotated[
         list[str] | None, typer.Option(help="a string that ends the answer; repeatable")
     ] = None,
@@ -143,7 +143,9 @@ def generate(
         pieces.put(torch.tensor(tokens))
 
     if trace:
-        decoder.observers.append(lambda done: typer.echo(format_trace(done, target.tokenizer)))
+        decoder.observers.append(
+            lambda verification: typer.echo(format_trace(verification, target.tokenizer))
+        )
     decoded = decoder.decode(
         [ids],
         max_new_tokens,

@@ -152,7 +152,7 @@ def count_drafts(task: EngineTask, drafter: Drafter, counting: Counting) -> tupl
         eos_token_ids=target.eos_token_ids,
         gamma=task.gamma,
         first_target=not counting.first_drafted,
-        observers=[lambda done: count(done)],
+        observers=[lambda verification: count(verification)],
     )
     eos = set(target.eos_token_ids)
     drafted = accepted = 0
@@ -160,11 +160,11 @@ def count_drafts(task: EngineTask, drafter: Drafter, counting: Counting) -> tupl
     room = task.max_new_tokens + (task.gamma if counting.past_length else 0)
     lengths: dict[int, int] = {}  # of the texts so far
 
-    def count(done: Verification) -> None:
+    def count(verification: Verification) -> None:
         nonlocal drafted, accepted
-        for place, row in enumerate(done.rows.tolist()):
-            tokens = done.draft.tokens[place, : done.drafted[place]].tolist()
-            right = int(done.accepted[place])
+        for place, row in enumerate(verification.rows.tolist()):
+            tokens = verification.draft.tokens[place, : verification.drafted[place]].tolist()
+            right = int(verification.accepted[place])
             length = lengths.get(row, int(decoder.first_target))
             lengths[row] = length + right + 1
             if length >= task.max_new_tokens:
@@ -173,7 +173,7 @@ def count_drafts(task: EngineTask, drafter: Drafter, counting: Counting) -> tupl
             if counting.stops_at_eos:
                 tokens = tokens[: first_eos + 1]
             if not counting.past_end:
-                block = done.block[place, : right + 1].tolist()
+                block = verification.block[place, : right + 1].tolist()
                 end = next((i + 1 for i, token in enumerate(block) if token in eos), None)
                 tokens = tokens[:end]
                 right = min(right, len(tokens))

@@ -178,9 +178,9 @@ class Online:
 
     # Called by a server.
 
-    def observe(self, done: Verification) -> None:
+    def observe(self, verification: Verification) -> None:
         """Record a verification pass; an observer of `decode.loop.Decoder`."""
-        self.collector(done)
+        self.collector(verification)
 
     def due(self) -> bool:
         """Whether it is time to learn."""
