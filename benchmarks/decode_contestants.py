@@ -24,9 +24,9 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from decode.target.cpu_kernels import can_pack, packed_copy
 from decode.target.generation_config import nothing_filled_in
 from decode.target.loading import Target
+from decode.target.prepare_model import can_pack, packed_copy
 
 MAX_N = 3  # the longest n-gram that every prompt lookup tries
 

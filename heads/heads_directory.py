@@ -16,9 +16,9 @@ from torch import Tensor
 from decode.artifact import CorruptArtifact
 from decode.drafters.directory import save_drafter
 from decode.errors import UserError
-from decode.target.cpu_kernels import can_pack, pack_layers
 from decode.target.identity import require_same_weights, sample_weights
 from decode.target.loading import Target
+from decode.target.prepare_model import can_pack, pack_layers
 from decode.trees.static import TREE, Static, stored_shape
 from decode.trees.structure import Structure
 from heads.heads_module import HEADS, HeadOptions, Heads, output_layer

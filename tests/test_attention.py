@@ -15,14 +15,9 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.target.cached_model import CachedLM
-from decode.target.cpu_kernels import (
-    SLOT_STEP,
-    attention_forward,
-    can_pack,
-    each_token_alone,
-    pack_layers,
-)
+from decode.target.cpu_kernels import SLOT_STEP, attention_forward, each_token_alone
 from decode.target.loading import Target
+from decode.target.prepare_model import can_pack, pack_layers
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions
 from tests.tiny import FAMILIES, VOCAB, real_target, tiny_model
@@ -107,7 +102,7 @@ def test_a_chain_has_the_bits_of_its_tokens_fed_one_by_one(family: str, rows: in
 @torch.inference_mode()
 def test_transformers_attention_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without our attention the same comparison finds other bits."""
-    monkeypatch.setattr("decode.target.cpu_kernels.replace_attention", lambda model: False)
+    monkeypatch.setattr("decode.target.prepare_model.replace_attention", lambda model: False)
     model = model_of("llama")
     assert not torch.equal(chain_logits(model, 1, [1] * CHAIN), chain_logits(model, 1, [CHAIN]))
 

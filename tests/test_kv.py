@@ -32,7 +32,7 @@ def test_one_column_is_what_all_columns_have_there(
     model = tiny_model(family, **fields)
     model.set_attn_implementation(attention)
     if not packed:
-        monkeypatch.setattr("decode.target.cpu_kernels.can_pack", lambda model: False)
+        monkeypatch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
     lm = CachedLM(model, captured_layers=(0, FINAL))
     assert (lm._prepared is model) is not packed
     whole = fed(lm)
@@ -56,7 +56,7 @@ def test_one_column_is_what_all_columns_have_there(
 
 
 def test_without_an_output_layer_a_column_is_taken_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode.target.cpu_kernels.can_pack", lambda model: False)
+    monkeypatch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
     model = tiny_model("llama")
     deaf: Any = Deaf(model)
     assert torch.equal(fed(CachedLM(deaf), COLUMNS), fed(CachedLM(model), COLUMNS))

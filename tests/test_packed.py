@@ -12,7 +12,8 @@ from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.target.cached_model import CachedLM
-from decode.target.cpu_kernels import PackedLinear, can_pack, packed_copy, prepare
+from decode.target.cpu_kernels import PackedLinear
+from decode.target.prepare_model import can_pack, packed_copy, prepare
 from tests.tiny import FAMILIES, real_target, tiny_model
 
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -97,7 +98,7 @@ def test_free_memory_decides_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two decoders that are compared run on the same kernels, however memory changes meanwhile."""
     model = tiny_model("llama")
     plain = Decoder(model, DRAFTERS["none"]())
-    monkeypatch.setattr("decode.target.cpu_kernels.can_pack", lambda model: False)
+    monkeypatch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
     assert Decoder(model, DRAFTERS["ngram"]()).lm._prepared is plain.lm._prepared
 
 

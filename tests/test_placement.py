@@ -21,9 +21,9 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from decode.target.cpu_kernels import can_pack
 from decode.target.identity import fingerprint, require_same_weights, sample_weights, weights_sha256
 from decode.target.loading import Target, load_target, resolve_device
+from decode.target.prepare_model import can_pack
 from decode.target.pretrained import input_device
 from decode.target.slots import Slots
 from decode.trees import SHAPES

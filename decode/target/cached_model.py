@@ -14,15 +14,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from decode.errors import UserError
-from decode.target.cpu_kernels import (
-    LONGEST_CHAIN,
-    SLOT_STEP,
-    each_token_alone,
-    has_replaced_attention,
-    prepare,
-    refresh_packed,
-)
+from decode.target.cpu_kernels import LONGEST_CHAIN, SLOT_STEP, each_token_alone
 from decode.target.hidden_states import Recorder, layer_list_name
+from decode.target.prepare_model import has_replaced_attention, prepare, refresh_packed
 from decode.target.pretrained import input_device
 from decode.target.slots import Slots
 from decode.target.tree_support import reason_against_trees
@@ -100,7 +94,7 @@ class CachedLM:
     chunked attention (llama4) and flash attention. `require_trees` rejects models that compute
     masks or positions themselves (ALiBi: bloom, mpt), at the latest when the first tree is fed.
 
-    It runs the model in its prepared form (`decode.target.cpu_kernels.prepare`).
+    It runs the model in its prepared form (`decode.target.prepare_model.prepare`).
     captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
     Each forward stores them in `features`, [B, n, H].
     trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.

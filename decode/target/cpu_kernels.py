@@ -13,22 +13,17 @@ Shapes of attention: B rows, n tokens fed per row, H query heads, K key heads, G
 D head size.
 """
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
-import psutil
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
-
-from decode.target.pretrained import is_hooked
 
 ATTENTION = "draftsmith"
 
@@ -42,115 +37,56 @@ LEFT_TO_TRANSFORMERS = ("position_bias", "softcap", "s_aux", "cache")
 # Nobody drafts longer chains, and more tokens one by one would take long.
 LONGEST_CHAIN = 32
 
-_SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
-    torch.float32: lambda: True,
-    torch.bfloat16: lambda: bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-    torch.float16: lambda: bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),
-}
-
 
 class PackedLinear(nn.Module):
-    """x ↦ x·Wᵀ + b, a replacement for a linear layer. It shares the parameters of that layer."""
+    """x ↦ x·Wᵀ + b, a replacement for a linear layer, or for several with the same input: their
+    outputs follow each other. It shares the parameters of those layers."""
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, layer: nn.Linear | Conv1D) -> None:
+    def __init__(self, *layers: nn.Linear | Conv1D) -> None:
         super().__init__()
-        self.transposed = isinstance(layer, Conv1D)
-        self.weight, self.bias = layer.weight, layer.bias
-        self._packed_state: tuple[int, int] | None = None
+        self._layers = layers
+        if len(layers) == 1:
+            self.weight, self.bias = layers[0].weight, layers[0].bias
+        self._packed_state: list[tuple[int, int]] = []
         self.refresh()
 
     def refresh(self) -> None:
-        """Pack again if the weight has changed since the last packing."""
+        """Pack again if a weight has changed since the last packing."""
         # Tensors created in inference mode have no version counter. They are not trained either.
-        version = 0 if self.weight.is_inference() else self.weight._version
-        state = (self.weight.data_ptr(), version)
-        if state != self._packed_state:
-            weight = self.weight.detach()
-            weight = weight.t().contiguous() if self.transposed else weight
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-            self._packed_state = state
+        state = [
+            (x.data_ptr(), 0 if x.is_inference() else x._version)
+            for layer in self._layers
+            for x in (layer.weight, layer.bias)
+            if x is not None
+        ]
+        if state == self._packed_state:
+            return
+        weights = [
+            layer.weight.detach().t() if isinstance(layer, Conv1D) else layer.weight.detach()
+            for layer in self._layers
+        ]
+        weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
+        self._packed_bias = torch.cat(biases) if biases else None
+        self._packed_state = state
 
-    def forward(self, x: Tensor) -> Tensor:
-        packed: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self.bias, "none", [], ""
+    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+        """activation: none, or swish (SiLU), computed before the result is rounded."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self._packed_bias, activation, [], ""
         )
-        return packed
+        return result
 
-
-def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model with packed linear layers. The original model is not changed.
-
-    The copy shares every parameter and buffer with the original, and its packed weights take about
-    the same memory again. After weights were changed in place, call `refresh_packed`.
-    """
-    shared: dict[int, Any] = {
-        id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]
-    }
-    packed: PreTrainedModel = copy.deepcopy(model, shared)
-    pack_layers(packed)
-    return packed
-
-
-def refresh_packed(module: nn.Module) -> None:
-    """Use weights that were changed in place, for example by an optimizer."""
-    for layer in module.modules():
-        if isinstance(layer, PackedLinear):
-            layer.refresh()
-
-
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """A model as the loop runs it: a packed copy with `attention_forward` if possible, else the
-    model itself. A chain may be fed with `each_token_alone`, over keys padded to a multiple of
-    `SLOT_STEP`, if `has_replaced_attention` is true for the result.
-
-    The copy is made once, and all decoders of the model share it while the model exists: packing
-    takes time and memory, and two decoders can be compared only if both run on the same kernels. It
-    is made again if the model was rebuilt, for example with an adapter or another output layer.
-    """
-    state = (
-        # The packed copy keeps the parameters alive, so no other object can get one of these ids.
-        tuple(id(parameter) for parameter in model.parameters()),
-        tuple(ref(module) for module in model.modules()),
-        model.config._attn_implementation,
-        is_hooked(model),
-    )
-    if model not in _COPIES or _COPIES[model][0] != state:
-        packed = None
-        if can_pack(model):
-            packed = packed_copy(model)
-            replace_attention(packed)
-        _COPIES[model] = state, packed
-    packed = _COPIES[model][1]
-    return model if packed is None else packed
-
-
-# The packed copy must not refer to the model. Otherwise neither would ever be freed.
-_COPIES: WeakKeyDictionary[nn.Module, tuple[Any, PreTrainedModel | None]] = WeakKeyDictionary()
-
-
-def pack_layers(module: nn.Module) -> None:
-    """Replace a module's linear layers with packed ones."""
-    for part in list(module.modules()):
-        for name, child in part.named_children():
-            if type(child) in (nn.Linear, Conv1D):
-                setattr(part, name, PackedLinear(child))
-
-
-def can_pack(model: nn.Module) -> bool:
-    """Whether packing is possible and takes less than half of the free memory. False for models
-    that other libraries have wrapped, sharded or quantised."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    parameters = list(model.parameters())
-    plain = all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)
-    if not plain or not all(p.dtype in _SUPPORTED and _SUPPORTED[p.dtype]() for p in parameters):
-        return False
-    if is_hooked(model) or getattr(model, "is_quantized", False):
-        return False
-    return 2 * sum(p.nbytes for p in parameters) < psutil.virtual_memory().available
+    def combined(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
+        """The product, added to `other` (add) or multiplied with it (mul) before rounding."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, other, self._packed, self._packed_bias, operation
+        )
+        return result
 
 
 _each_token_alone: ContextVar[bool] = ContextVar("each_token_alone", default=False)
@@ -213,19 +149,77 @@ def attention_forward(
     return out.reshape(rows, fed, heads, value.shape[3]), None
 
 
-def has_replaced_attention(model: PreTrainedModel) -> bool:
-    """Whether a model uses `attention_forward`."""
-    return bool(model.config._attn_implementation == ATTENTION)
+class LeanNorm(nn.Module):
+    """RMS norm with a weight (1910.07467), in one operation."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def replace_attention(model: PreTrainedModel) -> bool:
-    """Make a model use `attention_forward`. Returns False and changes nothing if the
-    model does not call attention by name, or was loaded with another implementation than `sdpa`."""
-    by_name = getattr(model, "_can_set_attn_implementation", lambda: False)
-    if model.config._attn_implementation != "sdpa" or not by_name():
-        return False
-    model.set_attn_implementation(ATTENTION)
-    return True
+class LeanLayer(nn.Module):
+    """Attention and a gated feed-forward network, each added to the residual stream."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.number, self.size, self.scaling = (
+            attention.layer_idx,
+            attention.head_dim,
+            attention.scaling,
+        )
+        self.queries, self.keys = (
+            linear.out_features // self.size for linear in (attention.q_proj, attention.k_proj)
+        )
+        self.qkv = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = PackedLinear(attention.o_proj)
+        self.gate, self.up, self.down = (
+            PackedLinear(linear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        )
+        self.attention_norm = LeanNorm(layer.input_layernorm)
+        self.mlp_norm = LeanNorm(layer.post_attention_layernorm)
+        has_norms = hasattr(attention, "q_norm")
+        self.query_norm = LeanNorm(attention.q_norm) if has_norms else None
+        self.key_norm = LeanNorm(attention.k_norm) if has_norms else None
+        self._attention = (attention,)  # not a part: transformers' attention reads its settings
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """[B, n, H] → [B, n, H], with the arguments of transformers' layers.
+
+        attention_mask: an additive or boolean mask [B, 1, n, S], or None. position_embeddings: cos
+        and sin, [B, n, D].
+        """
+        assert position_embeddings is not None
+        heads = self.qkv(self.attention_norm(hidden_states)).unflatten(-1, (-1, self.size))
+        rotating = heads[:, :, : self.queries + self.keys]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = rotating.split((self.queries, self.keys), 2)
+            rotating = torch.cat([self.query_norm(query), self.key_norm(key)], 2)
+        cos, sin = (x[:, :, None] for x in position_embeddings)
+        first, second = rotating.chunk(2, -1)
+        rotating = rotating * cos + torch.cat([-second, first], -1) * sin
+        query, key = rotating.transpose(1, 2).split((self.queries, self.keys), 1)
+        value = heads[:, :, self.queries + self.keys :].transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.number)
+        (attention,) = self._attention
+        outputs = attention_forward(
+            attention, query, key, value, attention_mask, scaling=self.scaling
+        )[0]
+        hidden_states = self.out.combined(outputs.flatten(2), hidden_states, "add")
+        normed = self.mlp_norm(hidden_states)
+        gated = self.up.combined(normed, self.gate(normed, "swish"), "mul")
+        return self.down.combined(gated, hidden_states, "add")
 
 
 AttentionInterface.register(ATTENTION, attention_forward)
