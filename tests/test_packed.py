@@ -3,6 +3,8 @@
 import copy
 import gc
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.target.cached_model import CachedLM
-from decode.target.cpu_kernels import PackedLinear
+from decode.target.cpu_kernels import LeanLayer, PackedLinear
 from decode.target.prepare_model import can_pack, packed_copy, prepare
 from tests.tiny import FAMILIES, real_target, tiny_model
 
@@ -124,3 +126,40 @@ def test_a_real_model_in_float32_decodes_the_same_tokens() -> None:
             found = Decoder(target.model, DRAFTERS["ngram"](), gamma=4).decode([prompt], 32)
             said = target.model.generate(ids, max_new_tokens=32, do_sample=False, eos_token_id=None)
             assert found.outputs[0] == said[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_layers_of_the_llama_kind_are_lean(family: str) -> None:
+    model = tiny_model(family)
+    packed = packed_copy(model)
+    assert all(isinstance(layer, LeanLayer) for layer in packed.base_model.layers)
+    torch.testing.assert_close(logits(packed), logits(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gpt2", "phi3", "opt"])
+def test_layers_of_another_kind_stay_as_they_are(family: str) -> None:
+    """Gemma's layers have the names of llama's parts, and compute something else."""
+    assert not any(isinstance(m, LeanLayer) for m in packed_copy(tiny_model(family)).modules())
+
+
+def halved(layer: Any) -> None:
+    forward = layer.mlp.forward
+    layer.mlp.forward = lambda x: 0.5 * forward(x)
+
+
+def gelu(layer: Any) -> None:
+    layer.mlp.act_fn = torch.nn.GELU()
+
+
+def without_norm(layer: Any) -> None:
+    layer.input_layernorm.forward = lambda x: x
+
+
+@pytest.mark.parametrize("change", [halved, gelu, without_norm])
+def test_a_layer_that_computes_something_else_is_found(change: Callable[[Any], None]) -> None:
+    """With the same parts, in bfloat16 too: the comparison is in float32."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model("llama").to(dtype)
+        change(model.model.layers[1])
+        layers = packed_copy(model).model.layers
+        assert [isinstance(layer, LeanLayer) for layer in layers] == [True, False]

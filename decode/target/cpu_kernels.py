@@ -1,13 +1,15 @@
-"""Fast decoding on a CPU: weights packed for its matrix kernels, and a faster attention.
+"""What makes decoding fast on a CPU: packed matrix products, attention, and lean decoder layers.
 
-A decode step multiplies a few rows by every weight of the model. On every call, PyTorch's CPU
-kernels first convert each weight to their layout. For so few rows, that costs more than the
-product. Converting once makes a step of a small model a third to a half shorter. The results come
-from the same kernels.
+`PackedLinear` keeps weights in the layout of PyTorch's CPU kernels.
 
 The attention replaces transformers' `sdpa`. It copies no keys and values: the query heads that
 share a key head are rows of one query. For chains, a token also gets the same bits for any number
 of tokens fed with it.
+
+`LeanLayer` replaces a layer of the llama kind (llama, mistral, qwen2, qwen3). It computes the same
+with fewer and larger operations: one product for queries, keys and values, the activation and the
+sums inside of products, one operation for a norm. `decode.target.prepare_model` decides which
+layers it replaces.
 
 Shapes of attention: B rows, n tokens fed per row, H query heads, K key heads, G = H / K, S slots,
 D head size.
