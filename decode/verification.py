@@ -170,6 +170,21 @@ class Verification:
         np.put_along_axis(block, kept[:, None], following[:, None], axis=1)
         return cls(draft, scores, path, kept, host[:, 1], block, host[:, 3].astype(bool))
 
+    @classmethod
+    def of_chain(
+        cls, draft: Draft, scores: Scores, accepted: Tensor, next_token: Tensor
+    ) -> "Verification":
+        """The decision of a rule for chains, which may be empty: the first accepted[b] tokens."""
+        rows, nodes = draft.tokens.shape
+        return cls.of(
+            draft,
+            scores,
+            path=torch.arange(nodes, device=accepted.device).expand(rows, -1),
+            accepted=accepted,
+            reached=torch.minimum(accepted + 1, draft.valid().sum(1)),
+            next_token=next_token,
+        )
+
     @property
     def next_token(self) -> np.ndarray:
         """int64 [B]: the token after the accepted ones."""

@@ -58,11 +58,7 @@ class PlainSpeculative(SpeculativeSampling):
             weights = torch.where(rejected[:, None], left, weights)
             weights = torch.where(fallen[:, None], p[all_rows, row], weights)
         following = draw(weights, rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0])
-        path = torch.arange(nodes).expand(rows, -1)
-        reached = torch.minimum(accepted + 1, sizes)
-        return Verification.of(
-            draft, scores, path=path, accepted=accepted, reached=reached, next_token=following
-        )
+        return Verification.of_chain(draft, scores, accepted, following)
 
 
 class ClampedRatio(PlainSpeculative):

@@ -29,14 +29,7 @@ class BlockVerification(Rule):
         uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         drafted = draft.valid().sum(1)
         if nodes == 0:
-            return Verification.of(
-                draft,
-                scores,
-                path=draft.tokens,
-                accepted=drafted,
-                reached=drafted,
-                next_token=draw(p[:, 0], uniform),
-            )
+            return Verification.of_chain(draft, scores, drafted, draw(p[:, 0], uniform))
         p_x = p[:, :-1].gather(2, draft.tokens[..., None])[..., 0].double()
         q_x = draft.q_of_tokens()
         # Products of quotients, in float64. Tokens with p = 0 have ratio 0, also if q = 0.
@@ -70,15 +63,7 @@ class BlockVerification(Rule):
         scale = P[at, accepted].clamp(min=TINY)[:, None].float()
         left = residual(p_next, q_next / scale)[0]
         weights = torch.where((accepted < drafted)[:, None], left, p_next)
-        path = torch.arange(nodes, device=p.device).expand(rows, -1)
-        return Verification.of(
-            draft,
-            scores,
-            path=path,
-            accepted=accepted,
-            reached=torch.minimum(accepted + 1, drafted),
-            next_token=draw(weights, uniform),
-        )
+        return Verification.of_chain(draft, scores, accepted, draw(weights, uniform))
 
     @staticmethod
     def last(stays: Tensor) -> Tensor:

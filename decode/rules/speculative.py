@@ -52,33 +52,17 @@ class SpeculativeSampling(Rule):
         last_uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=p.device)
-            return Verification.of(
-                draft,
-                scores,
-                path=draft.tokens,
-                accepted=zero,
-                reached=zero,
-                next_token=draw(p[:, 0], last_uniform),
-            )
+            return Verification.of_chain(draft, scores, zero, draw(p[:, 0], last_uniform))
         p_x = p[:, :-1].gather(2, draft.tokens[..., None])[..., 0].double()
         stays = self.accepts(rng.uniforms(CounterRNG.ACCEPT, 0, nodes), p_x, draft.q_of_tokens())
         accepted = (stays & draft.valid()).long().cumprod(1).sum(1)
-        drafted = draft.valid().sum(1)
 
         # The distribution after the last accepted token, [B, V].
         p_next = p[torch.arange(rows, device=p.device), accepted]
         q_next = draft.q_of(accepted.clamp(max=nodes - 1), p.shape[2])[0]
-        rejected = (accepted < drafted)[:, None]
+        rejected = (accepted < draft.valid().sum(1))[:, None]
         weights = torch.where(rejected, self.after_rejection(p_next, q_next), p_next)
-        path = torch.arange(nodes, device=p.device).expand(rows, -1)
-        return Verification.of(
-            draft,
-            scores,
-            path=path,
-            accepted=accepted,
-            reached=torch.minimum(accepted + 1, drafted),
-            next_token=draw(weights, last_uniform),
-        )
+        return Verification.of_chain(draft, scores, accepted, draw(weights, last_uniform))
 
     def accepts(self, uniforms: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
         """bool [B, N]: the draft tokens that are accepted if all before them are. Arguments:

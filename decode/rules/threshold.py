@@ -1,7 +1,5 @@
 """Probability threshold, as used for drafting on the edge and verifying in the cloud. LOSSY."""
 
-import torch
-
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.rules import RULES, Rule
@@ -28,20 +26,10 @@ class Threshold(Rule):
         self.threshold = threshold
 
     def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
-        rows, nodes = draft.tokens.shape
         sampling = Sampling(temperature=1.0) if scores.sampling.greedy else scores.sampling
         judged = sampling.probs(scores.logits[:, :-1])
         p_x = judged.gather(2, draft.tokens[..., None])[..., 0]
-        drafted = draft.valid().sum(1)
         accepted = ((p_x >= self.threshold) & draft.valid()).long().cumprod(1).sum(1)
         uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         next_token = scores.sampling.pick(scores.logits_at(accepted), uniform)
-        path = torch.arange(nodes, device=p_x.device).expand(rows, -1)
-        return Verification.of(
-            draft,
-            scores,
-            path=path,
-            accepted=accepted,
-            reached=torch.minimum(accepted + 1, drafted),
-            next_token=next_token,
-        )
+        return Verification.of_chain(draft, scores, accepted, next_token)
