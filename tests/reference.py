@@ -138,7 +138,9 @@ def _parameter(parameter: inspect.Parameter) -> list[str]:
     if parameter.default is parameter.empty:
         default = "required"
     else:
-        default = "–" if parameter.default in (None, False) else f"`{parameter.default}`"
+        # Not `in`: 0 == False.
+        absent = parameter.default is None or parameter.default is False
+        default = "–" if absent else f"`{parameter.default}`"
     words = str(getattr(kind, "__name__", kind) if get_origin(kind) is None else kind)
     return [
         ", ".join(f"`{name}`" for name in names),
