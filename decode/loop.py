@@ -250,7 +250,6 @@ class Decoding:
             verification = Verification(
                 nothing, scores, nothing.tokens, zeros, zeros, empty, broken
             )
-        verification.require_usable(self.rows, contexts, 0)
         self._commit(verification, zeros)
         self.clock.mark("prefill")
         decoder.drafter.start(contexts)
@@ -276,7 +275,6 @@ class Decoding:
         verify_s = clock.mark("verify")
         scores = Scores(logits, decoder.sampling, draft, contexts, decoder.processors)
         verification = decoder.rule.verify(draft, scores, self.rng)
-        verification.require_usable(self.rows, contexts, self._passes)
         if not draft.is_chain:
             decoder.lm.commit(start, verification.positions(), verification.accepted + 1)
         self._commit(verification, depths)
@@ -353,14 +351,16 @@ class Decoding:
         return lm.forward(ids, start, depth_BN=ancestors.sum(2) - 1, ancestors_BNM=ancestors)
 
     def _commit(self, verification: Verification, depths: np.ndarray) -> None:
-        """Append the emitted tokens to the texts, and complete the record of the pass."""
+        """Append the emitted tokens to the texts, and complete the record of the pass. Raises
+        UserError for logits that give no token."""
         contexts, draft = self.contexts, verification.draft
+        verification.number, verification.rows = self._passes, self.rows
+        verification.contexts, verification.lengths = contexts, contexts.lengths
+        verification.require_usable()
         new = np.minimum(verification.accepted + 1, verification.block.shape[1])
         verification.emitted, verification.ended = self._cut(verification.block, new)
         columns = np.arange(verification.block.shape[1])[None, :]
         row, column = np.nonzero(columns < verification.emitted[:, None])
-        verification.number, verification.rows = self._passes, self.rows
-        verification.contexts, verification.lengths = contexts, contexts.lengths
         contexts.tokens[row, contexts.lengths[row] + column] = verification.block[row, column]
         contexts.lengths = contexts.lengths + verification.emitted
         verification.depths, verification.drafted = depths, draft.sizes

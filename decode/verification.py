@@ -195,16 +195,15 @@ class Verification:
         after the committed text. Past accepted[b] they are padding."""
         return _positions(self.path)
 
-    def require_usable(self, rows: np.ndarray, contexts: Contexts, number: int) -> None:
+    def require_usable(self) -> None:
         """Raise UserError if a row is broken. The message describes the first broken row, and says
-        whether the model or a logits processor is the cause. contexts: the texts before the pass.
-        rows, number: as above."""
+        whether the model or a logits processor is the cause."""
         if not self.broken.any():
             return
         row = int(self.broken.argmax())
         where = (
-            f"in step {number} ({'verification' if number else 'prefill'}) for prompt "
-            f"{rows[row]}, after {contexts.lengths[row]} tokens of text"
+            f"in step {self.number} ({'verification' if self.number else 'prefill'}) for prompt "
+            f"{self.rows[row]}, after {self.lengths[row]} tokens of text"
         )
         on_path = self.positions()[row, : int(self.accepted[row]) + 1]
         if not self.scores.raw[row, on_path].amax(-1).isfinite().all():

@@ -15,7 +15,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.target.cached_model import CachedLM
 from decode.target.cpu_kernels import LeanLayer, PackedLinear
-from decode.target.prepare_model import can_pack, packed_copy, prepare
+from decode.target.prepare_model import can_pack, fast_copy, packed_copy, prepare
 from tests.tiny import FAMILIES, real_target, tiny_model
 
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -27,13 +27,14 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return found
 
 
+@pytest.mark.parametrize("copied", [packed_copy, fast_copy])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_results_are_those_of_the_model(family: str, dtype: torch.dtype) -> None:
+def test_results_are_those_of_the_model(family: str, dtype: torch.dtype, copied: Any) -> None:
     model = tiny_model(family).to(dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert can_pack(model)
-    packed = packed_copy(model)
+    packed = copied(model)
     linear = [m for m in packed.modules() if isinstance(m, PackedLinear)]
     # Four of attention (gpt-2: two) and two or three of the MLP in each layer, and the output.
     assert len(linear) >= 2 * 4 + 1
@@ -131,7 +132,7 @@ def test_a_real_model_in_float32_decodes_the_same_tokens() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_layers_of_the_llama_kind_are_lean(family: str) -> None:
     model = tiny_model(family)
-    packed = packed_copy(model)
+    packed = fast_copy(model)
     assert all(isinstance(layer, LeanLayer) for layer in packed.base_model.layers)
     torch.testing.assert_close(logits(packed), logits(model), rtol=0, atol=1e-4)
 
@@ -139,7 +140,7 @@ def test_layers_of_the_llama_kind_are_lean(family: str) -> None:
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gpt2", "phi3", "opt"])
 def test_layers_of_another_kind_stay_as_they_are(family: str) -> None:
     """Gemma's layers have the names of llama's parts, and compute something else."""
-    assert not any(isinstance(m, LeanLayer) for m in packed_copy(tiny_model(family)).modules())
+    assert not any(isinstance(m, LeanLayer) for m in fast_copy(tiny_model(family)).modules())
 
 
 def halved(layer: Any) -> None:
@@ -161,5 +162,5 @@ def test_a_layer_that_computes_something_else_is_found(change: Callable[[Any], N
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_model("llama").to(dtype)
         change(model.model.layers[1])
-        layers = packed_copy(model).model.layers
+        layers = fast_copy(model).model.layers
         assert [isinstance(layer, LeanLayer) for layer in layers] == [True, False]

@@ -9,20 +9,19 @@ Shapes: D depths, K ranks, N nodes of the probe.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 from transformers import PreTrainedModel
 
-from decode.draft import Draft
 from decode.drafters import Drafter
 from decode.drafters.trained import ShapedDrafter
 from decode.errors import UserError
-from decode.loop import Decoded, Decoder
+from decode.loop import Decoder
 from decode.measure.costs import Costs, busy
 from decode.measure.time_costs import CAREFUL_REPEATS, measure_costs
-from decode.rules.exact import ExactMatch
-from decode.sampling import CounterRNG, Sampling
+from decode.sampling import Sampling
 from decode.settings import DecodeSettings
 from decode.stats import Counts
 from decode.target.cached_model import require_trees
@@ -32,7 +31,7 @@ from decode.trees.calibrated import grow_greedily
 from decode.trees.sequoia import TreePlan, plan_tree, smallest_within
 from decode.trees.static import FixedTree
 from decode.trees.structure import Structure
-from decode.verification import Scores, Verification
+from decode.verification import Verification
 
 Method = Literal["calibrated", "sequoia"]
 OnProgress = Callable[[str], None]  # called with the name of the next phase
@@ -116,58 +115,41 @@ def measure_acceptance(
     counts = np.zeros((2, tree.depth, int(tree.ranks.max()) + 1), dtype=np.int64)
     shaped.shape = FixedTree(tree)
     try:
-        rule = _Watching()
         decoder = Decoder(
             model,
             drafter,
             eos_token_ids=eos_token_ids,
             gamma=tree.depth,
-            rule=rule,
+            rule="exact",
             sampling=sampling,
+            observers=[partial(_count, counts, tree)],
         )
         for begin in range(0, len(prompts), batch_size):
-            rule.seen.clear()
             batch = prompts[begin : begin + batch_size]
             row_ids = range(begin, begin + len(batch))
-            run = decoder.decode(batch, max_new_tokens, seed=seed, row_ids=row_ids)
-            _count(counts, tree, rule.seen, run)
+            decoder.decode(batch, max_new_tokens, seed=seed, row_ids=row_ids)
     finally:
         shaped.shape = shape
     return Acceptance(*counts)
 
 
-class _Watching(ExactMatch):
-    """Exact match that keeps its verdicts: sizes and accepted [B], paths [B, D]."""
-
-    exact_when_greedy = False  # it is exact match already and must not be replaced
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
-        verification = super().verify(draft, scores, rng)
-        path = verification.path.cpu().numpy()
-        self.seen.append((draft.sizes, verification.accepted, path))
-        return verification
-
-
-def _count(
-    counts: np.ndarray,
-    tree: Structure,
-    seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
-    run: Decoded,
-) -> None:
-    """Adds the verdicts of one decode to counts, int [2, D, K]: hits and reached."""
+def _count(counts: np.ndarray, tree: Structure, verification: Verification) -> None:
+    """Adds what was accepted and judged in one pass to counts, int [2, D, K]: hits and reached."""
     hits, reached = counts
-    for (sizes, accepted, paths), step in zip(seen, run.steps, strict=True):
-        for size, kept, path, emitted in zip(sizes, accepted, paths, step.emitted, strict=True):
-            nodes = [-1, *path[:kept].tolist()]
-            # If the block was cut, the last emitted token ends the text and nothing follows it.
-            for depth in range(min(kept + 1, int(emitted), tree.depth)):
-                judged = np.flatnonzero(tree.parents[:size] == nodes[depth])
-                reached[depth, tree.ranks[judged]] += 1
-                if depth < kept:
-                    hits[depth, tree.ranks[nodes[depth + 1]]] += 1
+    by_row = (
+        verification.drafted,
+        verification.accepted,
+        verification.path.cpu().numpy(),
+        verification.emitted,
+    )
+    for size, kept, path, emitted in zip(*by_row, strict=True):
+        nodes = [-1, *path[:kept].tolist()]
+        # If the block was cut, the last emitted token ends the text and nothing follows it.
+        for depth in range(min(kept + 1, int(emitted), tree.depth)):
+            judged = np.flatnonzero(tree.parents[:size] == nodes[depth])
+            reached[depth, tree.ranks[judged]] += 1
+            if depth < kept:
+                hits[depth, tree.ranks[nodes[depth + 1]]] += 1
 
 
 class NothingAccepted(UserError):

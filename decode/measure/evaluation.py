@@ -17,7 +17,7 @@ from decode.measure.costs import OtherProcesses
 from decode.measure.figures import Evaluation, repetition
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts
-from decode.target.generation_config import nothing_filled_in, stated_config
+from decode.target.generation_config import nothing_filled_in, padded_prompts, stated_config
 from decode.target.loading import Target
 from decode.verification import Verification
 
@@ -179,20 +179,15 @@ def time_generate(
         max_new_tokens=protocol.timed_tokens,
         eos_token_ids=target.eos_token_ids,
     )
-    longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), settings.pad_token_id, device=target.device)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):  # padded on the left
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt, device=target.device)
-        mask[row, longest - len(prompt) :] = 1
+    ids, mask = padded_prompts(prompts, settings.pad_token_id, target.device)
     with nothing_filled_in(target.model):
         begin = time.perf_counter()
-        ids = target.model.generate(ids, attention_mask=mask, generation_config=settings)
+        texts = target.model.generate(ids, attention_mask=mask, generation_config=settings)
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
         seconds = time.perf_counter() - begin
-    texts = ids[:, longest:].tolist()
-    return seconds, sum(_length(text, target.eos_token_ids) for text in texts)
+    answers = texts[:, ids.shape[1] :].tolist()
+    return seconds, sum(_length(answer, target.eos_token_ids) for answer in answers)
 
 
 def _length(text: Sequence[int], eos: Sequence[int]) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from decode.errors import UserError
@@ -141,3 +143,17 @@ def _require_supported(config: GenerationConfig, greedy: bool) -> None:
         f"the checkpoint's generation_config sets {listed}, which generate() applies but this loop "
         f"does not support. Switch it off ({off}), or use model.generate()"
     )
+
+
+def padded_prompts(
+    prompts: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(ids, attention mask), int64 [B, L] each: the prompts as `generate()` takes them, padded on
+    the left."""
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), pad, device=device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt, device=device)
+        mask[row, longest - len(prompt) :] = 1
+    return ids, mask

@@ -40,14 +40,26 @@ def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
     The copy shares every parameter and buffer with the original, and its packed weights take about
     the same memory again. After weights were changed in place, call `refresh_packed`.
     """
+    packed = _sharing_copy(model)
+    pack_layers(packed)
+    return packed
+
+
+def fast_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """As `packed_copy`, and with our attention and lean layers where the model allows them."""
+    fast = _sharing_copy(model)
+    if replace_attention(fast):
+        make_lean(fast)
+    pack_layers(fast)
+    return fast
+
+
+def _sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
     shared: dict[int, Any] = {
         id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]
     }
-    packed: PreTrainedModel = copy.deepcopy(model, shared)
-    if replace_attention(packed):
-        make_lean(packed)
-    pack_layers(packed)
-    return packed
+    copied: PreTrainedModel = copy.deepcopy(model, shared)
+    return copied
 
 
 def refresh_packed(module: nn.Module) -> None:
@@ -58,9 +70,9 @@ def refresh_packed(module: nn.Module) -> None:
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """A model as the loop runs it: a packed copy with `attention_forward` if possible, else the
-    model itself. A chain may be fed with `each_token_alone`, over keys padded to a multiple of
-    `SLOT_STEP`, if `has_replaced_attention` is true for the result.
+    """A model as the loop runs it: its `fast_copy` if possible, else the model itself. A chain may
+    be fed with `each_token_alone`, over keys padded to a multiple of `SLOT_STEP`, if
+    `has_replaced_attention` is true for the result.
 
     The copy is made once, and all decoders of the model share it while the model exists: packing
     takes time and memory, and two decoders can be compared only if both run on the same kernels. It
@@ -74,7 +86,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         is_hooked(model),
     )
     if model not in _COPIES or _COPIES[model][0] != state:
-        packed = packed_copy(model) if can_pack(model) else None
+        packed = fast_copy(model) if can_pack(model) else None
         _COPIES[model] = state, packed
     packed = _COPIES[model][1]
     return model if packed is None else packed

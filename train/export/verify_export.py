@@ -146,14 +146,6 @@ def verify_export(
 def count_drafts(task: EngineTask, drafter: Drafter, counting: Counting) -> tuple[int, int]:
     """Return the numbers of tokens that our loop drafts and accepts, counted as in `counting`."""
     target = task.target
-    decoder = Decoder(
-        target.model,
-        drafter,
-        eos_token_ids=target.eos_token_ids,
-        gamma=task.gamma,
-        first_target=not counting.first_drafted,
-        observers=[lambda verification: count(verification)],
-    )
     eos = set(target.eos_token_ids)
     drafted = accepted = 0
     # Enough room for a draft of γ tokens wherever in a text it begins.
@@ -165,7 +157,7 @@ def count_drafts(task: EngineTask, drafter: Drafter, counting: Counting) -> tupl
         for place, row in enumerate(verification.rows.tolist()):
             tokens = verification.draft.tokens[place, : verification.drafted[place]].tolist()
             right = int(verification.accepted[place])
-            length = lengths.get(row, int(decoder.first_target))
+            length = lengths.get(row, int(not counting.first_drafted))
             lengths[row] = length + right + 1
             if length >= task.max_new_tokens:
                 continue
@@ -180,6 +172,14 @@ def count_drafts(task: EngineTask, drafter: Drafter, counting: Counting) -> tupl
             drafted += len(tokens)
             accepted += right
 
+    decoder = Decoder(
+        target.model,
+        drafter,
+        eos_token_ids=target.eos_token_ids,
+        gamma=task.gamma,
+        first_target=not counting.first_drafted,
+        observers=[count],
+    )
     for begin in range(0, len(task.prompts), BATCH):
         lengths.clear()
         decoder.decode(task.prompts[begin : begin + BATCH], room)

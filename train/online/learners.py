@@ -48,7 +48,7 @@ class Learning:
     embeddings: whether to train a small language model's token embeddings and output layer too."""
 
     device: torch.device
-    terms: WeightedLoss
+    weighted_loss: WeightedLoss
     max_length: int | None
     chunk: int
     embeddings: bool
@@ -63,7 +63,7 @@ class Learning:
         heads, shape = read_heads(path, target), stored_shape(path)
         student = HeadStudent(
             heads,
-            self.terms,
+            self.weighted_loss,
             target,
             tree=None if shape is None else shape.structure,
             device=self.device,
@@ -83,7 +83,7 @@ class Learning:
         choose_trained(model, embeddings=self.embeddings)
         student = SmallLMStudent(
             model.to(self.device),
-            self.terms,
+            self.weighted_loss,
             vocabulary,
             max_length=self.max_length,
             tokenizer=target.tokenizer,

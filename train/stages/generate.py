@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from decode.artifact import verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.loop import Decoder
-from decode.target.generation_config import nothing_filled_in, stated_config
+from decode.target.generation_config import nothing_filled_in, padded_prompts, stated_config
 from decode.target.loading import Target
 from train.console import Bar
 from train.data.corpus import PART, read_answers
@@ -169,12 +169,7 @@ def _beam_search(
     eos = list(target.eos_token_ids)
     pad = target.tokenizer.pad_token_id
     pad = pad if pad is not None else (eos or [0])[0]
-    width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad, device=target.device)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt, device=target.device)
-        mask[row, width - len(prompt) :] = 1
+    ids, mask = padded_prompts(prompts, pad, target.device)
     stated = stated_config(
         settings.sampling.build(),
         max_new_tokens=settings.max_new_tokens,
@@ -185,7 +180,7 @@ def _beam_search(
     with nothing_filled_in(target.model):
         texts = target.model.generate(ids, attention_mask=mask, generation_config=stated)
     answers = []
-    for row in texts[:, width:].tolist():
+    for row in texts[:, ids.shape[1] :].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
         answers.append(row[:end])
     return answers

@@ -70,12 +70,12 @@ class BackboneConfig(Strict):
     """How many samples of `held_out` are used, spread evenly."""
 
     @property
-    def terms(self) -> WeightedLoss:
+    def weighted_loss(self) -> WeightedLoss:
         return WeightedLoss(self.losses)
 
     def check(self, stage: str, earlier: Sequence[StageConfig]) -> None:
         """Raise UserError for settings that do not fit together."""
-        reads_teacher = self.terms.needs_teacher
+        reads_teacher = self.weighted_loss.needs_teacher
         if self.remember_teacher and not reads_teacher:
             raise UserError(
                 f"stage {stage}: no loss of the backbone reads the teacher, so "
@@ -93,8 +93,8 @@ class BackboneConfig(Strict):
 
     def optimizer(self, config: OptimizerConfig) -> OptimizerConfig:
         """The config with a group for the target's learning rate. Its other groups come first."""
-        own = GroupConfig(lr=config.lr * self.lr_ratio)
-        return config.model_copy(update={"groups": config.groups | {f"{PREFIX}*": own}})
+        group = GroupConfig(lr=config.lr * self.lr_ratio)
+        return config.model_copy(update={"groups": config.groups | {f"{PREFIX}*": group}})
 
     def trained_parameters(self, target: Target) -> int:
         """The number of the target's weights that are trained, adapter weights included."""
@@ -206,7 +206,7 @@ class TrainedBackbone(Backbone):
                 "heads and losses read that layer directly; leave it out of the targets"
             )
         self.teacher = self.dev_teacher = None
-        if config.terms.needs_teacher:
+        if config.weighted_loss.needs_teacher:
             split = split_model(original)
             self.teacher = LiveTeacher(
                 split, remember=config.remember_teacher, timed=partial(clock, "teacher")
@@ -218,7 +218,7 @@ class TrainedBackbone(Backbone):
         self._joint_weight = heads.heads.joint_weight
         device = next(heads.parameters()).device
         model = self.trainable.model.to(device)
-        return JointTraining(model, heads, self.config.terms, chunk=chunk)
+        return JointTraining(model, heads, self.config.weighted_loss, chunk=chunk)
 
     def weight(self, done: float) -> float:
         """λ₀, the weight of the heads' loss, after a share `done` of the steps."""
