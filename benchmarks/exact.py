@@ -3,7 +3,7 @@
     python -m benchmarks.exact [--drafter NAME|DIRECTORY …] [--quick] [--json FILE]
                                [--target T] [--dtype D] [--gamma N] [--prompts FILE] [--tokens N]
 
-The first measurement times the attention of one layer, ours (`decode.target.cpu_kernels`) and
+The first measurement times the attention of one layer, ours (`decode.target.lean_forward`) and
 transformers' `sdpa`, in turns, on tensors of the target's shapes. The difference times the number
 of layers is given as a share of a full pass. The second measurement compares the greedy texts of
 each drafter, in chains, with those of plain decoding. CPU only.
@@ -38,7 +38,7 @@ from decode.drafters.trained import ShapedDrafter
 from decode.loop import Decoder
 from decode.measure.evaluation import identical
 from decode.target.cached_model import CachedLM
-from decode.target.cpu_kernels import SLOT_STEP, attention_forward, each_token_alone
+from decode.target.lean_forward import SLOT_STEP, AttentionMask
 from decode.target.loading import Target, load_target
 from decode.target.slots import round_up_slots
 from decode.trees import Chain
@@ -108,16 +108,14 @@ def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str
             query = torch.randn(1, queries, fed, size, generator=generator).to(target.dtype)
             padded = round_up_slots(context + fed, SLOT_STEP)
             seen = torch.arange(padded) <= context + torch.arange(fed)[:, None]
-            mask = torch.zeros(1, 1, fed, padded, dtype=target.dtype)
-            mask.masked_fill_(~seen, torch.finfo(target.dtype).min)
+            chain = AttentionMask(seen[None, None], target.dtype, chain=True)
             length = context + fed
             boolean = seen[None, None, :, :length] if fed > 1 else None
 
-            def ours(query: Any = query, mask: Any = mask, padded: int = padded) -> None:
-                with each_token_alone():
-                    attention_forward(
-                        module, query, keys[:, :, :padded], values[:, :, :padded], mask
-                    )
+            def ours(
+                query: Any = query, chain: AttentionMask = chain, padded: int = padded
+            ) -> None:
+                chain.attend(query, keys[:, :, :padded], values[:, :, :padded], size**-0.5)
 
             def sdpa(query: Any = query, mask: Any = boolean, length: int = length) -> None:
                 sdpa_attention_forward(

@@ -22,6 +22,7 @@ from decode.target.prepare_model import can_pack, pack_layers
 from decode.trees.static import TREE, Static, stored_shape
 from decode.trees.structure import Structure
 from heads.heads_module import HEADS, HeadOptions, Heads, output_layer
+from heads.llama_layer import DraftLayer
 
 CONFIG, WEIGHTS = "config.json", "heads.safetensors"
 # Stored in the weights file, next to the weights.
@@ -68,7 +69,10 @@ def make_ready(heads: Heads, target: Target, dtype: torch.dtype) -> None:
         heads.vocabulary = heads.vocabulary.to(target.device)
     heads.borrow(target.model, dtype, target.device)
     if can_pack(heads):
-        pack_layers(heads)
+        for layer in heads.modules():
+            if isinstance(layer, DraftLayer):
+                layer.make_lean()
+        pack_layers(heads, keep=DraftLayer)
         heads.output.pack()
 
 

@@ -20,13 +20,13 @@ from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import Features
+from decode.target.lean_forward import AttentionMask, SlotAttention
 from decode.target.loading import DTYPES, Target
 from decode.target.slots import Slots
 from decode.trees import Growth, Shape
 from decode.verification import Verification
 from heads.heads_directory import load_heads
 from heads.heads_module import Heads
-from heads.llama_layer import SlotAttention
 
 
 class HeadsDrafter(ShapedDrafter):
@@ -205,7 +205,7 @@ class AttendingDrafter(HeadsDrafter):
         first_slot = start if root is None else root
         first_B1 = torch.as_tensor(first_slot, device=self.states.device)[:, None]
         mask = self.slots.mask(first_B1, start, count, ancestors)
-        return SlotAttention(self.slots.layers[0], mask)
+        return SlotAttention(self.slots.layers[0], AttentionMask(mask, self.states.dtype))
 
     def keep_rows(self, rows: Tensor) -> None:
         super().keep_rows(rows)

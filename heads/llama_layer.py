@@ -1,14 +1,13 @@
 """A llama decoder layer, as engines serve it, whatever layers the target has.
 
 It has the target's sizes. The caller chooses the attention. In the decode loop it covers the text
-so far (`SlotAttention`). In training it covers a text and the drafter's steps from each of its
-tokens (`UnrolledAttention`).
+so far (`decode.target.lean_forward.SlotAttention`). In training it covers a text and the drafter's
+steps from each of its tokens (`UnrolledAttention`).
 
 Shapes: B rows, n tokens, T tokens of a text, H hidden size, N heads, G key heads, D head size,
 R width of the attention input.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +21,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from decode.target.slots import SlotLayer
-
-# Maps queries [B, N, n, D] and the same tokens' keys and values [B, G, n, D] to [B, N, n, D].
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+from decode.target.lean_forward import Attend, LayerParts, LeanLayer, LeanNorm, Packed, rotation_of
+from decode.target.prepare_model import refresh_packed
 
 
 def feed_forward_size(config: Any) -> int:
@@ -106,7 +103,7 @@ class Attention(nn.Module):
         return outputs
 
 
-class DraftLayer(nn.Module):
+class DraftLayer(Packed):
     """Attention and a feed-forward network, each added to the residual stream.
 
     The layer does not norm the input of attention. The caller does, if needed.
@@ -115,8 +112,37 @@ class DraftLayer(nn.Module):
     def __init__(self, config: LlamaConfig, input_size: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, input_size)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm: Any = LlamaRMSNorm(
+            config.hidden_size, eps=config.rms_norm_eps
+        )
         self.mlp = LlamaMLP(config)
+        self._heads = config.num_attention_heads, config.num_key_value_heads
+        self._lean: tuple[LeanLayer, ...] = ()  # not a part: its weights are those of this layer
+
+    def make_lean(self) -> None:
+        """From now on, run as the target's layers do: with packed products."""
+        for name, norm in list(self.named_children()):
+            if isinstance(norm, LlamaRMSNorm):
+                setattr(self, name, LeanNorm(norm.weight, norm.variance_epsilon))
+        attention, mlp = self.self_attn, self.mlp
+        lean = LeanLayer(
+            LayerParts(
+                (attention.q_proj, attention.k_proj, attention.v_proj),
+                attention.o_proj,
+                (mlp.gate_proj, mlp.up_proj),
+                mlp.down_proj,
+                head_size=attention.size,
+                query_heads=self._heads[0],
+                key_heads=self._heads[1],
+                activation=("swish", ""),
+                mlp_in=self.post_attention_layernorm,
+            )
+        )
+        self._lean = (lean,)
+
+    def refresh(self) -> None:
+        for lean in self._lean:
+            refresh_packed(lean)
 
     @torch.no_grad()
     def init_weights(self, spread: float) -> None:
@@ -140,24 +166,13 @@ class DraftLayer(nn.Module):
         attend: Attend,
     ) -> Tensor:
         """Return the residual stream [B, n, H]. attention_input: [B, n, R]."""
+        for lean in self._lean:
+            rotation = rotation_of(*position_embeddings)
+            outputs: Tensor = lean(residual, rotation, attend, attention_input)
+            return outputs
         residual = residual + self.self_attn(attention_input, position_embeddings, attend)
         update: Tensor = self.mlp(self.post_attention_layernorm(residual))
         return residual + update
-
-
-class SlotAttention:
-    """Attention in the decode loop. `mask` (from `decode.target.slots.Slots`) limits what each
-    token sees."""
-
-    def __init__(self, layer: SlotLayer, mask: Tensor | None) -> None:
-        self._layer, self._mask = layer, mask
-
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        keys, values = self._layer.update(keys, values)
-        causal = self._mask is None and queries.shape[2] > 1
-        return scaled_dot_product_attention(
-            queries, keys, values, attn_mask=self._mask, is_causal=causal, enable_gqa=True
-        )
 
 
 class UnrolledAttention:

@@ -201,12 +201,10 @@ def test_what_a_drafter_lacks_after_full_acceptance() -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
-@pytest.mark.parametrize("limit", ["positions", "window"])
 def test_a_text_longer_than_the_drafters_context_is_read_from_its_last_part(
-    limit: str, sampling: Sampling, caplog: pytest.LogCaptureFixture
+    sampling: Sampling, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shape = {"max_positions": 12} if limit == "positions" else {"sliding_window": 12}
-    drafter = Recording(tiny_model("mistral", layers=1, seed=7, **shape))
+    drafter = Recording(tiny_model("mistral", layers=1, seed=7, max_positions=12))
     fed: list[int] = []
     drafter.lm.forward = _counting(drafter.lm.forward, fed)  # type: ignore[method-assign]
     contexts = contexts_of([[5] * 8, [7], [9, 8] * 20])

@@ -8,6 +8,7 @@ import torch
 
 from decode.target.cached_model import CachedLM
 from decode.target.hidden_states import FINAL
+from decode.target.lean_forward import LeanForward
 from tests.test_trees import MORE, Deaf
 from tests.tiny import FAMILIES, VOCAB, tiny_model
 
@@ -34,10 +35,14 @@ def test_one_column_is_what_all_columns_have_there(
     if not packed:
         monkeypatch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
     lm = CachedLM(model, captured_layers=(0, FINAL))
-    assert (lm._prepared is model) is not packed
+    forward = lm.forward_pass
+    if isinstance(forward, LeanForward):
+        layer: Any = forward.output
+    else:
+        assert (forward.model is model) is not packed
+        layer = forward.model.get_output_embeddings()
     whole = fed(lm)
-    states = {layer: x.clone() for layer, x in lm.features.items()}
-    layer = lm._prepared.get_output_embeddings()
+    states = {number: x.clone() for number, x in lm.features.items()}
     shapes: list[torch.Size] = []
     hook = layer.register_forward_hook(lambda _, given, out: shapes.append(out.shape))
     one = fed(lm, COLUMNS)
@@ -45,7 +50,7 @@ def test_one_column_is_what_all_columns_have_there(
     assert shapes == [(4, 1, VOCAB)]
     assert torch.equal(one[:, 0], whole[torch.arange(4), torch.as_tensor(COLUMNS)])
     # Every fed token's hidden states are there, as before, and no hook stays.
-    assert all(torch.equal(lm.features[layer], x) for layer, x in states.items())
+    assert all(torch.equal(lm.features[number], x) for number, x in states.items())
     assert not layer._forward_pre_hooks
     kept = torch.as_tensor(np.unique(COLUMNS))
     if not packed:

@@ -379,17 +379,6 @@ def test_a_tree_needs_a_rule_for_trees() -> None:
     )
 
 
-def test_sliding_windows() -> None:
-    # Within its window such a model attends to everything.
-    windowed = tiny_model("mistral", sliding_window=48)
-    decoder = Decoder(windowed, drafter("same", "mistral"), gamma=7)
-    assert decoder.decode(PROMPTS, NEW).outputs == answers("mistral")
-    with pytest.raises(UserError, match="sliding window of 48 tokens, and this run needs"):
-        decoder.decode([[5] * 30], NEW)
-    unused = tiny_model("qwen2", sliding_window=8, use_sliding_window=False)
-    assert Decoder(unused, DRAFTERS["none"]()).decode(PROMPTS, NEW).outputs == answers("qwen2")
-
-
 def test_models_with_a_running_state_are_refused() -> None:
     config = transformers.MambaConfig(
         vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1

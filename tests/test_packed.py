@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,15 @@ from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.target.cached_model import CachedLM
-from decode.target.cpu_kernels import LeanLayer, PackedLinear
-from decode.target.prepare_model import can_pack, fast_copy, packed_copy, prepare
+from decode.target.lean_forward import LeanForward, PackedLinear
+from decode.target.prepare_model import (
+    can_pack,
+    fast_copy,
+    lean_forward,
+    packed_copy,
+    prepare,
+)
+from decode.target.transformers_forward import TransformersForward
 from tests.tiny import FAMILIES, real_target, tiny_model
 
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -25,6 +33,12 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.inference_mode():
         found: torch.Tensor = model(input_ids=IDS).logits
     return found
+
+
+def through_slots(lm: CachedLM) -> torch.Tensor:
+    lm.reset(2, 16)
+    with torch.inference_mode():
+        return lm.forward(IDS, np.zeros(2, dtype=np.int64))
 
 
 @pytest.mark.parametrize("copied", [packed_copy, fast_copy])
@@ -52,12 +66,12 @@ def test_results_are_those_of_the_model(family: str, dtype: torch.dtype, copied:
 def test_changed_weights_are_packed_again() -> None:
     model = tiny_model("llama")
     lm = CachedLM(model)
+    assert isinstance(lm.forward_pass, LeanForward)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(input_ids=IDS, labels=IDS).loss.backward()
-    stale = logits(lm._prepared)
+    stale = through_slots(lm)
     optimizer.step()
-    lm.reset(2, 16)
-    torch.testing.assert_close(logits(lm._prepared), logits(model), rtol=0, atol=2e-4)
+    torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=2e-4)
     assert (stale - logits(model)).abs().max() > 0.1
 
 
@@ -82,15 +96,16 @@ def test_models_that_others_have_wrapped_stay_as_they_are() -> None:
     hooked.model.layers[0].register_forward_hook(lambda *args: None)
     assert not can_pack(hooked)
     assert not can_pack(tiny_model("llama").to(torch.float64))
-    assert prepare(hooked) is hooked
+    forward = prepare(hooked)
+    assert isinstance(forward, TransformersForward)
+    assert forward.model is hooked
 
 
 def test_a_model_is_prepared_once_and_freed_with_it() -> None:
     model = tiny_model("llama")
     prepared = prepare(model)
-    assert prepared is not model
     drafter = SmallLMDrafter(model)
-    assert Decoder(model, drafter).lm._prepared is prepared is drafter.lm._prepared
+    assert Decoder(model, drafter).lm.forward_pass is prepared is drafter.lm.forward_pass
     freed = weakref.ref(prepared)
     del model, prepared, drafter
     gc.collect()
@@ -102,16 +117,15 @@ def test_free_memory_decides_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     plain = Decoder(model, DRAFTERS["none"]())
     monkeypatch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
-    assert Decoder(model, DRAFTERS["ngram"]()).lm._prepared is plain.lm._prepared
+    assert Decoder(model, DRAFTERS["ngram"]()).lm.forward_pass is plain.lm.forward_pass
 
 
 def test_a_model_that_was_rebuilt_is_prepared_again() -> None:
     model = tiny_model("llama", tie=False)
     before = prepare(model)
     reduce_output(model, torch.arange(5, 50))
-    after = prepare(model)
-    assert after is not before
-    assert logits(after).shape[-1] == 45
+    assert prepare(model) is not before
+    assert through_slots(CachedLM(model)).shape[-1] == 45
 
 
 @pytest.mark.real
@@ -129,38 +143,96 @@ def test_a_real_model_in_float32_decodes_the_same_tokens() -> None:
             assert found.outputs[0] == said[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_layers_of_the_llama_kind_are_lean(family: str) -> None:
-    model = tiny_model(family)
-    packed = fast_copy(model)
-    assert all(isinstance(layer, LeanLayer) for layer in packed.base_model.layers)
-    torch.testing.assert_close(logits(packed), logits(model), rtol=0, atol=1e-4)
+LEAN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {"head_dim": 8, "sliding_window": 64},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 64},
+    "phi3": {},
+    "smollm3": {"layers": 4},
+    "olmo2": {},
+}
 
 
-@pytest.mark.parametrize("family", ["gemma", "gemma2", "gpt2", "phi3", "opt"])
-def test_layers_of_another_kind_stay_as_they_are(family: str) -> None:
-    """Gemma's layers have the names of llama's parts, and compute something else."""
-    assert not any(isinstance(m, LeanLayer) for m in fast_copy(tiny_model(family)).modules())
+@pytest.mark.parametrize("family", LEAN)
+def test_standard_decoders_are_lean(family: str) -> None:
+    model = tiny_model(family, **LEAN[family])
+    lm = CachedLM(model)
+    assert isinstance(lm.forward_pass, LeanForward)
+    torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=1e-4)
 
 
-def halved(layer: Any) -> None:
-    forward = layer.mlp.forward
-    layer.mlp.forward = lambda x: 0.5 * forward(x)
+@pytest.mark.parametrize("family", ["gpt2", "opt", "granite", "cohere", "stablelm", "phi"])
+def test_models_of_another_kind_run_through_transformers(family: str) -> None:
+    """Granite has llama's parts, and scales what a layer adds."""
+    options = {"residual_multiplier": 0.5} if family == "granite" else {}
+    model = tiny_model(family, **options)
+    assert lean_forward(model) is None
+    lm = CachedLM(model)
+    torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=1e-4)
 
 
-def gelu(layer: Any) -> None:
-    layer.mlp.act_fn = torch.nn.GELU()
+def halved(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: 0.5 * forward(x)
 
 
-def without_norm(layer: Any) -> None:
-    layer.input_layernorm.forward = lambda x: x
+def gelu(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    # The lean layer knows this activation, but not with what else the layer does.
+    halved(model)
 
 
-@pytest.mark.parametrize("change", [halved, gelu, without_norm])
-def test_a_layer_that_computes_something_else_is_found(change: Callable[[Any], None]) -> None:
-    """With the same parts, in bfloat16 too: the comparison is in float32."""
+def relu(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+def without_norm(model: Any) -> None:
+    model.model.layers[1].input_layernorm.forward = lambda x: x
+
+
+def scaled_embedding(model: Any) -> None:
+    embed = model.model.embed_tokens
+    forward = model.model.forward
+    model.model.forward = lambda input_ids, **options: forward(
+        **(options | {"inputs_embeds": 3.0 * embed(input_ids)})
+    )
+
+
+def scaled_logits(model: Any) -> None:
+    forward = model.forward
+
+    def scaled(**options: Any) -> Any:
+        out = forward(**options)
+        out.logits = out.logits * 1.5
+        return out
+
+    model.forward = scaled
+
+
+@pytest.mark.parametrize(
+    "change", [halved, gelu, relu, without_norm, scaled_embedding, scaled_logits]
+)
+def test_a_model_that_computes_something_else_is_found(change: Callable[[Any], None]) -> None:
+    """With the same parts, in bfloat16 too: layers are compared in float32."""
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_model("llama").to(dtype)
-        change(model.model.layers[1])
-        layers = fast_copy(model).model.layers
-        assert [isinstance(layer, LeanLayer) for layer in layers] == [True, False]
+        assert lean_forward(model) is not None
+        change(model)
+        assert lean_forward(model) is None
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+def test_scaled_rotary_positions(kind: str) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    rope |= {"original_max_position_embeddings": 64}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = tiny_model("llama", rope_parameters=rope)
+    lm = CachedLM(model)
+    assert isinstance(lm.forward_pass, LeanForward)
+    torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=1e-4)

@@ -539,16 +539,14 @@ def test_a_row_that_was_left_out_catches_up() -> None:
     assert checking.checked > 50
 
 
-@pytest.mark.parametrize("limit", ["positions", "window"])
 @pytest.mark.parametrize("name", NAMES)
-def test_trees_up_to_the_end_of_the_context(name: str, limit: str) -> None:
+def test_trees_up_to_the_end_of_the_context(name: str) -> None:
     """Nodes take slots but no room in the text: only depth counts, for each row by itself."""
-    options: dict[str, Any] = (
-        {"max_positions": 12} if limit == "positions" else {"sliding_window": 12}
-    )
     every: dict[str, Any] = {"dynamic": {"nodes": 50}, "chains": {"budget": None}}
     checking = Checking(shape(name, **every.get(name, {})))
-    drafter = SmallLMDrafter(tiny_model("mistral", layers=1, seed=7, **options), shape=checking)
+    drafter = SmallLMDrafter(
+        tiny_model("mistral", layers=1, seed=7, max_positions=12), shape=checking
+    )
     contexts = contexts_of([[5] * 8, [7]])
     drafter.start(contexts)
     depths = []

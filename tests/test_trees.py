@@ -335,17 +335,3 @@ def test_hybrid_models_are_refused(family: str) -> None:
     tree = SmallLMDrafter(model("llama"), shape=shape("static"))
     with pytest.raises(UserError, match="keeps a running state"):
         Decoder(lm, tree, rule="exact").decode(PROMPTS, NEW)
-
-
-def test_trees_within_a_sliding_window() -> None:
-    """As the target the slots of all nodes must fit; as the drafter, only the texts."""
-    windowed = tiny_model("mistral", sliding_window=48)
-    tree = SmallLMDrafter(windowed, shape=shape("static"))
-    decoder = Decoder(windowed, tree, gamma=3, rule="exact")
-    assert decoder.decode(PROMPTS, NEW).outputs == answers("mistral")
-    with pytest.raises(UserError, match="sliding window of 48 tokens, and this run needs"):
-        decoder.decode([[5] * 30], NEW)
-    short = SmallLMDrafter(tiny_model("mistral", sliding_window=20), shape=shape("static"))
-    run = Decoder(model("mistral"), short, gamma=3, rule="exact").decode(PROMPTS, NEW)
-    assert run.outputs == answers("mistral")
-    assert run.counts.accepted.sum() > 0

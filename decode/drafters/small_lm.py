@@ -15,7 +15,7 @@ from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM, require_trees, sliding_window
+from decode.target.cached_model import CachedLM, require_trees
 from decode.target.loading import Target, load_model_and_tokenizer
 from decode.trees import Growth, Shape
 from decode.trees.static import stored_shape
@@ -31,9 +31,9 @@ class SmallLMDrafter(ShapedDrafter):
     Its cache always holds a prefix of the text it reads. The missing tokens go into the next
     forward; after full acceptance the drafter's last token is one of them.
 
-    If a text is longer than the model's context (its positions, or its attention window), the model
-    reads only the last part, with positions from 0. That part begins at a multiple of half the
-    context, so it is fed again only once per half context. Where it begins depends only on the row.
+    If a text is longer than the model's context, the model reads only the last part, with positions
+    from 0. That part begins at a multiple of half the context, so it is fed again only once per
+    half context. Where it begins depends only on the row.
 
     vocabulary: int64 [n], ascending, the token ids of the rows of a reduced output layer; None:
     row i of the output layer is token i. shape: default a chain. vocab_size: rows of the target's
@@ -103,9 +103,8 @@ class SmallLMDrafter(ShapedDrafter):
 
     def start(self, contexts: Contexts) -> None:
         rows, slots = contexts.tokens.shape
-        window = sliding_window(self.lm.model) or slots
-        self._capacity = min(slots, window, self.lm.max_positions)
-        self.lm.reset(rows, slots, longest=self._capacity)
+        self._capacity = min(slots, self.lm.max_positions)
+        self.lm.reset(rows, slots)
         if self.shape.branches:
             require_trees(self.lm.model)
         self._begin = np.zeros(rows, dtype=np.int64)

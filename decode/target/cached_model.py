@@ -3,20 +3,18 @@
 Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from decode.errors import UserError
-from decode.target.cpu_kernels import LONGEST_CHAIN, SLOT_STEP, each_token_alone
-from decode.target.hidden_states import Recorder, layer_list_name
-from decode.target.prepare_model import has_replaced_attention, prepare, refresh_packed
+from decode.target.hidden_states import captured_modules, layer_list_name
+from decode.target.lean_forward import LONGEST_CHAIN, SLOT_STEP, AttentionMask
+from decode.target.prepare_model import prepare, refresh_packed
 from decode.target.pretrained import input_device
 from decode.target.slots import Slots
 from decode.target.tree_support import reason_against_trees
@@ -26,12 +24,11 @@ from decode.target.tree_support import reason_against_trees
 _PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, torch.dtype]]] = WeakKeyDictionary()
 
 
-def require_slots(model: PreTrainedModel, longest: int) -> None:
+def require_slots(model: PreTrainedModel) -> None:
     """Check, before any computation, that the model's past is one key and value per token.
 
-    Raises UserError for recurrent and hybrid models (their state cannot be rolled back), for
-    sliding-window models if the window is smaller than the `longest` text, and for attention
-    implementations that take no mask.
+    Raises UserError for recurrent and hybrid models (their state cannot be rolled back), and for
+    attention implementations that take no mask.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -40,12 +37,6 @@ def require_slots(model: PreTrainedModel, longest: int) -> None:
         raise UserError(
             f"{type(model).__name__} keeps a running state ({', '.join(sorted(kinds))}) that "
             "cannot be rolled back after a rejected draft; use a model with attention layers only"
-        )
-    window = sliding_window(model)
-    if window is not None and longest > window:
-        raise UserError(
-            f"{type(model).__name__} attends to a sliding window of {window} tokens, and this run "
-            f"needs {longest}; shorten prompts or max_new_tokens so that they fit in the window"
         )
     attention = str(model.config._attn_implementation)
     if "flash" in attention:
@@ -56,11 +47,15 @@ def require_slots(model: PreTrainedModel, longest: int) -> None:
         )
 
 
-def sliding_window(model: PreTrainedModel) -> int | None:
-    """How many tokens back the model's layers see. None: they see all tokens."""
+def layer_windows(model: PreTrainedModel) -> list[int | None]:
+    """How many tokens back each layer sees, the token itself included. None: all tokens."""
     config = model.config.get_text_config()
     window: int | None = getattr(config, "sliding_window", None)
-    return window if getattr(config, "use_sliding_window", True) else None
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    layers: int = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def require_trees(model: PreTrainedModel) -> None:
@@ -89,8 +84,8 @@ class CachedLM:
 
     Works with any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache.
     Tested with trees: llama, qwen2, qwen3, gemma, gemma2, gemma3, gpt2, mistral, phi3 and opt, with
-    sdpa and eager attention if they have both. Sliding-window layers work for texts that fit into
-    the window. `require_slots` rejects recurrent and hybrid models (mamba, jamba, recurrent_gemma),
+    sdpa and eager attention if they have both. Layers with a sliding window see the slots inside
+    of it. `require_slots` rejects recurrent and hybrid models (mamba, jamba, recurrent_gemma),
     chunked attention (llama4) and flash attention. `require_trees` rejects models that compute
     masks or positions themselves (ALiBi: bloom, mpt), at the latest when the first tree is fed.
 
@@ -108,36 +103,29 @@ class CachedLM:
         trial: bool = False,
     ) -> None:
         self.model = model
-        self._prepared = prepare(model)
-        self._recorder = Recorder(self._prepared, captured_layers) if captured_layers else None
+        self.captured_layers = tuple(captured_layers)
+        captured_modules(model, captured_layers)  # raises for a layer that the model lacks
+        self.forward_pass = prepare(model)
         self.features: Mapping[int, Tensor] = {}
         self.device = input_device(model)
         config = model.config.get_text_config()
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-        self._boolean_masks = self._prepared.config._attn_implementation == "sdpa"
-        self._mask_dtype = model.dtype
+        self._windows = layer_windows(model)
         self._slots: Slots | None = None
-        self._cache: Cache | None = None
         self._trial = trial
         self.capacity = 0  # slots of each row
 
-    def reset(self, rows: int, capacity: int, *, longest: int | None = None) -> None:
-        """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots`.
-
-        longest: the number of tokens of the longest text, if less than `capacity`. Each node of a
-        tree takes a slot, but a path is only as long as the tree is deep.
-        """
-        require_slots(self.model, capacity if longest is None else longest)
+    def reset(self, rows: int, capacity: int) -> None:
+        """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots`."""
+        require_slots(self.model)
         self.capacity = capacity
         self.refresh()
-        layers = self.model.config.get_text_config().num_hidden_layers
-        step = SLOT_STEP if has_replaced_attention(self._prepared) else 1
-        self._slots = Slots(layers, rows, capacity, self.device, step=step)
-        self._cache = Cache(layers=self._slots.layers)
+        step = SLOT_STEP if self.forward_pass.has_our_attention else 1
+        self._slots = Slots(len(self._windows), rows, capacity, self.device, step=step)
 
     def refresh(self) -> None:
         """Use weights that were changed in place. Cached keys and values are not computed again."""
-        refresh_packed(self._prepared)
+        refresh_packed(self.forward_pass)
 
     def forward(
         self,
@@ -167,61 +155,29 @@ class CachedLM:
         base_B1 = torch.as_tensor(base, device=self.device)[:, None]
         if depth_BN is None:
             depth_BN = torch.arange(n, device=self.device)[None, :]
-        recording: AbstractContextManager[Mapping[int, Tensor]] = (
-            self._recorder.recording() if self._recorder else nullcontext({})
+        logits, self.features = self.forward_pass(
+            ids_BN,
+            # Only padding can be past the last position. It must not index past the end of a
+            # learned table.
+            (base_B1 + depth_BN).clamp(max=self.max_positions - 1),
+            self._masks(base_B1, start, n, ancestors_BNM),
+            self._slots.layers,
+            None if columns is None else torch.as_tensor(columns, device=self.device),
+            self.captured_layers,
         )
-        chain = ancestors_BNM is None and n <= LONGEST_CHAIN
-        alone = each_token_alone() if chain else nullcontext()
-        with alone, recording as self.features, self._restricted_output(columns, n):
-            logits = self._prepared(
-                input_ids=ids_BN,
-                # Only padding can be past the last position. It must not index past the end of a
-                # learned table.
-                position_ids=(base_B1 + depth_BN).clamp(max=self.max_positions - 1),
-                attention_mask=self._mask(base_B1, start, n, ancestors_BNM),
-                past_key_values=self._cache,
-                use_cache=True,
-            ).logits
-        # `_restricted_output` does nothing for a model without an accessible output layer.
-        if columns is not None and logits.shape[1] != 1:
-            logits = _columns_of(logits, columns)
         return logits
 
-    @contextmanager
-    def _restricted_output(self, columns: np.ndarray | None, n: int) -> Iterator[None]:
-        """Inside this context, the output layer gets the hidden state of only one of n columns per
-        row. Logits of all columns would be by far the largest tensor of a prefill. Later operations
-        of the model on its logits (scaling, soft caps) are not affected."""
-        get_layer = getattr(self._prepared, "get_output_embeddings", None)
-        layer = get_layer() if get_layer and columns is not None and n > 1 else None
-        if layer is None:
-            yield
-            return
-        assert columns is not None
-
-        def pick(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            hidden, *others = inputs
-            if hidden.shape[:2] != (len(columns), n):
-                return None
-            return _columns_of(hidden, columns), *others
-
-        # Removed at the end: a hook that stays would affect other users of the model.
-        hook = layer.register_forward_pre_hook(pick)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _mask(
+    def _masks(
         self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None
-    ) -> Tensor | None:
-        """The mask from `Slots.mask`, in the form that the model's attention takes."""
+    ) -> list[AttentionMask]:
+        """The mask of each layer. Layers with the same window have the same mask."""
         assert self._slots is not None
-        seen = self._slots.mask(base_B1, start, n, ancestors_BNM)
-        if seen is None or self._boolean_masks:
-            return seen
-        blocked = torch.finfo(self._mask_dtype).min
-        return torch.zeros_like(seen, dtype=self._mask_dtype).masked_fill_(~seen, blocked)
+        chain = ancestors_BNM is None and n <= LONGEST_CHAIN
+        masks = {}
+        for window in set(self._windows):
+            visible = self._slots.mask(base_B1, start, n, ancestors_BNM, window)
+            masks[window] = AttentionMask(visible, self.model.dtype, chain=chain)
+        return [masks[window] for window in self._windows]
 
     def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:
         """See `Slots.commit`."""
@@ -232,9 +188,3 @@ class CachedLM:
         """Keep only these rows (int64 [B']), in this order."""
         assert self._slots is not None
         self._slots.keep_rows(rows)
-
-
-def _columns_of(x_BND: Tensor, columns: np.ndarray) -> Tensor:
-    """One column of each row, int [B]: [B, 1, D]."""
-    rows = torch.arange(len(x_BND), device=x_BND.device)
-    return x_BND[rows, torch.as_tensor(columns, device=x_BND.device)][:, None]

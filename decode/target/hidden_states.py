@@ -58,6 +58,19 @@ class Features:
         return Features(values, self.counts[rows])
 
 
+def captured_modules(
+    model: PreTrainedModel, captured_layers: Sequence[int]
+) -> dict[int, nn.Module]:
+    """The module whose output is the hidden state, for each layer. Raises UserError for a layer the
+    model does not have."""
+    if FINAL in captured_layers and model.base_model is model:
+        raise UserError(f"{type(model).__name__} has no stack of layers below its output layer")
+    return {
+        layer: model.base_model if layer == FINAL else _layer(model, layer)
+        for layer in captured_layers
+    }
+
+
 class Recorder:
     """Captures the hidden states of a model's forwards with hooks. Works with any causal LM and
     does not change the forward. Captures every fed token, even if only some get logits.
@@ -66,12 +79,8 @@ class Recorder:
     """
 
     def __init__(self, model: PreTrainedModel, captured_layers: Sequence[int]) -> None:
-        self._modules: dict[int, nn.Module] = {}
+        self._modules = captured_modules(model, captured_layers)
         self._device = input_device(model)
-        for layer in captured_layers:
-            self._modules[layer] = model.base_model if layer == FINAL else _layer(model, layer)
-        if FINAL in self._modules and model.base_model is model:
-            raise UserError(f"{type(model).__name__} has no stack of layers below its output layer")
 
     @contextmanager
     def recording(self) -> Iterator[dict[int, Tensor]]:

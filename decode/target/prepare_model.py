@@ -1,31 +1,50 @@
-"""Prepares a model for the loop on a CPU: packed weights, lean layers, and our attention.
+"""Decides how the loop runs a model, and prepares it: the lean forward, or transformers' forward.
 
 A decode step multiplies a few rows by every weight of the model. On every call, PyTorch's CPU
 kernels first convert each weight to their layout. For so few rows, that costs more than the
 product. Converting once makes a step of a small model a third to a half shorter.
 
-A step of a small model also spends much time between its products. So layers of the llama kind are
-replaced by `LeanLayer`, if they compute the same. The original model is not changed.
+A step of a small model also spends much time between its products. So a model whose layers are of a
+standard kind runs through `LeanForward`, if that computes the same. The model is not changed.
 """
 
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from decode.target.cpu_kernels import ATTENTION, LeanLayer, PackedLinear
+from decode.target.lean_forward import (
+    ACTIVATIONS,
+    AttentionMask,
+    LayerParts,
+    LeanForward,
+    LeanLayer,
+    LeanNorm,
+    Packed,
+    PackedLinear,
+    rotation_of,
+)
 from decode.target.pretrained import is_hooked
+from decode.target.transformers_forward import ATTENTION, TransformersForward
+
+logger = logging.getLogger(__name__)
 
 # A layer is compared on tokens at the positions 0, STRIDE, 2·STRIDE, ….
 TOKENS, STRIDE = 5, 7
 # The largest difference, as a share of the largest number that the layer adds.
 TOLERANCE = 1e-3
+# The same for the logits of the model. They are compared in the model's dtype, because a float32
+# copy of the model may not fit into memory.
+LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+Forward = LeanForward | TransformersForward
 
 _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
     torch.float32: lambda: True,
@@ -46,10 +65,9 @@ def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def fast_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """As `packed_copy`, and with our attention and lean layers where the model allows them."""
+    """As `packed_copy`, and with our attention where the model allows it."""
     fast = _sharing_copy(model)
-    if replace_attention(fast):
-        make_lean(fast)
+    replace_attention(fast)
     pack_layers(fast)
     return fast
 
@@ -65,43 +83,61 @@ def _sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
 def refresh_packed(module: nn.Module) -> None:
     """Use weights that were changed in place, for example by an optimizer."""
     for layer in module.modules():
-        if isinstance(layer, PackedLinear):
+        if isinstance(layer, Packed):
             layer.refresh()
 
 
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """A model as the loop runs it: its `fast_copy` if possible, else the model itself. A chain may
-    be fed with `each_token_alone`, over keys padded to a multiple of `SLOT_STEP`, if
-    `has_replaced_attention` is true for the result.
+def prepare(model: PreTrainedModel) -> Forward:
+    """The forward that the loop runs: lean where it computes the same, else transformers' forward
+    of the `fast_copy`, else of the model itself.
 
-    The copy is made once, and all decoders of the model share it while the model exists: packing
-    takes time and memory, and two decoders can be compared only if both run on the same kernels. It
-    is made again if the model was rebuilt, for example with an adapter or another output layer.
+    It is made once, and all decoders of the model share it while the model exists: packing takes
+    time and memory, and two decoders can be compared only if both run on the same kernels. It is
+    made again if the model was rebuilt, for example with an adapter or another output layer.
     """
     state = (
-        # The packed copy keeps the parameters alive, so no other object can get one of these ids.
+        # The forward keeps the parameters alive, so no other object can get one of these ids.
         tuple(id(parameter) for parameter in model.parameters()),
         tuple(ref(module) for module in model.modules()),
         model.config._attn_implementation,
         is_hooked(model),
     )
-    if model not in _COPIES or _COPIES[model][0] != state:
-        packed = fast_copy(model) if can_pack(model) else None
-        _COPIES[model] = state, packed
-    packed = _COPIES[model][1]
-    return model if packed is None else packed
+    if model not in _FORWARDS or _FORWARDS[model][0] != state:
+        _FORWARDS[model] = state, _prepared(model)
+    forward = _FORWARDS[model][1]
+    return TransformersForward(model) if forward is None else forward
 
 
-# The packed copy must not refer to the model. Otherwise neither would ever be freed.
-_COPIES: WeakKeyDictionary[nn.Module, tuple[Any, PreTrainedModel | None]] = WeakKeyDictionary()
+# A prepared forward must not refer to the model. Otherwise neither would ever be freed.
+_FORWARDS: WeakKeyDictionary[nn.Module, tuple[Any, Forward | None]] = WeakKeyDictionary()
 
 
-def pack_layers(module: nn.Module) -> None:
-    """Replace a module's linear layers with packed ones."""
-    for part in list(module.modules()):
-        for name, child in part.named_children():
-            if type(child) in (nn.Linear, Conv1D):
-                setattr(part, name, PackedLinear(child))
+def _prepared(model: PreTrainedModel) -> Forward | None:
+    """None: the model runs as it is."""
+    if not can_pack(model):
+        return None
+    lean = lean_forward(model)
+    if lean is not None:
+        return lean
+    logger.info(
+        "%s runs through transformers' forward: its layers are not of a kind that the lean "
+        "forward computes",
+        type(model).__name__,
+    )
+    return TransformersForward(fast_copy(model))
+
+
+def pack_layers(module: nn.Module, keep: type[nn.Module] = LeanLayer) -> None:
+    """Replace a module's linear layers with packed ones, except inside of modules of type `keep`.
+    RMS norms become `LeanNorm`s. Parameters keep their names."""
+    for name, child in list(module.named_children()):
+        lean = _norm(child) if type(child).__name__.endswith("RMSNorm") else None
+        if type(child) in (nn.Linear, Conv1D):
+            setattr(module, name, PackedLinear(child))
+        elif lean is not None:
+            setattr(module, name, lean)
+        elif not isinstance(child, keep):
+            pack_layers(child, keep)
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -118,11 +154,6 @@ def can_pack(model: nn.Module) -> bool:
     return 2 * sum(p.nbytes for p in parameters) < psutil.virtual_memory().available
 
 
-def has_replaced_attention(model: PreTrainedModel) -> bool:
-    """Whether a model uses `attention_forward`."""
-    return bool(model.config._attn_implementation == ATTENTION)
-
-
 def replace_attention(model: PreTrainedModel) -> bool:
     """Make a model use `attention_forward`. Returns False and changes nothing if the
     model does not call attention by name, or was loaded with another implementation than `sdpa`."""
@@ -133,52 +164,193 @@ def replace_attention(model: PreTrainedModel) -> bool:
     return True
 
 
-def make_lean(model: PreTrainedModel) -> None:
-    """Replace the layers of the llama kind by lean ones, where these compute the same."""
-    stack: Any = model.base_model
+@torch.no_grad()
+def lean_forward(model: PreTrainedModel) -> LeanForward | None:
+    """The lean forward of a model, or None if it would compute something else.
+
+    Each layer is compared with transformers' on random states, in float32 up to rounding: a layer
+    may have the parts of llama's and combine them in another way. The logits are compared too.
+    """
+    implementation = str(model.config._attn_implementation)
+    # Models without sdpa have a soft cap, which the lean attention computes.
+    if implementation != "sdpa" and getattr(model, "_supports_sdpa", True):
+        return None
+    stack: Any = getattr(model, "base_model", None)
     layers, rotary = getattr(stack, "layers", None), getattr(stack, "rotary_emb", None)
     if not isinstance(layers, nn.ModuleList) or rotary is None:
-        return
-    for number, layer in enumerate(layers):
-        if is_standard(layer) and computes_the_same(layer, rotary):
-            layers[number] = LeanLayer(layer)
+        return None
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    norm = _norm(getattr(stack, "norm", None))
+    if type(output) is not nn.Linear:
+        return None
+    config = model.config.get_text_config()
+    kinds = getattr(rotary, "layer_types", None) or ()
+    parts = [layer_parts(layer, config) for layer in layers]
+    if norm is None or embedding is None or any(part is None for part in parts):
+        return None
+    if not all(map(_computes_the_same, layers, [rotary] * len(layers), [config] * len(layers))):
+        return None
+    lean = LeanForward(
+        embedding,
+        [part for part in parts if part is not None],
+        norm,
+        output,
+        rotary,
+        rotary_kinds=kinds,
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+    return lean if _same_logits(model, lean) else None
 
 
-def is_standard(layer: nn.Module) -> bool:
-    """Whether a layer has the parts of llama's, and no others."""
-    parts = dict(layer.named_children())
-    if parts.keys() != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
-        return False
-    attention, mlp = (dict(parts[name].named_children()) for name in ("self_attn", "mlp"))
-    products = [attention.get(f"{name}_proj") for name in "qkvo"]
-    products += [mlp.get(f"{name}_proj") for name in ("gate", "up", "down")]
-    return (
-        attention.keys() <= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
-        and mlp.keys() == {"gate_proj", "up_proj", "down_proj", "act_fn"}
-        and all(type(product) is nn.Linear for product in products)
-        and all(hasattr(parts["self_attn"], name) for name in ("layer_idx", "head_dim", "scaling"))
-        and all(hasattr(norm, "variance_epsilon") for norm in _norms(layer))
+def layer_parts(layer: Any, config: Any) -> LayerParts | None:
+    """The parts of a decoder layer, or None if it has parts of another kind. Whether it combines
+    them as `LeanLayer` does is not checked here."""
+    children, attention, mlp = dict(layer.named_children()), *_blocks(layer)
+    if attention is None or mlp is None:
+        return None
+    norms = {name: _norm(child) for name, child in children.items() if "norm" in name}
+    inner = {name: _norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")}
+    rest = {name for name in children if name not in norms} - {"self_attn", "mlp"}
+    only_dropout = all(type(children[name]) is nn.Dropout for name in rest)
+    roles = _NORM_ROLES.get(frozenset(norms))
+    qkv = _linears(attention, ("qkv_proj",)) or _linears(attention, ("q_proj", "k_proj", "v_proj"))
+    gate_up = _linears(mlp, ("gate_up_proj",)) or _linears(mlp, ("gate_proj", "up_proj"))
+    out, down = _linears(attention, ("o_proj",)), _linears(mlp, ("down_proj",))
+    activation = _activation(getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None))
+    products = len(qkv) + len(out) + len(gate_up) + len(down)
+    modules = len(dict(attention.named_children())) + len(dict(mlp.named_children())) - 1
+    query_norms = sum(norm is not None for norm in inner.values())
+    if not (qkv and gate_up and out and down and only_dropout) or roles is None:
+        return None
+    if activation is None or any(norm is None for norm in norms.values()) or query_norms == 1:
+        return None
+    if modules != products + query_norms:
+        return None  # another part of attention or MLP
+    size = int(attention.head_dim)
+    heads = out[0].in_features // size
+    number = getattr(attention, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    return LayerParts(
+        qkv,
+        out[0],
+        gate_up,
+        down[0],
+        head_size=size,
+        query_heads=heads,
+        key_heads=(sum(linear.out_features for linear in qkv) // size - heads) // 2,
+        activation=activation,
+        **{role: norms[name] for name, role in roles.items()},
+        query_norm=inner["q_norm"],
+        key_norm=inner["k_norm"],
+        scale=float(attention.scaling),
+        softcap=getattr(attention, "attn_logit_softcapping", None),
+        rotates=bool(getattr(attention, "use_rope", True)),
+        kind=kinds[number] if kinds and number is not None else "",
     )
 
 
-def _norms(layer: Any) -> list[nn.Module]:
-    attention = layer.self_attn
-    inner = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-    return [layer.input_layernorm, layer.post_attention_layernorm, *inner]
+# Which norm is where: before attention or MLP (in), or on their output (out).
+_NORM_ROLES = {
+    frozenset(roles): roles
+    for roles in (
+        {"input_layernorm": "attention_in", "post_attention_layernorm": "mlp_in"},
+        {"post_attention_layernorm": "attention_out", "post_feedforward_layernorm": "mlp_out"},
+        {
+            "input_layernorm": "attention_in",
+            "post_attention_layernorm": "attention_out",
+            "pre_feedforward_layernorm": "mlp_in",
+            "post_feedforward_layernorm": "mlp_out",
+        },
+    )
+}
 
 
-@torch.no_grad()
-def computes_the_same(layer: nn.Module, rotary: nn.Module) -> bool:
-    """Whether a lean layer adds the same to random hidden states, in float32 up to rounding. A
-    layer may have the parts of llama's and combine them in another way."""
+def _blocks(layer: nn.Module) -> tuple[Any, Any]:
+    attention, mlp = (getattr(layer, name, None) for name in ("self_attn", "mlp"))
+    if not all(hasattr(attention, name) for name in ("head_dim", "scaling")):
+        return None, None
+    return attention, mlp
+
+
+def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    """The named linear layers of a module; empty if it lacks one."""
+    linears = [getattr(module, name, None) for name in names]
+    return [x for x in linears if type(x) is nn.Linear] if None not in linears else []
+
+
+def _norm(norm: Any) -> LeanNorm | None:
+    """A RMS norm with weight w or 1 + w. None for other modules."""
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor) or not isinstance(eps, float) or weight.ndim != 1:
+        return None
+    x = torch.linspace(-1, 2, len(weight), dtype=weight.dtype, device=weight.device)[None]
+    with torch.no_grad():
+        expected = norm(x).float()
+        for offset in (0.0, 1.0):
+            lean = LeanNorm(weight, eps, offset)
+            difference = (lean(x).float() - expected).abs().max()
+            if difference <= LOGIT_TOLERANCE[weight.dtype] * expected.abs().max():
+                return lean
+    return None
+
+
+def _activation(function: Any) -> tuple[str, str] | None:
+    if not callable(function):
+        return None
+    x = torch.linspace(-4, 4, 33)
+    for name, known in ACTIVATIONS.items():
+        if torch.allclose(function(x), known(x), atol=1e-6):
+            return name
+    return None
+
+
+def _computes_the_same(layer: nn.Module, rotary: nn.Module, config: Any) -> bool:
+    """Whether a lean layer adds the same to random hidden states."""
     layer = copy.deepcopy(layer).float()
-    lean = LeanLayer(layer)
+    parts = layer_parts(layer, config)
+    if parts is None:
+        return False
+    lean = LeanLayer(parts)
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(1, TOKENS, len(lean.attention_norm.weight), generator=generator)
+    states = torch.randn(1, TOKENS, parts.out.out_features, generator=generator)
+    positions = torch.arange(TOKENS)[None] * STRIDE
+    mask = AttentionMask(torch.ones(TOKENS, TOKENS).tril().bool()[None, None], torch.float32)
+    assert mask.additive is not None
+    kind = (parts.kind,) if getattr(rotary, "layer_types", None) else ()
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert parts is not None
+        return mask.attend(query, key, value, parts.scale or 1.0, parts.softcap)
+
     try:
-        embeddings = rotary(states, torch.arange(TOKENS)[None] * STRIDE)
-        expected = layer(states, attention_mask=None, position_embeddings=embeddings) - states
-        update = lean(states, attention_mask=None, position_embeddings=embeddings) - states
+        cos, sin = rotary(states, positions, *kind)
+        rotation = rotation_of(cos, sin)
+        update = lean(states, rotation, attend) - states
+        expected = layer(states, attention_mask=mask.additive, position_embeddings=(cos, sin))
+        if not isinstance(expected, Tensor):
+            return False
+        expected = expected - states
     except (TypeError, RuntimeError, AttributeError, ValueError):
         return False  # it takes other arguments, so it is of another kind
     return bool((expected - update).abs().max() <= TOLERANCE * expected.abs().max())
+
+
+def _same_logits(model: PreTrainedModel, lean: LeanForward) -> bool:
+    """Whether the logits of a short text are those of the model. This checks what is not in the
+    layers: embedding, final norm, output layer, and what follows it."""
+    config = model.config.get_text_config()
+    ids = torch.arange(TOKENS)[None] * (config.vocab_size // TOKENS - 1) + 1
+    mask = AttentionMask(torch.ones(TOKENS, TOKENS).tril().bool()[None, None], model.dtype)
+    layers = [_NoPast()] * len(lean.layers)
+    expected = model(input_ids=ids, use_cache=False).logits.float()
+    logits, _ = lean(ids, torch.arange(TOKENS)[None], [mask] * len(layers), layers)
+    difference = (logits.float() - expected).abs().max()
+    return bool(difference <= LOGIT_TOLERANCE[model.dtype] * expected.abs().max())
+
+
+class _NoPast:
+    """Slots of a text without a past."""
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys, values

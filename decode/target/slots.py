@@ -158,28 +158,46 @@ class Slots:
             window.scatter(rows, first + torch.arange(n, device=self.device))
 
     def mask(
-        self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None
+        self,
+        base_B1: Tensor,
+        start: np.ndarray,
+        n: int,
+        ancestors_BNM: Tensor | None,
+        window: int | None = None,
     ) -> Tensor | None:
         """The slots that each placed token may see, bool [B, 1, n, S]. None if plain causal
         attention is enough.
 
         base_B1: the first slot of the tree; every token sees all slots below it. ancestors_BNM: for
         a tree of m nodes with the last n of them fed, the nodes that each fed node may see. None: a
-        chain.
+        chain. window: how many tokens a token sees, itself included. None: all tokens.
         """
+        inside_window = window is None or self._window.end <= window
         causal = not start.any() or (n == 1 and self._step == 1)
-        if ancestors_BNM is None and causal and self._window.begin is not None:
+        causal = causal and inside_window and self._window.begin is not None
+        if ancestors_BNM is None and causal:
             return None
         slots_S = torch.arange(self._window.end, device=self.device)
         offset_BS = slots_S - base_B1  # a slot's column in the tree; negative: the past
         if ancestors_BNM is None:
-            seen = offset_BS[:, None, :] <= torch.arange(n, device=self.device)[None, :, None]
+            depth_BN = torch.arange(n, device=self.device)[None]
+            seen = offset_BS[:, None, :] <= depth_BN[:, :, None]
         else:
+            depth_BN = ancestors_BNM.sum(2) - 1
+            if window is not None and not inside_window:
+                # An ancestor is as far away as there are ancestors from it on.
+                distance = ancestors_BNM.flip(2).cumsum(2).flip(2)
+                ancestors_BNM = ancestors_BNM & (distance <= window)
             nodes = ancestors_BNM.shape[2]
             inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
             column_B1S = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, n, -1)
             visible = ancestors_BNM.expand(len(start), -1, -1).gather(2, column_B1S)
             seen = (offset_BS < 0)[:, None, :] | (visible & inside_BS[:, None, :])
+        if window is not None and not inside_window:
+            near = offset_BS[:, None, :] > depth_BN[:, :, None] - window
+            if ancestors_BNM is not None:  # the slots of the tree are limited already
+                near = near | (offset_BS >= 0)[:, None, :]
+            seen = seen & near
         return seen[:, None]
 
     def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:

@@ -94,7 +94,7 @@ class _Trial:
         self.other_parent = (int(ids[1 + FIRST[0]]) + max(size // 2, 1)) % size
         self.ids = ids.to(lm.device)
         self.seen = torch.as_tensor(seen, device=lm.device)
-        lm.reset(1, 1 + NODES, longest=1 + SHIFT)
+        lm.reset(1, 1 + NODES)
         self.start = np.zeros(1, dtype=np.int64)
         lm.forward(self.ids[None, :1], self.start)
 

@@ -21,7 +21,6 @@ from decode.drafters.draft_vocabulary import ReducedVocabulary, save_with_vocabu
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.trained import require_weights
 from decode.errors import UserError
-from decode.target.cached_model import sliding_window
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.replay.replay_buffer import (
@@ -140,11 +139,7 @@ class SmallLMStudent(OnlineStudent):
         rejections = WeightedLoss({"total_variation": 1.0})
         self._total_variation = Distillation(model, rejections, **sizes)
         config = model.config.get_text_config()
-        limits = [
-            getattr(config, "max_position_embeddings", None),
-            sliding_window(model),
-            max_length,
-        ]
+        limits = [getattr(config, "max_position_embeddings", None), max_length]
         self.window = min((limit for limit in limits if limit), default=1 << 30)
 
     def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:

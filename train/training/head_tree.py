@@ -8,7 +8,6 @@ from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import require_prompts
 from decode.measure.calibrate_tree import (
-    MAX_NODES,
     NothingAccepted,
     TreeCalibration,
     calibrate_tree,
@@ -50,8 +49,7 @@ def require_tree(
         )
     prompts = _prompts(settings, corpus)
     require_prompts(prompts, target.max_positions, target.vocab_size)
-    nodes = max(settings.width * heads.depth, settings.nodes or MAX_NODES)
-    require_slots(target.model, max(map(len, prompts)) + settings.max_new_tokens + nodes)
+    require_slots(target.model)
     require_trees(target.model)
 
 

@@ -1,0 +1,148 @@
+"""A model that runs through transformers' own forward, for models that the lean forward does not
+know. Models that call attention by name get ours.
+
+Shapes: B rows, n tokens fed per row, N query heads, K key heads, S slots, D head size, H hidden
+size, V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from decode.target.hidden_states import Recorder
+from decode.target.lean_forward import AttentionMask, columns_of
+from decode.target.slots import SlotLayer
+
+ATTENTION = "draftsmith"
+
+# Arguments that some models pass in addition to the mask; `attention_forward` does not take them.
+LEFT_TO_TRANSFORMERS = ("position_bias", "softcap", "s_aux", "cache")
+
+_chain: ContextVar[bool] = ContextVar("chain", default=False)
+
+
+@contextmanager
+def chain_attention() -> Iterator[None]:
+    """Inside this context, `attention_forward` computes the attention of a chain: see
+    `AttentionMask`."""
+    token = _chain.set(True)
+    try:
+        yield
+    finally:
+        _chain.reset(token)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`AttentionMask.attend` for transformers' models. Same interface as transformers' attention
+    functions: query [B, N, n, D], key and value [B, K, S, D], an additive mask [B, 1, n, S] or
+    None; returns [B, n, N, D]. Cases that it does not support (no mask, a mask per head, a position
+    bias) go to the function of transformers."""
+    unsupported = any(kwargs.get(name) is not None for name in LEFT_TO_TRANSFORMERS)
+    if attention_mask is None or attention_mask.shape[1] != 1 or unsupported:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    mask = AttentionMask(attention_mask, query.dtype, chain=_chain.get())
+    return mask.attend(query, key, value, scale).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, attention_forward)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+class TransformersForward(nn.Module):
+    """The same interface as `LeanForward`. The model may have our attention and packed layers."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.has_our_attention = model.config._attn_implementation == ATTENTION
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        masks: Sequence[AttentionMask],
+        slots: Sequence[SlotLayer],
+        columns: Tensor | None = None,
+        captured_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """See `LeanForward.forward`."""
+        recording: AbstractContextManager[Mapping[int, Tensor]] = nullcontext({})
+        if captured_layers:
+            recording = Recorder(self.model, captured_layers).recording()
+        chain = chain_attention() if masks[0].chain else nullcontext()
+        with chain, recording as features, self._restricted_output(columns, ids.shape[1]):
+            logits = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=self._mask(masks, ids),
+                past_key_values=Cache(layers=list(slots)),
+                use_cache=True,
+            ).logits
+        # `_restricted_output` does nothing for a model without an accessible output layer.
+        if columns is not None and logits.shape[1] != 1:
+            logits = columns_of(logits, columns)
+        return logits, features
+
+    def _mask(self, masks: Sequence[AttentionMask], ids: Tensor) -> Any:
+        """One mask, or one for each layer type if these have different windows."""
+        if all(mask.visible is None for mask in masks):
+            return None
+        different = {id(mask): self._form(mask, ids) for mask in masks}
+        if len(different) == 1:
+            return different[id(masks[0])]
+        kinds = self.model.config.get_text_config().layer_types
+        return {kind: different[id(mask)] for kind, mask in zip(kinds, masks, strict=True)}
+
+    def _form(self, mask: AttentionMask, ids: Tensor) -> Tensor | None:
+        """The mask as the model's attention takes it."""
+        if mask.visible is None:
+            tokens = ids.shape[1]
+            causal = torch.ones(tokens, tokens, dtype=torch.bool, device=ids.device).tril()
+            mask = AttentionMask(causal[None, None], self.model.dtype)
+        boolean = self.model.config._attn_implementation == "sdpa"
+        return mask.visible if boolean else mask.additive
+
+    @contextmanager
+    def _restricted_output(self, columns: Tensor | None, n: int) -> Iterator[None]:
+        """Inside this context, the output layer gets the hidden state of only one of n columns per
+        row. Logits of all columns would be by far the largest tensor of a prefill. Later operations
+        of the model on its logits (scaling, soft caps) are not affected."""
+        get_layer = getattr(self.model, "get_output_embeddings", None)
+        layer = get_layer() if get_layer and columns is not None and n > 1 else None
+        if layer is None:
+            yield
+            return
+        assert columns is not None
+
+        def pick(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            hidden, *others = inputs
+            if hidden.shape[:2] != (len(columns), n):
+                return None
+            return columns_of(hidden, columns), *others
+
+        # Removed at the end: a hook that stays would affect other users of the model.
+        hook = layer.register_forward_pre_hook(pick)
+        try:
+            yield
+        finally:
+            hook.remove()

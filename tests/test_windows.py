@@ -1,0 +1,68 @@
+"""Sliding windows: texts longer than a window give the tokens of transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from decode.drafters import DRAFTERS
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.loop import Decoder
+from decode.target.cached_model import layer_windows
+from decode.target.lean_forward import LeanForward
+from decode.trees import SHAPES
+from tests.tiny import tiny_model
+
+NEW = 16
+MODELS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 9},
+    "qwen2": {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
+    "gemma2": {"head_dim": 8, "sliding_window": 7},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layers": 6},
+}
+PROMPTS = [[5, 17, 250, 9] * 6, [7, 11, 13], list(range(20, 40))]
+
+
+def reference(model: Any, prompt: list[int]) -> list[int]:
+    """Greedy text by forwards over all of the text, without a cache."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(NEW):
+            last = model(input_ids=ids, use_cache=False).logits[:, -1]
+            ids = torch.cat([ids, last.argmax(-1)[:, None]], 1)
+    text: list[int] = ids[0, len(prompt) :].tolist()
+    return text
+
+
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("family", MODELS)
+def test_a_text_longer_than_the_window(
+    family: str, lean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not lean:
+        monkeypatch.setattr("decode.target.prepare_model.lean_forward", lambda model: None)
+    model = tiny_model(family, **MODELS[family])
+    assert any(layer_windows(model))
+    expected = [reference(model, prompt) for prompt in PROMPTS]
+    for shape in ("chain", "static:widths=[2,1,2,1]", "dynamic:width=2,nodes=9"):
+        # Another window in the drafter, and enough agreement that drafts stay.
+        small = tiny_model(family, **(MODELS[family] | {"sliding_window": 4}))
+        drafter = SmallLMDrafter(small, shape=SHAPES.make(shape))
+        run = Decoder(model, drafter, gamma=4, rule="exact").decode(PROMPTS, NEW)
+        assert run.outputs == expected
+        assert run.counts.accepted.sum() > 0
+    decoder = Decoder(model, DRAFTERS["none"]())
+    assert isinstance(decoder.lm.forward_pass, LeanForward) is lean
+    assert decoder.decode(PROMPTS, NEW).outputs == expected
+
+
+def test_a_window_counts() -> None:
+    """The control: the window changes the text."""
+    prompt = PROMPTS[0]
+    assert reference(tiny_model("mistral", sliding_window=9), prompt) != reference(
+        tiny_model("mistral"), prompt
+    )
+
+
+def test_a_window_that_is_not_used() -> None:
+    assert not any(layer_windows(tiny_model("qwen2", sliding_window=8, use_sliding_window=False)))
