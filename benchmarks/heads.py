@@ -6,7 +6,8 @@
 One run: the target answers the shipped training prompts, its hidden states are cached once, and
 every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and
 a small LM of the target's first two layers. Each is stored with the tree that pays at this
-machine's costs. With --more, the run also uses your own prompts for training.
+machine's costs. With --more, the run also uses your own prompts for training. Some arms, which
+compare losses, run only if --arms names them.
 
 The measurements use the shipped test prompts: how often the first head predicts the target's next
 but one token, compared with a bigram table of the same text and with prompt lookup; tokens per
@@ -67,7 +68,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
 }
 SMALL_LM = "small_lm"
 KNOWN = (SMALL_LM, *HEADS)
-# These run only if --arms names them.
+# These compare losses, and run only if --arms names them.
 EXTRA = ("eagle1_tokens", "eagle3_nla", "eagle3_lk")
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
