@@ -6,7 +6,8 @@
 One run: the target answers the shipped training prompts, its hidden states are cached once, and
 every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and
 a small LM of the target's first two layers. Each is stored with the tree that pays at this
-machine's costs. With --more, the run also uses your own prompts for training.
+machine's costs. With --more, the run also uses your own prompts for training. Some arms, which
+compare losses, run only if --arms names them.
 
 The measurements use the shipped test prompts: how often the first head predicts the target's next
 but one token, compared with a bigram table of the same text and with prompt lookup; tokens per
@@ -59,12 +60,17 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "eagle1": ({"type": "eagle1", "depth": 4}, {"forward_kl": 0.1}),
     "eagle3": ({"type": "eagle3", "steps": 3}, {"forward_kl": 1.0}),
     "hydra_plus": ({"type": "hydra_plus", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
-    # EAGLE-1 without its regression. It runs only if --arms names it.
+    # EAGLE-1 without its regression.
     "eagle1_tokens": ({"type": "eagle1", "depth": 4, "regression": 0.0}, {"forward_kl": 1.0}),
+    # EAGLE-3 by the losses that are made for the acceptance rate (2602.23881).
+    "eagle3_nla": ({"type": "eagle3", "steps": 3}, {"negative_log_acceptance": 1.0}),
+    "eagle3_lk": ({"type": "eagle3", "steps": 3}, {"lk_hybrid": 1.0}),
 }
 SMALL_LM = "small_lm"
 KNOWN = (SMALL_LM, *HEADS)
-ARMS = KNOWN[:-1]
+# These compare losses, and run only if --arms names them.
+EXTRA = ("eagle1_tokens", "eagle3_nla", "eagle3_lk")
+ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,9 @@ def heads_config(settings: Settings) -> dict[str, Any]:
     answer = {"kind": "generate", "max_new_tokens": 80, "batch_size": 32, "part_prompts": 96}
     loop = {"epochs": 1 if quick else 3, "tokens_per_batch": 1024, "log_every": 40}
     training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
+    reads_layers = any(
+        HEADS[name][0]["type"] == "eagle3" for name in settings.arms if name != SMALL_LM
+    )
     # These figures are not used to choose anything, so they may use test text.
     dev = {"text": "test-answers", "samples": 42, "every": 10**6}
     stages: list[dict[str, Any]] = [
@@ -136,7 +145,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
             "kind": "feature_cache",
             "text": TEXT,
             # -1 is the output layer's input. EAGLE-3 needs the others for a target with 30 layers.
-            "captured_layers": [-1, 1, 14, 26] if "eagle3" in settings.arms else [-1],
+            "captured_layers": [-1, 1, 14, 26] if reads_layers else [-1],
         },
     ]
     for name in settings.arms:

@@ -63,6 +63,8 @@ ARMS = [
     ("reverse_kl", "sampled"),
     ("jsd", "sampled"),
     ("total_variation", "sampled"),
+    ("negative_log_acceptance", "sampled"),
+    ("lk_hybrid", "sampled"),
     ("cross_entropy", "greedy"),
     ("forward_kl", "greedy"),
     ("forward_kl", "λ = 0.5"),

@@ -297,3 +297,6 @@ class CrossEntropy(Loss):
         gradient = rows.q * counted
         gradient.scatter_add_(1, labels, -counted.to(gradient.dtype))
         return values[:, 0], gradient
+
+
+from distill import acceptance_losses  # noqa: E402, F401  (registers its losses)

@@ -55,7 +55,9 @@ def test_the_objectives_are_one_sound_run(quick: bool, tmp_path):
     assert objectives.BASE in objectives.ARMS
 
 
-@pytest.mark.parametrize("arms", [heads.ARMS, heads.KNOWN[1:], ("eagle1",), (heads.SMALL_LM,)])
+@pytest.mark.parametrize(
+    "arms", [heads.ARMS, heads.KNOWN[1:], ("eagle1",), ("eagle3_lk",), (heads.SMALL_LM,)]
+)
 def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path):
     more = tmp_path / "more.jsonl"
     more.write_text('{"prompt": "Why?"}\n')
@@ -68,6 +70,8 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
     assert len({stage.name for stage in plain.stages}) == len(plain.stages)
     assert set(arms) <= {stage.name for stage in plain.stages}
     assert plain.name != with_more.name
+    (states,) = [stage for stage in plain.stages if stage.name == "states"]
+    assert (len(states.captured_layers) > 1) == any(name.startswith("eagle3") for name in arms)
     # The shipped prompts, and one more.
     assert with_more.data.limit == len((PROMPTS / "train.jsonl").read_text().splitlines()) + 1
 

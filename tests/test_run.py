@@ -541,7 +541,18 @@ def test_the_command_line_from_plan_to_text(base):
         str(figures),
     )
     assert judged.exit_code == 0, judged.stderr
-    assert json.loads(figures.read_text())["rows"][0]["evaluation"]["steps"] > 0
+    judged_figures = figures.read_text()
+    assert json.loads(judged_figures)["rows"][0]["evaluation"]["steps"] > 0
+    compared = command(
+        *("evaluate", *target, "--drafter", "ngram", "--drafter", drafter),
+        *("--prompts", str(base / "test.jsonl"), "--max-new-tokens", "8"),
+        *("--timed-prompts", "1", "--json", str(figures)),
+    )
+    assert compared.exit_code == 0, compared.stderr
+    (alone,) = [row["evaluation"] for row in json.loads(judged_figures)["rows"]]
+    rows = json.loads(figures.read_text())["rows"]
+    assert [row["drafter"] for row in rows] == ["ngram", drafter]
+    assert rows[1]["evaluation"]["acceptance_rate"] == alone["acceptance_rate"]
     steps = base / "steps.json"
     varied = command(
         *("evaluate", *target, "--drafter", drafter, "--prompts", str(base / "test.jsonl")),
@@ -597,6 +608,14 @@ def test_the_command_line_refuses_with_one_line_and_status_2(base):
         (["train", config, f"data.train={base}/none.jsonl"], "none.jsonl"),
         (["generate", "--target", str(base / "none"), "hello"], "does not exist"),
         (["inspect", str(base)], "manifest.json"),
+        (
+            [
+                *("evaluate", "--target", str(base / "none"), "--drafter", "none"),
+                *("--drafter", "ngram", "--prompts", str(base / "test.jsonl")),
+                *("--steps", str(base / "steps.json")),
+            ],
+            "the steps of one drafter, and 2 are named",
+        ),
         # Parts are checked before the target, which does not exist, is looked for.
         (
             ["generate", "--target", str(base / "none"), "hi", "--rule", "exactt"],

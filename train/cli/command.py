@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", int, float)
 
-DrafterOption = Annotated[
-    str,
-    typer.Option(
-        help="none, ngram, store, a drafter directory, a smaller model's id or path, or several "
-        "with + between them"
-    ),
+_DRAFTER = (
+    "none, ngram, store, a drafter directory, a smaller model's id or path, or several with + "
+    "between them"
+)
+DrafterOption = Annotated[str, typer.Option(help=_DRAFTER)]
+DraftersOption = Annotated[
+    list[str], typer.Option("--drafter", help=f"{_DRAFTER}; repeatable, to compare drafters")
 ]
 TargetOption = Annotated[
     str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")

@@ -11,6 +11,7 @@ from decode.errors import UserError
 from train.cli.command import (
     DecodeOptions,
     DrafterOption,
+    DraftersOption,
     LimitOption,
     Loading,
     TargetOption,
@@ -29,7 +30,7 @@ from train.cli.command import (
 def evaluate(
     *,
     loading: Loading,
-    drafter: DrafterOption,
+    drafters: DraftersOption,
     prompts: Annotated[Path, typer.Option(help="JSONL file with prompt or messages")],
     decoding: DecodeOptions,
     max_new_tokens: TokensOption = 64,
@@ -41,10 +42,16 @@ def evaluate(
     limit: LimitOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
     steps_file: Annotated[
-        Path | None, typer.Option("--steps", help="write every step here, as JSON")
+        Path | None,
+        typer.Option("--steps", help="write every step here, as JSON; for one drafter"),
     ] = None,
 ) -> None:
-    """Measure a drafter: acceptance on all prompts, time on a few, beside plain decoding."""
+    """Measure drafters: acceptance on all prompts, time on a few, beside plain decoding."""
+    if steps_file and len(drafters) > 1:
+        raise UserError(
+            f"--steps writes the steps of one drafter, and {len(drafters)} are named; use one "
+            "command for each"
+        )
     import heads  # noqa: F401  (registers its drafters)
     from decode.artifact import write_file
     from decode.drafters.directory import open_drafter
@@ -70,19 +77,29 @@ def evaluate(
     examples, _ = read_examples(str(prompts))
     reporter = Reporter()
     target = loading.load()
-    opened_drafter = open_drafter(drafter, target)
+    # All of them before the first measurement: a wrong name must not cost a figure.
+    opened = {name: open_drafter(name, target) for name in drafters}
     ids = tokenized_prompts(examples, target, limit)
+    evaluations = {}
     with reporter.bar("evaluating", len(ids)) as bar:
+        for name, opened_drafter in opened.items():
 
-        def progress(what: str, done: int, total: int) -> None:
-            bar.resize(total)
-            bar.update(done, what=f"evaluating: {what}")
+            def progress(what: str, done: int, total: int, name: str = name) -> None:
+                bar.resize(total)
+                bar.update(done, what=f"evaluating {name}: {what}")
 
-        evaluation = measure(target, opened_drafter, ids, protocol, progress)
-    figures = evaluation.to_dict() | {"drift": drift_of(drafter)}
+            evaluations[name] = measure(target, opened_drafter, ids, protocol, progress)
     report = {
         "name": "evaluate",
-        "rows": [{"stage": "–", "drafter": drafter, "order": 0, "evaluation": figures}],
+        "rows": [
+            {
+                "stage": "–" if len(opened) == 1 else str(number),
+                "drafter": name,
+                "order": number,
+                "evaluation": evaluation.to_dict() | {"drift": drift_of(name)},
+            }
+            for number, (name, evaluation) in enumerate(evaluations.items(), 1)
+        ],
         "provenance": [describe_process()],
         "config": {"target": {"model": loading.target}, "evaluation": {"gamma": decoding.gamma}},
     }
@@ -92,6 +109,7 @@ def evaluate(
     if json_file:
         write_file(json_file, json.dumps(report, indent=2))
     if steps_file:
+        (evaluation,) = evaluations.values()
         write_file(steps_file, json.dumps(evaluation.steps_to_dict()))
 
 
