@@ -19,6 +19,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.evaluation import identical
 from decode.measure.figures import ratio_of_totals
+from decode.measure.time_passes import finish
 from decode.stats import finite
 from decode.target.loading import Target, load_target
 from train.cli.command import cores
@@ -178,10 +179,10 @@ def hold_contest(
             if name in contest.unable:
                 continue
             with contest.excusing(name):
-                finish(models.target)
+                finish(models.target.device)
                 begin = time.perf_counter()
                 result = ready[name](job, setting.tokens, number)
-                finish(models.target)
+                finish(models.target.device)
                 contest.seconds[name].append(time.perf_counter() - begin)
                 contest.outputs[name].append(result.outputs)
                 contest.passes[name] += result.passes()
@@ -195,12 +196,6 @@ def hold_contest(
             name: identical(models.target, prompts, rows["generate"], rows[name]) for name in rows
         }
     return contest
-
-
-def finish(target: Target) -> None:
-    """Wait until a GPU has finished its work."""
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
 
 
 def _reason(error: Exception) -> str:
@@ -243,11 +238,11 @@ def first_token(
     models = Models.load(load_target(target, dtype=dtype, device=device), drafter)
     begin = time.perf_counter()
     run = makers(models, gamma=gamma, sampled=False)[name]()
-    finish(models.target)
+    finish(models.target.device)
     marks = [begin, time.perf_counter()]
     for _ in range(2):
         run([prompt], 1, 0)
-        finish(models.target)
+        finish(models.target.device)
         marks.append(time.perf_counter())
     ready, first, second = (b - a for a, b in pairwise(marks))
     return {"ready": ready, "first": first, "second": second}
