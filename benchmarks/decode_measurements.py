@@ -152,8 +152,9 @@ def hold_contest(
     texts: Sequence[list[int]],
     gamma: int,
     reporter: Reporter,
+    names: Sequence[str] = tuple(NAMES),
 ) -> Contest:
-    """Let all contestants answer the setting's prompts, in turns.
+    """Let the contestants with these names answer the setting's prompts, in turns.
 
     Errors of other packages are recorded as reasons. Our own loop and plain `generate()` must
     support every setting, so their errors are raised.
@@ -164,18 +165,19 @@ def hold_contest(
     dtype = str(models.target.dtype).removeprefix("torch.")
     contest = Contest(replace(setting, jobs=len(jobs)), dtype)
     ready: dict[str, Contestant] = {}
-    for name, make in makers(models, gamma=gamma, sampled=setting.sampled).items():
+    make = makers(models, gamma=gamma, sampled=setting.sampled)
+    for name in names:
         with contest.excusing(name):
-            contestant = make()
+            contestant = make[name]()
             contestant(jobs[0], min(8, setting.tokens), 0)  # the warm-up
             ready[name] = contestant
             contest.seconds[name], contest.outputs[name] = [], []
             contest.passes[name] = Passes()
-    names = list(ready)
+    order = list(ready)
     for number, job in enumerate(jobs):
         reporter.say(f"{contest.title}: {number + 1} of {len(jobs)}")
-        turn = len(names) * number // len(jobs)
-        for name in names[turn:] + names[:turn]:
+        turn = len(order) * number // len(jobs)
+        for name in order[turn:] + order[:turn]:
             if name in contest.unable:
                 continue
             with contest.excusing(name):

@@ -65,7 +65,7 @@ NEEDED = ("lossless", "target", "passes", "prefill", "plain")
 
 
 @dataclass
-class Examination:
+class Findings:
     """figures: JSON values by item. errors: by item, why it has no figure."""
 
     figures: dict[str, Any] = field(default_factory=dict)
@@ -79,6 +79,10 @@ class Examination:
             lines = str(error).strip().splitlines() or [""]
             self.errors[item] = f"{type(error).__name__}: {lines[0]}"
         return self.figures.get(item)
+
+
+class Examination(Findings):
+    """What `examine` found."""
 
     @property
     def sound(self) -> bool:
