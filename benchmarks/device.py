@@ -12,11 +12,11 @@ of the positions. So every loop emits the same tokens, accepts the same drafts, 
 time. In the other parts only the time of passes matters, not what they predict.
 
 A part that fails (out of memory, TRL not installed) is reported in one line, and the others go on.
-Ratios of speed and memory are ours over theirs.
+Ratios of times are theirs over ours; of throughput and memory, ours over theirs.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -47,9 +47,20 @@ from benchmarks.device_parts import (
     train_here,
 )
 from decode.errors import UserError
+from decode.measure.costs import OtherProcesses, busy
 from decode.measure.machine import describe_gpus
 from decode.target.loading import resolve_device
 from train.cli.examination import Findings
+
+Part = Callable[[Bench], dict[str, Any]]
+PARTS: dict[str, Part] = {
+    "decode": hold_decode_contest,
+    "passes": pass_times,
+    "draft_costs": draft_costs,
+}
+TRAININGS: dict[str, Part] = {
+    f"train_{name}": partial(train_here, contestant=name) for name in ("ours", "trl", "eagle1")
+}
 
 
 def main(
@@ -75,27 +86,17 @@ def main(
     )
     for name, shape in (("target", sizes.target), ("drafter", sizes.drafter)):
         reporter.say(f"{name}: llama, bfloat16, random weights, {shape}")
-    parts: dict[str, Callable[[Bench], dict[str, Any]]] = {
-        "decode": hold_decode_contest,
-        "passes": pass_times,
-        "draft_costs": draft_costs,
-        "train_ours": lambda bench: train_here(bench, "ours"),
-        "train_trl": lambda bench: train_here(bench, "trl"),
-        "train_eagle1": lambda bench: train_here(bench, "eagle1"),
-    }
-    findings = Findings()
-    for name, part in parts.items():
-        reporter.say(f"{name} …")
-        findings.add(name, partial(_with_peak, part, bench))
-        # An error can keep tensors alive, and a cached block is of no use to another process.
-        gc.collect()
-        if place.type == "cuda":
-            torch.cuda.empty_cache()
+    findings, others = Findings(), OtherProcesses()
+    _measure(PARTS, bench, findings)
+    share = others.share()  # the trainings are other processes too
+    _measure(TRAININGS, bench, findings)
     values = ratios(findings.figures)
     for table in tables(bench, findings.figures, values):
         reporter.table(table)
     for name, reason in findings.errors.items():
         reporter.say(f"{name} failed: {reason}")
+    if busy(share):
+        reporter.say(f"other programs used {share:.0%} of the processor, so times are too long")
     if json_file is not None:
         figures = {
             "benchmark": "device",
@@ -106,6 +107,7 @@ def main(
             "ratios": values,
             "results": {name: _plain(part) for name, part in findings.figures.items()},
             "errors": findings.errors,
+            "others_share": share,
         }
         write_json(json_file, figures)
 
@@ -174,7 +176,18 @@ def tables(
     return result
 
 
-def _with_peak(part: Callable[[Bench], dict[str, Any]], bench: Bench) -> dict[str, Any]:
+def _measure(parts: Mapping[str, Part], bench: Bench, findings: Findings) -> None:
+    """Add the figures of these parts to `findings`, or why they failed."""
+    for name, part in parts.items():
+        bench.reporter.say(f"{name} …")
+        findings.add(name, partial(_with_peak, part, bench))
+        # An error can keep tensors alive, and a cached block is of no use to another process.
+        gc.collect()
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _with_peak(part: Part, bench: Bench) -> dict[str, Any]:
     """The figures of a part, with its peak memory unless it measured that in a fresh process."""
     kind = bench.device.type
     forget_peak(kind)
