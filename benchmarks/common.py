@@ -63,6 +63,13 @@ def start_benchmark() -> Reporter:
     return Reporter()
 
 
+def start_process() -> None:
+    """Begin work in a process of `in_fresh_process`: its number of threads, silent libraries."""
+    quieten()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores())
+
+
 def run_config(
     name: str,
     runs: Path,
@@ -167,25 +174,32 @@ def in_fresh_process(function: str, **arguments: Any) -> Any:
     return answer["value"]
 
 
-def resident_memory() -> int:
-    """Return the bytes of this process that are in memory now."""
+def resident_memory(device: str = "cpu") -> int:
+    """Return the bytes of this process that are in memory now; on a GPU, those of its tensors."""
+    if device != "cpu":
+        return torch.cuda.memory_allocated()
     return psutil.Process().memory_info().rss
 
 
-def forget_peak() -> None:
-    """Reset the peak if the system supports it (Linux). Else the process's peak stays."""
+def forget_peak(device: str = "cpu") -> None:
+    """Reset the peak if the system supports it (Linux, CUDA). Else the process's peak stays."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        return
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return
 
 
-def peak_resident_memory() -> int:
-    """Return the most bytes in memory since `forget_peak`.
+def peak_resident_memory(device: str = "cpu") -> int:
+    """Return the most bytes in memory since `forget_peak`; on a GPU, those of tensors.
 
     Linux: read from VmHWM. getrusage's figure starts at the memory of the process that started this
     one, and cannot be reset.
     """
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated()
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

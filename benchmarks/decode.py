@@ -186,7 +186,7 @@ def ratios(contests: Sequence[Contest]) -> dict[str, dict[str, float]]:
             ratio = contest.ratio(theirs, ours)
             if ratio is not None:
                 values[name + contest.setting.ending] = ratio
-        for name in OURS:
+        for name in filter(contest.passes.__contains__, OURS):
             passes = contest.passes[name]
             forwards = sum(passes.draft_s) + sum(passes.verify_s)
             value = 1 + sum(passes.overhead_s) / forwards

@@ -158,7 +158,7 @@ Maker = Callable[[], Contestant]
 
 @dataclass
 class Models:
-    """The models that all contestants decode. Create it with `load`.
+    """The models that all contestants decode. Their generation configs are dropped.
 
     assistant: the drafter's model. drafter_path: the drafter's directory, for packages that only
     load a drafter themselves.
@@ -167,6 +167,11 @@ class Models:
     target: Target
     assistant: PreTrainedModel
     drafter_path: str
+
+    def __post_init__(self) -> None:
+        pad = self.target.tokenizer.pad_token_id
+        for model in (self.target.model, self.assistant):
+            model.generation_config = GenerationConfig(pad_token_id=0 if pad is None else pad)
 
     @classmethod
     def load(cls, target: Target, drafter: str) -> "Models":
@@ -178,11 +183,7 @@ class Models:
                 "vocabulary, and other decoding loops need one; leave --drafter out to have one "
                 "trained"
             )
-        models = cls(target, opened.lm.model, drafter)
-        pad = target.tokenizer.pad_token_id
-        for model in (target.model, models.assistant):
-            model.generation_config = GenerationConfig(pad_token_id=0 if pad is None else pad)
-        return models
+        return cls(target, opened.lm.model, drafter)
 
 
 def makers(models: Models, *, gamma: int, sampled: bool) -> dict[str, Maker]:

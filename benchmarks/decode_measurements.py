@@ -19,6 +19,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.evaluation import identical
 from decode.measure.figures import ratio_of_totals
+from decode.measure.time_passes import finish
 from decode.stats import finite
 from decode.target.loading import Target, load_target
 from train.cli.command import cores
@@ -151,8 +152,9 @@ def hold_contest(
     texts: Sequence[list[int]],
     gamma: int,
     reporter: Reporter,
+    names: Sequence[str] = tuple(NAMES),
 ) -> Contest:
-    """Let all contestants answer the setting's prompts, in turns.
+    """Let the contestants with these names answer the setting's prompts, in turns.
 
     Errors of other packages are recorded as reasons. Our own loop and plain `generate()` must
     support every setting, so their errors are raised.
@@ -163,25 +165,26 @@ def hold_contest(
     dtype = str(models.target.dtype).removeprefix("torch.")
     contest = Contest(replace(setting, jobs=len(jobs)), dtype)
     ready: dict[str, Contestant] = {}
-    for name, make in makers(models, gamma=gamma, sampled=setting.sampled).items():
+    make = makers(models, gamma=gamma, sampled=setting.sampled)
+    for name in names:
         with contest.excusing(name):
-            contestant = make()
+            contestant = make[name]()
             contestant(jobs[0], min(8, setting.tokens), 0)  # the warm-up
             ready[name] = contestant
             contest.seconds[name], contest.outputs[name] = [], []
             contest.passes[name] = Passes()
-    names = list(ready)
+    order = list(ready)
     for number, job in enumerate(jobs):
         reporter.say(f"{contest.title}: {number + 1} of {len(jobs)}")
-        turn = len(names) * number // len(jobs)
-        for name in names[turn:] + names[:turn]:
+        turn = len(order) * number // len(jobs)
+        for name in order[turn:] + order[:turn]:
             if name in contest.unable:
                 continue
             with contest.excusing(name):
-                finish(models.target)
+                finish(models.target.device)
                 begin = time.perf_counter()
                 result = ready[name](job, setting.tokens, number)
-                finish(models.target)
+                finish(models.target.device)
                 contest.seconds[name].append(time.perf_counter() - begin)
                 contest.outputs[name].append(result.outputs)
                 contest.passes[name] += result.passes()
@@ -195,12 +198,6 @@ def hold_contest(
             name: identical(models.target, prompts, rows["generate"], rows[name]) for name in rows
         }
     return contest
-
-
-def finish(target: Target) -> None:
-    """Wait until a GPU has finished its work."""
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
 
 
 def _reason(error: Exception) -> str:
@@ -243,11 +240,11 @@ def first_token(
     models = Models.load(load_target(target, dtype=dtype, device=device), drafter)
     begin = time.perf_counter()
     run = makers(models, gamma=gamma, sampled=False)[name]()
-    finish(models.target)
+    finish(models.target.device)
     marks = [begin, time.perf_counter()]
     for _ in range(2):
         run([prompt], 1, 0)
-        finish(models.target)
+        finish(models.target.device)
         marks.append(time.perf_counter())
     ready, first, second = (b - a for a, b in pairwise(marks))
     return {"ready": ready, "first": first, "second": second}

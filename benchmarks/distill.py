@@ -18,7 +18,6 @@ With few texts, batches of similar length have more padding than with many.
 """
 
 import gc
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -46,13 +45,13 @@ from benchmarks.common import (
     run_command,
     save_figure,
     start_benchmark,
+    start_process,
     write_json,
 )
 from benchmarks.distill_contestants import MANY_TEXTS, NAMES, EagerDistillation, Settings
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model
-from train.cli.command import cores, quieten
 from train.console import Reporter
 from train.plots import LIGHT, SERIES
 
@@ -264,9 +263,7 @@ def measure_point(
     models and the student's gradients, which exist before them. kind: one of KINDS. Call it in a
     fresh process.
     """
-    quieten()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cores())
+    start_process()
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     teacher = LiveTeacher(split_model(_tiny(vocabulary, seed=0).to(dtype)))
     module = KINDS[kind](_tiny(vocabulary, seed=1).train(), WeightedLoss({"forward_kl": 1.0}))

@@ -1,4 +1,4 @@
-"""The contestants of `benchmarks.distill`: our distillation, and TRL's two trainers.
+"""The contestants of `benchmarks.distill`, with ours; TRL's are in `benchmarks.distill_trl`.
 
 All train the same student on the same texts in the same number of optimizer steps, with the same
 loss, the forward KL(teacher‖student) per predicted token, AdamW and gradient clipping. B: rows of a
@@ -23,20 +23,28 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from benchmarks.common import PROMPTS, TARGET, forget_peak, peak_resident_memory, resident_memory
-from decode.target.loading import Target, load_target
+from benchmarks.common import (
+    PROMPTS,
+    TARGET,
+    forget_peak,
+    peak_resident_memory,
+    resident_memory,
+    start_process,
+)
+from decode.measure.time_passes import finish
+from decode.target.loading import Target, load_model_and_tokenizer, load_target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, Teacher, TeacherLogits, split_model
 from distill.untrained_student import student_from_layers
-from train.cli.command import cores, quieten
+from train.cli.command import quieten
 from train.console import Bar, Reporter
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat import Sample, prompt_tokens
 from train.data.read import read_examples
 from train.data.training_text import FixedText
 from train.training.optimizer import OptimizerConfig
-from train.training.trainer import LoopConfig, Trainer, TrainingTask
+from train.training.trainer import LoopConfig, Step, Trainer, TrainingTask
 
 # Answer lengths as in instruction data: medians of 50 to 110 tokens and a standard deviation of the
 # logarithm of 0.4 to 1.1 (Alpaca, Dolly, GSM8K).
@@ -44,6 +52,8 @@ ANSWER_MEDIAN, ANSWER_SPREAD, ANSWER_LIMITS = 90, 0.8, (8, 512)
 # About the average length of the texts of mixed lengths, including the prompt.
 EQUAL_LENGTH = 160
 MANY_TEXTS = 10_000
+# (contestant, target, trained module, texts, settings, meter)
+Training = Callable[[str, Target, Any, Sequence[Sample], "Settings", "Meter"], None]
 
 OURS = {
     "ours": "ours",
@@ -63,18 +73,37 @@ NAMES = OURS | TRL
 class Settings:
     """rows: of a batch; an average if batches are formed by length. steps: measured, one epoch.
 
+    student: a model directory. "": the student is the target's `layers`. device: cpu or cuda.
     equal_length: all texts have the same number of tokens, and all tokens but the first are
     predicted, so no contestant can save work on padding or prompts.
     """
 
     target: str = TARGET
     layers: tuple[int, ...] = (0, 1, 2, 3)
+    student: str = ""
+    device: str = "cpu"
     precision: str = "fp32"
     rows: int = 8
     steps: int = 12
     equal_length: bool = False
     lr: float = 3e-4
     seed: int = 0
+
+    def load(self) -> Target:
+        """Load the target. Call it before anything else on a GPU."""
+        if self.device != "cpu":
+            # With several GPUs in sight, TRL's trainers split each batch over them.
+            os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+        dtype = {"fp32": "float32", "bf16": "bfloat16"}[self.precision]
+        return load_target(self.target, dtype=dtype, device=self.device)
+
+    def make_student(self, target: Target) -> PreTrainedModel:
+        """Return the untrained student on the device, in float32."""
+        if not self.student:
+            return student_from_layers(target.model, self.layers).to(self.device)
+        loaded = load_model_and_tokenizer(self.student, dtype="float32", device=self.device)
+        student: PreTrainedModel = loaded.model.train().requires_grad_(True)
+        return student
 
 
 @dataclass
@@ -84,9 +113,10 @@ class Meter:
     times: seconds on the clock, at the start and then at the end of each step. cpu: the same in
     processor time of all threads, which other programs disturb less.
     tokens: of each batch (text tokens, predicted tokens, tokens with padding).
-    losses: mean over each batch's predicted tokens.
+    losses: mean over each batch's predicted tokens. device: cpu or cuda; whose memory it is.
     """
 
+    device: str = "cpu"
     times: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     tokens: list[tuple[int, int, int]] = field(default_factory=list)
@@ -95,9 +125,10 @@ class Meter:
 
     def tick(self) -> None:
         # Read at each step, to exclude the work of a trainer after the last step.
+        finish(torch.device(self.device))
         self.times.append(time.perf_counter())
         self.cpu.append(time.process_time())
-        self.peak = peak_resident_memory()
+        self.peak = peak_resident_memory(self.device)
 
     def count_batch(self, attention_mask: Tensor, predicted: Tensor) -> None:
         """Count a batch. attention_mask: [B, T]. predicted: bool [B, T − 1], tokens in the loss."""
@@ -141,26 +172,32 @@ def measure(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
     Before the measurement, it trains one step on other texts with a copy of the student, to start
     threads and libraries.
     """
-    quieten()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cores())
+    start_process()
     options = Settings(**settings)
-    train = train_trl if contestant in TRL else train_ours
+    train = train_ours
     if contestant in TRL:
         # Import before reading memory: the size of a library is not part of its training memory.
-        import trl.experimental.gkd
-        import trl.trainer.distillation_trainer  # noqa: F401
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[options.precision]
-    target = load_target(options.target, dtype=dtype, device="cpu")
-    student = student_from_layers(target.model, options.layers)
+        from benchmarks.distill_trl import train_trl as train
+    target = options.load()
+    return measure_training(contestant, train, target, options.make_student(target), options)
+
+
+def measure_training(
+    contestant: str,
+    train: Training,
+    target: Target,
+    student: nn.Module,
+    options: Settings,
+) -> dict[str, Any]:
+    """Return the figures of a training in this process, after an unmeasured step on a copy."""
     gc.collect()
-    loaded = resident_memory()
+    loaded = resident_memory(options.device)
     texts = make_texts(target.tokenizer, options.rows * options.steps, options)
     warm_up = make_texts(target.tokenizer, options.rows, options, first=len(texts))
-    train(contestant, target, copy.deepcopy(student), warm_up, options, Meter())
+    train(contestant, target, copy.deepcopy(student), warm_up, options, Meter(options.device))
     gc.collect()
-    forget_peak()
-    meter = Meter()
+    forget_peak(options.device)
+    meter = Meter(options.device)
     train(contestant, target, student, texts, options, meter)
     seconds = meter.times[-1] - meter.times[0]
     text_tokens, predicted, padded = (sum(column) for column in zip(*meter.tokens, strict=True))
@@ -225,17 +262,38 @@ def train_ours(
     module = EagerDistillation if "eager" in contestant else Distillation
     loop = _InOrderTrainer if "random" in contestant else Trainer
     _InOrderTrainer.rows = settings.rows
+    trained = module(student, terms)
+    fit(trained, step, terms.names, target, texts, settings, meter, loop=loop)
+
+
+def fit(
+    module: nn.Module,
+    step: Step,
+    terms: Sequence[str],
+    target: Target,
+    texts: Sequence[Sample],
+    settings: Settings,
+    meter: Meter,
+    *,
+    figures: Callable[[dict[str, float], int], dict[str, float]] | None = None,
+    loop: type[Trainer] = Trainer,
+) -> None:
+    """Train a module for one epoch with our trainer. figures: as for `TrainingTask`."""
     with tempfile.TemporaryDirectory() as directory:
         trainer = loop(
-            Accelerator(cpu=True, mixed_precision="bf16" if settings.precision == "bf16" else "no"),
+            Accelerator(
+                cpu=settings.device == "cpu",
+                mixed_precision="bf16" if settings.precision == "bf16" else "no",
+            ),
             _MeteredReporter(meter),
             TrainingTask(
-                "distill",
-                module(student, terms),
+                "training",
+                module,
                 step,
-                terms.names,
+                terms,
                 FixedText(texts),
                 target.tokenizer.pad_token_id or 0,
+                figures=figures,
             ),
             LoopConfig(
                 epochs=1,
@@ -333,110 +391,3 @@ def _tokens_per_batch(texts: Sequence[Sample], rows: int, seed: int) -> int:
     while len(bucket_batches(lengths, tokens_per_batch=size, seed=seed, epoch=0)) > steps:
         size += max(1, size // 200)
     return size
-
-
-def train_trl(
-    contestant: str,
-    target: Target,
-    student: PreTrainedModel,
-    texts: Sequence[Sample],
-    settings: Settings,
-    meter: Meter,
-) -> None:
-    """Train one epoch with TRL, in the texts' order or grouped by length.
-
-    Uses TRL's defaults, except those that make it slower or change the training: no gradient
-    checkpointing, no generation (λ = 0), β = 0, the forward KL, and our learning rate. The
-    optimizer is TRL's default, AdamW in one fused kernel.
-    """
-    import datasets
-    from transformers import PrinterCallback, TrainerCallback
-
-    class Watch(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            meter.tick()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            meter.tick()
-
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            meter.losses += [logs["loss"]] if "loss" in logs else []
-
-    # Otherwise transformers stores the keys and values of the batch, which nobody uses.
-    target.model.config.use_cache = False
-    rows = [
-        {"prompt": text.id, "input_ids": text.tokens, "completion_mask": [*map(int, text.mask)]}
-        for text in texts
-    ]
-    with tempfile.TemporaryDirectory() as directory:
-        common = {
-            "output_dir": directory,
-            "per_device_train_batch_size": settings.rows,
-            "num_train_epochs": 1,
-            "learning_rate": settings.lr,
-            "lr_scheduler_type": "constant",
-            "weight_decay": 0.0,
-            "adam_beta2": OptimizerConfig().beta2,
-            "max_grad_norm": OptimizerConfig().clip,
-            "beta": 0.0,
-            "gradient_checkpointing": False,
-            "bf16": settings.precision == "bf16",
-            "use_cpu": True,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
-            "seed": settings.seed,
-        }
-        make = _trl_chunked if contestant == "trl_chunked" else _trl_gkd
-        trainer = make(
-            common,
-            "group_by_length" if contestant == "trl_grouped" else "sequential",
-            meter,
-            model=student,
-            teacher_model=target.model,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=target.tokenizer,
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(Watch())
-        trainer.train()
-
-
-def _trl_gkd(common: dict[str, Any], order: str, meter: Meter, **parts: Any) -> Any:
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
-    from trl.experimental.utils import DataCollatorForChatML
-
-    collator = DataCollatorForChatML(tokenizer=parts["processing_class"])
-
-    def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        batch = collator(examples)
-        meter.count_batch(batch["attention_mask"], batch["labels"][:, 1:] != -100)
-        return batch
-
-    args = GKDConfig(lmbda=0.0, temperature=1.0, train_sampling_strategy=order, **common)
-    return GKDTrainer(args=args, data_collator=collate, **parts)
-
-
-def _trl_chunked(common: dict[str, Any], order: str, meter: Meter, **parts: Any) -> Any:
-    """Return TRL's trainer with the chunked loss. It always generates, so here `_generate` returns
-    the given texts."""
-    from trl import DistillationConfig, DistillationTrainer
-
-    class FixedTextTrainer(DistillationTrainer):  # type: ignore[misc, unused-ignore]
-        def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
-            prompt_ids, answer_ids = zip(*(split[prompt] for prompt in prompts), strict=True)
-            return list(prompt_ids), list(answer_ids), None, None, []
-
-        def _compute_loss(self, student: Any, inputs: dict[str, Tensor], items: Any) -> Any:
-            mask = inputs["completion_mask"]
-            meter.count_batch(torch.cat([inputs["prompt_mask"], mask], dim=1), mask)
-            return super()._compute_loss(student, inputs, items)
-
-    split = {}
-    for row in parts["train_dataset"]:
-        begin = row["completion_mask"].index(1)
-        split[row["prompt"]] = row["input_ids"][:begin], row["input_ids"][begin:]
-    args = DistillationConfig(temperature=1.0, shuffle_dataset=False, **common)
-    return FixedTextTrainer(args=args, **parts)

@@ -9,12 +9,8 @@ of layers is given as a share of a full pass. The second measurement compares th
 each drafter, in chains, with those of plain decoding. CPU only.
 """
 
-import time
-from collections.abc import Callable
-from statistics import median
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 from torch import nn
@@ -37,6 +33,7 @@ from decode.drafters.directory import open_drafter
 from decode.drafters.trained import ShapedDrafter
 from decode.loop import Decoder
 from decode.measure.evaluation import identical
+from decode.measure.time_passes import pass_seconds, seconds_by_turns
 from decode.target.cached_model import CachedLM
 from decode.target.lean_forward import SLOT_STEP, AttentionMask
 from decode.target.loading import Target, load_target
@@ -97,13 +94,10 @@ def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str
     generator = torch.Generator().manual_seed(0)
     slots = round_up_slots(context + max(FED), SLOT_STEP)
     keys, values = torch.randn(2, 1, shared, slots, size, generator=generator).to(target.dtype)
-    lm = CachedLM(target.model)
-    ids = torch.randint(3, config.vocab_size // 2, (1, slots), generator=generator)
     turns = 5 if quick else 15
+    pass_s = pass_seconds(CachedLM(target.model), context, FED, turns=turns)
     rows = []
     with torch.inference_mode():
-        lm.reset(1, slots)
-        lm.forward(ids[:, :context], np.zeros(1, dtype=np.int64), columns=np.array([context - 1]))
         for fed in FED:
             query = torch.randn(1, queries, fed, size, generator=generator).to(target.dtype)
             padded = round_up_slots(context + fed, SLOT_STEP)
@@ -122,35 +116,18 @@ def measure_costs(target: Target, context: int, *, quick: bool) -> list[dict[str
                     module, query, keys[:, :, :length], values[:, :, :length], mask
                 )
 
-            def full_pass(fed: int = fed) -> None:
-                lm.forward(ids[:, context : context + fed], np.array([context]))
-
             ours_s, sdpa_s = seconds_by_turns([ours, sdpa], turns=turns, calls=20)
-            (pass_s,) = seconds_by_turns([full_pass], turns=turns, calls=1)
             rows.append(
                 {
                     "context": context,
                     "fed": fed,
-                    "pass_ms": 1e3 * pass_s,
+                    "pass_ms": 1e3 * pass_s[fed],
                     "ours_us": 1e6 * ours_s,
                     "sdpa_us": 1e6 * sdpa_s,
-                    "share_of_pass": layers * (ours_s - sdpa_s) / pass_s,
+                    "share_of_pass": layers * (ours_s - sdpa_s) / pass_s[fed],
                 }
             )
     return rows
-
-
-def seconds_by_turns(functions: list[Callable[[], None]], *, turns: int, calls: int) -> list[float]:
-    """Return the seconds per call of each function: the median of turns, after an uncounted one."""
-    seconds: list[list[float]] = [[] for _ in functions]
-    for turn in range(turns + 1):
-        for index, function in enumerate(functions):
-            begin = time.perf_counter()
-            for _ in range(calls):
-                function()
-            if turn:
-                seconds[index].append((time.perf_counter() - begin) / calls)
-    return [median(times) for times in seconds]
 
 
 def equal_shares(

@@ -98,15 +98,20 @@ def write_file(path: Path, data: bytes | str) -> None:
 def require_space(directory: Path, needed: int, what: str) -> None:
     """Raise UserError if the disk of `directory` has fewer than `needed` free bytes. The directory
     need not exist yet. what: names the data, for the message."""
-    there = Path(os.path.abspath(directory))
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
+    free = free_space(directory)
     if free < needed:
         raise UserError(
             f"{what} in {directory} need {needed / 2**30:.2f} GiB, but the disk has "
             f"{free / 2**30:.2f} GiB free; free some space there, or choose another output_dir"
         )
+
+
+def free_space(directory: Path) -> int:
+    """Return the free bytes on the disk of `directory`, which need not exist yet."""
+    there = Path(os.path.abspath(directory))
+    while not there.exists():
+        there = there.parent
+    return shutil.disk_usage(there).free
 
 
 def verify_directory(path: Path, *, deep: bool = True) -> dict[str, Any]:

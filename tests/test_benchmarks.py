@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import exact, heads, objectives, online, online_runs, repeat
+from benchmarks import device, device_parts, exact, heads, objectives, online, online_runs, repeat
 from benchmarks.common import PROMPTS, in_fresh_process, require
 from benchmarks.decode import (
     contest_table,
@@ -290,3 +291,71 @@ def test_equal_bits_are_priced_and_equal_texts_counted() -> None:
     assert all(cost["pass_ms"] > 0 and np.isfinite(cost["share_of_pass"]) for cost in costs)
     prompts = [[5, 6, 7, 5, 6], [9, 8, 7]]
     assert exact.equal_shares(target, ["ngram"], prompts, gamma=3, tokens=12) == {"ngram": 1.0}
+
+
+def test_the_device_benchmark_goes_on_after_a_part_that_fails(tmp_path, monkeypatch):
+    shape = device_parts._shape(64, 32, 64, 2, 4, 2)
+    tiny = replace(device_parts.SMALL, target=shape, drafter=shape, jobs=1, tokens=24, turns=1)
+    monkeypatch.setattr(device, "SMALL", tiny)
+    monkeypatch.setattr(device, "start_benchmark", lambda: Reporter(silent=True))
+    monkeypatch.setattr(device_parts, "VOCABULARY", 64)
+    monkeypatch.setattr(device_parts, "CONTEXTS", (10, 20))
+    monkeypatch.setattr(device_parts.Bench, "tokenizer", tiny_target().tokenizer)
+
+    def train(bench: Any, contestant: str) -> dict[str, Any]:
+        if contestant == "trl":
+            raise torch.OutOfMemoryError("too much\nof it")
+        speeds = ("predicted_tokens_per_second", "text_tokens_per_second", "padding_share")
+        return dict.fromkeys((*speeds, "peak_bytes", "training_bytes"), 1.0)
+
+    for name, part in device.TRAININGS.items():
+        monkeypatch.setitem(device.TRAININGS, name, partial(train, **part.keywords))
+    file = tmp_path / "device.json"
+    device.main(quick=True, json_file=file, device="cpu")
+    written = json.loads(file.read_text())
+    assert written["errors"] == {"train_trl": "OutOfMemoryError: too much"}
+    assert set(written["results"]) == {
+        *("decode", "passes", "draft_costs", "train_ours", "train_eagle1"),
+    }
+    assert "throughput_vs_trl" not in written["ratios"]
+    assert {
+        *("plain_vs_generate", "speculative_vs_assisted", "pass_10_vs_1_ctx_20"),
+        *("draft_cost_small_lm", "draft_cost_eagle"),
+    } <= set(written["ratios"])
+    assert all(isinstance(value, float) for value in written["ratios"].values())
+    # The scripts decide what is accepted, in every loop alike.
+    contestants = written["results"]["decode"]["contestants"]
+    ours, theirs = (contestants[name] for name in ("speculative", "assisted"))
+    assert 0.5 < ours["acceptance_rate"] < 1
+    assert ours["acceptance_rate"] == pytest.approx(theirs["acceptance_rate"], abs=0.1)
+    figures = written["results"] | {"train_trl": {"peak_bytes": 2, "training_bytes": 4}}
+    figures["train_trl"]["predicted_tokens_per_second"] = 0.5
+    ratios = device.ratios(figures)
+    assert ratios["throughput_vs_trl"] == 2
+    assert ratios["training_memory_vs_trl"] == 0.25
+
+
+def test_a_scripted_llama_says_its_script_and_computes_all_the_same():
+    shape = device_parts._shape(64, 32, 64, 2, 4, 2) | {"max_position_embeddings": 32}
+    model = device_parts.random_llama(device_parts.ScriptedLlama, **shape)
+    model.script.copy_(torch.arange(32))
+    plain = device_parts.random_llama(**shape)
+    ids = torch.tensor([[9, 9, 9, 9]])
+    logits = model(ids).logits
+    assert logits.argmax(-1).tolist() == [[1, 2, 3, 4]]
+    others = logits.scatter(-1, torch.tensor([[1, 2, 3, 4]])[..., None], 0.0)
+    expected = plain(ids).logits.scatter(-1, torch.tensor([[1, 2, 3, 4]])[..., None], 0.0)
+    assert torch.equal(others, expected)
+    for decode in (_decode, _generate):
+        assert decode(model, [9, 9, 9]) == list(range(3, 9))
+
+
+def _decode(model: Any, prompt: list[int]) -> list[int]:
+    return Decoder(model, DRAFTERS["none"]()).decode([prompt], 6).outputs[0]
+
+
+def _generate(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    texts = model.generate(ids, attention_mask=mask, max_new_tokens=6, pad_token_id=0)
+    return texts[0, len(prompt) :].tolist()

@@ -143,15 +143,33 @@ def pack_layers(module: nn.Module, keep: type[nn.Module] = LeanLayer) -> None:
 def can_pack(model: nn.Module) -> bool:
     """Whether packing is possible and takes less than half of the free memory. False for models
     that other libraries have wrapped, sharded or quantised."""
+    return reason_against_packing(model) is None
+
+
+def reason_against_packing(model: nn.Module) -> str | None:
+    """Why the linear layers of a model cannot be packed, as the end of a sentence. None: they
+    can."""
     if not torch.backends.mkldnn.is_available():
-        return False
+        return "this PyTorch has no oneDNN"
     parameters = list(model.parameters())
-    plain = all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)
-    if not plain or not all(p.dtype in _SUPPORTED and _SUPPORTED[p.dtype]() for p in parameters):
-        return False
+    if not all(p.device.type == "cpu" for p in parameters):
+        return "the weights are not on the CPU"
+    if not all(type(p) is nn.Parameter for p in parameters):
+        return "another library has sharded or quantised the weights"
+    for dtype in {p.dtype for p in parameters}:
+        if not has_products(dtype):
+            return f"this CPU has no matrix products in {str(dtype).removeprefix('torch.')}"
     if is_hooked(model) or getattr(model, "is_quantized", False):
-        return False
-    return 2 * sum(p.nbytes for p in parameters) < psutil.virtual_memory().available
+        return "another library has wrapped or quantised the model"
+    if 2 * sum(p.nbytes for p in parameters) >= psutil.virtual_memory().available:
+        return "a second copy of the weights would take more than half of the free memory"
+    return None
+
+
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether this CPU has matrix products in a dtype. Without them PyTorch converts, which is
+    slow."""
+    return dtype in _SUPPORTED and _SUPPORTED[dtype]()
 
 
 def replace_attention(model: PreTrainedModel) -> bool:

@@ -34,6 +34,8 @@ DraftersOption = Annotated[
 TargetOption = Annotated[
     str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
 ]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 TokensOption = Annotated[int, typer.Option(help="maximum length of an answer, in tokens")]
 LimitOption = Annotated[int | None, typer.Option(help="maximum number of prompts")]
 
@@ -43,8 +45,8 @@ class Loading:
     """The target, and how to load it."""
 
     target: TargetOption
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto"
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto"
+    dtype: DtypeOption = "auto"
+    device: DeviceOption = "auto"
 
     def load(self) -> "Target":
         from decode.target.loading import load_target

@@ -3,6 +3,7 @@
 import typer
 
 from train.cli.calibrate import calibrate, calibrate_tree
+from train.cli.doctor import doctor
 from train.cli.drafter_commands import coverage, evaluate, generate, inspect
 from train.cli.export import export
 from train.cli.train import train
@@ -21,6 +22,7 @@ for command in (
     coverage,
     inspect,
     export,
+    doctor,
 ):
     app.command()(command)
 

@@ -1,0 +1,115 @@
+"""What the machine can do: its GPUs, its dtypes, its speed, and the kernels that a model gets."""
+
+from collections import Counter
+from typing import Any
+
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from decode.measure.time_passes import seconds_by_turns
+from decode.target import cpu_kernels
+from decode.target.loading import DTYPES
+from decode.target.prepare_model import (
+    has_products,
+    has_replaced_attention,
+    prepare,
+    reason_against_packing,
+)
+
+GIB = 2**30
+# Bytes that are read to measure the memory: far more than caches hold.
+READ = 2 * GIB
+# A matrix product this long is not dominated by its start.
+LONG_PRODUCT = 0.02
+SMALLEST, LARGEST = 256, 8192  # rows of the square matrices
+TURNS, BUDGET = 5, 2.0
+
+
+def describe_gpus() -> list[dict[str, Any]]:
+    """Name, memory in GiB (all, free) and compute capability of each GPU that PyTorch sees."""
+    gpus = []
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        major, minor = torch.cuda.get_device_capability(number)
+        gpus.append(
+            {
+                "name": torch.cuda.get_device_name(number),
+                "memory_gib": total / GIB,
+                "free_gib": free / GIB,
+                "capability": f"{major}.{minor}",
+            }
+        )
+    return gpus
+
+
+def has_fast_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device multiplies matrices in a dtype. Otherwise it converts them, which is
+    slow."""
+    if device.type == "cpu":
+        return has_products(dtype)
+    if dtype == torch.bfloat16:
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return True
+
+
+def read_speed(device: torch.device) -> float:
+    """Bytes per second that a sum over a large tensor reads from memory."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    x = torch.ones(min(READ, free // 8) // 4, device=device)
+    (seconds,) = seconds_by_turns([x.sum], turns=TURNS, budget=BUDGET, device=device)
+    return x.nbytes / seconds
+
+
+def product_speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a product of two square matrices. Their size grows
+    until a product is long enough."""
+
+    def seconds_at(size: int, turns: int) -> float:
+        x = torch.ones(size, size, device=device, dtype=dtype)
+        return seconds_by_turns([lambda: x @ x], turns=turns, budget=BUDGET, device=device)[0]
+
+    size = SMALLEST
+    while size < LARGEST and seconds_at(size, 1) < LONG_PRODUCT:
+        size *= 2
+    return float(2 * size**3 / seconds_at(size, TURNS))
+
+
+def dtype_speeds(device: torch.device) -> dict[str, dict[str, Any]]:
+    """By dtype: whether the device has matrix products in it, and their speed in FLOP/s."""
+    return {
+        name: {
+            "fast": has_fast_products(device, dtype),
+            "flops_per_second": product_speed(device, dtype),
+        }
+        for name, dtype in DTYPES.items()
+    }
+
+
+def describe_kernels(model: PreTrainedModel) -> dict[str, Any]:
+    """What the loop replaces in a model, found in its prepared form.
+
+    packed, lean_layers: how many matrix products and layers are replaced. layers: how many layers
+    there are. attention: whether ours is used. parts: the number of modules of each class of ours.
+    not_packed_because: the reason, or None.
+    """
+    # Before `prepare`, because the copy that it makes takes memory too.
+    reason = reason_against_packing(model)
+    prepared = prepare(model)
+    ours = Counter(
+        type(module).__name__
+        for module in prepared.modules()
+        if type(module).__module__ == cpu_kernels.__name__
+    )
+    packed = ours[cpu_kernels.PackedLinear.__name__]
+    return {
+        "packed": packed,
+        "lean_layers": ours[cpu_kernels.LeanLayer.__name__],
+        "layers": model.config.get_text_config().num_hidden_layers,
+        "attention": has_replaced_attention(prepared),
+        "parts": dict(ours),
+        "not_packed_because": None if packed else reason,
+    }

@@ -1,0 +1,206 @@
+"""`draftsmith doctor`: what it says about a machine and a target, and that it finds errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from decode.measure import check_lossless as checks
+from decode.measure import machine
+from decode.measure.check_lossless import SHAPE, check_loop, distance, random_llama
+from decode.measure.time_passes import pass_seconds, weight_bytes
+from decode.target import prepare_model
+from decode.target.cached_model import CachedLM
+from decode.target.loading import EMBEDDED, EmbeddedModel
+from decode.target.prepare_model import reason_against_packing
+from tests.tiny import save_tiny, tiny_llama
+from train.cli import examination
+from train.cli.doctor import number
+from train.cli.main import app
+
+CPU = torch.device("cpu")
+
+
+class WrongForSeveral(LlamaForCausalLM):
+    """Says something else after the first of several tokens that follow a past."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **more: Any) -> Any:
+        output = super().forward(input_ids=input_ids, past_key_values=past_key_values, **more)
+        if past_key_values is not None and input_ids.shape[1] > 1 and self.wrong:
+            output.logits[:, 1:] = output.logits[:, 1:].roll(1, -1)
+        return output
+
+    wrong = True
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds are measured on less."""
+    monkeypatch.setattr(machine, "READ", 2**22)
+    monkeypatch.setattr(machine, "LARGEST", 256)
+    monkeypatch.setattr(machine, "TURNS", 1)
+    monkeypatch.setattr(examination, "TURNS", 1)
+    monkeypatch.setattr(checks, "TEXTS", 512)
+
+
+def doctor(*options: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", "--device", "cpu", *options])
+
+
+def test_doctor_prints_the_figures_that_it_writes(quick: None, tmp_path: Path) -> None:
+    target, file = save_tiny(tmp_path / "target"), tmp_path / "doctor.json"
+    run = doctor("--target", str(target), "--dtype", "float32", "--json", str(file))
+    assert run.exit_code == 0, run.output
+    figures = json.loads(file.read_text())
+    assert figures["sound"]
+    assert not figures["errors"]
+    assert [row["fed"] for row in figures["passes"]] == list(examination.WIDTHS)
+    for row in figures["passes"]:
+        assert row["cost"] * row["highest_speedup"] == pytest.approx(row["fed"])
+        reading = figures["target"]["weight_bytes"] / figures["read_bytes_per_second"]
+        assert row["times_reading"] == pytest.approx(row["ms"] / 1e3 / reading)
+        cells = [number(row[key]) for key in ("fed", "ms", "times_reading", "cost")]
+        assert any(all(cell in line for cell in cells) for line in run.output.splitlines())
+    printed = [
+        figures["process"]["versions"]["torch"],
+        figures["process"]["machine"]["processor"],
+        number(figures["read_bytes_per_second"] / 1e9),
+        *(number(x["flops_per_second"] / 1e9) for x in figures["dtypes"].values()),
+        number(figures["target"]["weight_bytes"] / 1e6),
+        number(figures["plain"]["ms_per_token"]),
+        number(figures["prefill"]["tokens_per_second"]),
+        *(number(far) for far in figures["lossless"]["sampled"].values()),
+        number(figures["disk_free_gib"]),
+    ]
+    assert [cell for cell in printed if cell not in run.output] == []
+    assert all(line in run.output for line in figures["meaning"])
+    assert 3 <= len(figures["meaning"]) <= 6
+    assert figures["kernels"]["lean_layers"] == figures["kernels"]["layers"] == 2
+
+
+def test_the_check_passes_and_its_greedy_texts_are_far_from_ties() -> None:
+    result = check_loop(CPU)
+    assert not result.failures
+    assert 0.05 < result.accepted < 0.95
+    target = random_llama(**SHAPE)
+    for prompt in checks.PROMPTS:
+        text = checks._greedy_text(target, prompt)
+        logits = target(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
+        first, second = logits.topk(2, -1).values.T
+        assert (first - second).min() > 0.01
+
+
+def test_a_target_that_is_wrong_for_several_tokens_is_found(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def check_wrong(device: torch.device) -> checks.LosslessCheck:
+        return checks.check_lossless(random_llama(WrongForSeveral, **SHAPE), random_llama(**SHAPE))
+
+    check = check_wrong(CPU)
+    assert set(check.failures) == {
+        f"{what} text, {how}" for what in ("greedy", "sampled") for how in ("chain", "tree")
+    }
+    monkeypatch.setattr(WrongForSeveral, "wrong", False)
+    assert not check_wrong(CPU).failures
+    monkeypatch.setattr(WrongForSeveral, "wrong", True)
+    monkeypatch.setattr(examination, "check_loop", check_wrong)
+    run = doctor("--target", str(save_tiny(tmp_path)), "--dtype", "float32")
+    assert run.exit_code == 1
+    assert "NOT LOSSLESS" in run.output
+    assert "passes of the target" in run.output
+
+
+def test_a_cpu_without_bfloat16_is_told_why_nothing_is_packed(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(prepare_model._SUPPORTED, torch.bfloat16, lambda: False)
+    monkeypatch.setitem(prepare_model._SUPPORTED, torch.float16, lambda: False)
+    target, file = save_tiny(tmp_path / "target"), tmp_path / "doctor.json"
+    run = doctor("--target", str(target), "--dtype", "bfloat16", "--json", str(file))
+    assert run.exit_code == 0, run.output
+    figures = json.loads(file.read_text())
+    assert figures["kernels"]["packed"] == 0
+    assert [x["fast"] for x in figures["dtypes"].values()] == [True, False, False]
+    off = (
+        "Packed products are off: this CPU has no matrix products in bfloat16. Use --dtype float32"
+    )
+    assert any(line.startswith(off) for line in figures["meaning"])
+
+
+def test_an_item_that_fails_stops_no_other(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no such thing\nmore of it")
+
+    monkeypatch.setattr(examination, "read_speed", fail)
+    target = save_tiny(tmp_path / "target")
+    run = doctor("--target", str(target), "--dtype", "float32")
+    assert run.exit_code == 0, run.output
+    assert "read_bytes_per_second failed: RuntimeError: no such thing\n" in run.output
+    assert "passes of the target" in run.output
+    # The target is what must run.
+    file = tmp_path / "doctor.json"
+    run = doctor("--target", str(tmp_path / "nothing"), "--json", str(file))
+    assert run.exit_code == 1
+    assert "target failed: UserError" in run.output
+    figures = json.loads(file.read_text())
+    assert figures["lossless"]["passed"]
+    assert not figures["sound"]
+    assert CliRunner().invoke(app, ["doctor", "--device", "tpu"]).exit_code == 2
+
+
+def test_without_the_embedded_target_a_random_one_is_measured(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert examination.EMBEDDED_TARGET in EMBEDDED
+    monkeypatch.setattr(EmbeddedModel, "find", lambda self: None)
+    monkeypatch.setattr(examination, "SMALL_LLAMA", SHAPE | {"max_position_embeddings": 64})
+    run = doctor()
+    assert run.exit_code == 0, run.output
+    assert "with random weights" in run.output
+    assert "passes of the target after 32 tokens" in run.output  # as many as its context allows
+
+
+def test_what_several_gpus_and_other_programs_mean() -> None:
+    gpu = {"name": "X", "memory_gib": 80.0, "free_gib": 79.0, "capability": "9.0"}
+    busy = examination.Examination({"gpus": [gpu] * 4, "others_share": 0.4, "cores": 10**6})
+    said = "\n".join(examination.conclusions(busy))
+    assert "--num_processes 4" in said
+    assert "Other programs used 40%" in said
+    assert "of 1000000 cores" in said
+    assert not busy.sound
+
+
+def test_passes_read_what_they_say() -> None:
+    tied, untied = (tiny_llama(tie=tie) for tie in (True, False))
+    assert weight_bytes(tied) == weight_bytes(untied)
+    assert weight_bytes(tied) == sum(p.nbytes for p in tied.parameters())
+    lm = CachedLM(tied)
+    fed: list[int] = []
+    forward = lm.forward
+    lm.forward = lambda ids, *a, **k: (fed.append(ids.shape[1]), forward(ids, *a, **k))[1]  # type: ignore[method-assign]
+    assert set(pass_seconds(lm, 20, (1, 5), turns=2)) == {1, 5}
+    assert fed == [20, *(1, 5) * 3]
+
+
+def test_the_distance_of_texts_from_their_law() -> None:
+    law = np.array([[0.4, 0.1], [0.2, 0.3]])
+    drawn = np.random.default_rng(0).choice(4, 4000, p=law.ravel())
+    texts = np.stack([drawn // 2, drawn % 2], 1)
+    assert abs(distance(texts, law)) < 3
+    assert distance(texts, law.T) > checks.FAR
+
+
+def test_why_a_model_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    assert reason_against_packing(model) is None
+    assert "float64" in (reason_against_packing(tiny_llama().double()) or "")
+    assert "not on the CPU" in (reason_against_packing(tiny_llama().to("meta")) or "")
+    model.is_quantized = True
+    assert "quantised" in (reason_against_packing(model) or "")
