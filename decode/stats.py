@@ -1,14 +1,17 @@
-"""Counts made while decoding, and the figures computed from them.
+"""Counts and times of decoding, and the figures computed from them.
 
 A position is a depth in the draft: 1 is the first draft token. Draft tokens past the end of a text
 (EOS or the length limit) count as neither drafted nor reached.
 """
 
+import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from decode.verification import Verification
 
@@ -252,3 +255,77 @@ class Tally:
             self.depth = depth
             for name in ("drafted", "reached", "accepted", "by_accepted"):
                 setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, missing))))
+
+
+# The fields of a verification that get the time of a part.
+_FIELDS = {"draft": "draft_s", "verify": "verify_s", "overhead": "overhead_s"}
+
+
+@dataclass
+class _Span:
+    """A part of a step between two moments: seconds, or events on a CUDA device."""
+
+    part: str
+    begin: Any
+    end: Any
+    verification: Verification | None = None
+
+
+class Clock:
+    """Adds the time since the last mark to a part of the step. It never makes the host wait for
+    the device, unless it is asked for times at once.
+
+    On a CUDA device, the time of a part is the time between two events on the device's stream. They
+    are read after the device has passed them.
+
+    device: where the step's work runs. timing: the sums. On a CUDA device they lack the last parts
+    until `finish`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.timing = Timing()
+        self._cuda = device.type == "cuda"
+        self._spans: deque[_Span] = deque()
+        self._last = self._now()
+
+    def resume(self) -> None:
+        """A step begins. The time since the last mark is not counted."""
+        while self._spans and (not self._cuda or self._spans[0].end.query()):
+            self._add(self._spans.popleft())
+        self._first = len(self._spans)
+        self._last = self._now()
+
+    def mark(self, part: str) -> None:
+        """The time since the last mark was spent on `part`."""
+        begin, self._last = self._last, self._now()
+        self._spans.append(_Span(part, begin, self._last))
+
+    def give(self, verification: Verification, *, at_once: bool) -> None:
+        """The parts marked since `resume` belong to this pass: its draft_s, verify_s and
+        overhead_s. at_once: wait for them, if needed. Else a CUDA device sets them later, at the
+        latest in `finish`."""
+        for span in list(self._spans)[self._first :]:
+            span.verification = verification
+        if at_once or not self._cuda:
+            self.finish()
+
+    def finish(self) -> None:
+        """Add the times of all marks so far. Waits for a CUDA device."""
+        if self._cuda and self._spans:
+            self._spans[-1].end.synchronize()
+        while self._spans:
+            self._add(self._spans.popleft())
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add(self, span: _Span) -> None:
+        begin, end = span.begin, span.end
+        seconds = begin.elapsed_time(end) / 1000 if self._cuda else end - begin
+        setattr(self.timing, span.part, getattr(self.timing, span.part) + seconds)
+        if span.verification is not None and span.part in _FIELDS:
+            setattr(span.verification, _FIELDS[span.part], seconds)

@@ -1,0 +1,37 @@
+"""What differs between a CPU and an accelerator: copies to it, and checks that wait for it.
+
+The host prepares work for an accelerator while that computes. It must then wait for nothing. A read
+of a value waits until all work before it is done, and so does an ordinary copy to the device.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """The values as a tensor on `device`, like `torch.as_tensor`. The host does not wait.
+
+    PyTorch waits for the stream after a copy from pageable memory. So values for a CUDA device go
+    through pinned memory. PyTorch keeps that memory until the copy is over.
+    """
+    tensor: Any = torch.as_tensor(values)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def reads_are_free(device: torch.device) -> bool:
+    """Whether the host reads values on this device without waiting, so that work may depend on
+    them. False also in a traced function, which must be the same for all values."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def settled(open_: Tensor) -> bool:
+    """Whether no row of open_, bool [B], is still open, so that a pass over them can be skipped.
+
+    False where a read is not free, because the check costs more than the pass.
+    """
+    return reads_are_free(open_.device) and not open_.any()
