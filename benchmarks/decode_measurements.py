@@ -267,19 +267,19 @@ def profile_loop(
         decoder = Decoder(models.target.model, drafter, gamma=gamma)
         decoder.decode([prompt], 8)
         rule_seconds = [0.0]
-        verify = decoder.rule.verify
+        decide = decoder.rule.decide
 
-        def timed(*args: Any, verify: Any = verify, seconds: list[float] = rule_seconds) -> Any:
+        def timed(*args: Any, decide: Any = decide, seconds: list[float] = rule_seconds) -> Any:
             begin = time.perf_counter()
-            verdict = verify(*args)
+            decision = decide(*args)
             if models.target.device.type == "cuda":
                 torch.cuda.synchronize(models.target.device)
             seconds[0] += time.perf_counter() - begin
-            return verdict
+            return decision
 
-        vars(decoder.rule)["verify"] = timed
+        vars(decoder.rule)["decide"] = timed
         timing = decoder.decode([prompt], tokens).timing
-        del vars(decoder.rule)["verify"]
+        del vars(decoder.rule)["decide"]
         ms_per_step = 1000 / timing.steps
         profiles[name] = {
             "draft_ms": timing.draft * ms_per_step,

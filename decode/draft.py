@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.device import settled, to_device
+
 # How the children of one node were drawn. independent: all from the same q, with replacement (also
 # the only child of a node in a chain). distinct: from the same q, without replacement. mixed: with
 # replacement, each from a different q, as with several drafters. If a drafter chose its token
@@ -42,14 +44,14 @@ class Limits:
     depths: int [B] on the host, the max depth per row. 0: draft nothing in that row.
     stops: called before each token of a chain is chosen. Its arguments are the index of the token
         (0, 1, …), the drafter's logits for it, [B, V'], and the rows that are still drafting, bool
-        [B] on the host. It returns the rows whose draft ends before that token, bool [B]. The
-        logits of rows that are not drafting mean nothing. It is never called for a token that is
-        already chosen: dropping a token because of its own probability would change the
+        [B], all on one device. It returns the rows whose draft ends before that token, bool [B].
+        The logits of rows that are not drafting mean nothing. It is never called for a token that
+        is already chosen: dropping a token because of its own probability would change the
         distribution of the text.
     """
 
     depths: np.ndarray
-    stops: Callable[[int, Tensor, np.ndarray], Tensor] | None = None
+    stops: Callable[[int, Tensor, Tensor], Tensor] | None = None
 
     @property
     def max_depth(self) -> int:
@@ -67,6 +69,7 @@ class Draft:
     parents: int64 [B, N] or None. −1 is the last committed token; None means a chain.
     q_rows: int64 [B, N] or None: the row of q that node i was drawn from. None: row parent(i)+1,
         as if q had a row for the context that ends at each node (row 0: the committed context).
+    _host_parents: the parents on the host, if the shape knows them. Else they are read.
     drawn: how siblings were drawn, if there is a q. Each distinct sibling was drawn from q without
         the tokens of its earlier siblings, renormalised. q itself still holds all tokens.
 
@@ -81,6 +84,10 @@ class Draft:
     q_rows: Tensor | None = None
     drawn: Drawn = "independent"
     _ancestors: Tensor | None = field(default=None, repr=False)
+    _host_parents: np.ndarray | None = field(default=None, repr=False)
+    _valid: Tensor | None = field(default=None, repr=False)
+    _children: Tensor | None = field(default=None, repr=False)
+    _levels: int | None = field(default=None, repr=False)
 
     @classmethod
     def none(cls, rows: int, device: torch.device | str) -> "Draft":
@@ -105,16 +112,17 @@ class Draft:
             return self
 
         def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device)
+            return None if tensor is None else to_device(tensor, device)
 
         return Draft(
-            self.tokens.to(device),
+            to_device(self.tokens, device),
             self.sizes,
             move(self.q),
             move(self.parents),
             move(self.q_rows),
             self.drawn,
             move(self._ancestors),
+            self._host_parents,
         )
 
     @property
@@ -130,15 +138,21 @@ class Draft:
     def limit_depth(self, depths: np.ndarray) -> None:
         """Remove the nodes of row b that are deeper than depths[b], int [B]."""
         if self.parents is None:
-            self.sizes = np.minimum(self.sizes, depths)
+            self.cut(np.minimum(self.sizes, depths))
             return
         by_depth = self.nodes_by_depth()
-        self.sizes = (by_depth * (np.arange(by_depth.shape[1]) < depths[:, None])).sum(1)
+        self.cut((by_depth * (np.arange(by_depth.shape[1]) < depths[:, None])).sum(1))
+
+    def cut(self, sizes: np.ndarray) -> None:
+        """Keep only the first sizes[b] nodes of each row, int [B]."""
+        self.sizes, self._valid, self._children, self._levels = sizes, None, None, None
 
     def valid(self) -> Tensor:
         """bool [B, N]: nodes that are not padding."""
-        nodes_N = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return nodes_N < torch.as_tensor(self.sizes, device=self.tokens.device)[:, None]
+        if self._valid is None:
+            nodes_N = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+            self._valid = nodes_N < to_device(self.sizes, self.tokens.device)[:, None]
+        return self._valid
 
     def parent_rows(self) -> Tensor:
         """int64 [B, N]: the row of p in which node i's token is judged, parent(i) + 1."""
@@ -165,7 +179,7 @@ class Draft:
             return q, one
         order = torch.arange(self.tokens.shape[1], device=row.device)
         elder = (self.parents == self.parents[row, nodes][:, None]) & (order < nodes[:, None])
-        if elder.device.type == "cpu" and not elder.any():
+        if settled(elder):
             return q, one
         gone = torch.zeros_like(q).scatter_reduce_(1, self.tokens, elder.to(q.dtype), "amax")
         q = q.masked_fill(gone > 0, 0.0)
@@ -211,18 +225,22 @@ class Draft:
     def children(self) -> Tensor:
         """int64 [B, N+1, K], K ≥ 1: row r lists the valid children of node r−1 in order (row 0: of
         the last committed token), filled up with −1."""
+        if self._children is None:
+            self._children = self._list_children()
+        return self._children
+
+    def _list_children(self) -> Tensor:
         rows, nodes = self.tokens.shape
         device = self.tokens.device
         above = self.parent_rows()
         if self.parents is None:
             below = torch.arange(nodes + 1, device=device).expand(rows, -1)
-            return torch.where(
-                below < torch.as_tensor(self.sizes, device=device)[:, None], below, -1
-            )[..., None]
+            ends = torch.nn.functional.pad(self.valid(), (0, 1))
+            return torch.where(ends, below, -1)[..., None]
         valid = self.valid()
         same = (above[:, :, None] == above[:, None, :]) & valid[:, None, :]
         rank = same.float().tril(-1).sum(2).long()  # number of earlier siblings
-        children = int(rank.max()) + 1 if nodes else 1
+        children = max(int(self.child_counts().max()), 1)
         table = torch.full((rows, (nodes + 1) * children), -1, dtype=torch.int64, device=device)
         order = torch.arange(nodes, device=device).expand(rows, -1)
         # Padding writes −1 to an entry that belongs to no child and is already −1.
@@ -235,30 +253,100 @@ class Draft:
         rows, nodes = self.tokens.shape
         if self.parents is None:
             return (np.arange(nodes)[None, :] < self.sizes[:, None]).astype(np.int64)
-        depth_BN = self.ancestors().sum(2).cpu().numpy()
-        counts = np.zeros((rows, max(int(depth_BN.max(initial=0)), 0)), dtype=np.int64)
-        inside = np.arange(nodes)[None, :] < self.sizes[:, None]
-        row, node = np.nonzero(inside)
-        np.add.at(counts, (row, depth_BN[row, node] - 1), 1)
+        # −1 wraps around to the root. Each round doubles the distance up to `above`.
+        row, node = self._valid_on_host()
+        above = np.full((rows, nodes + 1), -1)
+        above[row, node] = self.parents_on_host()[row, node]
+        depth_BN = np.ones_like(above)
+        depth_BN[:, -1] = 0
+        while (above >= 0).any():
+            depth_BN = depth_BN + np.take_along_axis(depth_BN, above % (nodes + 1), 1)
+            above = np.take_along_axis(above, above % (nodes + 1), 1)
+        depths = depth_BN[row, node]
+        counts = np.zeros((rows, int(depths.max(initial=0))), dtype=np.int64)
+        np.add.at(counts, (row, depths - 1), 1)
         return counts
 
+    def levels(self) -> int:
+        """The depth of the deepest nodes. Known to the host, as the sizes are."""
+        if self._levels is None:
+            self._levels = self.nodes_by_depth().shape[1]
+        return self._levels
 
-def pack(keep: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, np.ndarray]:
-    """(order [B, n], parents [B, n], sizes [B] on the host) of the kept nodes, in the same order.
+    def child_counts(self) -> np.ndarray:
+        """int [B, N+1] on the host: how many valid children node i−1 of row b has (i = 0: the last
+        committed token)."""
+        rows, nodes = self.tokens.shape
+        counts = np.zeros((rows, nodes + 1), dtype=np.int64)
+        row, node = self._valid_on_host()
+        np.add.at(counts, (row, self.parents_on_host()[row, node] + 1), 1)
+        return counts
 
-    keep: bool [B, N]. A node may be kept only with its parent. order: the old index of the node at
-    each new index. n: the largest size of a row. Indices past a row's size are padding.
+    def parents_on_host(self) -> np.ndarray:
+        """int [B, N]: `parents` on the host. Waits for a device if the shape did not know them."""
+        rows, nodes = self.tokens.shape
+        if self._host_parents is None:
+            if self.parents is None:
+                self._host_parents = np.broadcast_to(np.arange(-1, nodes - 1), (rows, nodes))
+            else:
+                self._host_parents = self.parents.cpu().numpy()
+        return self._host_parents
+
+    def _valid_on_host(self) -> tuple[np.ndarray, np.ndarray]:
+        """The (row, node) of each node that is not padding."""
+        row, node = np.nonzero(np.arange(self.tokens.shape[1]) < self.sizes[:, None])
+        return row, node
+
+
+@dataclass
+class Packed:
+    """The kept nodes of trees, in the same order.
+
+    order: int64 [B, n], the old index of the node at each new index. n is the largest size of a
+    row. Indices past a row's size are padding. parents: int64 [B, n]. host_parents: the same on the
+    host. sizes: int [B] on the host.
     """
-    sizes = keep.sum(1).cpu().numpy()
-    order = (
-        keep.logical_not().long().sort(dim=1, stable=True).indices[:, : int(sizes.max(initial=0))]
-    )
+
+    order: Tensor
+    parents: Tensor
+    host_parents: np.ndarray
+    sizes: np.ndarray
+
+    def draft(
+        self,
+        tokens: Tensor,
+        q: Tensor | None = None,
+        q_rows: Tensor | None = None,
+        drawn: Drawn = "independent",
+    ) -> Draft:
+        """The draft of the kept nodes. tokens, q_rows: [B, N], of all nodes."""
+        return Draft(
+            tokens.gather(1, self.order),
+            self.sizes,
+            q,
+            self.parents,
+            None if q_rows is None else q_rows.gather(1, self.order),
+            drawn,
+            _host_parents=self.host_parents,
+        )
+
+
+def pack(keep: Tensor, parents: Tensor) -> Packed:
+    """Leaves out the nodes that are not kept. Reads their structure from a device, once.
+
+    keep: bool [B, N]. A node may be kept only with its parent. parents: int64 [B, N].
+    """
+    order = keep.logical_not().long().sort(dim=1, stable=True).indices
     new_index = keep.long().cumsum(1) - 1
     above = parents.gather(1, order)
     new_parents = new_index.gather(1, above.clamp(min=0)) if order.shape[1] else above
     # The parent of padding can be any kept node. The root is always kept.
     stands = keep.gather(1, order) & (above >= 0)
-    return order, torch.where(stands, new_parents, -1), sizes
+    new_parents = torch.where(stands, new_parents, -1)
+    host = torch.cat([keep.sum(1, keepdim=True), new_parents], 1).cpu().numpy()
+    sizes = host[:, 0]
+    n = int(sizes.max(initial=0))
+    return Packed(order[:, :n], new_parents[:, :n], host[:, 1 : n + 1], sizes)
 
 
 def first_equal(tokens: Tensor, parents: Tensor, depth: int) -> Tensor:

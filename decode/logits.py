@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.device import to_device
+
 # Same as transformers' LogitsProcessor: (input_ids [b, l], scores [b, V]) → scores [b, V].
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
@@ -40,9 +42,7 @@ def tokens_before(
     """
     width = int(lengths.max())
     inside = np.arange(width)[None, :] < lengths[:, None]
-    committed = torch.as_tensor(
-        np.where(inside, tokens[:, :width], tokens[:, :1]), device=nodes.device
-    )
+    committed = to_device(np.where(inside, tokens[:, :width], tokens[:, :1]), nodes.device)
     positions = on_path.shape[1]
     path = torch.where(on_path, nodes[:, None, :], committed[:, :1, None])
     return torch.cat([committed[:, None, :].expand(-1, positions, -1), path], 2)
@@ -62,7 +62,8 @@ def process(
     positions with texts of the same length. Arguments are as in `tokens_before`. Nodes are in the
     order of their depth.
     """
-    drafted, mask = nodes.cpu().numpy(), on_path.cpu().numpy()
+    host = torch.cat([nodes[:, None], on_path.long()], 1).cpu().numpy()
+    drafted, mask = host[:, 0], host[:, 1:].astype(bool)
     texts: dict[int, list[tuple[int, int, np.ndarray]]] = {}
     for row in range(len(lengths)):
         for position in range(mask.shape[1]):
@@ -72,11 +73,11 @@ def process(
     for same_length in texts.values():
         at_rows, at_positions, ids = zip(*same_length, strict=True)
         at = (
-            torch.as_tensor(at_rows, device=logits.device),
-            torch.as_tensor(at_positions, device=logits.device),
+            to_device(np.array(at_rows), logits.device),
+            to_device(np.array(at_positions), logits.device),
         )
         scores = changed[at]
-        input_ids = torch.as_tensor(np.stack(ids), device=logits.device)
+        input_ids = to_device(np.stack(ids), logits.device)
         for processor in processors:
             scores = processor(input_ids, scores)
         changed[at] = scores.float()

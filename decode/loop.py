@@ -3,7 +3,6 @@
 Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, V vocabulary.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.device import Clock, to_device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
 from decode.errors import UserError
@@ -25,7 +25,7 @@ from decode.stats import Counts, Tally, Timing
 from decode.target.cached_model import CachedLM
 from decode.target.hidden_states import Features
 from decode.text_stream import Stop
-from decode.verification import Observer, Scores, Verification
+from decode.verification import Decision, Observer, Scores, Verification
 
 OnTokens = Callable[[int, list[int]], None]
 
@@ -191,7 +191,7 @@ class Decoding:
             raise UserError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
         max_positions = decoder.lm.max_positions
         require_prompts(prompts, max_positions, decoder.vocab_size)
-        self.clock = _Clock(decoder.lm.device)
+        self.clock = Clock(decoder.lm.device, Timing())
         self.decoder, self.on_tokens = decoder, on_tokens
         lengths = np.array([len(prompt) for prompt in prompts])
         self.ends = np.minimum(lengths + max_new_tokens, max_positions)  # max length of each row
@@ -203,7 +203,7 @@ class Decoding:
         self.contexts = Contexts(tokens, lengths)
         self.rows = np.arange(len(prompts))  # the prompt index of each row that still decodes
         identities = np.asarray(self.rows if row_ids is None else row_ids)
-        self.rng = CounterRNG(seed, torch.as_tensor(identities, device=decoder.lm.device))
+        self.rng = CounterRNG(seed, to_device(identities, decoder.lm.device))
         self.outputs: list[list[int]] = [[] for _ in prompts]
         self.steps: list[Verification] = []
         self._features: Features | None = None  # the hidden states of the last pass
@@ -230,7 +230,7 @@ class Decoding:
             decoder.stop.start(rows)
         decoder.lm.reset(rows, capacity)
         fed = contexts.lengths - (not decoder.first_target)
-        ids = torch.as_tensor(contexts.tokens[:, : int(fed.max())], device=decoder.lm.device)
+        ids = to_device(contexts.tokens[:, : int(fed.max())], decoder.lm.device)
         columns = np.maximum(fed - 1, 0)
         zeros = np.zeros(rows, dtype=np.int64)
         logits = torch.zeros(rows, 1, 1)
@@ -241,9 +241,8 @@ class Decoding:
             scores = Scores(logits, decoder.sampling, nothing, contexts, decoder.processors)
             none = torch.zeros(rows, dtype=torch.int64, device=device)
             first = scores.pick(self.rng.uniforms(CounterRNG.NEXT, 0, 1))[:, 0]
-            verification = Verification.of(
-                nothing, scores, path=nothing.tokens, accepted=none, reached=none, next_token=first
-            )
+            decision = Decision(nothing.tokens, accepted=none, reached=none, next_token=first)
+            verification = Verification.of(nothing, scores, decision)
         else:  # no token yet: the first step verifies the first token like all others
             scores = Scores(logits, decoder.sampling)
             empty, broken = np.zeros((rows, 0), dtype=np.int64), zeros.astype(bool)
@@ -269,20 +268,20 @@ class Decoding:
         # its own limit. Otherwise its text would depend on the other rows.
         depths = np.minimum(decoder.policy.depths(), self.ends - contexts.lengths - 1)
         draft = self._draft(depths)
-        draft_s = clock.mark("draft")
+        clock.mark("draft")
         start = contexts.lengths - 1
         logits = self._forward(draft, start)
-        verify_s = clock.mark("verify")
+        clock.mark("verify")
         scores = Scores(logits, decoder.sampling, draft, contexts, decoder.processors)
-        verification = decoder.rule.verify(draft, scores, self.rng)
+        verification = Verification.of(draft, scores, decoder.rule.decide(draft, scores, self.rng))
         if not draft.is_chain:
-            decoder.lm.commit(start, verification.positions(), verification.accepted + 1)
+            decoder.lm.commit(start, verification.columns(), verification.accepted + 1)
         self._commit(verification, depths)
         self._tell_drafter(verification, verification.accepted + 1)
         for observer in decoder.observers:
             observer(verification)
-        verification.draft_s, verification.verify_s = draft_s, verify_s
-        verification.overhead_s = clock.mark("overhead")
+        clock.mark("overhead")
+        clock.give(verification, at_once=decoder.policy.reads_times)
         decoder.policy.observe(verification)
         self.steps.append(verification)
         self.retire(verification)
@@ -299,7 +298,7 @@ class Decoding:
             kept = np.flatnonzero(~verification.ended)
             self.rows, self.ends = self.rows[kept], self.ends[kept]
             if len(kept):
-                on_device = torch.as_tensor(kept, device=self.decoder.lm.device)
+                on_device = to_device(kept, self.decoder.lm.device)
                 self.decoder.lm.keep_rows(on_device)
                 self.decoder.drafter.keep_rows(on_device)
                 self.decoder.policy.keep_rows(kept)
@@ -310,6 +309,7 @@ class Decoding:
         self.clock.mark("overhead")
 
     def result(self) -> Decoded:
+        self.clock.finish()
         tally = Tally(len(self.outputs), self.decoder.policy.max_depth)
         for step in self.steps:
             tally.add(step)
@@ -342,7 +342,7 @@ class Decoding:
         [B, N+1, V]."""
         lm = self.decoder.lm
         last = np.take_along_axis(self.contexts.tokens, start[:, None], axis=1)
-        ids = torch.cat([torch.as_tensor(last, device=lm.device), draft.tokens], 1)
+        ids = torch.cat([to_device(last, lm.device), draft.tokens], 1)
         if draft.is_chain:
             return lm.forward(ids, start)
         # The root comes before all nodes, and every node may see it.
@@ -398,25 +398,3 @@ class Decoding:
                 self._features = self._features.at(verification.positions(), counts)
             verification.features = self._features
         self.decoder.drafter.observe(verification)
-
-
-class _Clock:
-    """Adds the time since the last mark to a part of the step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.timing = Timing()
-        self._device = device
-        self._last = time.perf_counter()
-
-    def resume(self) -> None:
-        """Restart the clock. The time since the last mark is not counted."""
-        self._last = time.perf_counter()
-
-    def mark(self, part: str) -> float:
-        """Add the seconds since the last mark to `part`, and return them."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        passed, self._last = now - self._last, now
-        setattr(self.timing, part, getattr(self.timing, part) + passed)
-        return passed

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.device import reads_are_free, to_device
 from decode.errors import UserError
 
 # How many tokens beyond the top k are searched for ties with the k-th.
@@ -105,7 +106,7 @@ class Sampling:
 
     def _counts(self, logits: Tensor) -> tuple[int, ...]:
         """How many of the likeliest tokens to look at, in the order of the tries."""
-        if logits.device.type != "cpu":
+        if not reads_are_free(logits.device):
             return ()
         if self.top_k:
             counts: tuple[int, ...] = (self.top_k + SPARE,)
@@ -254,8 +255,9 @@ class CounterRNG:
     def __init__(self, seed: int, rows: Tensor) -> None:
         """rows: int64 [B], the identity of each row, such as the index of its prompt in the set."""
         self._keys = _mix(_mix(torch.full_like(rows, seed)) ^ (rows + 1))
-        self._round = 0
-        self._lengths = np.zeros(len(rows), dtype=np.int64)
+        # On the device, so that a traced step is the same in every round.
+        self._round = torch.zeros((), dtype=torch.int64, device=rows.device)
+        self._lengths = torch.zeros_like(rows)
 
     def fork(self, part: int) -> "CounterRNG":
         """The numbers of this round for part 0, 1, … of a drafter with several parts. They are
@@ -268,9 +270,9 @@ class CounterRNG:
     def next_round(self, lengths: np.ndarray | None = None) -> None:
         """Go to the next round. lengths: int [B] on the host, the lengths of the committed texts,
         for `of_text`."""
-        self._round += 1
+        self._round = self._round + 1
         if lengths is not None:
-            self._lengths = lengths
+            self._lengths = to_device(lengths, self._keys.device)
 
     def keep_rows(self, rows: Tensor) -> None:
         self._keys = self._keys.index_select(0, rows)
@@ -285,10 +287,9 @@ class CounterRNG:
         """float64 [B, n] in [0, 1) for tokens after the committed text. depths: int64 [B, n], the
         distance of each token from its end. The number depends on the position in the text, not on
         the round."""
-        ends_B1 = torch.as_tensor(self._lengths, device=self._keys.device)[:, None]
-        return self._at(self.TEXT, ends_B1 + depths)
+        return self._at(self.TEXT, self._lengths[:, None] + depths)
 
-    def _at(self, stream: int, positions: Tensor) -> Tensor:
+    def _at(self, stream: int | Tensor, positions: Tensor) -> Tensor:
         streams_B1 = _mix(self._keys ^ (stream + 1))[:, None]
         bits = _mix(_mix(streams_B1 ^ (positions + 1)))
         return ((bits >> 11) & _MASKS[11]).double() * 2.0**-53

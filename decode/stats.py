@@ -1,4 +1,4 @@
-"""Counts made while decoding, and the figures computed from them.
+"""Counts and times of decoding, and the figures computed from them.
 
 A position is a depth in the draft: 1 is the first draft token. Draft tokens past the end of a text
 (EOS or the length limit) count as neither drafted nor reached.

@@ -80,6 +80,41 @@ class Scores:
         return self.sampling.pick(self.logits, uniforms)
 
 
+@dataclass(eq=False, repr=False)
+class Decision:
+    """What a rule decides, on the device.
+
+    path: int64 [B, D], the accepted nodes by depth. Past accepted[b] it is padding. accepted,
+    reached: int64 [B], as in `Verification`. next_token: int64 [B], the token after the accepted
+    ones.
+    """
+
+    path: Tensor
+    accepted: Tensor
+    reached: Tensor
+    next_token: Tensor
+
+    @classmethod
+    def of_chain(cls, draft: Draft, accepted: Tensor, next_token: Tensor) -> "Decision":
+        """For chains, which may be empty: the first accepted[b] tokens."""
+        rows, nodes = draft.tokens.shape
+        return cls(
+            path=torch.arange(nodes, device=accepted.device).expand(rows, -1),
+            accepted=accepted,
+            reached=torch.minimum(accepted + 1, draft.valid().sum(1)),
+            next_token=next_token,
+        )
+
+    def packed(self, draft: Draft, scores: Scores) -> Tensor:
+        """int64 [B, 4 + 2·D]: accepted, reached, the next token, whether logits along the path are
+        not finite, the path and its tokens. All that the host reads in a step."""
+        peaks = scores.peaks_at(_positions(self.path))
+        places = torch.arange(peaks.shape[1], device=peaks.device)
+        broken = ((places <= self.accepted[:, None]) & ~peaks.isfinite()).any(1)
+        figures = torch.stack([self.accepted, self.reached, self.next_token, broken.long()], 1)
+        return torch.cat([figures, self.path, draft.tokens.gather(1, self.path)], 1)
+
+
 def _no_rows() -> np.ndarray:
     return np.zeros(0, dtype=np.int64)
 
@@ -97,6 +132,7 @@ class Verification:
     block: int64 [B, D+1], the accepted tokens of each row, then the target's next token. A text
         that ends inside the block is not cut here.
     broken: bool [B], whether any logits along the accepted path were NaN, infinite or all masked.
+    nodes: int64 [B, D], `path` on the host.
 
     The loop adds the outcome:
 
@@ -125,6 +161,7 @@ class Verification:
     reached: np.ndarray
     block: np.ndarray
     broken: np.ndarray
+    nodes: np.ndarray = field(default_factory=lambda: _no_rows()[:, None])
     number: int = 0
     rows: np.ndarray = field(default_factory=_no_rows)
     contexts: Contexts = field(default_factory=lambda: Contexts(_no_rows()[:, None], _no_rows()))
@@ -144,46 +181,15 @@ class Verification:
     signals: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        draft: Draft,
-        scores: Scores,
-        *,
-        path: Tensor,
-        accepted: Tensor,
-        reached: Tensor,
-        next_token: Tensor,
-    ) -> "Verification":
-        """The decision of a rule, copied to the host in one transfer.
-
-        path: int64 [B, D]. accepted, reached: int64 [B], as above. next_token: int64 [B], the token
-        after the accepted ones.
-        """
-        peaks = scores.peaks_at(_positions(path))
-        visited = torch.arange(peaks.shape[1], device=peaks.device) <= accepted[:, None]
-        broken = (visited & ~peaks.isfinite()).any(1)
-        decision = torch.stack([accepted, reached, next_token, broken.long()], 1)
-        packed = torch.cat([decision, draft.tokens.gather(1, path)], 1)
-        host = packed.cpu().numpy()
+    def of(cls, draft: Draft, scores: Scores, decision: "Decision") -> "Verification":
+        """The decision of a rule, copied to the host in one transfer."""
+        host = decision.packed(draft, scores).cpu().numpy()
         kept, following = host[:, 0], host[:, 2]
-        block = np.concatenate([host[:, 4:], np.zeros_like(host[:, :1])], axis=1)
+        nodes, tokens = np.split(host[:, 4:], 2, axis=1)
+        block = np.concatenate([tokens, np.zeros_like(host[:, :1])], axis=1)
         np.put_along_axis(block, kept[:, None], following[:, None], axis=1)
-        return cls(draft, scores, path, kept, host[:, 1], block, host[:, 3].astype(bool))
-
-    @classmethod
-    def of_chain(
-        cls, draft: Draft, scores: Scores, accepted: Tensor, next_token: Tensor
-    ) -> "Verification":
-        """The decision of a rule for chains, which may be empty: the first accepted[b] tokens."""
-        rows, nodes = draft.tokens.shape
-        return cls.of(
-            draft,
-            scores,
-            path=torch.arange(nodes, device=accepted.device).expand(rows, -1),
-            accepted=accepted,
-            reached=torch.minimum(accepted + 1, draft.valid().sum(1)),
-            next_token=next_token,
-        )
+        broken = host[:, 3].astype(bool)
+        return cls(draft, scores, decision.path, kept, host[:, 1], block, broken, nodes)
 
     @property
     def next_token(self) -> np.ndarray:
@@ -194,6 +200,10 @@ class Verification:
         """int64 [B, D+1] on the device: the positions of `scores` along the path, first the one
         after the committed text. Past accepted[b] they are padding."""
         return _positions(self.path)
+
+    def columns(self) -> Tensor:
+        """`positions` on the host: the columns of the last forward that stay in the cache."""
+        return _positions(torch.as_tensor(self.nodes))
 
     def require_usable(self) -> None:
         """Raise UserError if a row is broken. The message describes the first broken row, and says

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.device import to_device
 from decode.draft import Contexts
 from decode.sampling import Sampling
 from decode.trees import Growth
@@ -120,8 +121,8 @@ class AutoregressiveDrafter(AttendingDrafter):
         device = states.device
         return self.heads.step(
             states,
-            torch.as_tensor(tokens, device=device),
-            torch.as_tensor(columns, device=device),
+            to_device(tokens, device),
+            to_device(columns, device),
             self.attention(columns[:, 0], columns.shape[1]),
         )
 
@@ -152,7 +153,7 @@ class _Growth(Growth):
         if self.ancestors is None:
             # In a chain, each step reads the output of the previous step.
             for node in range(before, before + count):
-                positions = torch.as_tensor(self.entries + node, device=self.device)[:, None]
+                positions = to_device(self.entries + node, self.device)[:, None]
                 token = self.fed[:, node : node + 1]
                 self._feed(self.states[:, -1:], token, positions, node)
         else:
@@ -161,7 +162,7 @@ class _Growth(Growth):
             # The parent is the ancestor that was fed last. 0 is the root.
             parents = torch.where(visible & (order < order[before:, None]), order + 1, 0).amax(2)
             rows_B1 = torch.arange(self.rows, device=self.device)[:, None]
-            entries_B1 = torch.as_tensor(self.entries, device=self.device)[:, None]
+            entries_B1 = to_device(self.entries, self.device)[:, None]
             positions = entries_B1 + visible.sum(2) - 1
             states = self.states[rows_B1, parents]
             self._feed(states, self.fed[:, before:], positions, before, visible)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.device import to_device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.errors import UserError
@@ -145,7 +146,7 @@ class AttendingDrafter(HeadsDrafter):
         fused = self.heads.fuse(features.of(self.captured_layers).to(self.states.dtype))
         count = fused.shape[1]
         rows_B1 = torch.arange(len(self.stored_features), device=fused.device)[:, None]
-        first_B1 = torch.as_tensor(self.stored_features, device=fused.device)[:, None]
+        first_B1 = to_device(self.stored_features, fused.device)[:, None]
         # Values past a row's count are overwritten before they are read.
         self.states[rows_B1, first_B1 + torch.arange(count, device=fused.device)] = fused
         self.stored_features = self.stored_features + features.counts
@@ -167,7 +168,7 @@ class AttendingDrafter(HeadsDrafter):
         entries = contexts.lengths - 1
         outputs, first = self._fill_cache(contexts, entries)
         # A row without entries drafts nothing, so its value here does not matter.
-        last = torch.as_tensor(np.maximum(entries - first - 1, 0), device=outputs.device)
+        last = to_device(np.maximum(entries - first - 1, 0), outputs.device)
         return outputs[torch.arange(len(outputs), device=outputs.device), last]
 
     def _fill_cache(self, contexts: Contexts, entries: np.ndarray) -> tuple[Tensor, np.ndarray]:
@@ -185,7 +186,7 @@ class AttendingDrafter(HeadsDrafter):
         self.cached_entries = entries.copy()
         columns = first[:, None] + np.arange(missing)
         rows_B1 = torch.arange(len(columns), device=self.states.device)[:, None]
-        states = self.states[rows_B1, torch.as_tensor(columns, device=self.states.device)]
+        states = self.states[rows_B1, to_device(columns, self.states.device)]
         return self.layer(contexts, columns, states), first
 
     def attention(
@@ -203,7 +204,7 @@ class AttendingDrafter(HeadsDrafter):
         """
         self.slots.place(start, count)
         first_slot = start if root is None else root
-        first_B1 = torch.as_tensor(first_slot, device=self.states.device)[:, None]
+        first_B1 = to_device(first_slot, self.states.device)[:, None]
         mask = self.slots.mask(first_B1, start, count, ancestors)
         return SlotAttention(self.slots.layers[0], AttentionMask(mask, self.states.dtype))
 

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import pad, silu
+from torch.nn.functional import silu
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from decode.device import to_device
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.sampling import Sampling
@@ -151,28 +152,27 @@ class HydraGrowth(Growth):
             contexts, sampling, self.features.device, drafter.vocab_size, heads.vocabulary
         )
         self.heads = heads
-        rows = torch.arange(self.rows)
-        last = torch.as_tensor(contexts.tokens)[rows, torch.as_tensor(contexts.lengths) - 1]
+        last = np.take_along_axis(contexts.tokens, contexts.lengths[:, None] - 1, axis=1)
         # int64 [B]: the token after the one with the features
-        self.last_tokens = last.to(self.device)
+        self.last_tokens = to_device(last[:, 0], self.device)
 
     def _first(self) -> Tensor:
         return self._logits(self.features, self.last_tokens[:, None])
 
     def _extend(self, count: int) -> Tensor:
-        on_path = self.on_path(count)
-        fed = on_path.shape[2]
-        depths = on_path.sum(2)  # [B, n]
+        fed = self.fed.shape[1]
+        if self.ancestors is None:
+            tokens = torch.cat([self.last_tokens[:, None], self.fed], 1)
+            ends = range(fed - count + 2, fed + 2)
+            return torch.stack([self._logits(self.features, tokens[:, :end]) for end in ends], 1)
         # Ancestors are fed before their children, so ascending numbers go from the root down.
-        order = torch.where(on_path, torch.arange(fed, device=self.device), fed).sort(2).values
-        paths = pad(self.fed, (0, 1))[:, None].expand(-1, count, -1).gather(2, order)
+        number = torch.arange(fed, device=self.device)
+        order = torch.where(self.on_path(count), number, fed).sort(2).values[..., : self.depth]
+        paths = self.fed[:, None].expand(-1, count, -1).gather(2, order)
         paths = torch.cat([self.last_tokens[:, None, None].expand(-1, count, -1), paths], 2)
         features = self.features[:, None].expand(-1, count, -1)
-        logits = features.new_zeros(self.rows, count, self.heads.rows)
-        for depth in depths.unique().tolist():
-            nodes = depths == depth
-            logits[nodes] = self._logits(features[nodes], paths[nodes][:, : depth + 1])
-        return logits
+        logits = self._logits(features.flatten(0, 1), paths.flatten(0, 1))
+        return logits.unflatten(0, (self.rows, count))
 
     def _logits(self, features: Tensor, tokens: Tensor) -> Tensor:
         states = self.heads.states(features, tokens)
@@ -252,6 +252,6 @@ class HydraPlusDrafter(AttendingDrafter):
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
         attend = self.attention(columns[:, 0], columns.shape[1])
-        positions = torch.as_tensor(columns, device=states.device)
+        positions = to_device(columns, states.device)
         outputs: Tensor = self.heads.prefix(states, positions, attend)
         return outputs

@@ -188,7 +188,7 @@ class BlockwiseHeads(ParallelHeads):
 
     def states(self, features: Tensor, depths: Sequence[int]) -> Tensor:
         updates = self.down(self.up(features).relu()).unflatten(-1, (self.depth, self.hidden_size))
-        return features[:, None] + updates[:, [depth - 1 for depth in depths]]
+        return features[:, None] + torch.stack([updates[:, depth - 1] for depth in depths], 1)
 
 
 @DRAFTERS.register("blockwise")

@@ -20,6 +20,7 @@ from decode.draft import Draft, Siblings
 from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling
 from decode.verification import Scores, Verification
+from tests.tiny import verify
 
 TOKENS = 3
 PLAIN = Sampling(temperature=1.0)
@@ -259,7 +260,7 @@ class _Probe:
 
         def judge(accept: np.ndarray, following: np.ndarray) -> Verification:
             padded = np.concatenate([accept, np.zeros((len(rows), 1))], 1)
-            return self.rule.verify(draft, scores, SetNoise(padded, following[:, None]))
+            return verify(self.rule, draft, scores, SetNoise(padded, following[:, None]))
 
         return judge
 

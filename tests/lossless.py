@@ -23,7 +23,7 @@ from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.stats import Counts
 from decode.trees import Growth, Shape
-from decode.verification import Scores, Verification
+from decode.verification import Decision, Scores
 from tests.tiny import tiny_model
 
 VOCAB = 16
@@ -218,15 +218,15 @@ class Watched(Rule):
     def __init__(self, rule: Rule) -> None:
         self.rule, self.rounds, self.rejecting = rule, 0, 0
 
-    def verify(self, draft: Draft, scores: Scores, noise: CounterRNG) -> Verification:
-        verdict = self.rule.verify(draft, scores, noise)
-        above = draft.parent_rows()
-        elders = (above[:, :, None] == above[:, None, :]).tril(-1).any(2).gather(1, verdict.path)
-        inside = np.arange(elders.shape[1]) < verdict.accepted[:, None]
-        rejected = (elders.numpy() & inside).any(1) | (verdict.reached > verdict.accepted)
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
+        decision = self.rule.decide(draft, scores, rng)
+        above, path = draft.parent_rows(), decision.path
+        elders = (above[:, :, None] == above[:, None, :]).tril(-1).any(2).gather(1, path)
+        inside = torch.arange(path.shape[1]) < decision.accepted[:, None]
+        rejected = (elders & inside).any(1) | (decision.reached > decision.accepted)
         self.rounds += len(rejected)
         self.rejecting += int(rejected.sum())
-        return verdict
+        return decision
 
 
 def decode(

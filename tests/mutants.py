@@ -18,7 +18,7 @@ from decode.rules.block import BlockVerification
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.target.cached_model import CachedLM
-from decode.verification import Scores, Verification
+from decode.verification import Decision, Scores
 
 
 class PlainSpeculative(SpeculativeSampling):
@@ -33,7 +33,7 @@ class PlainSpeculative(SpeculativeSampling):
     def bonus_row(self, accepted: Tensor) -> Tensor:
         return accepted
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         rows, nodes = draft.tokens.shape
         p = scores.probs()
         q = draft.q
@@ -58,7 +58,7 @@ class PlainSpeculative(SpeculativeSampling):
             weights = torch.where(rejected[:, None], left, weights)
             weights = torch.where(fallen[:, None], p[all_rows, row], weights)
         following = draw(weights, rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0])
-        return Verification.of_chain(draft, scores, accepted, following)
+        return Decision.of_chain(draft, accepted, following)
 
 
 class ClampedRatio(PlainSpeculative):
@@ -99,8 +99,8 @@ class _Wrapped(Rule):
     def told(self, draft: Draft) -> Draft:
         raise NotImplementedError
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
-        return self.rule.verify(self.told(draft), scores, rng)
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
+        return self.rule.decide(self.told(draft), scores, rng)
 
 
 class _Unnormalised(Draft):
@@ -133,8 +133,8 @@ class TakenForOneQ(_Wrapped):
 class SharedStreams(_Wrapped):
     """Accepts by the very random numbers that the draft was drawn with."""
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
-        return self.rule.verify(draft, scores, _DraftersOwn(rng))
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
+        return self.rule.decide(draft, scores, _DraftersOwn(rng))
 
 
 class _DraftersOwn(CounterRNG):

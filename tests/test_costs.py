@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode import loop
+from decode import device
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
@@ -32,7 +32,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(device, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def charge(self, lm: Any, first: float, further: float) -> None:
         """Each pass takes `first` seconds for one token per row and `further` for each more."""

@@ -80,7 +80,8 @@ def test_doctor_prints_the_figures_that_it_writes(quick: None, tmp_path: Path) -
     assert [cell for cell in printed if cell not in run.output] == []
     assert all(line in run.output for line in figures["meaning"])
     assert 3 <= len(figures["meaning"]) <= 6
-    assert figures["kernels"]["lean_layers"] == figures["kernels"]["layers"] == 2
+    assert figures["kernels"]["forward"] == "lean"
+    assert figures["kernels"]["layers"] == 2
 
 
 def test_the_check_passes_and_its_greedy_texts_are_far_from_ties() -> None:

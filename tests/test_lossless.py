@@ -35,6 +35,7 @@ from tests.lossless import (
     small_lm,
 )
 from tests.mutants import PlainSpeculative
+from tests.tiny import verify
 
 ROWS = 500_000
 
@@ -143,8 +144,8 @@ def test_the_rule_to_break_is_the_rule(chosen: bool) -> None:
     sizes = torch.randint(0, nodes + 1, (rows,), generator=generator).numpy()
     draft = Draft(tokens, sizes, None if chosen else q)
     rng = CounterRNG(0, torch.arange(rows))
-    ours = SpeculativeSampling().verify(draft, Scores(logits, SAMPLING), rng)
-    plain = PlainSpeculative().verify(draft, Scores(logits, SAMPLING), rng)
+    ours = verify(SpeculativeSampling(), draft, Scores(logits, SAMPLING), rng)
+    plain = verify(PlainSpeculative(), draft, Scores(logits, SAMPLING), rng)
     for name in ("accepted", "reached", "next_token"):
         assert (getattr(ours, name) == getattr(plain, name)).all()
 

@@ -28,7 +28,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import CounterRNG, Sampling
 from decode.trees.static import Static
-from decode.verification import Scores, Verification
+from decode.verification import Decision, Scores, Verification
 from distill.losses import LOSSES, WeightedLoss
 from distill.replay.online_student import SmallLMStudent
 from distill.replay.rejections import Collector
@@ -68,10 +68,12 @@ def verified(
     done = Verification.of(
         draft,
         Scores(logits, Sampling(), draft, contexts),
-        path=torch.arange(width).expand(len(texts), -1),
-        accepted=torch.as_tensor(kept),
-        reached=torch.as_tensor(np.minimum(kept + 1, sizes)),
-        next_token=torch.tensor(following),
+        Decision(
+            path=torch.arange(width).expand(len(texts), -1),
+            accepted=torch.as_tensor(kept),
+            reached=torch.as_tensor(np.minimum(kept + 1, sizes)),
+            next_token=torch.tensor(following),
+        ),
     )
     done.rows, done.contexts, done.lengths = np.arange(len(texts)), contexts, contexts.lengths
     return done

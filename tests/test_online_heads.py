@@ -350,7 +350,11 @@ def by_hand(loss: str, log_p: Tensor, log_q: Tensor, label: int) -> Tensor:
     """Of one token, [1, V] each, from the definitions."""
     p, q = log_p.exp(), log_q.exp()
     middle = (0.5 * p + 0.5 * q).log()
+    accepted = torch.minimum(p, q).sum()
+    share = torch.exp(-3 * accepted.detach())
     found: dict[str, Tensor] = {
+        "negative_log_acceptance": -accepted.log(),
+        "lk_hybrid": share * (p * (log_p - log_q)).sum() + (1 - share) * (1 - accepted),
         "cross_entropy": -log_q[0, label],
         "forward_kl": (p * (log_p - log_q)).sum(),
         "reverse_kl": (q * (log_q - log_p)).sum(),

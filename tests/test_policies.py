@@ -65,7 +65,9 @@ def made(spec: str, rows: int = 1) -> Any:
 def ask(
     policy: Policy, place: int, logits: torch.Tensor, drafting: Sequence[bool] | None = None
 ) -> torch.Tensor:
-    rows = np.ones(len(logits), dtype=bool) if drafting is None else np.array(drafting)
+    rows = torch.ones(len(logits), dtype=torch.bool)
+    if drafting is not None:
+        rows = torch.tensor(drafting)
     return policy.stops(place, logits, rows)
 
 

@@ -28,7 +28,7 @@ from tests.enumeration import (
     logits_of,
 )
 from tests.mutants import FirstReject, JudgedAsDistinct, NotRenormalised
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, verify
 
 # Parents of the nodes, breadth-first, and the tokens of drafts that are chosen.
 DRAFTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -153,8 +153,11 @@ def test_exact_match_by_enumeration_on_trees() -> None:
             np.full(len(grid), 5),
             parents=torch.tensor([parents]).expand(len(grid), -1),
         )
-        verdict = RULES["exact"]().verify(
-            draft, Scores(logits.expand(len(grid), -1, -1), PLAIN), SetNoise(grid, grid)
+        verdict = verify(
+            RULES["exact"](),
+            draft,
+            Scores(logits.expand(len(grid), -1, -1), PLAIN),
+            SetNoise(grid, grid),
         )
         joint = np.zeros((TOKENS,) * 3)
         path_tokens = draft.tokens.gather(1, verdict.path)
@@ -239,12 +242,13 @@ def test_rows_of_different_trees_do_not_disturb_each_other(rule: str, siblings: 
             continue
         draft, logits = random_draft(siblings, chain=chain), random_logits(0)
         rng = CounterRNG(0, torch.arange(ROWS))
-        together = RULES[rule]().verify(draft, Scores(logits, FILTERED), rng)
+        together = verify(RULES[rule](), draft, Scores(logits, FILTERED), rng)
         p = FILTERED.probs(logits)
         depths = set()
         for row in range(ROWS):
             size = int(draft.sizes[row])
-            alone = RULES[rule]().verify(
+            alone = verify(
+                RULES[rule](),
                 only(draft, row),
                 Scores(logits[row : row + 1, : size + 1], FILTERED),
                 CounterRNG(0, torch.tensor([row])),
@@ -280,9 +284,9 @@ def test_rules_that_are_one_on_chains(rule: str, same: str, chosen: bool) -> Non
         scores = Scores(random_logits(seed), FILTERED)
         if RULES[rule].trees and seed % 2:
             draft.parents = torch.arange(-1, NODES - 1).expand(ROWS, -1)
-        one = RULES[rule](**options).verify(draft, scores, CounterRNG(seed, torch.arange(ROWS)))
+        one = verify(RULES[rule](**options), draft, scores, CounterRNG(seed, torch.arange(ROWS)))
         draft.parents = None
-        other = RULES[same]().verify(draft, scores, CounterRNG(seed, torch.arange(ROWS)))
+        other = verify(RULES[same](), draft, scores, CounterRNG(seed, torch.arange(ROWS)))
         assert [outcome(one, row) for row in range(ROWS)] == [
             outcome(other, row) for row in range(ROWS)
         ]
@@ -309,7 +313,7 @@ def judged(
     nodes = draft.tokens.shape[1]
     logits = logits_of(np.tile(np.array(p), (1, nodes + 1, 1)))
     rng = SetNoise(np.full((1, nodes), accept), np.array([[following]]))
-    return RULES[rule]().verify(draft, Scores(logits, PLAIN), rng)
+    return verify(RULES[rule](), draft, Scores(logits, PLAIN), rng)
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
@@ -358,13 +362,13 @@ def test_threshold_compares_p_itself() -> None:
     rule = RULES["threshold"](threshold=0.4)
     logits = logits_of(np.tile(np.array(p), (1, 4, 1)))
     rng = SetNoise(np.zeros((1, 3)), np.array([[0.1]]))
-    sampled = rule.verify(draft, Scores(logits, PLAIN), rng)
+    sampled = verify(rule, draft, Scores(logits, PLAIN), rng)
     assert (int(sampled.accepted[0]), int(sampled.reached[0]), int(sampled.next_token[0])) == (
         0,
         1,
         0,
     )
-    greedy = rule.verify(draft, Scores(logits, Sampling()), rng)
+    greedy = verify(rule, draft, Scores(logits, Sampling()), rng)
     assert (int(greedy.accepted[0]), int(greedy.next_token[0])) == (0, 1)
 
 

@@ -139,8 +139,7 @@ def test_equal_paths_become_one() -> None:
         equal += sum(place != node for node, place in enumerate(first[row].tolist()))
     assert equal > 50
     # What stands twice has no children left, so it can be taken out.
-    order, above, sizes = pack(first == torch.arange(12), moved.parents)
-    alone = Draft(tokens.gather(1, order), sizes, parents=above)
+    alone = pack(first == torch.arange(12), moved.parents).draft(tokens)
     for row in range(50):
         assert paths_of(alone, row) == list(dict.fromkeys(paths_of(draft, row)))
 

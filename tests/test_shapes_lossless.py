@@ -296,9 +296,8 @@ def without_duplicates(draft: Draft) -> Draft:
     assert draft.parents is not None
     nodes = draft.tokens.shape[1]
     first = first_equal(draft.tokens, draft.parents, nodes)
-    order, parents, sizes = pack(first == torch.arange(nodes), draft.parents)
-    q_rows = draft.rows_of_q().gather(1, order)
-    return Draft(draft.tokens.gather(1, order), sizes, draft.q, parents, q_rows)
+    packed = pack(first == torch.arange(nodes), draft.parents)
+    return packed.draft(draft.tokens, draft.q, draft.rows_of_q())
 
 
 def without_the_unlikely(draft: Draft) -> Draft:
@@ -308,9 +307,7 @@ def without_the_unlikely(draft: Draft) -> Draft:
     q = draft.q.gather(1, draft.rows_of_q()[..., None].expand(-1, -1, TOKENS))
     own = q.gather(2, draft.tokens[..., None])[..., 0]
     keep = ~(draft.ancestors() & (own < 0.3)[:, None, :]).any(2)
-    order, parents, sizes = pack(keep, draft.parents)
-    q_rows = draft.rows_of_q().gather(1, order)
-    return Draft(draft.tokens.gather(1, order), sizes, draft.q, parents, q_rows)
+    return pack(keep, draft.parents).draft(draft.tokens, draft.q, draft.rows_of_q())
 
 
 @pytest.mark.parametrize("error", [without_duplicates, without_the_unlikely])

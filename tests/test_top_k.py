@@ -9,6 +9,7 @@ from decode.errors import UserError
 from decode.rules import RULES
 from decode.sampling import CounterRNG, Sampling
 from decode.verification import Scores
+from tests.tiny import verify
 
 # What the target says after the text and after each node: token 0 is likeliest, then 1, 2, 3.
 LOGITS = torch.tensor([[4.0, 3.0, 2.0, 1.0]] * 4)[None]
@@ -16,7 +17,7 @@ NOISE = CounterRNG(0, torch.arange(1))
 
 
 def verdict(draft: Draft, **options: int) -> tuple[list[int], int, int]:
-    found = RULES["top_k"](**options).verify(draft, Scores(LOGITS, Sampling()), NOISE)
+    found = verify(RULES["top_k"](**options), draft, Scores(LOGITS, Sampling()), NOISE)
     accepted = int(found.accepted[0])
     return found.path[0, :accepted].tolist(), int(found.reached[0]), int(found.next_token[0])
 
@@ -57,7 +58,7 @@ def test_with_one_token_it_is_exact_match_of_greedy_text() -> None:
     draft = Draft(tokens, sizes, parents=parents)
     rng = CounterRNG(0, torch.arange(500))
     ours, exact = (
-        rule.verify(draft, Scores(logits, Sampling()), rng)
+        verify(rule, draft, Scores(logits, Sampling()), rng)
         for rule in (RULES["top_k"](k=1), RULES["exact"]())
     )
     for name in ("accepted", "reached", "next_token"):

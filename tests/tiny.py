@@ -17,7 +17,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from decode.draft import Contexts, Draft
-from decode.sampling import Sampling
+from decode.rules import Rule
+from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import Features
 from decode.target.identity import fingerprint
 from decode.target.loading import EMBEDDED, Target, load_target
@@ -221,6 +222,11 @@ def verification(accepted: Sequence[int], **fields: Any) -> Verification:
         assert hasattr(done, name)
         setattr(done, name, value)
     return done
+
+
+def verify(rule: Rule, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
+    """What the rule decides, on the host."""
+    return Verification.of(draft, scores, rule.decide(draft, scores, rng))
 
 
 def after(contexts: Contexts, features: Features | None = None) -> Verification:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from decode.device import to_device
 from decode.draft import Contexts, Draft, Drawn, Limits, Siblings, first_equal, merged, pack
 from decode.drafters import Drafter
 from decode.errors import UserError
@@ -118,7 +119,7 @@ class CompositeDrafter(Group):
                 break
             draft = drafter.draft(contexts, Limits(depths.copy(), limits.stops), sampling, rng)
             # Drop drafts in rows that already have one.
-            draft.sizes = np.where(depths > 0, draft.sizes, 0)
+            draft.cut(np.where(depths > 0, draft.sizes, 0))
             depths[draft.sizes > 0] = 0
             if draft.sizes.any():
                 drafts.append(draft)
@@ -147,8 +148,7 @@ def _merged(drafts: list[Draft]) -> Draft:
     """Joins drafts that have nodes in different rows into one draft."""
     if len(drafts) == 1:
         return drafts[0]
-    # Use the device of the drafts with q; drafts of chosen tokens are small to move.
-    device = next((x.q.device for x in drafts if x.q is not None), drafts[0].tokens.device)
+    device = _common_device(drafts)
     drafts = [draft.to(device) for draft in drafts]
     rows = len(drafts[0].sizes)
     nodes = max(draft.tokens.shape[1] for draft in drafts)
@@ -164,7 +164,7 @@ def _merged(drafts: list[Draft]) -> Draft:
         q = drawn[0].new_zeros(rows, depth, drawn[0].shape[2])
         q_rows = order.repeat(rows, 1)
     for draft in drafts:
-        its_rows = torch.as_tensor(np.flatnonzero(draft.sizes), device=device)
+        its_rows = to_device(np.flatnonzero(draft.sizes), device)
         count = draft.tokens.shape[1]
         sizes = np.maximum(sizes, draft.sizes)
         tokens[its_rows, :count] = draft.tokens[its_rows]
@@ -225,11 +225,11 @@ class SeveralDrafters(Group):
             drafter.draft(contexts, Limits(limits.depths), sampling, rng.fork(part))
             for part, drafter in enumerate(self.drafters)
         ]
-        devices = [draft.tokens.device for draft in drafts if draft.tokens.shape[1]]
-        if not devices:
-            return drafts[0]
-        drafts = [draft.to(devices[0]) for draft in drafts if draft.sizes.any()]
-        depth = max(draft.nodes_by_depth().shape[1] for draft in drafts)
+        if not any(draft.sizes.any() for draft in drafts):
+            return Draft.none(len(limits.depths), "cpu")
+        device = _common_device(drafts)
+        drafts = [draft.to(device) for draft in drafts if draft.sizes.any()]
+        depth = limits.max_depth
         tokens, parents = _joined(drafts)
         keep = torch.cat([draft.valid() for draft in drafts], 1)
         depths = torch.cat([draft.ancestors().sum(2) for draft in drafts], 1)
@@ -245,11 +245,16 @@ class SeveralDrafters(Group):
         above = merged(above, first)
         if q is None:
             keep &= first == torch.arange(tokens.shape[1], device=tokens.device)
-        order, above, sizes = pack(keep, above)
         if q_rows is not None:
-            q_rows = q_rows.gather(1, by_depth).gather(1, order)
+            q_rows = q_rows.gather(1, by_depth)
         drawn: Drawn = "independent" if len(self.drafters) == 1 else "mixed"
-        return Draft(tokens.gather(1, order), sizes, q, above, q_rows, drawn)
+        return pack(keep, above).draft(tokens, q, q_rows, drawn)
+
+
+def _common_device(drafts: list[Draft]) -> torch.device:
+    """An accelerator if a draft is on one: a copy from there would wait."""
+    devices = [draft.tokens.device for draft in drafts]
+    return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
 def _joined(drafts: list[Draft]) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.device import to_device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import load_vocabulary
@@ -133,7 +134,7 @@ class SmallLMDrafter(ShapedDrafter):
         ids = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)
         logits = self.lm.forward(
             # Ids without an embedding occur only in rows that must not draft.
-            torch.as_tensor(np.minimum(ids, self.known - 1), device=self.lm.device),
+            to_device(np.minimum(ids, self.known - 1), self.lm.device),
             start,
             columns=np.maximum(np.minimum(lengths - start, lacking) - 1, 0),
         )

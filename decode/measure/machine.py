@@ -8,11 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.measure.time_passes import seconds_by_turns
-from decode.target import cpu_kernels
+from decode.target import lean_forward
 from decode.target.loading import DTYPES
 from decode.target.prepare_model import (
     has_products,
-    has_replaced_attention,
     prepare,
     reason_against_packing,
 )
@@ -92,24 +91,24 @@ def dtype_speeds(device: torch.device) -> dict[str, dict[str, Any]]:
 def describe_kernels(model: PreTrainedModel) -> dict[str, Any]:
     """What the loop replaces in a model, found in its prepared form.
 
-    packed, lean_layers: how many matrix products and layers are replaced. layers: how many layers
-    there are. attention: whether ours is used. parts: the number of modules of each class of ours.
-    not_packed_because: the reason, or None.
+    forward: lean, or transformers'. packed: the number of packed matrix products. layers: the
+    number of layers. attention: whether ours is used. parts: the number of modules of each class of
+    ours. not_packed_because: the reason, or None.
     """
-    # Before `prepare`, because the copy that it makes takes memory too.
+    # Before `prepare`, because packed weights take memory too.
     reason = reason_against_packing(model)
     prepared = prepare(model)
     ours = Counter(
         type(module).__name__
         for module in prepared.modules()
-        if type(module).__module__ == cpu_kernels.__name__
+        if type(module).__module__ == lean_forward.__name__
     )
-    packed = ours[cpu_kernels.PackedLinear.__name__]
+    packed = ours[lean_forward.PackedLinear.__name__]
     return {
         "packed": packed,
-        "lean_layers": ours[cpu_kernels.LeanLayer.__name__],
+        "forward": "lean" if isinstance(prepared, lean_forward.LeanForward) else "transformers",
         "layers": model.config.get_text_config().num_hidden_layers,
-        "attention": has_replaced_attention(prepared),
+        "attention": prepared.has_our_attention,
         "parts": dict(ours),
         "not_packed_because": None if packed else reason,
     }

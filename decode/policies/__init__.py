@@ -29,11 +29,14 @@ class Policy(ABC):
     constant: all drafts have the same depth, so figures per draft length are meaningful. watched:
     the number of tokens of the last draft for which `stops` was called; the drafter computed logits
     for each of them. needs_costs: `use_costs` is worth the seconds that measuring takes.
+    reads_times: `observe` reads the seconds of the pass. The loop then waits for a CUDA device in
+    each step.
     """
 
     watches: bool = False
     constant: bool = False
     needs_costs: bool = False
+    reads_times: bool = False
     watched: int = 0
 
     def __init__(self, max_depth: int) -> None:
@@ -52,13 +55,15 @@ class Policy(ABC):
     def depths(self) -> np.ndarray:
         """int [B], 0 … max_depth: the max depth of each row's next draft. All 0 is a plain step."""
 
-    def stops(self, position: int, logits: Tensor, drafting: np.ndarray) -> Tensor:
+    def stops(self, position: int, logits: Tensor, drafting: Tensor) -> Tensor:
         """bool [B]: the rows whose draft ends before its token number `position` (0, 1, …), given
         the drafter's logits for that token, [B, V']. Called only if `watches`.
 
-        drafting: bool [B], the rows that are still drafting. The logits of the other rows mean
-        nothing: their draft has ended, or another drafter serves them. In one round, several
-        drafters may call this, each for different rows.
+        drafting: bool [B] on the same device, the rows that are still drafting. The logits of the
+        other rows mean nothing: their draft has ended, or another drafter serves them. On an
+        accelerator this is called for every position, also after all drafts have ended, because
+        reading the result would take longer. In one round, several drafters may call this, each
+        for different rows.
         """
         raise NotImplementedError
 
@@ -96,9 +101,9 @@ class Watcher(Policy):
         self._forget()
 
     def _forget(self) -> None:
-        # By position: the number, float [B], and the rows it was computed for, bool [B].
+        # By position: the number, float [B], NaN in rows it was not computed for.
         self._seen: list[Tensor] = []
-        self._drafting: list[np.ndarray] = []
+        self._on_host: list[Tensor] = []  # the same, once the device has passed the draft
         self.watched = 0
 
     def depths(self) -> np.ndarray:
@@ -122,26 +127,27 @@ class Watcher(Policy):
         super().start(rows)
         self._forget()
 
-    def stops(self, position: int, logits: Tensor, drafting: np.ndarray) -> Tensor:
-        value = self.measure(logits)
-        rows = torch.as_tensor(drafting, device=value.device)
-        value = torch.where(rows, value, torch.nan)
+    def stops(self, position: int, logits: Tensor, drafting: Tensor) -> Tensor:
+        value = torch.where(drafting, self.measure(logits), torch.nan)
+        seen = value
         if position < len(self._seen):  # another drafter called before, for other rows
-            self._seen[position] = torch.where(rows, value, self._seen[position].to(value))
-            self._drafting[position] = self._drafting[position] | drafting
-        else:
-            self._seen.append(value)
-            self._drafting.append(drafting)
+            seen = torch.where(drafting, value, self._seen[position].to(value))
+        self._seen[position:] = [seen, *self._seen[position + 1 :]]
+        # The verdict on this draft is read after this copy, so `observe` waits for nothing.
+        copy = seen.to("cpu", non_blocking=True)
+        self._on_host[position:] = [copy, *self._on_host[position + 1 :]]
         self.watched = len(self._seen)
-        ended = self.ends(position, value) & rows
+        ended = self.ends(position, value) & drafting
         return ended if position >= self.min_depth else torch.zeros_like(ended)
 
     def observe(self, verification: Verification) -> None:
         if not self._seen:
             return
-        values = torch.stack(self._seen, 1).double().cpu().numpy()
+        values = torch.stack(self._on_host, 1).double().numpy()
         verification.signals[self.signal] = values
-        self.learn(verification, values, np.stack(self._drafting, 1).sum(1))
+        known = ~np.isnan(values)
+        watched = np.where(known.any(1), values.shape[1] - known[:, ::-1].argmax(1), 0)
+        self.learn(verification, values, watched)
         self._forget()
 
 

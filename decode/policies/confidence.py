@@ -1,9 +1,9 @@
 """A draft ends when the drafter is no longer confident."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from decode.device import to_device
 from decode.errors import UserError
 from decode.policies import POLICIES, Watcher
 from decode.verification import Verification
@@ -91,7 +91,7 @@ class AdaptiveConfidence(Watcher):
         return largest_probability(logits)
 
     def ends(self, position: int, value: Tensor) -> Tensor:
-        return value < torch.as_tensor(self.thresholds, dtype=value.dtype, device=value.device)
+        return value < to_device(self.thresholds, value.device).to(value.dtype)
 
     def learn(self, verification: Verification, values: np.ndarray, watched: np.ndarray) -> None:
         judged = np.minimum(np.minimum(verification.reached, watched), verification.drafted)

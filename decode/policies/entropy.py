@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.device import to_device
 from decode.errors import UserError
 from decode.policies import POLICIES, Watcher
 from decode.verification import Verification
@@ -47,7 +48,7 @@ class Entropy(Watcher):
 
     def ends(self, position: int, value: Tensor) -> Tensor:
         if self.ema:
-            past = torch.as_tensor(self._past, dtype=value.dtype, device=value.device)
+            past = to_device(self._past, value.device).to(value.dtype)
             before = past if position == 0 or self._running is None else self._running
             value = torch.where(before.isnan(), value, self.ema * before + (1 - self.ema) * value)
             self._running = value

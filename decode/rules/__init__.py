@@ -11,7 +11,7 @@ from decode.draft import Draft, Siblings
 from decode.errors import UserError
 from decode.registry import Registry
 from decode.sampling import CounterRNG, Sampling
-from decode.verification import Scores, Verification
+from decode.verification import Decision, Scores
 
 
 class Rule(ABC):
@@ -35,8 +35,9 @@ class Rule(ABC):
         return not branches or (cls.trees and siblings in cls.siblings)
 
     @abstractmethod
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
-        """Judges a draft by the target's scores."""
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
+        """Judges a draft by the target's scores. It reads no value on an accelerator: it computes
+        tensors from tensors, and `torch.compile` traces it as one graph."""
 
 
 RULES: Registry[type[Rule]] = Registry("verification rule")

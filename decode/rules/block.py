@@ -7,7 +7,7 @@ from decode.draft import Draft
 from decode.rules import RULES, Rule
 from decode.rules.speculative import TINY, residual
 from decode.sampling import CounterRNG, draw
-from decode.verification import Scores, Verification
+from decode.verification import Decision, Scores
 
 
 @RULES.register("block")
@@ -23,13 +23,13 @@ class BlockVerification(Rule):
 
     lossless, trees = True, False
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         rows, nodes = draft.tokens.shape
         p = scores.probs()
         uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         drafted = draft.valid().sum(1)
         if nodes == 0:
-            return Verification.of_chain(draft, scores, drafted, draw(p[:, 0], uniform))
+            return Decision.of_chain(draft, drafted, draw(p[:, 0], uniform))
         p_x = p[:, :-1].gather(2, draft.tokens[..., None])[..., 0].double()
         q_x = draft.q_of_tokens()
         # Products of quotients, in float64. Tokens with p = 0 have ratio 0, also if q = 0.
@@ -63,7 +63,7 @@ class BlockVerification(Rule):
         scale = P[at, accepted].clamp(min=TINY)[:, None].float()
         left = residual(p_next, q_next / scale)[0]
         weights = torch.where((accepted < drafted)[:, None], left, p_next)
-        return Verification.of_chain(draft, scores, accepted, draw(weights, uniform))
+        return Decision.of_chain(draft, accepted, draw(weights, uniform))
 
     @staticmethod
     def last(stays: Tensor) -> Tensor:

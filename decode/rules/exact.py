@@ -9,7 +9,7 @@ from torch import Tensor
 from decode.draft import Draft
 from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG
-from decode.verification import Scores, Verification
+from decode.verification import Decision, Scores
 
 
 def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -43,16 +43,14 @@ class ExactMatch(Rule):
 
     lossless, trees = True, True
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
         greedy = scores.sampling.greedy
         emitted = scores.pick(scores.logits if greedy else rng.of_text(_depths(draft)))  # [B, N+1]
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=device)
-            return Verification.of(
-                draft,
-                scores,
+            return Decision(
                 path=draft.tokens,
                 accepted=zero,
                 reached=zero,
@@ -60,9 +58,7 @@ class ExactMatch(Rule):
             )
         matches = draft.tokens == emitted.gather(1, draft.parent_rows())
         path, accepted, reached, last_row = longest_path(draft, matches)
-        return Verification.of(
-            draft,
-            scores,
+        return Decision(
             path=path,
             accepted=accepted,
             reached=reached,

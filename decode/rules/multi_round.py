@@ -9,11 +9,12 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from decode.device import settled
 from decode.draft import Draft
 from decode.rules import RULES, Rule
-from decode.rules.speculative import TINY, residual, settled
+from decode.rules.speculative import TINY, residual
 from decode.sampling import CounterRNG, draw
-from decode.verification import Scores, Verification
+from decode.verification import Decision, Scores
 
 
 class Descent(Rule):
@@ -36,7 +37,7 @@ class Descent(Rule):
         p. uniforms: float64 [B, N], one for each node.
         """
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
         table = draft.children()
@@ -47,7 +48,7 @@ class Descent(Rule):
         going = torch.ones(rows, dtype=torch.bool, device=device)
         path: list[Tensor] = []
         weights = torch.zeros(0, device=device)
-        levels = draft.nodes_by_depth().shape[1]
+        levels = draft.levels()
         for depth in range(levels + 1):
             p = scores.probs_at(at)
             child, left = self.judge(p, table[row, at], draft, uniforms)
@@ -59,9 +60,7 @@ class Descent(Rule):
             accepted = accepted + going
             at = torch.where(going, child + 1, at)
         went_on = (table[row, at] >= 0).any(1)
-        return Verification.of(
-            draft,
-            scores,
+        return Decision(
             path=torch.stack(path, 1) if path else draft.tokens[:, :0],
             accepted=accepted,
             reached=accepted + went_on,

@@ -4,11 +4,12 @@ two variants that are LOSSY: with lenience, and without the residual."""
 import torch
 from torch import Tensor
 
+from decode.device import settled
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG, draw
-from decode.verification import Scores, Verification
+from decode.verification import Decision, Scores
 
 # Replaces a divisor of 0 if only the sign of the quotient matters.
 TINY = 1e-30
@@ -29,14 +30,6 @@ def residual(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(empty[..., None], p, left), mass
 
 
-def settled(open_: Tensor) -> bool:
-    """Whether no row of open_, bool [B], is still open, so that a pass over them can be skipped.
-
-    On an accelerator it always returns False, because the check costs more than the pass.
-    """
-    return open_.device.type == "cpu" and not open_.any()
-
-
 @RULES.register("speculative")
 class SpeculativeSampling(Rule):
     """Accepts x ~ q with probability min(1, p(x)/q(x)). Draws the next token from norm((p − q)₊) at
@@ -46,13 +39,13 @@ class SpeculativeSampling(Rule):
 
     lossless, trees = True, False
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         rows, nodes = draft.tokens.shape
         p = scores.probs()
         last_uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=p.device)
-            return Verification.of_chain(draft, scores, zero, draw(p[:, 0], last_uniform))
+            return Decision.of_chain(draft, zero, draw(p[:, 0], last_uniform))
         p_x = p[:, :-1].gather(2, draft.tokens[..., None])[..., 0].double()
         stays = self.accepts(rng.uniforms(CounterRNG.ACCEPT, 0, nodes), p_x, draft.q_of_tokens())
         accepted = (stays & draft.valid()).long().cumprod(1).sum(1)
@@ -62,7 +55,7 @@ class SpeculativeSampling(Rule):
         q_next = draft.q_of(accepted.clamp(max=nodes - 1), p.shape[2])[0]
         rejected = (accepted < draft.valid().sum(1))[:, None]
         weights = torch.where(rejected, self.after_rejection(p_next, q_next), p_next)
-        return Verification.of_chain(draft, scores, accepted, draw(weights, last_uniform))
+        return Decision.of_chain(draft, accepted, draw(weights, last_uniform))
 
     def accepts(self, uniforms: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
         """bool [B, N]: the draft tokens that are accepted if all before them are. Arguments:

@@ -4,7 +4,7 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG, Sampling
-from decode.verification import Scores, Verification
+from decode.verification import Decision, Scores
 
 
 @RULES.register("threshold")
@@ -25,11 +25,11 @@ class Threshold(Rule):
             raise UserError(f"threshold is {threshold}; expected a probability, from 0 to 1")
         self.threshold = threshold
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         sampling = Sampling(temperature=1.0) if scores.sampling.greedy else scores.sampling
         judged = sampling.probs(scores.logits[:, :-1])
         p_x = judged.gather(2, draft.tokens[..., None])[..., 0]
         accepted = ((p_x >= self.threshold) & draft.valid()).long().cumprod(1).sum(1)
         uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         next_token = scores.sampling.pick(scores.logits_at(accepted), uniform)
-        return Verification.of_chain(draft, scores, accepted, next_token)
+        return Decision.of_chain(draft, accepted, next_token)

@@ -8,7 +8,7 @@ from decode.rules import RULES, Rule
 from decode.rules.exact import longest_path
 from decode.sampling import CounterRNG
 from decode.trees import require_whole
-from decode.verification import Scores, Verification
+from decode.verification import Decision, Scores
 
 
 @RULES.register("top_k")
@@ -29,7 +29,7 @@ class TopKAcceptance(Rule):
             raise UserError(f"min_accepted is {min_accepted!r}; expected a whole number ≥ 0")
         self.k, self.min_accepted = k, min_accepted
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
         row_B1 = torch.arange(rows, device=device)[:, None]
@@ -37,9 +37,7 @@ class TopKAcceptance(Rule):
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=device)
             picked = scores.sampling.pick(scores.logits[:, 0], uniform)
-            return Verification.of(
-                draft, scores, path=draft.tokens, accepted=zero, reached=zero, next_token=picked
-            )
+            return Decision(path=draft.tokens, accepted=zero, reached=zero, next_token=picked)
         logits = scores.logits[row_B1, draft.parent_rows()]  # [B, N, V]
         drafted = logits.gather(2, draft.tokens[..., None])
         passes = ((logits > drafted).sum(2) < self.k) | (
@@ -47,6 +45,4 @@ class TopKAcceptance(Rule):
         )
         path, accepted, reached, last_row = longest_path(draft, passes)
         picked = scores.sampling.pick(scores.logits_at(last_row), uniform)
-        return Verification.of(
-            draft, scores, path=path, accepted=accepted, reached=reached, next_token=picked
-        )
+        return Decision(path=path, accepted=accepted, reached=reached, next_token=picked)

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from decode.device import settled
 from decode.draft import Draft
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
-from decode.rules.speculative import TINY, residual, settled
+from decode.rules.speculative import TINY, residual
 from decode.sampling import CounterRNG, draw
-from decode.verification import Scores, Verification
+from decode.verification import Decision, Scores
 
 
 @RULES.register("traversal")
@@ -23,18 +24,22 @@ class Traversal(Rule):
     removed from q.
 
     Leaves are visited in post-order, so only the path to the current node is kept: [B, D+1, V] for
-    drafts D deep. The number of passes depends on how many nodes are rejected. Each pass checks the
-    rows once, also on an accelerator.
+    drafts D deep. On a CPU the number of passes depends on how many nodes are rejected. On an
+    accelerator it is that of a tree with all nodes rejected, because a check would wait for it.
     """
 
     lossless, trees = True, True
 
-    def verify(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         if draft.is_chain:
             # The same verdict from the same random numbers, all positions at once.
-            return BlockVerification().verify(draft, scores, rng)
+            return BlockVerification().decide(draft, scores, rng)
         walk = _Walk(draft, scores, rng.uniforms(CounterRNG.ACCEPT, 0, draft.tokens.shape[1]))
-        while not walk.done.all():
+        # A pass visits a new node, or comes back to a node whose children are all removed.
+        inner = (draft.child_counts()[:, 1:] > 0).sum(1)
+        for _ in range(int((draft.sizes + inner).max()) + 1):
+            if settled(~walk.done):
+                break
             walk.descend()
             walk.judge()
         depth = walk.depth
@@ -42,9 +47,7 @@ class Traversal(Rule):
         weights = walk.p[walk.row, depth]
         went_on = walk.table[walk.row, walk.at[walk.row, depth], 0] >= 0
         next_token = draw(weights, rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0])
-        return Verification.of(
-            draft,
-            scores,
+        return Decision(
             path=path.clamp(min=0),
             accepted=depth,
             reached=depth + went_on,
@@ -63,7 +66,7 @@ class _Walk:
     def __init__(self, draft: Draft, scores: Scores, uniforms: Tensor) -> None:
         self.draft, self.scores, self.uniforms = draft, scores, uniforms
         self.table = draft.children()
-        rows, levels = len(draft.tokens), draft.nodes_by_depth().shape[1] + 1
+        rows, levels = len(draft.tokens), draft.levels() + 1
         device = draft.tokens.device
         self.row = torch.arange(rows, device=device)
         self.depth = torch.zeros(rows, dtype=torch.int64, device=device)

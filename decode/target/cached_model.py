@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.device import to_device
 from decode.errors import UserError
 from decode.target.hidden_states import captured_modules, layer_list_name
 from decode.target.lean_forward import LONGEST_CHAIN, SLOT_STEP, AttentionMask
@@ -152,7 +153,7 @@ class CachedLM:
             require_trees(self.model)
         self._slots.place(start, n)
         base = start if ancestors_BNM is None else start + n - ancestors_BNM.shape[2]
-        base_B1 = torch.as_tensor(base, device=self.device)[:, None]
+        base_B1 = to_device(base, self.device)[:, None]
         if depth_BN is None:
             depth_BN = torch.arange(n, device=self.device)[None, :]
         logits, self.features = self.forward_pass(
@@ -162,7 +163,7 @@ class CachedLM:
             (base_B1 + depth_BN).clamp(max=self.max_positions - 1),
             self._masks(base_B1, start, n, ancestors_BNM),
             self._slots.layers,
-            None if columns is None else torch.as_tensor(columns, device=self.device),
+            None if columns is None else to_device(columns, self.device),
             self.captured_layers,
         )
         return logits

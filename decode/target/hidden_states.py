@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.device import to_device
 from decode.errors import UserError
 from decode.target.pretrained import input_device
 
@@ -46,14 +47,13 @@ class Features:
         """[B, T·H]: the hidden states of each row's last valid token. Meaningless for a row with
         counts[b] = 0."""
         values = self.of(captured_layers)
-        columns = torch.as_tensor(np.maximum(self.counts - 1, 0), device=values.device)
+        columns = to_device(np.maximum(self.counts - 1, 0), values.device)
         return values[torch.arange(len(columns), device=values.device), columns]
 
     def keep_rows(self, rows: np.ndarray) -> "Features":
         """The hidden states of only these rows, int [B'], in this order."""
         values = {
-            layer: x.index_select(0, torch.as_tensor(rows, device=x.device))
-            for layer, x in self.values.items()
+            layer: x.index_select(0, to_device(rows, x.device)) for layer, x in self.values.items()
         }
         return Features(values, self.counts[rows])
 

@@ -189,6 +189,8 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
     Each layer is compared with transformers' on random states, in float32 up to rounding: a layer
     may have the parts of llama's and combine them in another way. The logits are compared too.
     """
+    if not all(map(_is_known_code, model.modules())):
+        return None
     implementation = str(model.config._attn_implementation)
     # Models without sdpa have a soft cap, which the lean attention computes.
     if implementation != "sdpa" and getattr(model, "_supports_sdpa", True):
@@ -218,6 +220,13 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
         softcap=getattr(config, "final_logit_softcapping", None),
     )
     return lean if _same_logits(model, lean) else None
+
+
+def _is_known_code(module: nn.Module) -> bool:
+    """Whether a module computes what its class in transformers or PyTorch does. A forward of
+    someone else may differ in cases that the comparison does not try."""
+    library = type(module).__module__.split(".")[0]
+    return library in ("transformers", "torch") and "forward" not in vars(module)
 
 
 def layer_parts(layer: Any, config: Any) -> LayerParts | None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from decode.device import to_device
+
 
 class _Window:
     """Where the current forward writes. All layers of one cache share it."""
@@ -153,7 +155,7 @@ class Slots:
         window.end = round_up_slots(end, self._step) if start.any() else end
         window.begin = int(start[0]) if bool((start == start[0]).all()) else None
         if window.begin is None:
-            first = torch.as_tensor(start, device=self.device)[:, None]
+            first = to_device(start, self.device)[:, None]
             rows = torch.arange(len(start), device=self.device)[:, None]
             window.scatter(rows, first + torch.arange(n, device=self.device))
 
@@ -202,18 +204,19 @@ class Slots:
 
     def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:
         """Keep a path of the last forward: column `columns_BM[b, m]` moves to slot start_b + m, for
-        the first counts[b] columns, int [B].
+        the first counts[b] columns, int [B]. columns_BM: int64 on the host; elsewhere it is read.
 
         Nothing moves if all columns are already in place, as in a chain.
         """
         columns_M = np.arange(columns_BM.shape[1])
-        misplaced = (columns_BM.cpu().numpy() != columns_M) & (columns_M < counts[:, None])
+        on_host = columns_BM.cpu().numpy()
+        misplaced = (on_host != columns_M) & (columns_M < counts[:, None])
         if not misplaced.any():
             return
         columns_BM = columns_BM[:, : int(np.flatnonzero(misplaced.any(0))[-1]) + 1]
-        first_B1 = torch.as_tensor(start, device=self.device)[:, None]
+        first_B1 = to_device(start, self.device)[:, None]
         rows_B1 = torch.arange(len(start), device=self.device)[:, None]
-        source_BM = first_B1 + columns_BM
+        source_BM = first_B1 + to_device(columns_BM, self.device)
         target_BM = first_B1 + torch.arange(columns_BM.shape[1], device=self.device)
         for store in self._stores:
             store.move(rows_B1, source_BM, target_BM)

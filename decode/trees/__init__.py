@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from decode.device import reads_are_free, to_device
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.errors import UserError
 from decode.logits import penalise, tokens_before
@@ -40,6 +41,7 @@ class Growth(ABC):
         self.contexts, self.sampling, self.device = contexts, sampling, device
         self.rows, self.vocab_size, self.vocabulary = len(contexts.lengths), vocab_size, vocabulary
         self.fed = torch.zeros(self.rows, 0, dtype=torch.int64, device=device)
+        self.depth = 0  # of the nodes of a tree that were fed last
         self.ancestors: Tensor | None = None  # bool [B, m, m]; None: the fed nodes are a chain
 
     @abstractmethod
@@ -60,12 +62,14 @@ class Growth(ABC):
 
         tokens: int64 [B, n], as drawn (rows of the draft vocabulary). parents: int64 [B, n],
         numbers of fed nodes, −1 for the root; None: the n nodes continue a chain. In one draft,
-        either all calls pass parents or none does.
+        either all calls pass parents or none does. The k-th call that passes parents feeds nodes at
+        depth k.
         """
         count = tokens.shape[1]
         before = self.fed.shape[1]
         self.fed = torch.cat([self.fed, self.ids(tokens)], 1)
         if parents is not None:
+            self.depth += 1
             self.ancestors = self._with(parents, before)
         return self._penalised(self._extend(count), count)
 
@@ -208,16 +212,20 @@ class Chain(Shape):
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         sizes = limits.depths.copy()
+        lengths = to_device(sizes, growth.device)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         logits = growth.first()
         for position in range(limits.max_depth):
             if limits.stops is not None:
-                # One device transfer per token, only for policies that read the logits.
-                ended = limits.stops(position, logits, sizes > position).cpu().numpy()
-                sizes[ended & (sizes > position)] = position
-                if not (sizes > position).any():
-                    break
+                drafting = lengths > position
+                ended = limits.stops(position, logits, drafting) & drafting
+                lengths = lengths.masked_fill(ended, position)
+                # A tensor on an accelerator is read once, at the end. Tokens past it are left out.
+                if reads_are_free(lengths.device):
+                    sizes = lengths.numpy()
+                    if not (sizes > position).any():
+                        break
             if sampling.greedy:
                 drawn = argmax(logits)
             else:
@@ -227,9 +235,13 @@ class Chain(Shape):
             tokens.append(drawn)
             if position + 1 < int(sizes.max()):
                 logits = growth.extend(drawn[:, None])[:, 0]
-        if not tokens:
+        if limits.stops is not None:
+            sizes = lengths.cpu().numpy()
+        width = int(sizes.max(initial=0))
+        if not width:
             return Draft.none(growth.rows, growth.device)
-        return Draft(growth.ids(torch.stack(tokens, 1)), sizes, q=torch.stack(q, 1) if q else None)
+        drafted = growth.ids(torch.stack(tokens[:width], 1))
+        return Draft(drafted, sizes, q=torch.stack(q[:width], 1) if q else None)
 
 
 from decode.trees import (  # noqa: E402, F401  (each registers itself)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.device import to_device
 from decode.draft import Draft, Limits, Siblings, best, first_equal, merged, pack
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES, Growth, Shape, likeliest, log_q, require_whole
@@ -95,12 +96,11 @@ class Chains(Shape):
         all_tokens = growth.ids(torch.cat(drawn, 1))
         order = torch.arange(all_tokens.shape[1], device=growth.device).expand(rows, -1)
         parents = (order - chains).clamp(min=-1)
-        limit = torch.as_tensor(limits.depths, device=growth.device)[:, None]
+        limit = to_device(limits.depths, growth.device)[:, None]
         keep = order // chains < limit
         if self.budget is not None:
             keep = best(torch.cat(scores, 1), keep, self.budget)
-        order, parents, sizes = pack(keep, parents)
-        return Draft(all_tokens.gather(1, order), sizes, parents=parents)
+        return pack(keep, parents).draft(all_tokens)
 
 
 def _next(growth: Growth, tokens: Tensor, first: int) -> Tensor:

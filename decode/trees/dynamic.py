@@ -6,6 +6,7 @@ Shapes: B rows, k nodes expanded per layer, M candidates, V' vocabulary of the d
 import torch
 from torch import Tensor
 
+from decode.device import to_device
 from decode.draft import Draft, Limits, Siblings, best, pack
 from decode.sampling import CounterRNG, Sampling
 from decode.trees import SHAPES, Growth, Shape, likeliest, log_q, require_whole
@@ -55,10 +56,9 @@ class Dynamic(Shape):
         depths = torch.cat(
             [torch.full_like(layer[0][0], depth + 1) for depth, layer in enumerate(layers)]
         )
-        limit = torch.as_tensor(limits.depths, device=device)[:, None]
+        limit = to_device(limits.depths, device)[:, None]
         keep = best(all_scores, depths <= limit, self.nodes)
-        order, parents, sizes = pack(keep, parents)
-        return Draft(growth.ids(all_tokens.gather(1, order)), sizes, parents=parents)
+        return pack(keep, parents).draft(growth.ids(all_tokens))
 
 
 def _children(logits: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:

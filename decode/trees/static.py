@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from decode.artifact import MANIFEST, verify_directory, write_directory
+from decode.device import to_device
 from decode.draft import Draft, Limits, Siblings, pack
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling, draw
@@ -58,7 +59,7 @@ class _Plan:
 
     def __init__(self, structure: Structure, depth: int, device: torch.device) -> None:
         def on_device(values: np.ndarray) -> Tensor:
-            return torch.as_tensor(values, device=device)
+            return to_device(values, device)
 
         nodes = structure.within(depth)
         above = structure.parents[:nodes]
@@ -149,6 +150,7 @@ class FixedTree(Shape):
             None if q is None else plan.q_rows.expand(rows, -1),
             drawn="distinct" if children.siblings == "distinct" else "independent",
             _ancestors=plan.ancestors.expand(rows, -1, -1),
+            _host_parents=np.broadcast_to(self.structure.parents[: tokens.shape[1]], tokens.shape),
         )
         return _without(draft, torch.cat(children.lacking, 1)) if children.lacking else draft
 
@@ -210,17 +212,10 @@ def _without(draft: Draft, lacking: Tensor) -> Draft:
     assert draft.q_rows is not None
     dropped = (draft.ancestors() & lacking[:, None, :]).any(2)
     keep = draft.valid() & ~dropped
-    order, parents, sizes = pack(keep, draft.parents)
-    if (sizes == draft.sizes).all():
+    packed = pack(keep, draft.parents)
+    if (packed.sizes == draft.sizes).all():
         return draft
-    return Draft(
-        draft.tokens.gather(1, order),
-        sizes,
-        draft.q,
-        parents,
-        draft.q_rows.gather(1, order),
-        drawn="distinct",
-    )
+    return packed.draft(draft.tokens, draft.q, draft.q_rows, "distinct")
 
 
 @SHAPES.register("static")

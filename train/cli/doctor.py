@@ -137,7 +137,7 @@ def _target(figures: dict[str, Any]) -> list[tuple[str, str]]:
         reason = kernels["not_packed_because"]
         rows += [
             ("packed products", f"none: {reason}" if reason else str(kernels["packed"])),
-            ("lean layers", f"{kernels['lean_layers']} of {kernels['layers']}"),
+            ("forward", kernels["forward"]),
             ("attention", "ours" if kernels["attention"] else "that of transformers"),
         ]
     if plain := figures.get("plain"):

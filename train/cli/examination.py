@@ -249,7 +249,7 @@ def _on_kernels(examination: Examination) -> str:
         return ""
     kernels, target = (examination.figures[item] for item in ("kernels", "target"))
     if torch.device(target["device"]).type != "cpu":
-        return "The target runs on a GPU; packed products and lean layers are only for CPUs."
+        return "The target runs on a GPU; packed products and the lean forward are only for CPUs."
     dtypes = examination.figures.get("dtypes", {})
     fast = [name for name, speeds in dtypes.items() if speeds["fast"]]
     if not kernels["packed"]:
@@ -258,9 +258,8 @@ def _on_kernels(examination: Examination) -> str:
             best = max(fast, key=lambda name: dtypes[name]["flops_per_second"])
             advice = f" Use --dtype {best}."
         return f"Packed products are off: {kernels['not_packed_because']}.{advice}"
-    line = (
-        f"Packed products are on; {kernels['lean_layers']} of {kernels['layers']} layers are lean."
-    )
+    line = f"Packed products are on; the forward is {kernels['forward']}"
+    line += "." if kernels["forward"] == "lean" else "', which is slower."
     if target["dtype"] == "float32" and "bfloat16" in fast:
         line += (
             " This CPU multiplies in bfloat16: use --dtype bfloat16, which reads half the bytes."

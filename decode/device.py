@@ -1,0 +1,122 @@
+"""What differs between a CPU and an accelerator: copies to it, checks that wait for it, times.
+
+The host prepares work for an accelerator while that computes. It must then wait for nothing. A read
+of a value waits until all work before it is done, and so does an ordinary copy to the device.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """The values as a tensor on `device`, like `torch.as_tensor`. The host does not wait.
+
+    PyTorch waits for the stream after a copy from pageable memory. So values for a CUDA device go
+    through pinned memory. PyTorch keeps that memory until the copy is over.
+    """
+    tensor: Any = torch.as_tensor(values)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def reads_are_free(device: torch.device) -> bool:
+    """Whether the host reads values on this device without waiting, so that work may depend on
+    them. False also in a traced function, which must be the same for all values."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def settled(open_: Tensor) -> bool:
+    """Whether no row of open_, bool [B], is still open, so that a pass over them can be skipped.
+
+    False where a read is not free, because the check costs more than the pass.
+    """
+    return reads_are_free(open_.device) and not open_.any()
+
+
+# The fields of a record that get the time of a part.
+_FIELDS = {"draft": "draft_s", "verify": "verify_s", "overhead": "overhead_s"}
+
+
+class Timed(Protocol):
+    """A record of a pass that has the seconds of its parts."""
+
+    draft_s: float
+    verify_s: float
+    overhead_s: float
+
+
+@dataclass
+class _Span:
+    """A part of a step between two moments: seconds, or events on a CUDA device."""
+
+    part: str
+    begin: Any
+    end: Any
+    record: Timed | None = None
+
+
+class Clock:
+    """Adds the time since the last mark to a part of the step. It never makes the host wait for
+    the device, unless it is asked for times at once.
+
+    On a CUDA device, the time of a part is the time between two events on the device's stream. They
+    are read after the device has passed them.
+
+    device: where the step's work runs. timing: has the seconds of each part by its name, and gets
+    the sums. On a CUDA device they lack the last parts until `finish`.
+    """
+
+    def __init__(self, device: torch.device, timing: Any) -> None:
+        self.timing = timing
+        self._cuda = device.type == "cuda"
+        self._spans: deque[_Span] = deque()
+        self._last = self._now()
+
+    def resume(self) -> None:
+        """A step begins. The time since the last mark is not counted."""
+        while self._spans and (not self._cuda or self._spans[0].end.query()):
+            self._add(self._spans.popleft())
+        self._first = len(self._spans)
+        self._last = self._now()
+
+    def mark(self, part: str) -> None:
+        """The time since the last mark was spent on `part`."""
+        begin, self._last = self._last, self._now()
+        self._spans.append(_Span(part, begin, self._last))
+
+    def give(self, record: Timed, *, at_once: bool) -> None:
+        """The parts marked since `resume` belong to this pass: its draft_s, verify_s and
+        overhead_s. at_once: wait for them, if needed. Else a CUDA device sets them later, at the
+        latest in `finish`."""
+        for span in list(self._spans)[self._first :]:
+            span.record = record
+        if at_once or not self._cuda:
+            self.finish()
+
+    def finish(self) -> None:
+        """Add the times of all marks so far. Waits for a CUDA device."""
+        if self._cuda and self._spans:
+            self._spans[-1].end.synchronize()
+        while self._spans:
+            self._add(self._spans.popleft())
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add(self, span: _Span) -> None:
+        begin, end = span.begin, span.end
+        seconds = begin.elapsed_time(end) / 1000 if self._cuda else end - begin
+        setattr(self.timing, span.part, getattr(self.timing, span.part) + seconds)
+        if span.record is not None and span.part in _FIELDS:
+            setattr(span.record, _FIELDS[span.part], seconds)

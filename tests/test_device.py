@@ -1,0 +1,258 @@
+"""On a GPU, a step of the decode loop waits for the device as rarely as it can: counted on a
+simulated device, where it must give the same text as on the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.ngram import NgramDrafter, StoreDrafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.loop import Decoder, Decoding
+from decode.sampling import Sampling
+from decode.trees import SHAPES, Shape
+from heads import HEADS
+from heads.heads_module import HeadOptions
+from tests.device import SimulatedDevice, Wait, simulated_device
+from tests.tiny import VOCAB, tiny_model
+
+PROMPTS = [[5, 17, 250, 9, 42], [7, 8, 9], [11, 12, 13, 11, 12, 13, 11]]
+NEW = 14
+LAYERS = 7  # EAGLE-3 needs so many
+SAMPLED = Sampling(temperature=1.0)
+KINDS: dict[str, dict[str, Any]] = {
+    "medusa": {"type": "medusa", "heads": 3},
+    "blockwise": {"type": "blockwise", "k": 4},
+    "hydra": {"type": "hydra", "heads": 3},
+    "hydra_plus": {"type": "hydra_plus", "heads": 3, "layers": 2},
+    "eagle1": {"type": "eagle1", "depth": 3},
+    "eagle3": {"type": "eagle3", "steps": 3},
+}
+# Makes a drafter on the device of the target that it gets. move: puts a module there.
+Build = Callable[[Any, Callable[[Any], Any]], Drafter]
+
+
+def shaped(name: str, options: dict[str, Any]) -> Shape:
+    return SHAPES[name](**options)
+
+
+def small(shape: Shape | None = None) -> Build:
+    def build(target: Any, move: Callable[[Any], Any]) -> Drafter:
+        return SmallLMDrafter(move(tiny_model("llama", seed=7, layers=1)), shape=shape)
+
+    return build
+
+
+def headed(kind: str, shape: Shape | None = None) -> Build:
+    def build(target: Any, move: Callable[[Any], Any]) -> Drafter:
+        model = tiny_model("llama", layers=LAYERS)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            made: Any = HEADS[kind](HeadOptions.of(KINDS[kind]), model)  # type: ignore[call-arg]
+            made.init_weights(model)
+            for parameter in made.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape)
+        move(made).borrow(target)
+        drafter: Any = DRAFTERS[kind]
+        built: Drafter = drafter(made, VOCAB, shape)
+        return built
+
+    return build
+
+
+def combined(group: Any, *builds: Build) -> Build:
+    def build(target: Any, move: Callable[[Any], Any]) -> Drafter:
+        return group([build(target, move) for build in builds])
+
+    return build
+
+
+def ngram(target: Any, move: Callable[[Any], Any]) -> Drafter:
+    return NgramDrafter()
+
+
+def store(target: Any, move: Callable[[Any], Any]) -> Drafter:
+    return StoreDrafter()
+
+
+def decoder(build: Build, move: Callable[[Any], Any], **options: Any) -> Decoder:
+    target = move(tiny_model("llama", layers=LAYERS))
+    return Decoder(target, build(target, move), **({"gamma": 3, "sampling": SAMPLED} | options))
+
+
+def waits_by_step(device: SimulatedDevice, decoding: Decoding) -> list[list[Wait]]:
+    """The waits of each step in which no text ended, without the first two, which prepare."""
+    steps = []
+    while not decoding.finished:
+        before, rows = len(device.waits), len(decoding.rows)
+        decoding.step()
+        if len(decoding.rows) == rows:
+            steps.append(device.waits[before:])
+    assert len(steps) > 3
+    return steps[2:]
+
+
+def require_waits(build: Build, reads: int, **options: Any) -> None:
+    """Decoding on the device gives the text of the CPU, reads so often in a step (the most of any
+    step) and waits for nothing else."""
+    expected = decoder(build, lambda module: module, **options).decode(PROMPTS, NEW).outputs
+    with simulated_device() as device:
+        decoding = Decoding(decoder(build, device.move, **options), PROMPTS, NEW)
+        steps = waits_by_step(device, decoding)
+    assert decoding.outputs == expected
+    waits = [wait for step in steps for wait in step]
+    others = [w for w in waits if w.kind != "read"]
+    assert others == []
+    counts = [sum(wait.kind == "read" for wait in step) for step in steps]
+    assert max(counts) == reads, waits
+
+
+CHAIN_RULES = (
+    "speculative",
+    "exact",
+    "block",
+    "multi_round",
+    "traversal",
+    "spectr",
+    "lenience",
+    "typical",
+    "top_k",
+    "threshold",
+    "speculative_skip_residual",
+)
+
+
+@pytest.mark.parametrize("rule", CHAIN_RULES)
+def test_a_step_with_a_chain_reads_once(rule: str) -> None:
+    require_waits(small(), 1, rule=rule)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_that_draft_a_chain_read_nothing(kind: str) -> None:
+    require_waits(headed(kind), 1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reads"),
+    [
+        (Sampling(), 1),
+        (Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01), 1),
+        (Sampling(temperature=1.0, repetition_penalty=1.2), 1),
+    ],
+)
+def test_every_setting_of_sampling_stays_on_the_device(sampling: Sampling, reads: int) -> None:
+    require_waits(small(), reads, sampling=sampling)
+
+
+def test_processors_read_the_texts_once_more() -> None:
+    require_waits(small(), 2, processors=[lambda ids, scores: scores - 0.1 * ids[:, -1:]])
+
+
+@pytest.mark.parametrize(
+    ("build", "reads"),
+    [(ngram, 1), (store, 2), (combined(CompositeDrafter, ngram, small()), 1)],
+    ids=["ngram", "store", "ngram+small"],
+)
+def test_drafters_that_look_up_on_the_host(build: Build, reads: int) -> None:
+    require_waits(build, reads, sampling=Sampling())
+
+
+@pytest.mark.parametrize(
+    ("policy", "reads"),
+    [
+        ("confidence:threshold=0.2", 2),
+        ("entropy:ema=0.3", 2),
+        ("adaptive_confidence:threshold=0.2", 2),
+        ("heuristic", 1),
+        ("feedback", 1),
+    ],
+)
+def test_a_policy_that_watches_reads_once_at_the_end_of_the_draft(policy: str, reads: int) -> None:
+    require_waits(small(), reads, policy=policy)
+
+
+STATIC = {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}
+TREES: dict[str, tuple[dict[str, Any], str, int]] = {
+    "top": (STATIC, "static", 1),
+    "independent": (STATIC | {"draw": "independent"}, "static", 1),
+    "distinct": (STATIC | {"draw": "distinct"}, "static", 2),
+    "calibrated": ({"table": [[0.6, 0.2], [0.5, 0.2]], "nodes": 5}, "calibrated", 1),
+    "sequoia": ({"acceptance": [0.6, 0.2], "nodes": 5, "depth": 3}, "sequoia", 2),
+    "dynamic": ({"width": 2, "nodes": 5}, "dynamic", 2),
+    "chains": ({"chains": 2, "budget": 5}, "chains", 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule"),
+    [
+        *((shape, "multi_round") for shape in TREES),
+        *(("dynamic", rule) for rule in ("exact", "traversal", "typical", "top_k")),
+        ("distinct", "traversal"),
+        ("independent", "typical"),
+        ("independent", "spectr"),
+    ],
+)
+def test_a_step_with_a_tree_reads_once_if_its_shape_is_known_and_else_twice(
+    shape: str, rule: str
+) -> None:
+    options, name, reads = TREES[shape]
+    require_waits(small(shaped(name, options)), reads, rule=rule)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra_plus", "eagle1"])
+def test_heads_that_draft_a_tree_read_nothing_themselves(kind: str) -> None:
+    options, name, reads = TREES["dynamic"]
+    require_waits(headed(kind, shaped(name, options)), reads)
+
+
+def test_greedy_chains_as_a_tree() -> None:
+    require_waits(small(shaped("chains", TREES["chains"][0])), 2, sampling=Sampling())
+
+
+def test_merged_drafters_read_the_structure_once() -> None:
+    require_waits(combined(SeveralDrafters, ngram, small()), 2)
+
+
+class Curious(NgramDrafter):
+    """Looks at the target's logits, which costs one more read."""
+
+    def observe(self, verification: Any) -> None:
+        float(verification.scores.logits[0, 0, 0])
+
+
+class Uploading(NgramDrafter):
+    """Sends its tokens with an ordinary copy."""
+
+    def draft(self, contexts: Any, limits: Any, sampling: Any, rng: Any) -> Any:
+        draft = super().draft(contexts, limits, sampling, rng)
+        draft.tokens = draft.tokens.to("cuda" if rng._keys.is_meta else "cpu")
+        return draft
+
+
+def test_the_count_finds_one_more_read_and_one_ordinary_copy() -> None:
+    with pytest.raises(AssertionError):
+        require_waits(lambda target, move: Curious(), 1, sampling=Sampling())
+    with pytest.raises(AssertionError, match="a blocking copy"):
+        require_waits(lambda target, move: Uploading(), 1, sampling=Sampling())
+
+
+def test_times_need_no_wait_except_for_a_policy_that_reads_them() -> None:
+    for policy, kinds in (
+        ("fixed:max_depth=3", set()),
+        ("cost_model:max_depth=3", {"synchronize"}),
+    ):
+        with simulated_device() as device:
+            decoding = Decoding(decoder(small(), device.move, policy=policy), PROMPTS, NEW)
+            waits = [wait for step in waits_by_step(device, decoding) for wait in step]
+            before = len(device.waits)
+            run = decoding.result()
+        assert {wait.kind for wait in waits} - {"read", "upload"} == kinds
+        assert [wait.kind for wait in device.waits[before:]] == ["synchronize"]
+        assert all(step.verify_s > 0 and step.overhead_s > 0 for step in run.steps)
+        assert sum(step.verify_s for step in run.steps) == pytest.approx(run.timing.verify)
+        assert sum(step.draft_s for step in run.steps) == pytest.approx(run.timing.draft)
+        assert run.timing.prefill > 0
