@@ -16,10 +16,15 @@ from transformers.cache_utils import Cache
 from decode.errors import UserError
 from decode.target.cpu_kernels import LONGEST_CHAIN, SLOT_STEP, each_token_alone
 from decode.target.hidden_states import Recorder, layer_list_name
+from decode.target.memory import require_memory
 from decode.target.prepare_model import has_replaced_attention, prepare, refresh_packed
 from decode.target.pretrained import input_device
 from decode.target.slots import Slots
 from decode.target.tree_support import reason_against_trees
+
+# How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
+# activations larger, but not cheaper per token.
+PASS_TOKENS = 4096
 
 # Models that passed the trial for trees, with the attention implementation and dtype they passed it
 # in. No other object remembers this.
@@ -97,6 +102,7 @@ class CachedLM:
     It runs the model in its prepared form (`decode.target.prepare_model.prepare`).
     captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
     Each forward stores them in `features`, [B, n, H].
+    pass_tokens: see `read`.
     trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.
     """
 
@@ -105,6 +111,7 @@ class CachedLM:
         model: PreTrainedModel,
         *,
         captured_layers: Sequence[int] = (),
+        pass_tokens: int = PASS_TOKENS,
         trial: bool = False,
     ) -> None:
         self.model = model
@@ -118,22 +125,39 @@ class CachedLM:
         self._mask_dtype = model.dtype
         self._slots: Slots | None = None
         self._cache: Cache | None = None
+        self.pass_tokens = pass_tokens
         self._trial = trial
-        self.capacity = 0  # slots of each row
 
     def reset(self, rows: int, capacity: int, *, longest: int | None = None) -> None:
-        """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots`.
+        """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots` and
+        `require_memory`.
 
         longest: the number of tokens of the longest text, if less than `capacity`. Each node of a
         tree takes a slot, but a path is only as long as the tree is deep.
         """
         require_slots(self.model, capacity if longest is None else longest)
-        self.capacity = capacity
+        self._slots = self._cache = None  # the memory of the old slots is free again
+        require_memory(self.model, rows, capacity)
         self.refresh()
         layers = self.model.config.get_text_config().num_hidden_layers
         step = SLOT_STEP if has_replaced_attention(self._prepared) else 1
         self._slots = Slots(layers, rows, capacity, self.device, step=step)
         self._cache = Cache(layers=self._slots.layers)
+
+    def add_rows(self, count: int, capacity: int, *, longest: int | None = None) -> None:
+        """Append empty sequences to those that run. `capacity` and `longest` are as for `reset`,
+        for all rows. Raises as `reset` does, and then changes nothing."""
+        slots = self._slots
+        assert slots is not None
+        require_slots(self.model, capacity if longest is None else longest)
+        new = slots.grown(slots.rows + count, capacity)
+        require_memory(self.model, *new, slots.allocated)
+        slots.add_rows(count, capacity)
+
+    def only(self, first: int, end: int) -> AbstractContextManager[None]:
+        """See `Slots.only`."""
+        assert self._slots is not None
+        return self._slots.only(first, end)
 
     def refresh(self) -> None:
         """Use weights that were changed in place. Cached keys and values are not computed again."""
@@ -187,6 +211,41 @@ class CachedLM:
             logits = _columns_of(logits, columns)
         return logits
 
+    def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
+        """Feed long texts and return the logits after each row's last token, [B, 1, V].
+
+        counts: int [B], row b has that many tokens, the rest of its ids is padding. A pass takes at
+        most `pass_tokens` tokens of all rows together, and at least one of each row. The slots of
+        padding are overwritten later. `features` has the hidden states of all passes, [B, n, H].
+        For a row without tokens the logits mean nothing.
+        """
+        rows, n = ids_BN.shape
+        last = np.maximum(counts - 1, 0)
+        if rows * n <= self.pass_tokens:
+            return self.forward(ids_BN, start, columns=last)
+        logits: Tensor | None = None
+        parts: list[Mapping[int, Tensor]] = []
+        begin = 0
+        while begin <= last.max():
+            # The rows up to the last one that has tokens left.
+            live = int(np.flatnonzero(last >= begin)[-1]) + 1
+            end = min(begin + max(self.pass_tokens // live, 1), n)
+            columns = np.clip(last[:live] - begin, 0, end - begin - 1)
+            with self.only(0, live):
+                new = self.forward(ids_BN[:live, begin:end], start[:live] + begin, columns=columns)
+            logits = new.new_zeros(rows, 1, new.shape[2]) if logits is None else logits
+            reached = np.flatnonzero((begin <= last[:live]) & (last[:live] < end))
+            at = torch.as_tensor(reached, device=logits.device)
+            logits[at] = new[at]
+            parts.append(self.features)
+            begin = end
+        self.features = {
+            layer: torch.cat([_with_rows(part[layer], rows) for part in parts], 1)
+            for layer in parts[0]
+        }
+        assert logits is not None
+        return logits
+
     @contextmanager
     def _restricted_output(self, columns: np.ndarray | None, n: int) -> Iterator[None]:
         """Inside this context, the output layer gets the hidden state of only one of n columns per
@@ -223,6 +282,12 @@ class CachedLM:
         blocked = torch.finfo(self._mask_dtype).min
         return torch.zeros_like(seen, dtype=self._mask_dtype).masked_fill_(~seen, blocked)
 
+    @property
+    def slots(self) -> Slots:
+        """The slots of the running sequences."""
+        assert self._slots is not None, "reset() comes first"
+        return self._slots
+
     def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:
         """See `Slots.commit`."""
         assert self._slots is not None
@@ -232,6 +297,11 @@ class CachedLM:
         """Keep only these rows (int64 [B']), in this order."""
         assert self._slots is not None
         self._slots.keep_rows(rows)
+
+
+def _with_rows(x: Tensor, rows: int) -> Tensor:
+    """x with so many rows: the missing ones are zeros."""
+    return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
 def _columns_of(x_BND: Tensor, columns: np.ndarray) -> Tensor:
