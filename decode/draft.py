@@ -39,6 +39,12 @@ class Contexts:
             tokens[row, : len(text)] = text
         return cls(tokens, np.array([len(text) for text in texts], dtype=np.int64))
 
+    def append(self, block: np.ndarray, counts: np.ndarray) -> None:
+        """Append the first counts[b] tokens of block[b], int64 [B, n], to each text."""
+        row, column = np.nonzero(np.arange(block.shape[1])[None, :] < counts[:, None])
+        self.tokens[row, self.lengths[row] + column] = block[row, column]
+        self.lengths = self.lengths + counts
+
     def keep_rows(self, rows: np.ndarray) -> None:
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
 

@@ -19,13 +19,14 @@ from decode.errors import UserError
 from decode.logits import LogitsProcessor
 from decode.parts import Part, make_policy, make_rule
 from decode.policies import Policy
-from decode.prefill import prefill
+from decode.prefill import prefill, remember
 from decode.rows import Rows, compacted, require_prompts
 from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling
 from decode.stats import Counts, Tally, Timing
 from decode.target.cached_model import PASS_TOKENS, CachedLM
 from decode.target.hidden_states import Features
+from decode.target.prefix_cache import PrefixCache
 from decode.text_stream import Stop
 from decode.verification import Observer, Scores, Verification
 
@@ -74,6 +75,8 @@ class Decoder:
     observers: called with every verification pass except the prefill, after the drafter.
     prefill_tokens: how many tokens of prompts a pass reads, over all rows. Longer prompts take
         several passes, so no pass has a mask or activations for all of a long prompt.
+    prefixes: keys and values of earlier texts, for prompts that begin like them. Not used if the
+        drafter reads hidden states. None: every prompt is read completely.
     first_target: the prefill pass yields the first token, so every draft follows a token of the
         target. If False, the first token is drafted and verified like all others. The text is the
         same (when sampled: its distribution), each prompt takes one more pass, and the counts
@@ -99,6 +102,7 @@ class Decoder:
         stop: Stop | None = None,
         observers: Sequence[Observer] = (),
         prefill_tokens: int = PASS_TOKENS,
+        prefixes: PrefixCache | None = None,
         first_target: bool = True,
     ) -> None:
         self.drafter = drafter
@@ -122,7 +126,7 @@ class Decoder:
         self.processors = list(processors)
         self.stop = stop
         self.observers = list(observers)
-        self.first_target = first_target
+        self.prefixes, self.first_target = prefixes, first_target
         self.vocab_size: int = model.config.get_text_config().vocab_size
         if drafter.vocab_size not in (None, self.vocab_size):
             raise UserError(
@@ -227,6 +231,8 @@ class Decoding:
         self._drafted = False  # since the first of the running rows joined
         if decoder.stop:
             decoder.stop.start()
+        if decoder.prefixes is not None:
+            decoder.prefixes.serve(decoder.lm.model)
         decoder.lm.reset(rows, slots)
         self._keep_slots(np.zeros(0, dtype=np.int64))
         if prompts:
@@ -313,7 +319,7 @@ class Decoding:
         rows.rng.next_round(contexts.lengths)
         # The pass itself emits a token, so drafting the last one is never worth it. Each row has
         # its own limit. Otherwise its text would depend on the other rows.
-        depths = np.minimum(decoder.policy.depths(), rows.room - 1)
+        depths = np.minimum(decoder.policy.depths(), rows.ends - contexts.lengths - 1)
         draft = self._draft(depths)
         draft_s = clock.mark("draft")
         start = contexts.lengths - 1
@@ -364,6 +370,7 @@ class Decoding:
         if decoder.stop:
             for row in self.rows.numbers[~stays].tolist():
                 decoder.stop.leave(row)
+        remember(decoder, self.rows.contexts, np.flatnonzero(~stays))
         self.rows.keep(kept)
         self._keep_slots(kept)
         if len(kept):
@@ -420,9 +427,14 @@ class Decoding:
         return lm.forward(ids, start, depth_BN=ancestors.sum(2) - 1, ancestors_BNM=ancestors)
 
     def _commit(self, rows: Rows, verification: Verification, depths: np.ndarray) -> None:
-        """Append the emitted tokens to the texts, and complete the record of the pass."""
-        rows.commit(verification, self.decoder.eos, self.decoder.stop)
-        draft = verification.draft
+        """Append the emitted tokens to the texts of the rows, and complete the record of the pass.
+        Raises UserError for logits that give no token, and then changes nothing."""
+        contexts, draft = rows.contexts, verification.draft
+        verification.rows = rows.numbers
+        verification.contexts, verification.lengths = contexts, contexts.lengths
+        verification.require_usable()
+        verification.cut(rows.ends - contexts.lengths, self.decoder.eos, self.decoder.stop)
+        contexts.append(verification.block, verification.emitted)
         verification.depths, verification.drafted = depths, draft.sizes
         verification.nodes_by_depth = draft.nodes_by_depth()
         verification.width = 1 + draft.tokens.shape[1]

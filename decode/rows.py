@@ -11,8 +11,6 @@ import torch
 from decode.draft import Contexts
 from decode.errors import UserError
 from decode.sampling import CounterRNG
-from decode.text_stream import Stop
-from decode.verification import Verification
 
 
 class Rows:
@@ -36,44 +34,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.numbers)
-
-    @property
-    def room(self) -> np.ndarray:
-        """int [B]: how many tokens each text may still get."""
-        return self.ends - self.contexts.lengths
-
-    def commit(self, verification: Verification, eos: np.ndarray, stop: Stop | None) -> None:
-        """Append the tokens of a pass over these rows, up to the end of a text, and complete the
-        record of the texts. eos: the ids that end a text, int64 [n]. Raises UserError for logits
-        that give no token, and then changes nothing."""
-        contexts, block = self.contexts, verification.block
-        verification.rows = self.numbers
-        verification.contexts, verification.lengths = contexts, contexts.lengths
-        verification.require_usable()
-        new = np.minimum(verification.accepted + 1, block.shape[1])
-        emitted, ended = self._cut(block, new, eos, stop)
-        verification.emitted, verification.ended = emitted, ended
-        row, column = np.nonzero(np.arange(block.shape[1])[None, :] < emitted[:, None])
-        contexts.tokens[row, contexts.lengths[row] + column] = block[row, column]
-        contexts.lengths = contexts.lengths + emitted
-
-    def _cut(
-        self, block: np.ndarray, new: np.ndarray, eos: np.ndarray, stop: Stop | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(how many of the `new` [B] tokens of each block are emitted, int [B]; whether the text
-        ends with them, bool [B])."""
-        emitted = np.minimum(new, self.room)
-        inside = np.arange(block.shape[1])[None, :] < emitted[:, None]
-        is_eos = np.isin(block, eos) & inside
-        ended = is_eos.any(1)
-        emitted = np.where(ended, is_eos.argmax(1) + 1 if is_eos.size else 0, emitted)
-        ended = ended | (emitted == self.room)
-        if stop:
-            for index, row in enumerate(self.numbers.tolist()):
-                kept = stop.cut(row, block[index, : emitted[index]].tolist())
-                if kept is not None:
-                    emitted[index], ended[index] = kept, True
-        return emitted, ended
 
     def add(self, new: "Rows") -> None:
         """Append rows that join."""

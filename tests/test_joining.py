@@ -160,7 +160,12 @@ def test_a_store_learns_from_all_rows_and_changes_no_greedy_text() -> None:
 
 def test_joining_rows_have_the_targets_distribution() -> None:
     """Rows of three prompts join in turns, so that each round has rows of different ages."""
-    which = decoder(small_lm(case=LONGER), gamma=LONGER.gamma, sampling=LONGER.sampling)
+    which = decoder(
+        small_lm(case=LONGER),
+        gamma=LONGER.gamma,
+        sampling=LONGER.sampling,
+        eos_token_ids=EOS,
+    )
     decoding = Decoding(which, seed=1)
     total, size = 9000, 1500
     for begin in range(0, total, size):

@@ -20,6 +20,7 @@ from decode.settings import EvaluationProtocol
 from decode.stats import Counts
 from decode.target.generation_config import nothing_filled_in, padded_prompts, stated_config
 from decode.target.loading import Target
+from decode.target.prefix_cache import prefix_cache
 from decode.verification import Verification
 
 OnProgress = Callable[[str, int, int], None]  # name of the measurement, number done, total
@@ -147,6 +148,8 @@ def _decode_all(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     ended = itertools.count(1)
     report("acceptance", 0, len(order))
+    # The turns of one chat come one after the other, so a turn reuses the turns before it.
+    decoder.prefixes = prefix_cache(decoder.lm.model)
     run = decoder.decode(
         [prompts[i] for i in order],
         protocol.max_new_tokens,
@@ -155,6 +158,7 @@ def _decode_all(
         on_end=lambda *_: report("acceptance", next(ended), len(order)),
         batch_size=protocol.batch_size,
     )
+    decoder.prefixes = None  # times are those of complete prompts
     for step in run.steps:
         step.rows = np.array(order)[step.rows]
     outputs: list[list[int]] = [[] for _ in prompts]

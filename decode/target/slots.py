@@ -103,7 +103,6 @@ class _Store:
         for x in self._tensors:
             x[:, first:end] = 0
 
-
     def take(self, row: int, count: int) -> "_States":
         """A copy of the first `count` slots of a row."""
         return _States([x[:, row, :, :count].clone() for x in self._tensors], dict(self._index))
