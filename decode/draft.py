@@ -33,8 +33,29 @@ class Contexts:
     tokens: np.ndarray
     lengths: np.ndarray
 
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]], capacity: int) -> "Contexts":
+        """These texts, with space for `capacity` tokens in each row."""
+        tokens = np.zeros((len(texts), capacity), dtype=np.int64)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = text
+        return cls(tokens, np.array([len(text) for text in texts], dtype=np.int64))
+
+    def append(self, block: np.ndarray, counts: np.ndarray) -> None:
+        """Append the first counts[b] tokens of block[b], int64 [B, n], to each text."""
+        row, column = np.nonzero(np.arange(block.shape[1])[None, :] < counts[:, None])
+        self.tokens[row, self.lengths[row] + column] = block[row, column]
+        self.lengths = self.lengths + counts
+
     def keep_rows(self, rows: np.ndarray) -> None:
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
+
+    def add_rows(self, other: "Contexts") -> None:
+        """Append the rows of another object. All rows get the larger space."""
+        room = max(self.tokens.shape[1], other.tokens.shape[1])
+        tokens = [np.pad(x, ((0, 0), (0, room - x.shape[1]))) for x in (self.tokens, other.tokens)]
+        self.tokens = np.concatenate(tokens)
+        self.lengths = np.concatenate([self.lengths, other.lengths])
 
 
 @dataclass

@@ -19,20 +19,25 @@ from decode.errors import UserError
 from decode.logits import LogitsProcessor
 from decode.parts import Part, make_policy, make_rule
 from decode.policies import Policy
+from decode.prefill import prefill, remember
+from decode.rows import Rows, compacted, require_prompts
 from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling
 from decode.stats import Counts, Tally, Timing
-from decode.target.cached_model import CachedLM
+from decode.target.cached_model import PASS_TOKENS, CachedLM
 from decode.target.hidden_states import Features
+from decode.target.prefix_cache import PrefixCache
 from decode.text_stream import Stop
-from decode.verification import Decision, Observer, Scores, Verification
+from decode.verification import Observer, Scores, Verification
 
 OnTokens = Callable[[int, list[int]], None]
+OnEnd = Callable[[int, list[int]], None]
 
 
 @dataclass
 class Decoded:
-    """The result of a decode. outputs[i] answers prompts[i], with the EOS if it was emitted."""
+    """The result of a decode. outputs[i] answers prompts[i], with the EOS if it was emitted. Row i
+    of the tally and of the steps is prompt i too."""
 
     outputs: list[list[int]]
     tally: Tally
@@ -54,27 +59,6 @@ class Decoded:
         }
 
 
-def require_prompts(prompts: Sequence[Sequence[int]], max_positions: int, vocab_size: int) -> None:
-    """Raise UserError for prompts (token ids) that cannot be decoded: no prompts, an empty prompt,
-    a prompt that fills the context, or ids outside the vocabulary. The message gives the index of
-    the prompt."""
-    if not prompts:
-        raise UserError("there are no prompts to decode")
-    for row, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise UserError(f"prompt {row} is empty; a model needs at least one token")
-        if len(prompt) >= max_positions:
-            raise UserError(
-                f"prompt {row} has {len(prompt)} tokens and the target's context holds "
-                f"{max_positions}, so there is no room for an answer; shorten the prompt"
-            )
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise UserError(
-                f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; expected ids "
-                f"from 0 to {vocab_size - 1}. Use the target's tokenizer"
-            )
-
-
 class Decoder:
     """A target, a drafter, a rule and a draft-length policy, ready to decode.
 
@@ -89,6 +73,10 @@ class Decoder:
         because they see rejected drafts too.
     stop: ends a text, in addition to the EOS ids and the length limit.
     observers: called with every verification pass except the prefill, after the drafter.
+    prefill_tokens: how many tokens of prompts a pass reads, over all rows. Longer prompts take
+        several passes, so no pass has a mask or activations for all of a long prompt.
+    prefixes: keys and values of earlier texts, for prompts that begin like them. Not used if the
+        drafter reads hidden states. None: every prompt is read completely.
     first_target: the prefill pass yields the first token, so every draft follows a token of the
         target. If False, the first token is drafted and verified like all others. The text is the
         same (when sampled: its distribution), each prompt takes one more pass, and the counts
@@ -113,6 +101,8 @@ class Decoder:
         processors: Sequence[LogitsProcessor] = (),
         stop: Stop | None = None,
         observers: Sequence[Observer] = (),
+        prefill_tokens: int = PASS_TOKENS,
+        prefixes: PrefixCache | None = None,
         first_target: bool = True,
     ) -> None:
         self.drafter = drafter
@@ -122,7 +112,11 @@ class Decoder:
         siblings = drafter.siblings(self.draft_sampling)
         self.rule = make_rule(rule, self.sampling, name, branches, siblings)
         self.policy = make_policy(policy, drafter.max_depth(gamma), name, branches)
-        self.lm = CachedLM(model, captured_layers=drafter.captured_layers)
+        if prefill_tokens < 1:
+            raise UserError(f"prefill_tokens is {prefill_tokens}; expected at least 1")
+        self.lm = CachedLM(
+            model, captured_layers=drafter.captured_layers, pass_tokens=prefill_tokens
+        )
         if self.policy.max_depth >= self.lm.max_positions:
             raise UserError(
                 f"drafts of depth {self.policy.max_depth} do not fit into the target's context of "
@@ -132,7 +126,7 @@ class Decoder:
         self.processors = list(processors)
         self.stop = stop
         self.observers = list(observers)
-        self.first_target = first_target
+        self.prefixes, self.first_target = prefixes, first_target
         self.vocab_size: int = model.config.get_text_config().vocab_size
         if drafter.vocab_size not in (None, self.vocab_size):
             raise UserError(
@@ -151,132 +145,193 @@ class Decoder:
         seed: int = 0,
         row_ids: Sequence[int] | None = None,
         on_tokens: OnTokens | None = None,
+        on_end: OnEnd | None = None,
+        batch_size: int | None = None,
     ) -> Decoded:
-        """Continue all prompts (token ids) together, to their ends. Arguments are as for
-        `Decoding`."""
+        """Continue all prompts (token ids) to their ends. Arguments are as for `Decoding`.
+
+        batch_size: how many are decoded together. When a text ends, the next prompt takes its
+        place. None: all.
+        """
+        require_prompts(prompts, self.lm.max_positions, self.vocab_size)
+        if batch_size is not None and batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; expected at least 1")
+        count = len(prompts)
+        size = min(batch_size or count, count)
         decoding = Decoding(
-            self, prompts, max_new_tokens, seed=seed, row_ids=row_ids, on_tokens=on_tokens
+            self,
+            seed=seed,
+            on_tokens=on_tokens,
+            on_end=on_end,
+            rows=size,
+            slots=self.slots(max(map(len, prompts)), max_new_tokens),
         )
-        while not decoding.finished:
-            decoding.step()
+        begin = 0
+        while begin < count or not decoding.finished:
+            end = min(begin + size - len(decoding.rows), count)
+            if begin < end:
+                ids = range(begin, end) if row_ids is None else row_ids[begin:end]
+                decoding.admit(prompts[begin:end], max_new_tokens, row_ids=ids)
+                begin = end
+            else:
+                decoding.step()
         return decoding.result()
+
+    def slots(self, length: int, max_new_tokens: int) -> int:
+        """How many slots a prompt of `length` tokens and its answer need. In a ragged batch, a row
+        near its end is still fed a draft as deep as the others."""
+        end = min(length + max_new_tokens, self.lm.max_positions)
+        return end + self.drafter.max_nodes(self.policy.max_depth)
 
 
 class Decoding:
-    """A batch of texts that is being decoded: `prefill` (on creation), then one `step` after the
-    other, each followed by `retire`, until it is `finished`.
+    """Texts that are being decoded. `admit` reads prompts, which then join the running rows. Each
+    `step` is one verification pass over all rows. A row leaves when its text ends, or by `drop`.
 
     Every text ends with an EOS, after `max_new_tokens`, or at the end of the model's context.
-    seed, row_ids: the random numbers of a row depend on the seed and on the row's id. With the
-        row's index in a larger set as its id, its text is the same in any batch, in float32 (see
-        `CounterRNG`). Default: the row's index in `prompts`.
-    on_tokens: called with (row, new tokens) as soon as they are final.
+    prompts, max_new_tokens, row_ids: for a first `admit`. Without prompts, no row runs yet.
+    seed: the random numbers of a row depend on the seed and on the row's id. With the row's index
+        in a larger set as its id, its text is the same in any batch and whenever it joins, in
+        float32 (see `CounterRNG`).
+    on_tokens: called with (row, new tokens) as soon as they are final. on_end: called with (row,
+        all new tokens) when a text has ended. A row's number is given by `admit`.
+    rows, slots: memory to allocate from the start, for so many rows of so many tokens (see
+        `Decoder.slots`). More is allocated when it is needed.
+    outputs: {row: its tokens so far}. steps: the passes so far. A service that runs on and on
+        deletes from both what it does not need; `result` needs all.
 
-    A decoder and its drafter can run only one decode at a time. Raises UserError if there are no
-    prompts, if a prompt is empty, leaves no room for an answer or has ids outside the vocabulary,
-    if logits are NaN, and if processors mask all logits.
+    A decoder and its drafter can run only one decode at a time. All calls come from one thread.
+    Raises UserError if a prompt is empty, leaves no room for an answer or has ids outside the
+    vocabulary, if keys and values do not fit into memory, if logits are NaN, and if processors mask
+    all logits. An `admit` that raises leaves the running rows as they are.
     """
 
     def __init__(
         self,
         decoder: Decoder,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
+        prompts: Sequence[Sequence[int]] = (),
+        max_new_tokens: int = 0,
         *,
         seed: int = 0,
         row_ids: Sequence[int] | None = None,
         on_tokens: OnTokens | None = None,
+        on_end: OnEnd | None = None,
+        rows: int = 0,
+        slots: int = 0,
     ) -> None:
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
-        max_positions = decoder.lm.max_positions
-        require_prompts(prompts, max_positions, decoder.vocab_size)
         self.clock = Clock(decoder.lm.device, Timing())
-        self.decoder, self.on_tokens = decoder, on_tokens
-        lengths = np.array([len(prompt) for prompt in prompts])
-        self.ends = np.minimum(lengths + max_new_tokens, max_positions)  # max length of each row
-        # In a ragged batch, a row near its end is still fed a draft as deep as the others.
-        capacity = int(self.ends.max()) + decoder.drafter.max_nodes(decoder.policy.max_depth)
-        tokens = np.zeros((len(prompts), capacity), dtype=np.int64)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
-        self.contexts = Contexts(tokens, lengths)
-        self.rows = np.arange(len(prompts))  # the prompt index of each row that still decodes
-        identities = np.asarray(self.rows if row_ids is None else row_ids)
-        self.rng = CounterRNG(seed, to_device(identities, decoder.lm.device))
-        self.outputs: list[list[int]] = [[] for _ in prompts]
+        self.decoder, self.seed = decoder, seed
+        self.on_tokens, self.on_end = on_tokens, on_end
+        self.rows = Rows.none(decoder.lm.device)
+        self.outputs: dict[int, list[int]] = {}
         self.steps: list[Verification] = []
+        self._admitted = 0
         self._features: Features | None = None  # the hidden states of the last pass
-        self._passes = 0  # verification passes, without the prefill
-        self._drafted = False
-        self.prefill()
+        self._passes = 0  # verification passes, without prefills
+        self._drafted = False  # since the first of the running rows joined
+        if decoder.stop:
+            decoder.stop.start()
+        if decoder.prefixes is not None:
+            decoder.prefixes.serve(decoder.lm.model)
+        decoder.lm.reset(rows, slots)
+        self._keep_slots(np.zeros(0, dtype=np.int64))
+        if prompts:
+            self.admit(prompts, max_new_tokens, row_ids=row_ids)
 
     @property
     def finished(self) -> bool:
+        """Whether no row runs."""
         return not len(self.rows)
 
     @property
     def emitted(self) -> int:
         """The number of tokens that all rows have got so far."""
-        return sum(map(len, self.outputs))
+        return sum(map(len, self.outputs.values()))
 
     @torch.inference_mode()
-    def prefill(self) -> None:
-        """The target reads the prompts, which gives the first token of each row. It is the
-        verification of an empty draft."""
-        decoder, contexts = self.decoder, self.contexts
-        rows, capacity = contexts.tokens.shape
-        if decoder.stop:
-            decoder.stop.start(rows)
-        decoder.lm.reset(rows, capacity)
-        fed = contexts.lengths - (not decoder.first_target)
-        ids = to_device(contexts.tokens[:, : int(fed.max())], decoder.lm.device)
-        columns = np.maximum(fed - 1, 0)
-        zeros = np.zeros(rows, dtype=np.int64)
-        logits = torch.zeros(rows, 1, 1)
-        if ids.shape[1]:
-            logits = decoder.lm.forward(ids, zeros, columns=columns)
-        nothing, device = Draft.none(rows, decoder.lm.device), decoder.lm.device
-        if decoder.first_target:
-            scores = Scores(logits, decoder.sampling, nothing, contexts, decoder.processors)
-            none = torch.zeros(rows, dtype=torch.int64, device=device)
-            first = scores.pick(self.rng.uniforms(CounterRNG.NEXT, 0, 1))[:, 0]
-            decision = Decision(nothing.tokens, accepted=none, reached=none, next_token=first)
-            verification = Verification.of(nothing, scores, decision)
-        else:  # no token yet: the first step verifies the first token like all others
-            scores = Scores(logits, decoder.sampling)
-            empty, broken = np.zeros((rows, 0), dtype=np.int64), zeros.astype(bool)
-            verification = Verification(
-                nothing, scores, nothing.tokens, zeros, zeros, empty, broken
-            )
-        self._commit(verification, zeros)
+    def admit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        row_ids: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Read prompts (token ids) and let them join. Returns the numbers of their rows: 0, 1, … in
+        the order of all prompts so far.
+
+        The new rows are read apart from the running ones, and get their first token. row_ids: see
+        `Decoding`. Default: the rows' numbers.
+        """
+        decoder = self.decoder
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
+        require_prompts(prompts, decoder.lm.max_positions, decoder.vocab_size)
+        self.clock.resume()
+        numbers = np.arange(self._admitted, self._admitted + len(prompts))
+        longest = max(map(len, prompts))
+        capacity = max(decoder.slots(longest, max_new_tokens), self.rows.contexts.tokens.shape[1])
+        contexts = Contexts.of(prompts, capacity)
+        ends = np.minimum(contexts.lengths + max_new_tokens, decoder.lm.max_positions)
+        ids = torch.as_tensor(np.asarray(numbers if row_ids is None else row_ids))
+        rng = CounterRNG(self.seed, ids.to(decoder.lm.device))
+        new, first = Rows(numbers, contexts, ends, rng), len(self.rows)
+        decoder.lm.add_rows(len(new), capacity)
+        try:
+            verification, features = prefill(decoder, new, first)
+            self._commit(new, verification, np.zeros(len(new), dtype=np.int64))
+        except BaseException:
+            self._keep_slots(np.arange(first))
+            raise
+        self._admitted += len(new)
+        self.outputs.update((number, []) for number in numbers.tolist())
         self.clock.mark("prefill")
-        decoder.drafter.start(contexts)
-        self._tell_drafter(verification, fed)
-        decoder.policy.start(rows)
+        self._join(new, verification, features)
         self.clock.mark("draft_prefill")
-        self.retire(verification)
+        self.retire(verification, first)
+        if self._drafted and len(self.rows) > first:
+            decoder.drafter.prefill(self.rows.contexts, first)
+        self.clock.mark("draft_prefill")
+        return numbers.tolist()
+
+    def _join(self, new: Rows, verification: Verification, features: Features | None) -> None:
+        """Append new rows, and tell drafter and policy. verification: their prefill."""
+        decoder = self.decoder
+        verification.features = features
+        if len(self.rows):
+            self.rows.add(new)
+            decoder.drafter.add_rows(self.rows.contexts, verification)
+            decoder.policy.add_rows(len(new))
+            if self._features is not None and features is not None and decoder.observers:
+                self._features = self._features.last().joined(features.last())
+        else:
+            self.rows, self._features, self._drafted = new, features, False
+            decoder.drafter.start(new.contexts)
+            decoder.drafter.observe(verification)
+            decoder.policy.start(len(new))
 
     @torch.inference_mode()
     def step(self) -> None:
         """One verification pass: draft, verify, commit the accepted tokens, roll back the rest."""
-        decoder, contexts, clock = self.decoder, self.contexts, self.clock
+        decoder, rows, clock = self.decoder, self.rows, self.clock
+        contexts = rows.contexts
         clock.resume()
         self._passes += 1
-        self.rng.next_round(contexts.lengths)
+        rows.rng.next_round(contexts.lengths)
         # The pass itself emits a token, so drafting the last one is never worth it. Each row has
         # its own limit. Otherwise its text would depend on the other rows.
-        depths = np.minimum(decoder.policy.depths(), self.ends - contexts.lengths - 1)
+        depths = np.minimum(decoder.policy.depths(), rows.ends - contexts.lengths - 1)
         draft = self._draft(depths)
         clock.mark("draft")
         start = contexts.lengths - 1
         logits = self._forward(draft, start)
         clock.mark("verify")
         scores = Scores(logits, decoder.sampling, draft, contexts, decoder.processors)
-        verification = Verification.of(draft, scores, decoder.rule.decide(draft, scores, self.rng))
+        decision = decoder.rule.decide(draft, scores, rows.rng)
+        verification = Verification.of(draft, scores, decision)
+        verification.number = self._passes
         if not draft.is_chain:
             decoder.lm.commit(start, verification.columns(), verification.accepted + 1)
-        self._commit(verification, depths)
+        self._commit(rows, verification, depths)
         self._tell_drafter(verification, verification.accepted + 1)
         for observer in decoder.observers:
             observer(verification)
@@ -286,31 +341,52 @@ class Decoding:
         self.steps.append(verification)
         self.retire(verification)
 
-    def retire(self, verification: Verification) -> None:
-        """Hand out the new tokens of a pass, and drop the rows whose text has ended."""
-        for index, row in enumerate(self.rows):
+    def retire(self, verification: Verification, first: int = 0) -> None:
+        """Hand out the new tokens of a pass over the rows from `first` on, and drop the rows whose
+        text has ended."""
+        for index, row in enumerate(verification.rows.tolist()):
             tokens = verification.block[index, : verification.emitted[index]].tolist()
             self.outputs[row] += tokens
             if self.on_tokens and tokens:
-                self.on_tokens(int(row), tokens)
+                self.on_tokens(row, tokens)
         verification.release()
         if verification.ended.any():
-            kept = np.flatnonzero(~verification.ended)
-            self.rows, self.ends = self.rows[kept], self.ends[kept]
-            if len(kept):
-                on_device = to_device(kept, self.decoder.lm.device)
-                self.decoder.lm.keep_rows(on_device)
-                self.decoder.drafter.keep_rows(on_device)
-                self.decoder.policy.keep_rows(kept)
-                self.rng.keep_rows(on_device)
-                self.contexts.keep_rows(kept)
-                if self._features is not None and self.decoder.observers:
-                    self._features = self._features.keep_rows(kept)
+            self._keep(np.append(np.ones(first, dtype=bool), ~verification.ended))
+            for row in verification.rows[verification.ended].tolist():
+                if self.on_end:
+                    self.on_end(row, self.outputs[row])
         self.clock.mark("overhead")
 
+    @torch.inference_mode()
+    def drop(self, row: int) -> None:
+        """Give up the text of a running row, between two steps. Raises UserError if it does not
+        run."""
+        if row not in self.rows.numbers:
+            raise UserError(f"row {row} does not run; expected one of {self.rows.numbers.tolist()}")
+        self._keep(self.rows.numbers != row)
+
+    def _keep(self, stays: np.ndarray) -> None:
+        """Keep only these rows, bool [B]."""
+        decoder, kept = self.decoder, compacted(stays)
+        if decoder.stop:
+            for row in self.rows.numbers[~stays].tolist():
+                decoder.stop.leave(row)
+        remember(decoder, self.rows.contexts, np.flatnonzero(~stays))
+        self.rows.keep(kept)
+        self._keep_slots(kept)
+        if len(kept):
+            decoder.drafter.keep_rows(to_device(kept, decoder.lm.device))
+            decoder.policy.keep_rows(kept)
+            if self._features is not None and decoder.observers:
+                self._features = self._features.keep_rows(kept)
+
+    def _keep_slots(self, rows: np.ndarray) -> None:
+        self.decoder.lm.keep_rows(to_device(rows, self.decoder.lm.device))
+
     def result(self) -> Decoded:
+        """All texts so far. Needs all `outputs` and `steps`."""
         self.clock.finish()
-        tally = Tally(len(self.outputs), self.decoder.policy.max_depth)
+        tally = Tally(self._admitted, self.decoder.policy.max_depth)
         for step in self.steps:
             tally.add(step)
         timing = replace(
@@ -319,7 +395,8 @@ class Decoding:
             draft_steps=sum(step.draft_steps for step in self.steps),
             tokens_fed=sum(step.width for step in self.steps),
         )
-        return Decoded(self.outputs, tally, timing, self.steps)
+        outputs = [self.outputs[row] for row in range(self._admitted)]
+        return Decoded(outputs, tally, timing, self.steps)
 
     def _draft(self, depths: np.ndarray) -> Draft:
         """The draft of each row, at most depths[b] deep, int [B]."""
@@ -328,11 +405,12 @@ class Decoding:
             return Draft.none(len(depths), decoder.lm.device)
         if not self._drafted:
             # Not earlier: a policy may decode a complete text without a draft.
-            decoder.drafter.prefill(self.contexts)
+            decoder.drafter.prefill(self.rows.contexts)
             self.clock.mark("draft_prefill")
             self._drafted = True
         limits = Limits(depths, decoder.policy.stops if decoder.policy.watches else None)
-        draft = decoder.drafter.draft(self.contexts, limits, decoder.draft_sampling, self.rng)
+        rows = self.rows
+        draft = decoder.drafter.draft(rows.contexts, limits, decoder.draft_sampling, rows.rng)
         draft = draft.to(decoder.lm.device)
         draft.limit_depth(depths)
         return draft
@@ -341,7 +419,7 @@ class Decoding:
         """One target pass over the last committed token, in slot start[b], and the draft: logits
         [B, N+1, V]."""
         lm = self.decoder.lm
-        last = np.take_along_axis(self.contexts.tokens, start[:, None], axis=1)
+        last = np.take_along_axis(self.rows.contexts.tokens, start[:, None], axis=1)
         ids = torch.cat([to_device(last, lm.device), draft.tokens], 1)
         if draft.is_chain:
             return lm.forward(ids, start)
@@ -350,19 +428,15 @@ class Decoding:
         ancestors[:, :, 0] = True
         return lm.forward(ids, start, depth_BN=ancestors.sum(2) - 1, ancestors_BNM=ancestors)
 
-    def _commit(self, verification: Verification, depths: np.ndarray) -> None:
-        """Append the emitted tokens to the texts, and complete the record of the pass. Raises
-        UserError for logits that give no token."""
-        contexts, draft = self.contexts, verification.draft
-        verification.number, verification.rows = self._passes, self.rows
+    def _commit(self, rows: Rows, verification: Verification, depths: np.ndarray) -> None:
+        """Append the emitted tokens to the texts of the rows, and complete the record of the pass.
+        Raises UserError for logits that give no token, and then changes nothing."""
+        contexts, draft = rows.contexts, verification.draft
+        verification.rows = rows.numbers
         verification.contexts, verification.lengths = contexts, contexts.lengths
         verification.require_usable()
-        new = np.minimum(verification.accepted + 1, verification.block.shape[1])
-        verification.emitted, verification.ended = self._cut(verification.block, new)
-        columns = np.arange(verification.block.shape[1])[None, :]
-        row, column = np.nonzero(columns < verification.emitted[:, None])
-        contexts.tokens[row, contexts.lengths[row] + column] = verification.block[row, column]
-        contexts.lengths = contexts.lengths + verification.emitted
+        verification.cut(rows.ends - contexts.lengths, self.decoder.eos, self.decoder.stop)
+        contexts.append(verification.block, verification.emitted)
         verification.depths, verification.drafted = depths, draft.sizes
         verification.nodes_by_depth = draft.nodes_by_depth()
         verification.width = 1 + draft.tokens.shape[1]
@@ -370,31 +444,12 @@ class Decoding:
         depth = int(verification.nodes_by_depth.any(0).sum())
         verification.draft_steps = max(depth, self.decoder.policy.watched)
 
-    def _cut(self, block: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(how many of the `new` [B] tokens of each block are emitted, int [B]; whether the text
-        ends with them, bool [B])."""
-        room = self.ends - self.contexts.lengths
-        emitted = np.minimum(new, room)
-        inside = np.arange(block.shape[1])[None, :] < emitted[:, None]
-        is_eos = np.isin(block, self.decoder.eos) & inside
-        ended = is_eos.any(1)
-        emitted = np.where(ended, is_eos.argmax(1) + 1 if is_eos.size else 0, emitted)
-        ended = ended | (emitted == room)
-        if self.decoder.stop:
-            for index, row in enumerate(self.rows):
-                tokens = block[index, : emitted[index]].tolist()
-                kept = self.decoder.stop.cut(int(row), tokens)
-                if kept is not None:
-                    emitted[index], ended[index] = kept, True
-        return emitted, ended
-
     def _tell_drafter(self, verification: Verification, counts: np.ndarray) -> None:
         """Give the pass to the drafter, with the hidden states of the tokens that stay in the text,
         counts[b] of those fed, int [B]."""
-        if self.decoder.drafter.captured_layers and counts.any():
+        if self.decoder.drafter.captured_layers:
             verification.previous_features = self._features
-            self._features = Features(self.decoder.lm.features, counts)
-            if verification.number:
-                self._features = self._features.at(verification.positions(), counts)
+            features = Features(self.decoder.lm.features, counts)
+            self._features = features.at(verification.positions(), counts)
             verification.features = self._features
         self.decoder.drafter.observe(verification)

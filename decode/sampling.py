@@ -244,9 +244,10 @@ class CounterRNG:
     """Counter-based random numbers: uniform, a function of (seed, row, round, stream, position)
     only.
 
-    There is no generator state, so a row gets the same numbers alone and in any batch. Its text is
-    the same if its logits are the same. That holds in float32. In bfloat16, the other rows of the
-    batch change the rounding of the logits.
+    There is no generator state, and each row counts its rounds from 0. So a row gets the same
+    numbers alone, in any batch, and whenever it joins. Its text is the same if its logits are the
+    same. That holds in float32. In bfloat16, the other rows of the batch change the rounding of the
+    logits.
     """
 
     # Drafting, accepting and drawing the next token must be independent of each other.
@@ -256,32 +257,42 @@ class CounterRNG:
         """rows: int64 [B], the identity of each row, such as the index of its prompt in the set."""
         self._keys = _mix(_mix(torch.full_like(rows, seed)) ^ (rows + 1))
         # On the device, so that a traced step is the same in every round.
-        self._round = torch.zeros((), dtype=torch.int64, device=rows.device)
+        self._rounds = torch.zeros_like(rows)
         self._lengths = torch.zeros_like(rows)
+
+    @property
+    def device(self) -> torch.device:
+        return self._keys.device
 
     def fork(self, part: int) -> "CounterRNG":
         """The numbers of this round for part 0, 1, … of a drafter with several parts. They are
         independent of the other parts' numbers and of this object's numbers."""
         forked = object.__new__(CounterRNG)
         forked._keys = _mix(_mix(self._keys) ^ (part + 1))
-        forked._round, forked._lengths = self._round, self._lengths
+        forked._rounds, forked._lengths = self._rounds, self._lengths
         return forked
 
     def next_round(self, lengths: np.ndarray | None = None) -> None:
-        """Go to the next round. lengths: int [B] on the host, the lengths of the committed texts,
-        for `of_text`."""
-        self._round = self._round + 1
+        """Go to the next round of every row. lengths: int [B] on the host, the lengths of the
+        committed texts, for `of_text`."""
+        self._rounds = self._rounds + 1
         if lengths is not None:
             self._lengths = to_device(lengths, self._keys.device)
 
     def keep_rows(self, rows: Tensor) -> None:
         self._keys = self._keys.index_select(0, rows)
+        self._rounds = self._rounds.index_select(0, rows)
+
+    def add_rows(self, other: "CounterRNG") -> None:
+        """Append the rows of another object, each with its rounds so far."""
+        self._keys = torch.cat([self._keys, other._keys])
+        self._rounds = torch.cat([self._rounds, other._rounds])
 
     def uniforms(self, stream: int, first: int, count: int) -> Tensor:
         """float64 [B, count] in [0, 1): positions first … first+count−1 of a stream in this
         round."""
         positions = torch.arange(first, first + count, device=self._keys.device)
-        return self._at(self._round * 4 + stream, positions)
+        return self._at(self._rounds * 4 + stream, positions)
 
     def of_text(self, depths: Tensor) -> Tensor:
         """float64 [B, n] in [0, 1) for tokens after the committed text. depths: int64 [B, n], the
@@ -289,7 +300,8 @@ class CounterRNG:
         the round."""
         return self._at(self.TEXT, self._lengths[:, None] + depths)
 
-    def _at(self, stream: int | Tensor, positions: Tensor) -> Tensor:
+    def _at(self, stream: Tensor | int, positions: Tensor) -> Tensor:
+        """stream: one number for all rows, or int64 [B]."""
         streams_B1 = _mix(self._keys ^ (stream + 1))[:, None]
         bits = _mix(_mix(streams_B1 ^ (positions + 1)))
         return ((bits >> 11) & _MASKS[11]).double() * 2.0**-53

@@ -22,6 +22,7 @@ from decode.rules import Rule
 from decode.target.generation_config import sampling_as_generate
 from decode.target.identity import eos_token_ids, fingerprint
 from decode.target.loading import Target
+from decode.target.prefix_cache import prefix_cache
 from decode.text_stream import StopStrings, TextStream, decode
 from decode.trees import Shape
 from decode.verification import Observer
@@ -58,8 +59,11 @@ class SpeculativeGenerator:
     drafter: a `Drafter`, a smaller model with the target's vocabulary, or a name for
     `open_drafter`. gamma, rule, policy: as for `Decoder`. shape: a shape, or its name with options
     in the format of `Choice`. Only some drafters take a shape. eos_token_ids: the ids that
-    end a text. Default: the ids in the tokenizer and the model's configs. decoded: tokens, counts
-    and times of the last call.
+    end a text. Default: the ids in the tokenizer and the model's configs. prefix_cache_bytes: a
+    prompt that begins like an earlier one, such as the next turn of a chat, reuses the keys and
+    values of that beginning (`decode.target.prefix_cache`). 0: never. Default: 256 MiB for a model
+    in float32, else 0, because in 16 bits reuse can change a text by rounding. decoded: tokens,
+    counts and times of the last call.
 
     >>> generator = SpeculativeGenerator(model, tokenizer, "ngram")        # doctest: +SKIP
     >>> generator.generate("Once upon a time", max_new_tokens=40)          # doctest: +SKIP
@@ -76,6 +80,7 @@ class SpeculativeGenerator:
         policy: Part | Policy | None = None,
         shape: Part | Shape | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        prefix_cache_bytes: int | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.eos_token_ids = _eos(model, tokenizer) if eos_token_ids is None else eos_token_ids
@@ -88,7 +93,13 @@ class SpeculativeGenerator:
         self.drafter = drafter
         # The policy stays over all calls, with what it has learnt.
         policy = make_policy(policy, drafter.max_depth(gamma))
-        self._parts: dict[str, Any] = {"gamma": gamma, "rule": rule, "policy": policy}
+        self.prefixes = prefix_cache(model, prefix_cache_bytes)
+        self._parts: dict[str, Any] = {
+            "gamma": gamma,
+            "rule": rule,
+            "policy": policy,
+            "prefixes": self.prefixes,
+        }
         self.decoded: Decoded | None = None
 
     def generate(

@@ -65,11 +65,16 @@ def decode(
 class Stop(ABC):
     """Decides whether a text ends among its new tokens.
 
-    Call order within one decode: start → cut*, one `cut` each time a row has new tokens."""
+    Call order within one decode: start → cut*, one `cut` each time a row has new tokens. Then
+    `leave` for each row that leaves. A row has one number from its first token to its last."""
 
     @abstractmethod
-    def start(self, rows: int) -> None:
-        """A new batch begins. Its rows keep their numbers 0 … rows−1 when other rows end."""
+    def start(self) -> None:
+        """A new decode begins. Drop all state of the last one."""
+
+    def leave(self, row: int) -> None:
+        """A row leaves: its text has ended, or was given up. Drop its state."""
+        return None
 
     @abstractmethod
     def cut(self, row: int, tokens: list[int]) -> int | None:
@@ -94,16 +99,20 @@ class StopStrings(Stop):
             )
         self._tokenizer = tokenizer
         self._reach = max(map(len, self.strings)) - 1  # how many characters back a string may begin
-        self._streams: list[TextStream] = []
-        self._tails: list[str] = []
+        self._streams: dict[int, TextStream] = {}
+        self._tails: dict[int, str] = {}
 
-    def start(self, rows: int) -> None:
-        self._streams = [
-            TextStream(self._tokenizer, skip_special_tokens=False) for _ in range(rows)
-        ]
-        self._tails = [""] * rows
+    def start(self) -> None:
+        self._streams, self._tails = {}, {}
+
+    def leave(self, row: int) -> None:
+        self._streams.pop(row, None)
+        self._tails.pop(row, None)
 
     def cut(self, row: int, tokens: list[int]) -> int | None:
+        if row not in self._streams:
+            self._streams[row] = TextStream(self._tokenizer, skip_special_tokens=False)
+            self._tails[row] = ""
         stream, tail = self._streams[row], self._tails[row]
         text = tail + stream.peek(tokens)
         # An incomplete character may hide a string that was complete some tokens before.

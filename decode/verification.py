@@ -17,6 +17,7 @@ from decode.errors import UserError
 from decode.logits import LogitsProcessor, penalise, process, tokens_before
 from decode.sampling import Sampling
 from decode.target.hidden_states import Features
+from decode.text_stream import Stop
 
 
 class Scores:
@@ -204,6 +205,23 @@ class Verification:
     def columns(self) -> Tensor:
         """`positions` on the host: the columns of the last forward that stay in the cache."""
         return _positions(torch.as_tensor(self.nodes))
+
+    def cut(self, room: np.ndarray, eos: np.ndarray, stop: Stop | None) -> None:
+        """Set `emitted` and `ended`: a text ends inside the block after one of the ids `eos`, int64
+        [n], where `stop` says so, or with its last token of `room`, int [B]."""
+        block = self.block
+        emitted = np.minimum(np.minimum(self.accepted + 1, block.shape[1]), room)
+        inside = np.arange(block.shape[1])[None, :] < emitted[:, None]
+        is_eos = np.isin(block, eos) & inside
+        ended = is_eos.any(1)
+        emitted = np.where(ended, is_eos.argmax(1) + 1 if is_eos.size else 0, emitted)
+        ended = ended | (emitted == room)
+        if stop:
+            for index, row in enumerate(self.rows.tolist()):
+                kept = stop.cut(row, block[index, : emitted[index]].tolist())
+                if kept is not None:
+                    emitted[index], ended[index] = kept, True
+        self.emitted, self.ended = emitted, ended
 
     def require_usable(self) -> None:
         """Raise UserError if a row is broken. The message describes the first broken row, and says

@@ -73,17 +73,27 @@ class HeadsDrafter(ShapedDrafter):
 
     def start(self, contexts: Contexts) -> None:
         self._has_features = np.zeros(len(contexts.lengths), dtype=bool)
+        self.newest_features = torch.zeros(0)
 
     def observe(self, verification: Verification) -> None:
         if verification.features is not None:
             self.read(verification.features)
 
-    def read(self, features: Features) -> None:
-        """Take the target's hidden states of new tokens, in the order of the text."""
-        self.newest_features = features.newest(self.captured_layers).to(
-            next(self.heads.parameters()).dtype
-        )
-        self._has_features = features.counts > 0
+    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
+        first = len(self._has_features)
+        self._has_features = np.pad(self._has_features, (0, len(contexts.lengths) - first))
+        if verification.features is not None:
+            self.read(verification.features, first)
+        elif self.newest_features.ndim == 2:
+            nothing = self.newest_features.new_zeros(0, self.newest_features.shape[1])
+            self.newest_features = _of_rows(nothing, self.newest_features, len(contexts.lengths))
+
+    def read(self, features: Features, first: int = 0) -> None:
+        """Take the target's hidden states of new tokens, in the order of the text, for the rows
+        from `first` on."""
+        newest = features.newest(self.captured_layers).to(next(self.heads.parameters()).dtype)
+        self.newest_features = _of_rows(newest, self.newest_features, first)
+        self._has_features = np.append(self._has_features[:first], features.counts > 0)
 
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
@@ -113,6 +123,14 @@ class HeadsDrafter(ShapedDrafter):
             )
 
 
+def _of_rows(new: Tensor, old: Tensor, first: int) -> Tensor:
+    """[B, F]: the values of the rows before `first`, then new ones, [B', F]. Rows that never had
+    values get zeros."""
+    before = old[:first] if old.ndim == new.ndim else new[:0]
+    missing = new.new_zeros(first - len(before), new.shape[1])
+    return torch.cat([before, missing, new])
+
+
 class AttendingHeads(Heads):
     """Heads with a layer that attends to the whole text. A subclass defines its input in `fuse`."""
 
@@ -135,6 +153,7 @@ class AttendingDrafter(HeadsDrafter):
 
     def start(self, contexts: Contexts) -> None:
         rows, capacity = contexts.tokens.shape
+        self.newest_features = torch.zeros(0)
         parameter = next(self.heads.parameters())
         self.states = parameter.new_zeros(rows, capacity, self.heads.hidden_size)
         self.slots = Slots(1, rows, capacity, parameter.device)
@@ -142,14 +161,26 @@ class AttendingDrafter(HeadsDrafter):
         self.cached_entries = np.zeros(rows, dtype=np.int64)  # [B]: entries in the cache
         self._has_features = self.stored_features > 0
 
-    def read(self, features: Features) -> None:
+    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
+        rows, capacity = contexts.tokens.shape
+        before = len(self.stored_features)
+        new = rows - before
+        self.slots.add_rows(new, capacity)
+        wider = (0, 0, 0, max(capacity - self.states.shape[1], 0), 0, new)
+        self.states = torch.nn.functional.pad(self.states, wider)
+        self.stored_features = np.pad(self.stored_features, (0, new))
+        self.cached_entries = np.pad(self.cached_entries, (0, new))
+        super().add_rows(contexts, verification)
+
+    def read(self, features: Features, first: int = 0) -> None:
         fused = self.heads.fuse(features.of(self.captured_layers).to(self.states.dtype))
-        count = fused.shape[1]
-        rows_B1 = torch.arange(len(self.stored_features), device=fused.device)[:, None]
-        first_B1 = to_device(self.stored_features, fused.device)[:, None]
+        stored = self.stored_features[first:]
+        rows_B1 = first + torch.arange(len(stored), device=fused.device)[:, None]
+        first_B1 = to_device(stored, fused.device)[:, None]
         # Values past a row's count are overwritten before they are read.
-        self.states[rows_B1, first_B1 + torch.arange(count, device=fused.device)] = fused
-        self.stored_features = self.stored_features + features.counts
+        columns_BN = first_B1 + torch.arange(fused.shape[1], device=fused.device)
+        self.states[rows_B1, columns_BN] = fused
+        self.stored_features[first:] += features.counts
         self._has_features = self.stored_features > 0
 
     @abstractmethod
@@ -160,8 +191,8 @@ class AttendingDrafter(HeadsDrafter):
         cache.
         """
 
-    def prefill(self, contexts: Contexts) -> None:
-        self._fill_cache(contexts, np.maximum(contexts.lengths - 2, 0))
+    def prefill(self, contexts: Contexts, first: int = 0) -> None:
+        self._fill_cache(contexts, np.maximum(contexts.lengths - 2, 0), first)
 
     def newest(self, contexts: Contexts) -> Tensor:
         """[B, H]: the layer's output for each row's last entry. Computes all missing entries."""
@@ -171,23 +202,28 @@ class AttendingDrafter(HeadsDrafter):
         last = to_device(np.maximum(entries - first - 1, 0), outputs.device)
         return outputs[torch.arange(len(outputs), device=outputs.device), last]
 
-    def _fill_cache(self, contexts: Contexts, entries: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """Compute the missing entries of each row before entry `entries`, int [B].
+    def _fill_cache(
+        self, contexts: Contexts, entries: np.ndarray, since: int = 0
+    ) -> tuple[Tensor, np.ndarray]:
+        """Compute the missing entries before entry `entries`, int [B], of each row from `since` on.
 
-        Returns the layer's output for them, [B, m, H], and the index of each row's first computed
-        entry, int [B]. m is the largest number of missing entries of any row. The other rows
+        Returns the layer's output for them, [B', m, H], and the index of each row's first computed
+        entry, int [B']. m is the largest number of missing entries of any of these rows. The others
         compute some entries again. This writes the same keys and values and keeps the batch
         rectangular.
         """
-        missing = int((entries - self.cached_entries).max())
+        entries, states = entries[since:], self.states[since:]
+        missing = int((entries - self.cached_entries[since:]).max())
         first = np.maximum(entries - missing, 0)
         if not missing:
-            return self.states[:, :0], first
-        self.cached_entries = entries.copy()
+            return states[:, :0], first
+        self.cached_entries[since:] = entries
         columns = first[:, None] + np.arange(missing)
-        rows_B1 = torch.arange(len(columns), device=self.states.device)[:, None]
-        states = self.states[rows_B1, to_device(columns, self.states.device)]
-        return self.layer(contexts, columns, states), first
+        rows_B1 = torch.arange(len(columns), device=states.device)[:, None]
+        states = states[rows_B1, to_device(columns, states.device)]
+        part = Contexts(contexts.tokens[since:], contexts.lengths[since:])
+        with self.slots.only(since, len(contexts.lengths)):
+            return self.layer(part, columns, states), first
 
     def attention(
         self,

@@ -139,14 +139,16 @@ class HydraDrafter(HeadsDrafter):
     heads: HydraHeads
 
     def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
-        return HydraGrowth(self, contexts, sampling)
+        return HydraGrowth(self, contexts, sampling, self.newest_features)
 
 
 class HydraGrowth(Growth):
     """Grows a draft from the newest states that the heads read in each row, [B, H]."""
 
-    def __init__(self, drafter: HeadsDrafter, contexts: Contexts, sampling: Sampling) -> None:
-        heads, self.features = drafter.heads, drafter.newest_features
+    def __init__(
+        self, drafter: HeadsDrafter, contexts: Contexts, sampling: Sampling, features: Tensor
+    ) -> None:
+        heads, self.features = drafter.heads, features
         assert isinstance(heads, HydraHeads)
         super().__init__(
             contexts, sampling, self.features.device, drafter.vocab_size, heads.vocabulary
@@ -247,8 +249,7 @@ class HydraPlusDrafter(AttendingDrafter):
     heads: HydraPlusHeads
 
     def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
-        self.newest_features = self.newest(contexts)
-        return HydraGrowth(self, contexts, sampling)
+        return HydraGrowth(self, contexts, sampling, self.newest(contexts))
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
         attend = self.attention(columns[:, 0], columns.shape[1])

@@ -136,7 +136,7 @@ def test_a_batch_stops_as_each_row_alone() -> None:
 def cut(strings: list[str], blocks: list[list[int]]) -> tuple[int, int] | None:
     """(block, tokens kept of it) where a text that comes in blocks ends."""
     stop = StopStrings(tokenizer(), strings)
-    stop.start(2)
+    stop.start()
     stop.cut(1, tokenizer()("stop").input_ids)  # another row's text is its own
     for place, block in enumerate(blocks):
         kept = stop.cut(0, block)

@@ -25,7 +25,7 @@ from accelerate.utils import set_seed
 
 from decode.artifact import recover, write_file
 from decode.errors import UserError
-from decode.loop import require_prompts
+from decode.rows import require_prompts
 from decode.target.cached_model import require_trees
 from decode.target.loading import Target, load_target
 from train.config import SPLITS, RunConfig, differences, dump_config, validate_config

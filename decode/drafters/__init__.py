@@ -22,8 +22,8 @@ class Drafter(ABC):
     """Base class of drafters.
 
     Order of the calls in one decode: start → observe → prefill → (draft → observe)*, with
-    keep_rows in between. If passes without drafts come first, `observe` is called more than once
-    before `prefill`.
+    keep_rows and add_rows in between. If passes without drafts come first, `observe` is called more
+    than once before `prefill`. If all rows have left and others come, `start` follows again.
 
     captured_layers: the layers whose hidden states are captured for the drafter
     (`decode.target.hidden_states`). They come from the target's normal passes.
@@ -71,10 +71,10 @@ class Drafter(ABC):
     def start(self, contexts: Contexts) -> None:
         """A new batch begins. The contexts are the prompts. Drop all state of the last batch."""
 
-    def prefill(self, contexts: Contexts) -> None:
-        """Reads the texts so far, except the last token of each, before the first draft. For
-        drafters with their own cache: this time is not counted as draft time. Not called if
-        nothing is ever drafted."""
+    def prefill(self, contexts: Contexts, first: int = 0) -> None:
+        """Reads the texts so far of the rows from `first` on, except the last token of each, before
+        their first draft. For drafters with their own cache: this time is not counted as draft
+        time. Not called if nothing is ever drafted."""
         return None
 
     @abstractmethod
@@ -99,6 +99,18 @@ class Drafter(ABC):
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keeps only these rows (int64 [B']), in this order."""
         return None
+
+    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
+        """Rows join the running ones, after them. contexts: all rows, perhaps with more space for
+        tokens than before. verification: the prefill of the new rows alone. What `start` and
+        `observe` do for the first rows, this does for the new ones.
+
+        Raises UserError for a drafter that keeps state of each row and does not define this."""
+        if type(self).keep_rows is not Drafter.keep_rows:
+            raise UserError(
+                f"{type(self).__name__} keeps state of each row and takes no rows into a running "
+                "decode; decode each batch to its end, or define `add_rows`"
+            )
 
 
 DRAFTERS: Registry[type[Drafter]] = Registry("drafter")

@@ -47,9 +47,9 @@ class Group(Drafter):
         for drafter in self.drafters:
             drafter.start(contexts)
 
-    def prefill(self, contexts: Contexts) -> None:
+    def prefill(self, contexts: Contexts, first: int = 0) -> None:
         for drafter in self.drafters:
-            drafter.prefill(contexts)
+            drafter.prefill(contexts, first)
 
     def observe(self, verification: Verification) -> None:
         for drafter in self.drafters:
@@ -58,6 +58,10 @@ class Group(Drafter):
     def keep_rows(self, rows: torch.Tensor) -> None:
         for drafter in self.drafters:
             drafter.keep_rows(rows)
+
+    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
+        for drafter in self.drafters:
+            drafter.add_rows(contexts, verification)
 
 
 class CompositeDrafter(Group):

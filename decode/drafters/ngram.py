@@ -74,6 +74,10 @@ class NgramDrafter(Drafter):
     def keep_rows(self, rows: torch.Tensor) -> None:
         self._rows = [self._rows[row] for row in rows.tolist()]
 
+    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
+        new = len(contexts.lengths) - len(self._rows)
+        self._rows += [NgramIndex(self.min_n, self.max_n) for _ in range(new)]
+
 
 class NgramStore:
     """The tokens that followed each n-gram so far, with weights, for n in min_n … max_n.
@@ -203,3 +207,8 @@ class StoreDrafter(Drafter):
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self._filed = self._filed[rows.cpu().numpy()]
+
+    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
+        new = len(contexts.lengths) - len(self._filed)
+        self._filed = np.pad(self._filed, (0, new), constant_values=1)
+        self._file_texts(contexts)

@@ -75,6 +75,8 @@ class SmallLMDrafter(ShapedDrafter):
         self._begin = np.zeros(0, dtype=np.int64)  # [B]: the first token of the text that is read
         # [B]: all committed tokens before this one are in the cache, or before `_begin`.
         self._cached = np.zeros(0, dtype=np.int64)
+        # The tokens of the last chain that are in the cache, [B, n], and the lengths before them.
+        self._fed: tuple[Draft, Tensor, np.ndarray] | None = None
         self._warned = False  # about a text that is longer than its context
 
     @classmethod
@@ -110,10 +112,25 @@ class SmallLMDrafter(ShapedDrafter):
             require_trees(self.lm.model)
         self._begin = np.zeros(rows, dtype=np.int64)
         self._cached = np.zeros(rows, dtype=np.int64)
+        self._fed = None
 
-    def prefill(self, contexts: Contexts) -> None:
-        lengths = contexts.lengths
-        self.feed(contexts, lengths - 1, drafting=lengths < self._capacity)
+    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
+        rows, slots = contexts.tokens.shape
+        new = rows - len(self._begin)
+        self._capacity = min(slots, self.lm.max_positions)
+        self.lm.add_rows(new, slots)
+        self._begin = np.pad(self._begin, (0, new))
+        self._cached = np.pad(self._cached, (0, new))
+
+    def prefill(self, contexts: Contexts, first: int = 0) -> None:
+        # Only these rows: otherwise the others would feed as many tokens again.
+        rows = slice(first, None)
+        part = Contexts(contexts.tokens[rows], contexts.lengths[rows])
+        begin, cached = self._begin, self._cached
+        self._begin, self._cached = begin[rows], cached[rows]
+        with self.lm.only(first, len(contexts.lengths)):
+            self.feed(part, part.lengths - 1, drafting=part.lengths < self._capacity)
+        self._begin, self._cached = begin, np.concatenate([cached[:first], self._cached])
 
     def feed(self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray) -> Tensor | None:
         """Feeds the first `ends` (int [B]) tokens of the texts, as far as the cache lacks them.
@@ -132,11 +149,11 @@ class SmallLMDrafter(ShapedDrafter):
         columns = np.arange(lacking)[None, :] + (start + self._begin)[:, None]
         # A row with fewer tokens than that continues with padding past its end.
         ids = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)
-        logits = self.lm.forward(
+        logits = self.lm.read(
             # Ids without an embedding occur only in rows that must not draft.
             to_device(np.minimum(ids, self.known - 1), self.lm.device),
             start,
-            columns=np.maximum(np.minimum(lengths - start, lacking) - 1, 0),
+            np.minimum(lengths - start, lacking),
         )
         self._cached = np.where(missing <= lacking, ends, self._cached)
         return logits[:, 0]
@@ -155,6 +172,7 @@ class SmallLMDrafter(ShapedDrafter):
         draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, rng)
         # The last token of a chain was not fed. Tree nodes are not always in their text slots.
         fed = 0 if self.shape.branches else growth.fed.shape[1]
+        self._fed = (draft, growth.fed, lengths) if fed else None
         # In a row that does not draft, the next committed tokens may differ from those fed.
         fed_B = fed * (depths > 0)
         self._cached = np.where(self._cached == lengths, lengths + fed_B, self._cached)
@@ -191,7 +209,16 @@ class SmallLMDrafter(ShapedDrafter):
 
     def observe(self, verification: Verification) -> None:
         # All committed tokens except the last one, which is the target's, were drafted or cached.
-        self._cached = np.minimum(self._cached, verification.contexts.lengths - 1)
+        contexts = verification.contexts
+        self._cached = np.minimum(self._cached, contexts.lengths - 1)
+        last, self._fed = self._fed, None
+        if last is None or verification.draft is last[0]:
+            return
+        # Beside another drafter, that one's tokens may have been accepted, and not those fed.
+        fed, lengths = last[1].cpu().numpy(), last[2]
+        columns = lengths[:, None] + np.arange(fed.shape[1])
+        same = np.take_along_axis(contexts.tokens, columns, axis=1) == fed
+        self._cached = np.minimum(self._cached, lengths + same.cumprod(1).sum(1))
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self.lm.keep_rows(rows.to(self.lm.device))

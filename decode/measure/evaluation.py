@@ -3,6 +3,7 @@
 `decode.measure.figures` explains each figure.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from decode.settings import EvaluationProtocol
 from decode.stats import Counts
 from decode.target.generation_config import nothing_filled_in, padded_prompts, stated_config
 from decode.target.loading import Target
+from decode.target.prefix_cache import prefix_cache
 from decode.verification import Verification
 
 OnProgress = Callable[[str, int, int], None]  # name of the measurement, number done, total
@@ -142,27 +144,27 @@ def _decode_all(
     protocol: EvaluationProtocol,
     report: OnProgress,
 ) -> tuple[list[list[int]], Counts, list[Verification]]:
-    # Prompts of similar length go together: less padding in the prefill.
+    # Prompts of similar length come together: less padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    ended = itertools.count(1)
+    report("acceptance", 0, len(order))
+    # The turns of one chat come one after the other, so a turn reuses the turns before it.
+    decoder.prefixes = prefix_cache(decoder.lm.model)
+    run = decoder.decode(
+        [prompts[i] for i in order],
+        protocol.max_new_tokens,
+        seed=protocol.seed,
+        row_ids=order,
+        on_end=lambda *_: report("acceptance", next(ended), len(order)),
+        batch_size=protocol.batch_size,
+    )
+    decoder.prefixes = None  # times are those of complete prompts
+    for step in run.steps:
+        step.rows = np.array(order)[step.rows]
     outputs: list[list[int]] = [[] for _ in prompts]
-    counts, steps = Counts.zero(), []
-    for begin in range(0, len(order), protocol.batch_size):
-        report("acceptance", begin, len(order))
-        batch = order[begin : begin + protocol.batch_size]
-        run = decoder.decode(
-            [prompts[i] for i in batch],
-            protocol.max_new_tokens,
-            seed=protocol.seed,
-            row_ids=batch,
-        )
-        counts = counts + run.counts
-        for step in run.steps:
-            step.rows = np.array(batch)[step.rows]
-        steps += run.steps
-        for index, output in zip(batch, run.outputs, strict=True):
-            outputs[index] = output
-    report("acceptance", len(order), len(order))
-    return outputs, counts, steps
+    for index, output in zip(order, run.outputs, strict=True):
+        outputs[index] = output
+    return outputs, run.counts, run.steps
 
 
 def time_generate(

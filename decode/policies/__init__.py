@@ -23,7 +23,8 @@ from decode.verification import Verification
 
 
 class Policy(ABC):
-    """Call order within one decode: start → (depths → stops* → observe)*, with keep_rows between.
+    """Call order within one decode: start → (depths → stops* → observe)*, with keep_rows and
+    add_rows in between.
 
     max_depth: of a draft. watches: the drafter calls `stops` before each token of a chain.
     constant: all drafts have the same depth, so figures per draft length are meaningful. watched:
@@ -74,6 +75,10 @@ class Policy(ABC):
     def keep_rows(self, rows: np.ndarray) -> None:
         """Keep only these rows, in this order."""
         self.rows = len(rows)
+
+    def add_rows(self, count: int) -> None:
+        """So many rows join, after the others. They begin like the rows of a new batch."""
+        self.rows += count
 
     def use_costs(self, costs: Costs) -> None:
         """Use costs that were measured before decoding begins."""

@@ -75,17 +75,24 @@ class AdaptiveConfidence(Watcher):
         if not 0 < price < 1:
             raise UserError(f"price is {price}; expected plain steps, above 0 and below 1")
         self.threshold, self.window, self.price = threshold, window, price
-        self._start(0)
+        self._forget_rows()
 
-    def _start(self, rows: int) -> None:
-        self.thresholds = np.full(rows, self.threshold)
+    def _forget_rows(self) -> None:
+        self.thresholds = np.zeros(0)
         # The latest pairs of each row, oldest first; empty positions have confidence NaN.
-        self._confidence = np.full((rows, self.window), np.nan)
-        self._gain = np.zeros((rows, self.window))
+        self._confidence = np.zeros((0, self.window))
+        self._gain = np.zeros((0, self.window))
+
+    def _append(self, rows: int) -> None:
+        new, below = (0, rows), ((0, rows), (0, 0))
+        self.thresholds = np.pad(self.thresholds, new, constant_values=self.threshold)
+        self._confidence = np.pad(self._confidence, below, constant_values=np.nan)
+        self._gain = np.pad(self._gain, below)
 
     def start(self, rows: int) -> None:
         super().start(rows)
-        self._start(rows)
+        self._forget_rows()
+        self._append(rows)
 
     def measure(self, logits: Tensor) -> Tensor:
         return largest_probability(logits)
@@ -132,3 +139,7 @@ class AdaptiveConfidence(Watcher):
         super().keep_rows(rows)
         self.thresholds = self.thresholds[rows]
         self._confidence, self._gain = self._confidence[rows], self._gain[rows]
+
+    def add_rows(self, count: int) -> None:
+        super().add_rows(count)
+        self._append(count)

@@ -69,3 +69,7 @@ class Entropy(Watcher):
     def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)
         self._past = self._past[rows]
+
+    def add_rows(self, count: int) -> None:
+        super().add_rows(count)
+        self._past = np.pad(self._past, (0, count), constant_values=np.nan)

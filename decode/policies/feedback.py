@@ -40,6 +40,10 @@ class Heuristic(Policy):
         super().keep_rows(rows)
         self._lengths = self._lengths[rows]
 
+    def add_rows(self, count: int) -> None:
+        super().add_rows(count)
+        self._lengths = np.pad(self._lengths, (0, count), constant_values=self.first)
+
 
 @POLICIES.register("feedback")
 class Feedback(Policy):
@@ -79,3 +83,7 @@ class Feedback(Policy):
     def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)
         self._ratio = self._ratio[rows]
+
+    def add_rows(self, count: int) -> None:
+        super().add_rows(count)
+        self._ratio = np.pad(self._ratio, (0, count), constant_values=self.first)

@@ -4,6 +4,7 @@ Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,10 +16,15 @@ from decode.device import to_device
 from decode.errors import UserError
 from decode.target.hidden_states import captured_modules, layer_list_name
 from decode.target.lean_forward import LONGEST_CHAIN, SLOT_STEP, AttentionMask
+from decode.target.memory import require_memory
 from decode.target.prepare_model import prepare, refresh_packed
 from decode.target.pretrained import input_device
 from decode.target.slots import Slots
 from decode.target.tree_support import reason_against_trees
+
+# How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
+# activations larger, but not cheaper per token.
+PASS_TOKENS = 4096
 
 # Models that passed the trial for trees, with the attention implementation and dtype they passed it
 # in. No other object remembers this.
@@ -93,6 +99,7 @@ class CachedLM:
     It runs the model in its prepared form (`decode.target.prepare_model.prepare`).
     captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
     Each forward stores them in `features`, [B, n, H].
+    pass_tokens: see `read`.
     trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.
     """
 
@@ -101,6 +108,7 @@ class CachedLM:
         model: PreTrainedModel,
         *,
         captured_layers: Sequence[int] = (),
+        pass_tokens: int = PASS_TOKENS,
         trial: bool = False,
     ) -> None:
         self.model = model
@@ -113,16 +121,32 @@ class CachedLM:
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self._windows = layer_windows(model)
         self._slots: Slots | None = None
+        self.pass_tokens = pass_tokens
         self._trial = trial
-        self.capacity = 0  # slots of each row
 
     def reset(self, rows: int, capacity: int) -> None:
-        """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots`."""
+        """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots` and
+        `require_memory`."""
         require_slots(self.model)
-        self.capacity = capacity
+        self._slots = None  # the memory of the old slots is free again
+        require_memory(self.model, rows, capacity)
         self.refresh()
         step = SLOT_STEP if self.forward_pass.has_our_attention else 1
         self._slots = Slots(len(self._windows), rows, capacity, self.device, step=step)
+
+    def add_rows(self, count: int, capacity: int) -> None:
+        """Append empty sequences to those that run. `capacity` is as for `reset`, for all rows.
+        Raises as `reset` does, and then changes nothing."""
+        slots = self._slots
+        assert slots is not None
+        new = slots.grown(slots.rows + count, capacity)
+        require_memory(self.model, *new, slots.allocated)
+        slots.add_rows(count, capacity)
+
+    def only(self, first: int, end: int) -> AbstractContextManager[None]:
+        """See `Slots.only`."""
+        assert self._slots is not None
+        return self._slots.only(first, end)
 
     def refresh(self) -> None:
         """Use weights that were changed in place. Cached keys and values are not computed again."""
@@ -168,6 +192,41 @@ class CachedLM:
         )
         return logits
 
+    def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
+        """Feed long texts and return the logits after each row's last token, [B, 1, V].
+
+        counts: int [B], row b has that many tokens, the rest of its ids is padding. A pass takes at
+        most `pass_tokens` tokens of all rows together, and at least one of each row. The slots of
+        padding are overwritten later. `features` has the hidden states of all passes, [B, n, H].
+        For a row without tokens the logits mean nothing.
+        """
+        rows, n = ids_BN.shape
+        last = np.maximum(counts - 1, 0)
+        if rows * n <= self.pass_tokens:
+            return self.forward(ids_BN, start, columns=last)
+        logits: Tensor | None = None
+        parts: list[Mapping[int, Tensor]] = []
+        begin = 0
+        while begin <= last.max():
+            # The rows up to the last one that has tokens left.
+            live = int(np.flatnonzero(last >= begin)[-1]) + 1
+            end = min(begin + max(self.pass_tokens // live, 1), n)
+            columns = np.clip(last[:live] - begin, 0, end - begin - 1)
+            with self.only(0, live):
+                new = self.forward(ids_BN[:live, begin:end], start[:live] + begin, columns=columns)
+            logits = new.new_zeros(rows, 1, new.shape[2]) if logits is None else logits
+            reached = np.flatnonzero((begin <= last[:live]) & (last[:live] < end))
+            at = to_device(reached, logits.device)
+            logits[at] = new[at]
+            parts.append(self.features)
+            begin = end
+        self.features = {
+            layer: torch.cat([_with_rows(part[layer], rows) for part in parts], 1)
+            for layer in parts[0]
+        }
+        assert logits is not None
+        return logits
+
     def _masks(
         self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None
     ) -> list[AttentionMask]:
@@ -180,6 +239,12 @@ class CachedLM:
             masks[window] = AttentionMask(visible, self.model.dtype, chain=chain)
         return [masks[window] for window in self._windows]
 
+    @property
+    def slots(self) -> Slots:
+        """The slots of the running sequences."""
+        assert self._slots is not None, "reset() comes first"
+        return self._slots
+
     def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:
         """See `Slots.commit`."""
         assert self._slots is not None
@@ -189,3 +254,8 @@ class CachedLM:
         """Keep only these rows (int64 [B']), in this order."""
         assert self._slots is not None
         self._slots.keep_rows(rows)
+
+
+def _with_rows(x: Tensor, rows: int) -> Tensor:
+    """x with so many rows: the missing ones are zeros."""
+    return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])

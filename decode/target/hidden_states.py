@@ -50,6 +50,17 @@ class Features:
         columns = to_device(np.maximum(self.counts - 1, 0), values.device)
         return values[torch.arange(len(columns), device=values.device), columns]
 
+    def last(self) -> "Features":
+        """The hidden states of only the last valid token of each row."""
+        columns = torch.as_tensor(np.maximum(self.counts - 1, 0))[:, None]
+        device = next(iter(self.values.values())).device
+        return self.at(columns.to(device), np.minimum(self.counts, 1))
+
+    def joined(self, other: "Features") -> "Features":
+        """These rows, then the rows of `other`, both with the same number of columns."""
+        values = {layer: torch.cat([x, other.values[layer]]) for layer, x in self.values.items()}
+        return Features(values, np.concatenate([self.counts, other.counts]))
+
     def keep_rows(self, rows: np.ndarray) -> "Features":
         """The hidden states of only these rows, int [B'], in this order."""
         values = {

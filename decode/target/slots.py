@@ -7,8 +7,15 @@ Row b's committed tokens are in slots 0 … len_b−1. To roll back, use a small
 forward overwrites the rejected tokens. Tokens are fed at slots start_b … start_b+n−1, and `start`
 may differ between rows. A ragged batch needs nothing else.
 
+Memory is allocated for some rows, and the first of them are in use. A row that leaves makes room
+for another one, without a new allocation.
+
 Layers may be on different devices. A layer's keys and values are on the device of the layer.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,17 +44,17 @@ class _Window:
 
 
 class _Store:
-    """The keys of all layers, or the values, [B, H, C, D] per layer. They are in one tensor, so one
-    gather moves a path in all layers. A layer with a different shape, dtype or device than the
-    first one has a separate tensor."""
+    """The keys of all layers, or the values, [R, H, C, D] per layer, for R allocated rows. They are
+    in one tensor, so one gather moves a path in all layers. A layer with a different shape, dtype
+    or device than the first one has a separate tensor."""
 
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
         self._layers, self._rows, self._capacity = layers, rows, capacity
-        self._tensors: list[Tensor] = []  # [n, B, H, C, D]
+        self._tensors: list[Tensor] = []  # [n, R, H, C, D]
         self._index: dict[int, tuple[int, int]] = {}  # layer: (tensor, index in it)
 
     def make(self, layer: int, like: Tensor) -> None:
-        """Allocate memory for a layer. like: its keys or values of the fed tokens, [B, H, n, D]."""
+        """Allocate memory for a layer. like: keys or values of this layer, [·, H, ·, D]."""
         shape = (self._rows, like.shape[1], self._capacity, like.shape[3])
         # Zeros, not empty: a masked slot is multiplied by a weight of 0, and 0·NaN is NaN.
         if not self._tensors:
@@ -61,7 +68,7 @@ class _Store:
             self._tensors.append(like.new_zeros(1, *shape))
 
     def of(self, layer: int) -> Tensor:
-        """The keys or values of a layer, [B, H, C, D]."""
+        """The keys or values of a layer, [R, H, C, D]."""
         tensor, index = self._index[layer]
         return self._tensors[tensor][index]
 
@@ -70,15 +77,78 @@ class _Store:
             rows, source, target = (y.to(x.device) for y in (rows_B1, source_BM, target_BM))
             x[:, rows, :, target] = x[:, rows, :, source]
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Move the rows that stay to the front of the existing memory. This copies one layer at a
-        time: a copy of all layers would be a second cache in memory."""
-        self._rows = len(rows)
+    def keep_rows(self, rows: np.ndarray) -> None:
+        """Move the rows that stay to the front, where they are not there already. This copies one
+        layer at a time: a copy of all layers would be a second cache in memory."""
+        moved = np.flatnonzero(rows != np.arange(len(rows)))
+        if not len(moved):
+            return
         for x in self._tensors:
-            indices = rows.to(x.device)
+            source, target = (torch.as_tensor(y, device=x.device) for y in (rows[moved], moved))
             for layer in range(len(x)):
-                x[layer, : self._rows] = x[layer].index_select(0, indices)
-        self._tensors = [x[:, : self._rows] for x in self._tensors]
+                x[layer].index_copy_(0, target, x[layer].index_select(0, source))
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        """Have memory for at least so many rows and slots."""
+        old_rows, old_capacity = self._rows, self._capacity
+        self._rows, self._capacity = max(rows, old_rows), max(capacity, old_capacity)
+        if (self._rows, self._capacity) == (old_rows, old_capacity):
+            return
+        for i, x in enumerate(self._tensors):
+            layers, _, heads, _, size = x.shape
+            larger = x.new_zeros(layers, self._rows, heads, self._capacity, size)
+            larger[:, :old_rows, :, :old_capacity] = x
+            self._tensors[i] = larger
+
+    def clear(self, first: int, end: int) -> None:
+        """Overwrite these rows with zeros: a row that left may have had NaN, and 0·NaN is NaN."""
+        for x in self._tensors:
+            x[:, first:end] = 0
+
+    def take(self, row: int, count: int) -> "_States":
+        """A copy of the first `count` slots of a row."""
+        return _States([x[:, row, :, :count].clone() for x in self._tensors], dict(self._index))
+
+    def put(self, row: int, states: "_States", count: int) -> None:
+        """Write the first `count` slots of a row."""
+        if not self._tensors:
+            for x in states.tensors:
+                layers, heads, _, size = x.shape
+                shape = layers, self._rows, heads, self._capacity, size
+                self._tensors.append(x.new_zeros(shape))
+            self._index = dict(states.index)
+        for x, new in zip(self._tensors, states.tensors, strict=True):
+            x[:, row, :, :count] = new[:, :, :count]
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of one slot of one row, in all layers."""
+        return sum(x.nbytes // max(x.shape[1] * x.shape[3], 1) for x in self._tensors)
+
+
+@dataclass
+class _States:
+    """Of one row, as in a `_Store`: the tensors [n, H, count, D], and which layer is where."""
+
+    tensors: list[Tensor]
+    index: dict[int, tuple[int, int]]
+
+
+@dataclass
+class SlotStates:
+    """Keys and values of the first `count` tokens of one row, copied out of the slots."""
+
+    keys: _States
+    values: _States
+    count: int
+
+    def first(self, count: int) -> "SlotStates":
+        """Those of fewer tokens. Shares the memory."""
+        return SlotStates(self.keys, self.values, count)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for states in (self.keys, self.values) for x in states.tensors)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -91,17 +161,20 @@ class SlotLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.number, self.stores, self.capacity, self.window = number, stores, capacity, window
+        self._rows = slice(0, 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         for store, states in zip(self.stores, (key_states, value_states), strict=True):
             store.make(self.number, states)
         self.is_initialized = True
-        self.look_up()
+        self.look_up(self._rows, self.capacity)
 
-    def look_up(self) -> None:
-        """Get keys and values from the stores. Call it again after the stores change their rows."""
+    def look_up(self, rows: slice, capacity: int) -> None:
+        """Get the keys and values of these rows from the stores. Call it again after the stores
+        change."""
+        self._rows, self.capacity = rows, capacity
         if self.is_initialized:
-            self.keys, self.values = (store.of(self.number) for store in self.stores)
+            self.keys, self.values = (store.of(self.number)[rows] for store in self.stores)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -141,11 +214,14 @@ class Slots:
     ) -> None:
         self.device, self._step = device, step
         capacity = round_up_slots(capacity, step)
+        self.rows = rows  # those in use
+        self.allocated = rows, capacity  # rows, and slots of each
         self._window = _Window()
         self._stores = _Store(layers, rows, capacity), _Store(layers, rows, capacity)
         self.layers = [
             SlotLayer(number, self._stores, capacity, self._window) for number in range(layers)
         ]
+        self._look_up(0, rows)
 
     def place(self, start: np.ndarray, n: int) -> None:
         """The next n fed tokens go to the slots from `start`, int [B]."""
@@ -222,11 +298,66 @@ class Slots:
             store.move(rows_B1, source_BM, target_BM)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep only these rows (int64 [B']), in this order."""
+        """Keep only these rows (int64 [B']), in this order. Their memory stays allocated."""
+        kept = rows.cpu().numpy()
         for store in self._stores:
-            store.keep_rows(rows)
+            store.keep_rows(kept)
+        self.rows = len(kept)
+        self._look_up(0, self.rows)
+
+    def add_rows(self, count: int, capacity: int) -> None:
+        """Append empty rows. capacity: the slots that any row needs from now on."""
+        first = self.rows
+        self.rows = first + count
+        self.allocated = self.grown(self.rows, capacity)
+        for store in self._stores:
+            store.reserve(*self.allocated)
+            store.clear(first, self.rows)
+        self._look_up(0, self.rows)
+
+    def grown(self, rows: int, capacity: int) -> tuple[int, int]:
+        """How many rows and slots are allocated if so many are needed. A step of growth is at least
+        a half, because each one copies everything."""
+        allocated, slots = self.allocated
+        if rows > allocated:
+            allocated = max(rows, allocated * 3 // 2)
+        if capacity > slots:
+            slots = round_up_slots(max(capacity, slots * 3 // 2), self._step)
+        return allocated, slots
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of keys and values of one token of one row. 0 before the first forward."""
+        return sum(store.token_bytes for store in self._stores)
+
+    def take(self, row: int, count: int) -> SlotStates:
+        """A copy of the first `count` slots of a row."""
+        keys, values = (store.take(row, count) for store in self._stores)
+        return SlotStates(keys, values, count)
+
+    def put(self, row: int, states: SlotStates) -> None:
+        """Write the first slots of a row."""
+        for store, new in zip(self._stores, (states.keys, states.values), strict=True):
+            store.put(row, new, states.count)
         for layer in self.layers:
-            layer.look_up()
+            layer.is_initialized = True
+        self._look_up(self._fed.start, self._fed.stop)
+
+    @contextmanager
+    def only(self, first: int, end: int) -> Iterator[None]:
+        """Inside this context, only rows first … end−1 are fed: of all rows, or in another such
+        context, of the rows that are fed there."""
+        before = self._fed
+        self._look_up(before.start + first, before.start + end)
+        try:
+            yield
+        finally:
+            self._look_up(before.start, before.stop)
+
+    def _look_up(self, first: int, end: int) -> None:
+        self._fed = slice(first, end)
+        for layer in self.layers:
+            layer.look_up(self._fed, self.allocated[1])
 
 
 def round_up_slots(count: int, step: int) -> int:

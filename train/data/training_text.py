@@ -140,24 +140,22 @@ class OnPolicyText:
         model.to(accelerator.device, self.target.dtype)
         indices = range(rank, count, world)
         prompts = self.corpus.prompts(examples[index] for index in indices)
-        # Batch prompts of similar length: less padding in the prefill.
+        # Prompts of similar length come together: less padding.
         share = sorted(zip(indices, prompts, strict=True), key=lambda item: len(item[1]))
-        size = settings.batch_size
-        batches = [share[i : i + size] for i in range(0, len(share), size)]
         written: list[tuple[int, Sample]] = []
         if self.drafter is None:
-            self.drafter = self._faster(model, batches[0] if batches else [], number)
-        for batch in batches:
-            answers = self._decode(model, batch, number, self.drafter)
-            for (index, prompt), answer in zip(batch, answers, strict=True):
-                name = f"{examples[index].id}#round-{number}-{index}"
-                mask = [False] * len(prompt) + [True] * len(answer)
-                written.append((index, Sample(name, prompt + answer, mask)))
+            self.drafter = self._faster(model, share[: settings.batch_size], number)
+        answers = self._decode(model, share, number, self.drafter) if share else []
+        for (index, prompt), answer in zip(share, answers, strict=True):
+            name = f"{examples[index].id}#round-{number}-{index}"
+            mask = [False] * len(prompt) + [True] * len(answer)
+            written.append((index, Sample(name, prompt + answer, mask)))
         return [sample for _, sample in sorted(gather_object(written))]
 
     def _decode(
-        self, model: PreTrainedModel, batch: list[tuple[int, list[int]]], number: int, drafter: str
+        self, model: PreTrainedModel, share: list[tuple[int, list[int]]], number: int, drafter: str
     ) -> list[list[int]]:
+        """The answers to indexed prompts. `batch_size` of them are decoded together."""
         settings = self.settings
         decoder = Decoder(
             model,
@@ -167,10 +165,13 @@ class OnPolicyText:
             rule="exact",
             sampling=settings.sampling.build(),
         )
-        rows = [number * settings.samples + index for index, _ in batch]
-        prompts = [prompt for _, prompt in batch]
+        rows = [number * settings.samples + index for index, _ in share]
         return decoder.decode(
-            prompts, settings.max_new_tokens, seed=self.seed, row_ids=rows
+            [prompt for _, prompt in share],
+            settings.max_new_tokens,
+            seed=self.seed,
+            row_ids=rows,
+            batch_size=settings.batch_size,
         ).outputs
 
     def _faster(

@@ -1,5 +1,6 @@
 """`generate`: the target answers prompts, because drafters learn best from the target's text."""
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -118,15 +119,12 @@ class GenerateStage(Stage[GenerateConfig]):
         """first: the number of the part's first job. Returns the number of tokens."""
         prompts = self.corpus.prompts(example for example, _ in part)
         answers: list[list[int]] = [[] for _ in part]
-        # Batch prompts of similar length: less padding in the prefill.
+        # Prompts of similar length come together: less padding.
         order = sorted(range(len(part)), key=lambda i: len(prompts[i]))
-        for begin in range(0, len(order), self.config.batch_size):
-            batch = order[begin : begin + self.config.batch_size]
-            row_ids = [first + i for i in batch]
-            outputs = self._answer([prompts[i] for i in batch], row_ids)
-            for index, answer in zip(batch, outputs, strict=True):
-                answers[index] = answer
-            bar.update(first + begin + len(batch))
+        row_ids = [first + i for i in order]
+        outputs = self._answer([prompts[i] for i in order], row_ids, first, bar)
+        for index, answer in zip(order, outputs, strict=True):
+            answers[index] = answer
         lines = [
             json.dumps({"id": example.id, "sample": sample, "tokens": answer})
             for (example, sample), answer in zip(part, answers, strict=True)
@@ -138,10 +136,17 @@ class GenerateStage(Stage[GenerateConfig]):
         write_directory(directory, fill)
         return sum(len(answer) for answer in answers)
 
-    def _answer(self, prompts: list[list[int]], row_ids: list[int]) -> list[list[int]]:
+    def _answer(
+        self, prompts: list[list[int]], row_ids: list[int], first: int, bar: Bar
+    ) -> list[list[int]]:
         config, target = self.config, self.target
+        answers: list[list[int]] = []
         if config.num_beams > 1:
-            return _beam_search(target, prompts, config)
+            for begin in range(0, len(prompts), config.batch_size):
+                answers += _beam_search(target, prompts[begin : begin + config.batch_size], config)
+                bar.update(first + len(answers))
+            return answers
+        ended = itertools.count(first + 1)
         decoder = Decoder(
             target.model,
             DRAFTERS["none"](),
@@ -149,7 +154,12 @@ class GenerateStage(Stage[GenerateConfig]):
             sampling=config.sampling.build(),
         )
         return decoder.decode(
-            prompts, config.max_new_tokens, seed=config.seed, row_ids=row_ids
+            prompts,
+            config.max_new_tokens,
+            seed=config.seed,
+            row_ids=row_ids,
+            on_end=lambda *_: bar.update(next(ended)),
+            batch_size=config.batch_size,
         ).outputs
 
 

@@ -11,7 +11,7 @@ import torch
 from decode.drafters import Drafter
 from decode.drafters.directory import save_drafter
 from decode.errors import UserError
-from decode.loop import require_prompts
+from decode.rows import require_prompts
 from decode.rules import RULES
 from decode.target.cached_model import require_trees
 from distill.losses import WeightedLoss

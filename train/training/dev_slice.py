@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.loop import Decoder, require_prompts
+from decode.loop import Decoder
+from decode.rows import require_prompts
 from decode.target.loading import Target
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.corpus import Corpus

@@ -6,12 +6,12 @@ from pydantic import Field
 
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.loop import require_prompts
 from decode.measure.calibrate_tree import (
     NothingAccepted,
     TreeCalibration,
     calibrate_tree,
 )
+from decode.rows import require_prompts
 from decode.target.cached_model import require_slots, require_trees
 from decode.target.loading import Target
 from heads.heads_module import Heads

@@ -1,0 +1,53 @@
+"""The memory that keys and values take, and whether the machine has it."""
+
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+
+
+def slot_bytes(model: PreTrainedModel) -> int:
+    """The bytes of keys and values of one token of one row, over all layers, as the model's config
+    states them."""
+    config = model.config.get_text_config()
+    heads: int = config.num_attention_heads
+    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * int(config.num_hidden_layers) * key_heads * size * model.dtype.itemsize
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """The bytes that can still be allocated on a device. None: not known for this kind."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    if device.type != "cuda":
+        return None
+    # PyTorch keeps freed blocks and uses them again.
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
+
+
+def require_memory(
+    model: PreTrainedModel, rows: int, slots: int, held: tuple[int, int] = (0, 0)
+) -> None:
+    """Check, before any forward, that keys and values of `rows` × `slots` tokens fit into the free
+    memory of the model's device.
+
+    held: the rows and slots that are allocated now. They are copied when the memory grows, keys
+    first, then values, so half of them exist twice for a moment. A model on several devices is not
+    checked. Raises UserError with the bytes needed.
+    """
+    if (rows, slots) == held:
+        return
+    devices = {parameter.device for parameter in model.parameters()}
+    free = free_bytes(devices.pop()) if len(devices) == 1 else None
+    each = slot_bytes(model)
+    needed = each * rows * slots - each * held[0] * held[1] // 2
+    if free is not None and needed > free:
+        raise UserError(
+            f"the keys and values of {type(model).__name__} for {rows} rows of {slots:,} tokens "
+            f"take {needed / 1e9:.2f} GB ({each:,} bytes per token), and {free / 1e9:.2f} GB are "
+            "free; "
+            "decode fewer rows together, or shorten prompts or max_new_tokens"
+        )

@@ -1,0 +1,115 @@
+"""Keys and values of texts that have left a decode, for prompts that begin like them.
+
+Shapes: L tokens of a text, n layers, H heads, D head size.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.target.slots import SlotStates
+
+# Shorter beginnings are not worth a copy: most texts share a few tokens of the template.
+SHORTEST = 16
+DEFAULT_BYTES = 256 << 20
+
+
+@dataclass
+class _Kept:
+    tokens: np.ndarray  # int64 [L]
+    states: SlotStates
+
+
+class PrefixCache:
+    """At most `max_bytes` of keys and values. Beyond that it drops what was used longest ago. A
+    text that is too long keeps its beginning.
+
+    A prompt reuses the longest beginning that it shares with a kept text, if that has at least
+    SHORTEST tokens. In float32 the text of an answer is the same as without reuse. In 16 bits it is
+    the same within rounding, because passes of other widths round differently.
+
+    The cache serves one model. `serve` drops all texts if the model or its weights are not those
+    that the texts were computed with. A change that PyTorch does not count (through `.data`) needs
+    `clear`. reused, read: prompt tokens so far that were reused, and that were computed. Raises
+    UserError for a negative max_bytes.
+    """
+
+    def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
+        if max_bytes < 0:
+            raise UserError(f"the prefix cache has {max_bytes} bytes; expected a number ≥ 0")
+        self.max_bytes = max_bytes
+        self._texts: OrderedDict[int, _Kept] = OrderedDict()  # used longest ago first
+        self._next = 0
+        self._weights: tuple[object, ...] = ()
+        self.bytes = 0
+        self.reused = 0
+        self.read = 0
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def clear(self) -> None:
+        self._texts.clear()
+        self.bytes = 0
+
+    def serve(self, model: PreTrainedModel) -> None:
+        """Be ready for this model."""
+        weights = tuple(
+            (id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()
+        )
+        if weights != self._weights:
+            self.clear()
+            self._weights = weights
+
+    def find(self, prompt: np.ndarray) -> SlotStates | None:
+        """The states of the longest known beginning of a prompt, int64 [L], or None."""
+        best, longest = None, SHORTEST - 1
+        for number, kept in self._texts.items():
+            shared = _shared(prompt, kept.tokens)
+            if shared > longest:
+                best, longest = number, shared
+        if best is None:
+            return None
+        self._texts.move_to_end(best)
+        return self._texts[best].states.first(longest)
+
+    def room(self, token_bytes: int) -> int:
+        """How many tokens of a text fit, if each takes `token_bytes`."""
+        return self.max_bytes // max(token_bytes, 1)
+
+    def add(self, text: np.ndarray, states: SlotStates) -> None:
+        """Keep a text, int64 [L], with its states. Texts that it continues are dropped."""
+        for number, kept in list(self._texts.items()):
+            shared = _shared(text, kept.tokens)
+            if shared == len(text):
+                self._texts.move_to_end(number)  # a known text goes on from here
+                return
+            if shared == len(kept.tokens):
+                self._drop(number)
+        self._texts[self._next] = _Kept(text.copy(), states)
+        self._next += 1
+        self.bytes += states.nbytes
+        while self.bytes > self.max_bytes:
+            self._drop(next(iter(self._texts)))
+
+    def _drop(self, number: int) -> None:
+        self.bytes -= self._texts.pop(number).states.nbytes
+
+
+def prefix_cache(model: PreTrainedModel, max_bytes: int | None = None) -> PrefixCache | None:
+    """A cache of so many bytes, or None for 0. max_bytes None: DEFAULT_BYTES for a model in
+    float32. For others it is 0, because there reuse can change a text by rounding."""
+    if max_bytes is None:
+        max_bytes = DEFAULT_BYTES if model.dtype == torch.float32 else 0
+    return PrefixCache(max_bytes) if max_bytes else None
+
+
+def _shared(one: np.ndarray, other: np.ndarray) -> int:
+    """The number of tokens with which both begin."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length

@@ -1,0 +1,383 @@
+"""Rows that join and leave a running decode: each text is the one that it has alone.
+
+And around it: prompts read in several passes, memory that is refused, slots that are used again.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode.draft import Contexts
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.ngram import NgramDrafter, StoreDrafter
+from decode.errors import UserError
+from decode.loop import Decoder, Decoding
+from decode.policies import POLICIES
+from decode.rows import compacted
+from decode.sampling import Sampling
+from decode.target.cached_model import CachedLM
+from decode.target.hidden_states import FINAL
+from decode.target.memory import slot_bytes
+from decode.target.slots import Slots
+from decode.text_stream import StopStrings
+from decode.trees.static import Static
+from decode.verification import Verification
+from tests import lossless
+from tests.lossless import LONGER, fit_texts, longer_model, small_lm
+from tests.test_heads_lossless import drafter as heads_drafter
+from tests.tiny import tiny_model, tiny_tokenizer
+
+NEW = 20
+EOS = LONGER.eos
+GREEDY, SAMPLED = Sampling(), Sampling(1.0, top_p=0.98)
+PROMPTS = [
+    np.random.default_rng(length).integers(0, 4, length).tolist()
+    for length in (3, 1, 17, 6, 40, 2, 9, 5)
+]
+
+
+def static() -> Static:
+    return Static(widths=[2, 2, 1], draw="distinct")
+
+
+def looked_up() -> Drafter:
+    return CompositeDrafter([NgramDrafter(2, 3), small_lm(case=LONGER)])
+
+
+# Chains, trees, and heads with and without a state of the whole text.
+KINDS: dict[str, Callable[[], Drafter]] = {
+    "none": lambda: DRAFTERS["none"](),
+    "ngram": NgramDrafter,
+    "chain": lambda: small_lm(case=LONGER),
+    "tree": lambda: small_lm("distinct", LONGER),
+    "in turn": looked_up,
+    "merged": lambda: SeveralDrafters([NgramDrafter(), small_lm(case=LONGER)]),
+    "medusa": lambda: heads_drafter("medusa", None, LONGER),
+    "hydra": lambda: heads_drafter("hydra", static(), LONGER),
+    "hydra_plus": lambda: heads_drafter("hydra_plus", static(), LONGER),
+    "eagle1": lambda: heads_drafter("eagle1", None, LONGER),
+    "eagle1 tree": lambda: heads_drafter("eagle1", static(), LONGER),
+}
+
+
+def decoder(drafter: Drafter, **options: Any) -> Decoder:
+    return Decoder(longer_model(0.0), drafter, **({"gamma": 3} | options))
+
+
+def alone(which: Decoder, limits: Sequence[int]) -> list[list[int]]:
+    return [
+        which.decode([prompt], limit, row_ids=[row], seed=3).outputs[0]
+        for row, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True))
+    ]
+
+
+LIMITS = [NEW, 1, NEW, 5, 2 * NEW, NEW, 3, NEW]
+# The steps before rows join, and how many join together.
+ARRIVALS = [(0, 2), (2, 1), (1, 3), (0, 1), (4, 1)]
+
+
+def staggered(which: Decoder, limits: Sequence[int], **options: Any) -> Decoding:
+    """All prompts, joining at different steps: some while others run, some when all have ended."""
+    decoding = Decoding(which, seed=3, **options)
+    for wait, count in ARRIVALS:
+        for _ in range(wait):
+            if not decoding.finished:
+                decoding.step()
+        for row in range(len(decoding.outputs), len(decoding.outputs) + count):
+            assert decoding.admit([PROMPTS[row]], limits[row]) == [row]
+    while not decoding.finished:
+        decoding.step()
+    return decoding
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_does_not_depend_on_when_its_row_joins(kind: str, sampling: Sampling) -> None:
+    which = decoder(KINDS[kind](), sampling=sampling)
+    expected = alone(which, LIMITS)
+    run = staggered(which, LIMITS)
+    assert run.result().outputs == expected
+    # Rows side by side, and drafts that are accepted: or nothing was tried.
+    assert max(len(step.rows) for step in run.steps) > 3
+    assert kind == "none" or run.result().counts.accepted.sum() > 5
+    # As a batch whose places are used again, with memory from the start. Most texts end early.
+    which = decoder(KINDS[kind](), sampling=sampling, eos_token_ids=EOS)
+    ended: list[int] = []
+    together = which.decode(
+        PROMPTS, NEW, seed=3, batch_size=3, on_end=lambda row, _: ended.append(row)
+    )
+    expected = alone(which, [NEW] * len(PROMPTS))
+    assert together.outputs == expected
+    assert len(set(map(len, expected))) > 1
+    assert sorted(ended) == list(range(len(PROMPTS)))
+    assert max(len(step.rows) for step in together.steps) == 3
+
+
+def test_rounds_are_counted_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: with one count of rounds for all rows the texts are others."""
+
+    def joined(self: Any, other: Any) -> None:
+        self._keys = torch.cat([self._keys, other._keys])
+        rounds = self._rounds[:1] if len(self._rounds) else other._rounds[:1]
+        self._rounds = rounds.expand(len(self._keys)).clone()
+
+    which = decoder(small_lm(case=LONGER), sampling=SAMPLED)
+    expected = alone(which, LIMITS)
+    monkeypatch.setattr("decode.sampling.CounterRNG.add_rows", joined)
+    assert staggered(which, LIMITS).result().outputs != expected
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["heuristic", "feedback", "entropy:ema=0.5", "adaptive_confidence:window=8", "by_batch"],
+)
+def test_policies_count_from_a_rows_own_beginning(policy: str) -> None:
+    made: Any = POLICIES["by_batch"]({1: 3, 3: 1, 4: 0}) if policy == "by_batch" else policy
+    # `exact` where the draft length depends on the company.
+    rule = "exact" if policy == "by_batch" else None
+    which = decoder(small_lm(case=LONGER), policy=made, rule=rule, sampling=SAMPLED)
+    assert staggered(which, LIMITS).result().outputs == alone(which, LIMITS)
+
+
+@pytest.mark.parametrize("kind", ["chain", "eagle1", "hydra"])
+def test_the_first_token_drafted_too(kind: str) -> None:
+    """A prompt of one token then has no hidden states when it joins."""
+    which = decoder(KINDS[kind](), sampling=SAMPLED, first_target=False)
+    assert staggered(which, LIMITS).result().outputs == alone(which, LIMITS)
+
+
+def test_a_store_learns_from_all_rows_and_changes_no_greedy_text() -> None:
+    which = decoder(StoreDrafter(1, 3), sampling=GREEDY)
+    run = staggered(which, LIMITS)
+    assert run.result().outputs == alone(decoder(KINDS["none"]()), LIMITS)
+    assert run.result().counts.accepted.sum() > 5
+
+
+def test_joining_rows_have_the_targets_distribution() -> None:
+    """Rows of three prompts join in turns, so that each round has rows of different ages."""
+    which = decoder(
+        small_lm(case=LONGER),
+        gamma=LONGER.gamma,
+        sampling=LONGER.sampling,
+        eos_token_ids=EOS,
+    )
+    decoding = Decoding(which, seed=1)
+    total, size = 9000, 1500
+    for begin in range(0, total, size):
+        rows = range(begin, begin + size)
+        decoding.admit([LONGER.prompts[row % 3] for row in rows], LONGER.new)
+        decoding.step()
+    while not decoding.finished:
+        decoding.step()
+    assert len({len(step.rows) for step in decoding.steps}) > 5
+    found = fit_texts(decoding.result().outputs, LONGER)
+    assert found.passes, found
+    assert found.df > 100
+
+
+def test_observers_see_the_states_that_drafts_were_made_from() -> None:
+    """Of rows that joined too: `previous_features` end with the text's second-to-last token."""
+    lm = CachedLM(longer_model(0.0), captured_layers=[FINAL])
+    seen = 0
+
+    def observer(done: Verification) -> None:
+        nonlocal seen
+        assert done.previous_features is not None
+        newest = done.previous_features.newest([FINAL])
+        assert len(newest) == len(done.rows)
+        for row, length in enumerate(done.lengths):
+            lm.reset(1, int(length))
+            text = torch.as_tensor(done.contexts.tokens[row : row + 1, : length - 1])
+            lm.forward(text, np.zeros(1, dtype=np.int64))
+            torch.testing.assert_close(newest[row], lm.features[FINAL][0, -1])
+            seen += 1
+
+    which = decoder(KINDS["medusa"](), sampling=SAMPLED, observers=[observer])
+    staggered(which, LIMITS)
+    assert seen > 20
+
+
+def test_rows_are_dropped_and_refused_prompts_change_nothing() -> None:
+    which = decoder(small_lm(case=LONGER), sampling=SAMPLED, eos_token_ids=())
+    expected = alone(which, [NEW] * len(PROMPTS))
+    decoding = Decoding(which, PROMPTS[:4], NEW, seed=3)
+    decoding.step()
+    for bad, problem in (
+        ([], "no prompts"),
+        ([[1], []], "prompt 1 is empty"),
+        ([[9]], "token ids"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            decoding.admit(bad, NEW)
+    decoding.drop(1)
+    with pytest.raises(UserError, match=r"row 1 does not run; expected one of \[0, 3, 2\]"):
+        decoding.drop(1)
+    decoding.admit(PROMPTS[4:5], NEW)
+    for row in (0, 2, 3, 4):
+        if row == 3:
+            decoding.drop(3)
+    while not decoding.finished:
+        decoding.step()
+    assert [decoding.outputs[row] for row in (0, 2, 4)] == [expected[row] for row in (0, 2, 4)]
+    assert decoding.outputs[1] == expected[1][: len(decoding.outputs[1])]
+
+
+class Counting(Drafter):
+    """Keeps something of each row, and says nothing of rows that join."""
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        return None
+
+    draft = DRAFTERS["none"].draft
+
+
+def test_a_drafter_that_takes_no_rows_says_so() -> None:
+    decoding = Decoding(decoder(Counting()), PROMPTS[:1], NEW)
+    with pytest.raises(UserError, match="Counting keeps state of each row and takes no rows"):
+        decoding.admit(PROMPTS[1:2], NEW)
+
+
+def test_stop_strings_search_each_text_alone() -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("llama")
+    prompts = [[5, 17, 250], [7], [30] * 9, [11, 12, 13], [42, 8]]
+    plain = Decoder(model, DRAFTERS["none"]()).decode(prompts, 16).outputs
+    strings = [tokenizer.decode(text[9:11]) for text in plain if tokenizer.decode(text[9:11])]
+    stop = StopStrings(tokenizer, strings)
+    which = Decoder(model, NgramDrafter(), stop=stop)
+    expected = [which.decode([prompt], 16).outputs[0] for prompt in prompts]
+    assert len(set(map(len, expected))) > 1
+    assert which.decode(prompts, 16, batch_size=2).outputs == expected
+    assert not stop._streams
+
+
+def test_holes_are_filled_from_the_end() -> None:
+    assert compacted(np.array([True, False, True, True])).tolist() == [0, 3, 2]
+    assert compacted(np.array([False, False, True, False])).tolist() == [2]
+    assert compacted(np.array([True, True])).tolist() == [0, 1]
+    for seed in range(20):
+        stays = np.random.default_rng(seed).random(12) < 0.6
+        order = compacted(stays)
+        assert sorted(order) == np.flatnonzero(stays).tolist()
+        assert (order != np.arange(len(order))).sum() <= (~stays).sum()
+
+
+def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
+    slots = Slots(2, 3, 8, torch.device("cpu"))
+    slots.place(np.zeros(3, dtype=np.int64), 8)
+    for layer in slots.layers:
+        layer.update(*torch.full((2, 3, 1, 8, 4), torch.nan))
+    memory = slots.layers[0].keys.untyped_storage().data_ptr()
+    slots.keep_rows(torch.tensor([0]))
+    slots.add_rows(2, 8)
+    for layer in slots.layers:
+        assert layer.keys.shape == (3, 1, 8, 4)
+        assert layer.keys.untyped_storage().data_ptr() == memory
+        assert layer.keys[0].isnan().all()
+        assert not layer.keys[1:].any()
+    # More rows, longer ones: what is there stays.
+    slots.add_rows(1, 20)
+    assert slots.layers[1].values.shape[0] == 4
+    assert slots.layers[1].values.shape[2] >= 20
+    assert slots.layers[1].values[0, :, :8].isnan().all()
+    with slots.only(2, 4), slots.only(1, 2):
+        slots.place(np.zeros(1, dtype=np.int64), 1)
+        for layer in slots.layers:
+            layer.update(*torch.ones(2, 1, 1, 1, 4))
+    assert [bool(row.any()) for row in slots.layers[0].keys[1:]] == [False, False, True]
+
+
+# --- prompts read in several passes ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["none", "chain", "tree", "hydra_plus", "eagle1"])
+def test_the_size_of_passes_changes_no_text(kind: str) -> None:
+    texts, widths = [], []
+    for tokens in (1, 7, 60, 1 << 20):
+        which = decoder(KINDS[kind](), prefill_tokens=tokens, sampling=GREEDY)
+        if isinstance(which.drafter, lossless.SmallLMDrafter):
+            which.drafter.lm.pass_tokens = tokens
+        forward, fed = which.lm.forward, []
+
+        def counted(ids: Any, *args: Any, _f: Any = forward, _fed: Any = fed, **more: Any) -> Any:
+            _fed.append(ids.numel())
+            return _f(ids, *args, **more)
+
+        which.lm.forward = counted  # type: ignore[method-assign]
+        texts.append(which.decode(PROMPTS, NEW).outputs)
+        widths.append(max(fed))
+        assert staggered(which, LIMITS).result().outputs == alone(which, LIMITS)
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    # At least one token of each row, or a step with its draft.
+    assert widths[2] <= 120 < widths[3]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 30])
+def test_passes_give_the_logits_and_states_of_one(tokens: int) -> None:
+    """Ragged rows, which begin at different slots."""
+    one, other = (
+        CachedLM(tiny_model("llama"), captured_layers=(0, FINAL), pass_tokens=size)
+        for size in (1 << 20, tokens)
+    )
+    g = torch.Generator().manual_seed(0)
+    counts = np.array([19, 4, 11, 1])
+    found = []
+    for lm in (one, other):
+        g.manual_seed(0)
+        lm.reset(4, 40)
+        before = torch.randint(3, 300, (4, 5), generator=g)
+        ids = torch.randint(3, 300, (4, 19), generator=g)
+        with torch.inference_mode():
+            lm.forward(before, np.zeros(4, dtype=np.int64))
+            logits = lm.read(ids, np.array([5, 3, 0, 5]), counts)
+        states = [
+            lm.features[layer][row, :n] for layer in (0, FINAL) for row, n in enumerate(counts)
+        ]
+        found.append([logits, *states])
+    for mine, yours in zip(*found, strict=True):
+        torch.testing.assert_close(mine, yours)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "fields"), [("llama", {}), ("gpt2", {}), ("gemma", {})])
+def test_the_bytes_of_a_slot_are_those_allocated(family: str, fields: dict[str, Any]) -> None:
+    model = tiny_model(family, **fields)
+    lm = CachedLM(model)
+    lm.reset(2, 16)
+    lm.forward(torch.ones(2, 3, dtype=torch.int64), np.zeros(2, dtype=np.int64))
+    assert lm._slots is not None
+    used = sum(x.nbytes for layer in lm._slots.layers for x in (layer.keys, layer.values))
+    assert used == slot_bytes(model) * 2 * lm._slots.allocated[1]
+
+
+def test_a_context_without_memory_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    which = decoder(KINDS["none"](), gamma=1)
+    decoding = Decoding(which, PROMPTS[:1], NEW, seed=3)
+    expected = which.decode(PROMPTS[:1], NEW, seed=3).outputs[0]
+    decoding = Decoding(which, PROMPTS[:1], NEW, seed=3)
+    each = slot_bytes(longer_model(0.0))
+    monkeypatch.setattr("decode.target.memory.free_bytes", lambda device: 30 * each)
+    forward = functools.partial(pytest.fail, "it was read")
+    with monkeypatch.context() as patch:
+        patch.setattr(which.lm, "forward", forward)
+        with pytest.raises(
+            UserError, match=rf"for 2 rows of .*\({each:,} bytes per token\).*fewer"
+        ):
+            decoding.admit(PROMPTS[4:5], 2 * NEW)
+    while not decoding.finished:
+        decoding.step()
+    assert decoding.outputs == {0: expected}
+    with pytest.raises(UserError, match="keys and values of LlamaForCausalLM for 8 rows of"):
+        which.decode(PROMPTS, NEW)

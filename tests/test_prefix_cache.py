@@ -1,0 +1,176 @@
+"""Keys and values of earlier texts: a prompt that begins like one of them gives the same text."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode.drafters import DRAFTERS
+from decode.drafters.ngram import NgramDrafter
+from decode.errors import UserError
+from decode.loop import Decoder, Decoding
+from decode.sampling import Sampling
+from decode.target.prefix_cache import SHORTEST, PrefixCache, prefix_cache
+from decode.target.slots import Slots, SlotStates
+from decode.text import SpeculativeGenerator
+from tests.test_joining import KINDS, decoder
+from tests.tiny import VOCAB, tiny_model, tiny_target
+
+SYSTEM = np.random.default_rng(0).integers(0, 4, 30).tolist()
+# The turns of a chat, another chat with the same system message, and a stranger.
+LAST = [3, 1, 0]
+NEW = 12
+
+
+def turns(which: Decoder, **options: Any) -> list[list[int]]:
+    """The answers to turns of which each continues the one before, then to other prompts."""
+    answers, text = [], list(SYSTEM)
+    for turn in ([1, 2], LAST, [0, 0, 2, 1]):
+        text += turn
+        answers += which.decode([text], NEW, seed=4, row_ids=[len(answers)], **options).outputs
+        text += answers[-1]
+    others = [[*SYSTEM, 2, 2, 0], [0, 1, 2, 3] * 5, [*SYSTEM[:20], 3, 3], SYSTEM[:SHORTEST]]
+    return answers + which.decode(others, NEW, seed=5, batch_size=2, **options).outputs
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["none", "chain", "tree", "in turn"])
+def test_a_reused_beginning_changes_no_text(kind: str, sampling: Sampling) -> None:
+    known = PrefixCache()
+    which = decoder(KINDS[kind](), sampling=sampling, prefixes=known)
+    texts = turns(which)
+    assert texts == turns(decoder(KINDS[kind](), sampling=sampling))
+    # The second and third turn read little more than what is new in them.
+    assert known.reused > 2 * len(SYSTEM) + 2 * NEW
+    assert known.read < 32 + 9 + 4 + 33 + 20 + 22 + 16
+    assert turns(which) == texts  # now all of them are known
+    assert (
+        decoder(KINDS[kind](), prefixes=known, first_target=False).decode([SYSTEM], NEW).outputs
+        == decoder(KINDS[kind]()).decode([SYSTEM], NEW).outputs
+    )
+
+
+def test_a_wrong_beginning_is_seen() -> None:
+    """A control: other keys and values, or those of other tokens, change the texts above."""
+    expected = turns(decoder(KINDS["none"](), sampling=Sampling(1.0)))
+    for poison in ("values", "places"):
+        known = PrefixCache()
+        which = decoder(KINDS["none"](), sampling=Sampling(1.0), prefixes=known)
+        assert turns(which) == expected
+        for kept in known._texts.values():
+            if poison == "values":
+                kept.states.values.tensors = [-x for x in kept.states.values.tensors]
+            else:  # each token has the key of another one
+                kept.states.keys.tensors = [x.flip(2) for x in kept.states.keys.tensors]
+        assert turns(which) != expected
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle1"])
+def test_drafters_of_hidden_states_read_every_prompt(kind: str) -> None:
+    known = PrefixCache()
+    assert turns(decoder(KINDS[kind](), prefixes=known)) == turns(decoder(KINDS[kind]()))
+    assert not known.reused
+    assert not len(known)
+
+
+def states(tokens: int, value: int = 0) -> SlotStates:
+    """1 layer, 1 head of size 1: 8 bytes of keys and values per token."""
+    slots = Slots(1, 1, tokens, torch.device("cpu"))
+    slots.place(np.zeros(1, dtype=np.int64), tokens)
+    slots.layers[0].update(*torch.full((2, 1, 1, tokens, 1), float(value)))
+    assert slots.token_bytes == 8
+    return slots.take(0, tokens)
+
+
+def text(begin: int, count: int) -> np.ndarray:
+    return np.arange(begin, begin + count)
+
+
+def test_the_cache_is_bounded_and_drops_what_was_used_longest_ago() -> None:
+    known = PrefixCache(100 * 8)
+    for begin in (0, 1000, 2000):
+        known.add(text(begin, 30), states(30, begin))
+    assert (len(known), known.bytes) == (3, 90 * 8)
+    reached = known.find(text(0, 20))  # used again, so it is not the oldest now
+    assert reached is not None
+    assert reached.count == 20
+    known.add(text(3000, 40), states(40))
+    assert known.bytes <= known.max_bytes
+    assert known.find(text(1000, 30)) is None
+    assert all(known.find(text(begin, 30)) is not None for begin in (0, 2000, 3000))
+    # A longer text takes the place of its beginning; a known one is not kept twice.
+    known.add(text(0, 50), states(50))
+    known.add(text(0, 40), states(40))
+    assert [len(kept.tokens) for kept in known._texts.values()] == [40, 50]
+    # The longest common beginning counts, if it is long enough.
+    assert known.find(np.append(text(0, SHORTEST - 1), 9)) is None
+    longest = known.find(np.append(text(0, 45), [1, 2]))
+    assert longest is not None
+    assert longest.count == 45
+    with pytest.raises(UserError, match=r"prefix cache has -1 bytes; expected a number ≥ 0"):
+        PrefixCache(-1)
+
+
+def test_a_text_that_is_too_long_keeps_its_beginning() -> None:
+    model = tiny_model("llama")
+    known = PrefixCache(0)
+    which = Decoder(model, DRAFTERS["none"](), prefixes=known)
+    prompt = np.random.default_rng(1).integers(3, VOCAB, 60).tolist()
+    expected = which.decode([prompt], NEW).outputs
+    assert not len(known)
+    known.max_bytes = 20 * which.lm.slots.token_bytes
+    for _ in range(2):
+        assert which.decode([prompt], NEW).outputs == expected
+        assert known.bytes == known.max_bytes
+    assert known.reused == 20
+
+
+def test_other_weights_share_nothing() -> None:
+    known = PrefixCache()
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    prompt = [[5, 6, 7, 8] * 8]
+    for which in (model, other, model):
+        plain = Decoder(which, DRAFTERS["none"]()).decode(prompt, NEW).outputs
+        assert Decoder(which, NgramDrafter(), prefixes=known).decode(prompt, NEW).outputs == plain
+        assert not known.reused
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
+    plain = Decoder(model, DRAFTERS["none"]()).decode(prompt, NEW).outputs
+    assert Decoder(model, NgramDrafter(), prefixes=known).decode(prompt, NEW).outputs == plain
+    assert not known.reused
+
+
+def test_rows_that_run_join_with_a_known_beginning() -> None:
+    known = PrefixCache()
+    which = decoder(KINDS["chain"](), sampling=Sampling(1.0), prefixes=known)
+    plain = decoder(KINDS["chain"](), sampling=Sampling(1.0))
+    decoding = Decoding(which, [[1, 2], SYSTEM], NEW)
+    decoding.step()
+    decoding.drop(1)  # what was read of it stays
+    prompts = [[*SYSTEM, row] for row in range(3)]
+    decoding.admit([[2], *prompts], NEW)
+    while not decoding.finished:
+        decoding.step()
+    assert known.reused == 3 * len(SYSTEM)
+    for row, prompt in enumerate([[2], *prompts], 2):
+        assert plain.decode([prompt], NEW, row_ids=[row]).outputs[0] == decoding.outputs[row]
+
+
+def test_the_generator_reuses_turns_in_float32() -> None:
+    target = tiny_target()
+    chat = [{"role": "user", "content": "The quick brown fox"}]
+    texts = []
+    for limit in (None, 0):
+        generator = SpeculativeGenerator(
+            target.model, target.tokenizer, "ngram", prefix_cache_bytes=limit
+        )
+        messages, answers = list(chat), []
+        for _ in range(3):
+            answers.append(generator.generate(messages, max_new_tokens=8, temperature=0.0))
+            messages += [{"role": "assistant", "content": answers[-1]}, *chat]
+        texts.append(answers)
+        assert (generator.prefixes is None) == (limit == 0)
+        assert limit == 0 or (generator.prefixes is not None and generator.prefixes.reused > 20)
+    assert texts[0] == texts[1]
+    assert prefix_cache(tiny_model("llama").bfloat16()) is None
