@@ -107,6 +107,23 @@ def to_sample(
     return Sample(example.id, tokens, mask)
 
 
+def user_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> list[int]:
+    """The token ids of the chat template up to the place of the first user message.
+
+    Raises UserError if the template changes the message, so that its place is not known.
+    """
+    mark = "draftsmith-message"
+    messages = _with_system([{"role": "user", "content": mark}], system)
+    rendered = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+    before, found, _ = rendered.partition(mark)
+    if not found:
+        raise UserError(
+            "the chat template does not contain the user's message as it is, so the target cannot "
+            "write one; leave self_prompts out"
+        )
+    return list(tokenizer(before, add_special_tokens=False)["input_ids"])
+
+
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer has a chat template. A base model's tokenizer usually has none."""
     return bool(tokenizer.chat_template)

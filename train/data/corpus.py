@@ -12,8 +12,10 @@ from decode.artifact import verify_directory
 from decode.errors import UserError
 from train.data.chat import Sample, prompt_tokens, to_sample
 from train.data.read import Example
+from train.data.self_prompts import read_prompts
 
 PART = "part-"
+SELF_PROMPTS = "prompts"  # the directory of prompts that the target wrote
 
 
 @dataclass
@@ -49,6 +51,11 @@ class Corpus:
             )
         return examples
 
+    def self_prompts(self, stage: str) -> list[Example]:
+        """The prompts that the target wrote in a generate stage. Empty if it wrote none."""
+        directory = self.stages[stage] / SELF_PROMPTS
+        return read_prompts(directory) if directory.exists() else []
+
     def samples(self, text: str | list[str], split: str = "train") -> list[Sample]:
         """All samples of a text: `data` for a split's own responses, or generate stages.
 
@@ -59,6 +66,7 @@ class Corpus:
         by_id = {e.id: e for examples in self.examples.values() for e in examples}
         samples = []
         for stage in stages_of(text):
+            by_id |= {e.id: e for e in self.self_prompts(stage)}
             for answer in read_answers(self.stages[stage]):
                 example = by_id[answer["id"]]
                 sample = to_sample(example, self.tokenizer, answer["tokens"], self.system)

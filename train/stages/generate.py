@@ -16,12 +16,20 @@ from decode.loop import Decoder
 from decode.target.generation_config import nothing_filled_in, padded_prompts, stated_config
 from decode.target.loading import Target
 from train.console import Bar
-from train.data.corpus import PART, read_answers
+from train.data.corpus import PART, SELF_PROMPTS, read_answers
 from train.data.read import Example, spread
+from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.schema import SamplingConfig, StageConfig
 from train.stage import STAGES, Outcome, Stage, StagePlan
 
 Job = tuple[Example, int]  # a prompt, and the number of its answer
+
+
+class SelfPromptSampling(SamplingConfig):
+    """How prompts are drawn, with temperature 1 as the default."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits."""
 
 
 class GenerateConfig(StageConfig):
@@ -32,6 +40,13 @@ class GenerateConfig(StageConfig):
     """The split whose prompts are answered."""
     prompts: int | None = Field(None, ge=1)
     """The number of prompts, spread evenly over the split. None: all."""
+    self_prompts: int | None = Field(None, ge=1)
+    """The number of prompts that the target writes itself (Magpie, 2406.08464) and then answers, in
+    place of those of a split. None: the split's prompts."""
+    prompt_sampling: SelfPromptSampling = SelfPromptSampling()
+    """How the target draws its own prompts."""
+    max_prompt_tokens: int = Field(96, ge=1)
+    """The length limit of a prompt that the target writes. A longer one is left out."""
     max_new_tokens: int = Field(128, ge=1)
     """The length limit of an answer in tokens."""
     batch_size: int = Field(16, ge=1)
@@ -55,6 +70,10 @@ class GenerateConfig(StageConfig):
             )
         if self.num_beams > 1 and self.sampling.temperature > 0:
             raise ValueError("beam search (num_beams > 1) needs sampling.temperature 0")
+        if self.self_prompts and (self.prompts or self.split != "train"):
+            raise ValueError(
+                "self_prompts takes the place of a split's prompts; leave split and prompts out"
+            )
         return self
 
 
@@ -66,15 +85,21 @@ class GenerateStage(Stage[GenerateConfig]):
     Config = GenerateConfig
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
-        count = len(self._jobs())
+        config = self.config
+        if config.self_prompts:
+            require_template(self.corpus.tokenizer, config.name)
+            count, what = config.self_prompts * config.samples, " to the target's own prompts"
+        else:
+            count, what = len(self._jobs()), ""
         return StagePlan(
-            f"{count} answers of at most {self.config.max_new_tokens} tokens",
+            f"{count} answers{what} of at most {self.config.max_new_tokens} tokens",
             tokens=count * self.config.max_new_tokens,
             memory_bytes=self.target_bytes,
         )
 
     def run(self) -> Outcome:
         begin = time.perf_counter()
+        self._write_prompts()
         generated = self._generate(self._jobs())
         answers = read_answers(self.directory)
         tokens = sum(len(answer["tokens"]) for answer in answers)
@@ -95,8 +120,37 @@ class GenerateStage(Stage[GenerateConfig]):
 
     def _jobs(self) -> list[Job]:
         config = self.config
-        examples = spread(self.corpus.answerable(config.split, config.name), config.prompts)
+        if config.self_prompts:
+            examples = read_prompts(self.directory / SELF_PROMPTS)
+        else:
+            examples = spread(self.corpus.answerable(config.split, config.name), config.prompts)
         return [(example, sample) for sample in range(config.samples) for example in examples]
+
+    def _write_prompts(self) -> None:
+        """Let the target write prompts, unless they exist or are not wanted."""
+        config, directory = self.config, self.directory / SELF_PROMPTS
+        if not config.self_prompts:
+            return
+        if self.accelerator.is_main_process and not _is_complete(directory):
+            held_out = [
+                example.prompt or ""
+                for split in ("dev", "test")
+                for example in self.corpus.examples.get(split, ())
+            ]
+            written = write_prompts(
+                self.target,
+                self.corpus.system,
+                filter(None, held_out),
+                config.self_prompts,
+                config.prompt_sampling.build(),
+                max_tokens=config.max_prompt_tokens,
+                batch_size=config.batch_size,
+                seed=config.seed,
+            )
+            save_prompts(directory, config.name, written)
+            left_out = "".join(f", {count} {reason}" for reason, count in written.dropped.items())
+            self.reporter.say(f"  the target wrote {len(written.texts)} prompts{left_out}")
+        self.accelerator.wait_for_everyone()
 
     def _generate(self, jobs: list[Job]) -> int:
         """Write every missing part, with all ranks together. Returns the number of tokens that this

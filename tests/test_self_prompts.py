@@ -1,0 +1,98 @@
+"""Prompts that the target writes itself: usable, different, apart from held-out ones, kept."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode.errors import UserError
+from decode.sampling import Sampling
+from tests.stages import make_stage, run_stage, stage_context
+from tests.tiny import tiny_target
+from train.data import self_prompts
+from train.data.chat import prompt_tokens, user_prefix
+from train.data.corpus import SELF_PROMPTS
+from train.data.self_prompts import SelfPrompts, read_prompts, save_prompts, write_prompts
+
+DRAWN = Sampling(temperature=1.0)
+
+
+def target(ends: int = 40) -> Any:
+    """Of a vocabulary of 300 tokens so many end a text: a random model would rarely emit one."""
+    return dataclasses.replace(tiny_target(), eos_token_ids=tuple(range(2, 2 + ends)))
+
+
+def written(count: int = 6, held_out: tuple[str, ...] = (), **options: Any) -> SelfPrompts:
+    settings: dict[str, Any] = {"max_tokens": 60, "batch_size": 4, "seed": 1} | options
+    return write_prompts(target(), None, held_out, count, DRAWN, **settings)
+
+
+def test_a_message_stands_where_the_users_would() -> None:
+    tokenizer = target().tokenizer
+    prefix = user_prefix(tokenizer, "Be short.")
+    text = tokenizer.decode(prefix)
+    assert text.endswith("<|im_start|>user\n")
+    assert "Be short." in text
+
+
+def test_messages_are_different_and_the_same_at_every_call() -> None:
+    first = written()
+    assert len(set(first.texts)) == 6
+    assert all(len(text) >= self_prompts.SHORTEST for text in first.texts)
+    assert first.dropped["too short"] > 0
+    assert written(batch_size=3).texts == first.texts
+    assert written(seed=2).texts != first.texts
+
+
+def test_held_out_prompts_are_not_quoted() -> None:
+    first = written()
+    second = written(held_out=(first.texts[0],))
+    assert second.dropped["held out"] == 1
+    assert first.texts[0] not in second.texts
+
+
+def test_a_target_that_writes_nothing_usable_is_told() -> None:
+    with pytest.raises(UserError, match=r"wrote 0 usable prompts of .*'too long'"):
+        written(max_tokens=1)
+
+
+def test_they_come_back_as_examples(tmp_path: Path) -> None:
+    save_prompts(tmp_path / "prompts", "answers", SelfPrompts(["What is a drafter?", "Why so?"]))
+    examples = read_prompts(tmp_path / "prompts")
+    assert [e.id for e in examples] == ["answers-0", "answers-1"]
+    assert "What is a drafter?" in target().tokenizer.decode(
+        prompt_tokens(examples[0], target().tokenizer)
+    )
+
+
+def test_a_stage_answers_them_and_a_training_reads_them(tmp_path: Path) -> None:
+    settings = {"self_prompts": 5, "samples": 2, "max_new_tokens": 8, "part_prompts": 4}
+    settings |= {"sampling": {"temperature": 1.0}, "max_prompt_tokens": 96}
+    context = stage_context(tmp_path, target(12))
+    stage = make_stage("generate", "own", **settings)
+    outcome = run_stage(context, stage)
+    assert outcome.summary["answers"] == 10
+    assert outcome.summary["prompts"] == 5
+    directory = context.directory / "own"
+    before = (directory / SELF_PROMPTS / "prompts.jsonl").read_text()
+    context.corpus.stages = {"own": directory}
+    samples = context.corpus.samples(["own"])
+    assert len(samples) == 10
+    first = json.loads(before.splitlines()[0])["prompt"]
+    assert first in target().tokenizer.decode(samples[0].tokens)
+    run_stage(context, stage)  # nothing is written again
+    assert (directory / SELF_PROMPTS / "prompts.jsonl").read_text() == before
+
+
+def test_they_take_the_place_of_a_split() -> None:
+    with pytest.raises(ValueError, match="self_prompts takes the place of a split's prompts"):
+        make_stage("generate", "own", self_prompts=5, prompts=3)
+
+
+def test_without_a_chat_template_there_is_no_message(tmp_path: Path) -> None:
+    base = target()
+    base.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="its tokenizer has no chat template"):
+        self_prompts.require_template(base.tokenizer, "own")
