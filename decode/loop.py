@@ -30,6 +30,9 @@ from decode.target.prefix_cache import PrefixCache
 from decode.text_stream import Stop
 from decode.verification import Observer, Scores, Verification
 
+# Prompts join when this part of a batch is free.
+JOIN_SHARE = 8
+
 OnTokens = Callable[[int, list[int]], None]
 OnEnd = Callable[[int, list[int]], None]
 
@@ -150,8 +153,8 @@ class Decoder:
     ) -> Decoded:
         """Continue all prompts (token ids) to their ends. Arguments are as for `Decoding`.
 
-        batch_size: how many are decoded together. When a text ends, the next prompt takes its
-        place. None: all.
+        batch_size: how many are decoded together. When texts have ended, the next prompts take
+        their places, some at a time: reading several costs little more than reading one. None: all.
         """
         require_prompts(prompts, self.lm.max_positions, self.vocab_size)
         if batch_size is not None and batch_size < 1:
@@ -166,10 +169,10 @@ class Decoder:
             rows=size,
             slots=self.slots(max(map(len, prompts)), max_new_tokens),
         )
-        begin = 0
+        begin, group = 0, -(-size // JOIN_SHARE)
         while begin < count or not decoding.finished:
             end = min(begin + size - len(decoding.rows), count)
-            if begin < end:
+            if begin < end and (end - begin >= group or end == count):
                 ids = range(begin, end) if row_ids is None else row_ids[begin:end]
                 decoding.admit(prompts[begin:end], max_new_tokens, row_ids=ids)
                 begin = end

@@ -8,7 +8,7 @@ target has seen in its own training, so they are of many kinds.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,12 +60,13 @@ def write_prompts(
     max_tokens: int,
     batch_size: int,
     seed: int,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> SelfPrompts:
     """Let the target write `count` different user messages.
 
     system: the run's system message. held_out: prompts that no message may quote, those of the dev
-    and test splits. max_tokens: a message that is longer is left out. Raises UserError if the
-    target writes too few usable messages.
+    and test splits. max_tokens: a message that is longer is left out. progress: called with the
+    number of messages kept so far. Raises UserError if the target writes too few usable messages.
     """
     prefix = user_prefix(target.tokenizer, system)
     decoder = Decoder(
@@ -81,7 +82,8 @@ def write_prompts(
     known: set[str] = set()
     drawn = 0
     while len(written.texts) < count and drawn < ATTEMPTS * count:
-        rows = range(drawn, drawn + min(count, 2 * (count - len(written.texts)) + 8))
+        missing = count - len(written.texts)
+        rows = range(drawn, drawn + min(max(missing, 8), 8 * batch_size))
         drawn = rows.stop
         outputs = decoder.decode(
             [prefix] * len(rows),
@@ -98,6 +100,7 @@ def write_prompts(
             elif len(written.texts) < count:
                 known.add(text)
                 written.texts.append(text)
+        progress(len(written.texts))
     if len(written.texts) < count:
         raise UserError(
             f"the target wrote {len(written.texts)} usable prompts of {drawn}; {count} were "

@@ -137,16 +137,18 @@ class GenerateStage(Stage[GenerateConfig]):
                 for split in ("dev", "test")
                 for example in self.corpus.examples.get(split, ())
             ]
-            written = write_prompts(
-                self.target,
-                self.corpus.system,
-                filter(None, held_out),
-                config.self_prompts,
-                config.prompt_sampling.build(),
-                max_tokens=config.max_prompt_tokens,
-                batch_size=config.batch_size,
-                seed=config.seed,
-            )
+            with self.reporter.bar("writing prompts", config.self_prompts) as bar:
+                written = write_prompts(
+                    self.target,
+                    self.corpus.system,
+                    filter(None, held_out),
+                    config.self_prompts,
+                    config.prompt_sampling.build(),
+                    max_tokens=config.max_prompt_tokens,
+                    batch_size=config.batch_size,
+                    seed=config.seed,
+                    progress=bar.update,
+                )
             save_prompts(directory, config.name, written)
             left_out = "".join(f", {count} {reason}" for reason, count in written.dropped.items())
             self.reporter.say(f"  the target wrote {len(written.texts)} prompts{left_out}")
