@@ -276,7 +276,8 @@ def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     size = 2 * cos.shape[4]
     halves = (heads if size == heads.shape[3] else heads[..., :size]).unflatten(-1, (2, -1))
-    rotated = torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2)
+    # Some models have cos and sin in float32.
+    rotated = torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2).to(heads.dtype)
     return rotated if size == heads.shape[3] else torch.cat([rotated, heads[..., size:]], -1)
 
 
