@@ -130,7 +130,7 @@ class LeanNorm(Packed):
     ) -> None:
         super().__init__()
         self.weight, self.eps, self.offset, self.packed = weight, eps, offset, packed
-        self._state = (0, 0)
+        self._state: tuple[int, int] | None = None
         self.refresh()
 
     def refresh(self) -> None:
