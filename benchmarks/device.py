@@ -42,6 +42,7 @@ from benchmarks.device_parts import (
     SMALL,
     Bench,
     draft_costs,
+    forward_times,
     hold_decode_contest,
     pass_times,
     train_here,
@@ -56,6 +57,7 @@ Part = Callable[[Bench], dict[str, Any]]
 PARTS: dict[str, Part] = {
     "decode": hold_decode_contest,
     "passes": pass_times,
+    "forwards": forward_times,
     "draft_costs": draft_costs,
 }
 TRAININGS: dict[str, Part] = {
@@ -115,7 +117,7 @@ def main(
 def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Return all ratios of the parts that succeeded, flat by name."""
     values: dict[str, float] = {}
-    for name in ("decode", "passes", "draft_costs"):
+    for name in PARTS:
         values |= figures.get(name, {}).get("ratios", {})
     ours, trl = (figures.get(f"train_{name}") for name in ("ours", "trl"))
     if ours and trl:
@@ -142,6 +144,14 @@ def tables(
             for context, seconds in passes["seconds"].items()
         ]
         result.append(rows_table("a pass of the target", rows))
+    if forwards := figures.get("forwards"):
+        rows = [
+            {"tokens before": str(context), "forward": name}
+            | {f"{fed} fed, ms": f"{1e3 * passes[fed]:.2f}" for fed in passes}
+            for context, by_name in forwards["seconds"].items()
+            for name, passes in by_name.items()
+        ]
+        result.append(rows_table("a pass of a llama, by forward", rows))
     if costs := figures.get("draft_costs"):
         rows = [
             {

@@ -28,6 +28,7 @@ from decode.measure.time_passes import pass_seconds
 from decode.target.cached_model import CachedLM
 from decode.target.identity import fingerprint
 from decode.target.loading import Target
+from decode.target.prepare_model import prepare
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
@@ -228,6 +229,31 @@ def pass_times(bench: Bench) -> dict[str, Any]:
         f"pass_{width}_vs_1_ctx_{context}": times[width] / times[1]
         for context, times in seconds.items()
         for width in WIDTHS[1:]
+    }
+    return {"seconds": seconds, "ratios": values}
+
+
+def forward_times(bench: Bench) -> dict[str, Any]:
+    """Seconds of the passes of a llama that says no script, through the lean forward and through
+    transformers', by tokens before them and tokens fed."""
+    model = random_llama(dtype=DTYPE, device=bench.device, **bench.sizes.target)
+    lms = {}
+    for name, lean in (("lean", True), ("transformers", False)):
+        prepare(model, lean=lean)
+        lms[name] = CachedLM(model)
+    widths = 1, bench.sizes.gamma + 1
+    seconds = {
+        context: {
+            name: pass_seconds(lm, context, widths, turns=bench.sizes.turns)
+            for name, lm in lms.items()
+        }
+        for context in CONTEXTS
+    }
+    values = {
+        f"lean_vs_transformers_{width}_ctx_{context}": times["transformers"][width]
+        / times["lean"][width]
+        for context, times in seconds.items()
+        for width in widths
     }
     return {"seconds": seconds, "ratios": values}
 

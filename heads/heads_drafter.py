@@ -241,7 +241,7 @@ class AttendingDrafter(HeadsDrafter):
         self.slots.place(start, count)
         first_slot = start if root is None else root
         first_B1 = to_device(first_slot, self.states.device)[:, None]
-        mask = self.slots.mask(first_B1, start, count, ancestors)
+        mask = self.slots.mask(first_B1, count, ancestors)
         return SlotAttention(self.slots.layers[0], AttentionMask(mask, self.states.dtype))
 
     def keep_rows(self, rows: Tensor) -> None:

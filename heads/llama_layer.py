@@ -21,7 +21,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from decode.target.lean_forward import Attend, LayerParts, LeanLayer, LeanNorm, Packed, rotation_of
+from decode.target.lean_forward import Attend, LayerParts, LeanLayer, rotation_of
+from decode.target.lean_parts import LeanNorm, Packed
 from decode.target.prepare_model import refresh_packed
 
 

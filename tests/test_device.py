@@ -13,6 +13,8 @@ from decode.drafters.ngram import NgramDrafter, StoreDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder, Decoding
 from decode.sampling import Sampling
+from decode.target.lean_forward import LeanForward
+from decode.target.prepare_model import prepare
 from decode.trees import SHAPES, Shape
 from heads import HEADS
 from heads.heads_module import HeadOptions
@@ -172,6 +174,32 @@ def test_drafters_that_look_up_on_the_host(build: Build, reads: int) -> None:
 )
 def test_a_policy_that_watches_reads_once_at_the_end_of_the_draft(policy: str, reads: int) -> None:
     require_waits(small(), reads, policy=policy)
+
+
+def lean(build: Build) -> Build:
+    """Target and small LM run through the lean forward."""
+
+    def prepared(target: Any, move: Callable[[Any], Any]) -> Drafter:
+        drafter: Any = build(target, move)
+        for model in (target, drafter.lm.model):
+            prepare(model, lean=True)
+        drafter = drafter.with_shape(drafter.shape)
+        assert isinstance(drafter.lm.forward_pass, LeanForward)
+        built: Drafter = drafter
+        return built
+
+    return prepared
+
+
+@pytest.mark.parametrize(
+    ("shape", "reads"), [(None, 1), ("top", 1), ("dynamic", 2)], ids=["chain", "static", "dynamic"]
+)
+def test_the_lean_forward_reads_nothing(shape: str | None, reads: int) -> None:
+    if shape is None:
+        require_waits(lean(small()), reads)
+    else:
+        options, name, _ = TREES[shape]
+        require_waits(lean(small(shaped(name, options))), reads)
 
 
 STATIC = {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}

@@ -15,7 +15,8 @@ from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.target.cached_model import CachedLM
-from decode.target.lean_forward import LeanForward, PackedLinear
+from decode.target.lean_forward import LeanForward
+from decode.target.lean_parts import PackedLinear
 from decode.target.prepare_model import (
     can_pack,
     fast_copy,

@@ -40,7 +40,7 @@ def test_a_text_longer_than_the_window(
     family: str, lean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not lean:
-        monkeypatch.setattr("decode.target.prepare_model.lean_forward", lambda model: None)
+        monkeypatch.setattr("decode.target.prepare_model.lean_forward", lambda model, packed: None)
     model = tiny_model(family, **MODELS[family])
     assert any(layer_windows(model))
     expected = [reference(model, prompt) for prompt in PROMPTS]

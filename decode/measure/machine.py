@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.measure.time_passes import seconds_by_turns
-from decode.target import lean_forward
+from decode.target import lean_forward, lean_parts
 from decode.target.loading import DTYPES
 from decode.target.prepare_model import (
     has_products,
@@ -101,9 +101,9 @@ def describe_kernels(model: PreTrainedModel) -> dict[str, Any]:
     ours = Counter(
         type(module).__name__
         for module in prepared.modules()
-        if type(module).__module__ == lean_forward.__name__
+        if type(module).__module__ in (lean_forward.__name__, lean_parts.__name__)
     )
-    packed = ours[lean_forward.PackedLinear.__name__]
+    packed = ours[lean_parts.PackedLinear.__name__]
     return {
         "packed": packed,
         "forward": "lean" if isinstance(prepared, lean_forward.LeanForward) else "transformers",

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decode.device import to_device
 from decode.errors import UserError
 from decode.target.hidden_states import captured_modules, layer_list_name
-from decode.target.lean_forward import LONGEST_CHAIN, SLOT_STEP, AttentionMask
+from decode.target.lean_forward import LONGEST_CHAIN, AttentionMask
 from decode.target.memory import require_memory
 from decode.target.prepare_model import prepare, refresh_packed
 from decode.target.pretrained import input_device
@@ -131,8 +131,14 @@ class CachedLM:
         self._slots = None  # the memory of the old slots is free again
         require_memory(self.model, rows, capacity)
         self.refresh()
-        step = SLOT_STEP if self.forward_pass.has_our_attention else 1
-        self._slots = Slots(len(self._windows), rows, capacity, self.device, step=step)
+        self._slots = Slots(
+            len(self._windows),
+            rows,
+            capacity,
+            self.device,
+            step=self.forward_pass.slot_step,
+            static=self.forward_pass.static_slots,
+        )
 
     def add_rows(self, count: int, capacity: int) -> None:
         """Append empty sequences to those that run. `capacity` is as for `reset`, for all rows.
@@ -171,26 +177,47 @@ class CachedLM:
             see, itself included. None: a chain.
         Raises UserError if a tree is fed to a model that ignores masks or positions.
         """
-        assert self._slots is not None, "reset() comes before forward()"
-        n = ids_BN.shape[1]
         if ancestors_BNM is not None and not self._trial:
             require_trees(self.model)
-        self._slots.place(start, n)
-        base = start if ancestors_BNM is None else start + n - ancestors_BNM.shape[2]
-        base_B1 = to_device(base, self.device)[:, None]
+        self.slots.place(start, ids_BN.shape[1])
+        columns_B = None if columns is None else to_device(columns, self.device)
+        first_B1 = to_device(start, self.device)[:, None]
+        logits, self.features = self.run(ids_BN, first_B1, columns_B, depth_BN, ancestors_BNM)
+        return logits
+
+    def run(
+        self,
+        ids_BN: Tensor,
+        first_B1: Tensor,
+        columns_B: Tensor | None = None,
+        depth_BN: Tensor | None = None,
+        ancestors_BNM: Tensor | None = None,
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """The work of `forward` on the device, after `Slots.place`: logits and hidden states.
+
+        first_B1, columns_B: start and columns of `forward`, int64 on the device. With static slots
+        it is one graph of tensors, the same for the same shapes and the same number of slots that
+        attention gets. That number grows by `LeanForward.slot_step`.
+        """
+        n = ids_BN.shape[1]
+        if self.slots.static:
+            self.slots.locate(first_B1, n)
+        base_B1 = first_B1
+        if ancestors_BNM is not None:
+            base_B1 = first_B1 + (n - ancestors_BNM.shape[2])
         if depth_BN is None:
             depth_BN = torch.arange(n, device=self.device)[None, :]
-        logits, self.features = self.forward_pass(
+        result: tuple[Tensor, Mapping[int, Tensor]] = self.forward_pass(
             ids_BN,
             # Only padding can be past the last position. It must not index past the end of a
             # learned table.
             (base_B1 + depth_BN).clamp(max=self.max_positions - 1),
-            self._masks(base_B1, start, n, ancestors_BNM),
-            self._slots.layers,
-            None if columns is None else to_device(columns, self.device),
+            self._masks(base_B1, n, ancestors_BNM),
+            self.slots.layers,
+            columns_B,
             self.captured_layers,
         )
-        return logits
+        return result
 
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].
@@ -227,22 +254,21 @@ class CachedLM:
         assert logits is not None
         return logits
 
-    def _masks(
-        self, base_B1: Tensor, start: np.ndarray, n: int, ancestors_BNM: Tensor | None
-    ) -> list[AttentionMask]:
+    def _masks(self, base_B1: Tensor, n: int, ancestors_BNM: Tensor | None) -> list[AttentionMask]:
         """The mask of each layer. Layers with the same window have the same mask."""
-        assert self._slots is not None
-        chain = ancestors_BNM is None and n <= LONGEST_CHAIN
+        slots = self.slots
+        # Elsewhere than on a CPU, kernels promise no equal bits.
+        chain = ancestors_BNM is None and n <= LONGEST_CHAIN and not slots.static
         masks = {}
         for window in set(self._windows):
-            visible = self._slots.mask(base_B1, start, n, ancestors_BNM, window)
+            visible = slots.mask(base_B1, n, ancestors_BNM, window)
             masks[window] = AttentionMask(visible, self.model.dtype, chain=chain)
         return [masks[window] for window in self._windows]
 
     @property
     def slots(self) -> Slots:
         """The slots of the running sequences."""
-        assert self._slots is not None, "reset() comes first"
+        assert self._slots is not None, "reset() comes before forward()"
         return self._slots
 
     def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:

@@ -4,30 +4,32 @@ It runs models whose layers are of the kind of llama, mistral, qwen2, qwen3, gem
 phi3, smollm3 or olmo2, and the layers of drafters. `decode.target.prepare_model` reads the parts of
 a model and decides whether they compute the same as transformers' forward.
 
-`PackedLinear` keeps weights in the layout of PyTorch's CPU kernels. `AttentionMask.attend` is the
-attention. It copies no keys and values: the query heads that share a key head are rows of one
-query. For chains, a token also gets the same bits for any number of tokens fed with it.
+Its products and norms are in `decode.target.lean_parts`. `AttentionMask.attend` is the attention.
+It copies no keys and values: the query heads that share a key head are rows of one query. On a CPU,
+a token of a chain also gets the same bits for any number of tokens fed with it.
 
 Shapes: B rows, n tokens fed per row, N query heads, K key heads, G = N / K, S slots, D head size,
 H hidden size.
 """
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, scaled_dot_product_attention
-from transformers.pytorch_utils import Conv1D
+from torch.nn.functional import scaled_dot_product_attention
 
 from decode.target.hidden_states import FINAL
+from decode.target.lean_parts import ACTIVATIONS, LeanNorm, Product, product
 from decode.target.slots import SlotLayer
 
-# Keys are padded to a multiple of this many slots. The kernel sums the slots one vector width at a
-# time. With this padding, masked slots at the end do not change any partial sum.
+# On a CPU, keys are padded to a multiple of this many slots. The kernel sums the slots one vector
+# width at a time. With this padding, masked slots at the end do not change any partial sum.
 SLOT_STEP = 16
+
+# Elsewhere to a multiple of this: so many steps of a growing text have tensors of the same shapes.
+STATIC_SLOT_STEP = 256
 
 # Nobody drafts longer chains, and more tokens one by one would take long.
 LONGEST_CHAIN = 32
@@ -41,99 +43,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # cos and sin of the positions, [B, n, 1, 2, R/2] for R rotated numbers of a head. The first half of
 # sin is negated.
 Rotation = tuple[Tensor, Tensor]
-
-
-class Packed(nn.Module, ABC):
-    """Has a second form of its weights."""
-
-    @abstractmethod
-    def refresh(self) -> None:
-        """Make that form again if a weight was changed in place."""
-
-
-class PackedLinear(Packed):
-    """x ↦ x·Wᵀ + b, a replacement for a linear layer, or for several with the same input: their
-    outputs follow each other. It shares the parameters of those layers."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, *layers: nn.Linear | Conv1D) -> None:
-        super().__init__()
-        self._layers = layers
-        if len(layers) == 1:
-            self.weight, self.bias = layers[0].weight, layers[0].bias
-        self._packed_state: list[tuple[int, int]] = []
-        self.refresh()
-
-    def refresh(self) -> None:
-        state = [
-            version(x)
-            for layer in self._layers
-            for x in (layer.weight, layer.bias)
-            if x is not None
-        ]
-        if state == self._packed_state:
-            return
-        weights = [
-            layer.weight.detach().t() if isinstance(layer, Conv1D) else layer.weight.detach()
-            for layer in self._layers
-        ]
-        weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
-        self._packed_bias = torch.cat(biases) if biases else None
-        self._packed_state = state
-
-    def forward(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
-        """activation: none, swish (SiLU), or gelu with an algorithm (none, tanh). It is computed
-        before the result is rounded."""
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self._packed_bias, activation, [], algorithm
-        )
-        return result
-
-    def combined(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
-        """The product, added to `other` (add) or multiplied with it (mul) before rounding."""
-        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-            x, other, self._packed, self._packed_bias, operation
-        )
-        return result
-
-
-def version(x: Tensor) -> tuple[int, int]:
-    """Changes when a tensor is replaced or changed in place."""
-    # Tensors created in inference mode have no version counter. They are not trained either.
-    return x.data_ptr(), 0 if x.is_inference() else x._version
-
-
-class LeanNorm(Packed):
-    """RMS norm (1910.07467) times `weight` + `offset`.
-
-    It is the layer norm of [x, −x], which has mean 0: PyTorch has one operation for layer norm on
-    a CPU, and about ten small ones for RMS norm.
-    """
-
-    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
-        super().__init__()
-        self.weight, self.eps, self.offset = weight, eps, offset
-        self._state = (0, 0)
-        self.refresh()
-
-    def refresh(self) -> None:
-        state = version(self.weight)
-        if state == self._state:
-            return
-        # A drafter may also run outside of inference mode.
-        with torch.inference_mode(False):
-            weight = self.weight.detach()
-            gain = weight.float() + self.offset if self.offset else weight
-            self._gain, self._state = torch.cat([gain, gain]), state
-
-    def forward(self, x: Tensor) -> Tensor:
-        size = x.shape[-1]
-        normed = layer_norm(torch.cat([x, -x], -1), (2 * size,), self._gain, None, self.eps)
-        return normed[..., :size]
 
 
 @functools.cache
@@ -272,7 +181,7 @@ class LayerParts:
 
     qkv: the linear layers of queries, keys and values, one or three. gate_up: gate and up, one
     linear layer or two. Norms are None where the layer has none. query_norm and key_norm are over a
-    head, or over all heads. activation: of the gate, as `PackedLinear.forward` takes it. rotates:
+    head, or over all heads. activation: of the gate, as `Product.forward` takes it. rotates:
     False for layers without rotary positions. kind: the layer's type in the config.
     """
 
@@ -297,14 +206,17 @@ class LayerParts:
 
 
 class LeanLayer(nn.Module):
-    """Attention and a gated feed-forward network, each added to the residual stream."""
+    """Attention and a gated feed-forward network, each added to the residual stream.
 
-    def __init__(self, parts: LayerParts) -> None:
+    packed: with packed products.
+    """
+
+    def __init__(self, parts: LayerParts, *, packed: bool = True) -> None:
         super().__init__()
         self.parts = parts
-        self.qkv = PackedLinear(*parts.qkv)
-        self.out, self.down = PackedLinear(parts.out), PackedLinear(parts.down)
-        self.gate_up = nn.ModuleList(PackedLinear(linear) for linear in parts.gate_up)
+        self.qkv = product(*parts.qkv, packed=packed)
+        self.out, self.down = (product(x, packed=packed) for x in (parts.out, parts.down))
+        self.gate_up = nn.ModuleList(product(x, packed=packed) for x in parts.gate_up)
         for name in ("attention_in", "attention_out", "mlp_in", "mlp_out"):
             setattr(self, name, getattr(parts, name))
         self.query_norm, self.key_norm = parts.query_norm, parts.key_norm
@@ -342,7 +254,7 @@ class LeanLayer(nn.Module):
         normed = states if parts.mlp_in is None else parts.mlp_in(states)
         if len(self.gate_up) == 2:
             gate, up = self.gate_up
-            assert isinstance(up, PackedLinear)
+            assert isinstance(up, Product)
             gated = up.combined(normed, gate(normed, *parts.activation), "mul")
         else:
             gate_states, up_states = self.gate_up[0](normed).chunk(2, -1)
@@ -350,13 +262,6 @@ class LeanLayer(nn.Module):
         if parts.mlp_out is None:
             return self.down.combined(gated, states, "add")
         return states + parts.mlp_out(self.down(gated))
-
-
-ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
-    ("swish", ""): nn.functional.silu,
-    ("gelu", "tanh"): functools.partial(nn.functional.gelu, approximate="tanh"),
-    ("gelu", "none"): nn.functional.gelu,
-}
 
 
 def _normed_heads(heads: Tensor, norm: LeanNorm) -> Tensor:
@@ -371,7 +276,8 @@ def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     size = 2 * cos.shape[4]
     halves = (heads if size == heads.shape[3] else heads[..., :size]).unflatten(-1, (2, -1))
-    rotated = torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2)
+    # Some models have cos and sin in float32.
+    rotated = torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2).to(heads.dtype)
     return rotated if size == heads.shape[3] else torch.cat([rotated, heads[..., size:]], -1)
 
 
@@ -387,6 +293,9 @@ class LeanForward(nn.Module):
     rotary: the model's module of rotary positions. rotary_kinds: the layer types it takes as an
     argument, empty if it takes none. scale: what embeddings are multiplied with. softcap: of the
     logits. It shares the parameters of the model.
+
+    packed: for a CPU, with packed products. Else for any device: a pass is tensors in, tensors out,
+    over static slots (`decode.target.slots`).
     """
 
     has_our_attention = True
@@ -402,11 +311,14 @@ class LeanForward(nn.Module):
         rotary_kinds: Sequence[str] = (),
         scale: float = 1.0,
         softcap: float | None = None,
+        packed: bool = True,
     ) -> None:
         super().__init__()
+        self.static_slots = not packed
+        self.slot_step = SLOT_STEP if packed else STATIC_SLOT_STEP
         self.embedding, self.rotary, self.norm = embedding, rotary, norm
-        self.layers = nn.ModuleList(LeanLayer(parts) for parts in layers)
-        self.output = PackedLinear(output)
+        self.layers = nn.ModuleList(LeanLayer(parts, packed=packed) for parts in layers)
+        self.output = product(output, packed=packed)
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
 
     def embed(self, ids: Tensor) -> Tensor:

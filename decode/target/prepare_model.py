@@ -11,6 +11,7 @@ standard kind runs through `LeanForward`, if that computes the same. The model i
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -20,17 +21,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from decode.errors import UserError
 from decode.target.lean_forward import (
-    ACTIVATIONS,
     AttentionMask,
     LayerParts,
     LeanForward,
     LeanLayer,
-    LeanNorm,
-    Packed,
-    PackedLinear,
     rotation_of,
 )
+from decode.target.lean_parts import ACTIVATIONS, LeanNorm, Packed, PackedLinear
 from decode.target.pretrained import is_hooked
 from decode.target.transformers_forward import ATTENTION, TransformersForward
 
@@ -87,13 +86,18 @@ def refresh_packed(module: nn.Module) -> None:
             layer.refresh()
 
 
-def prepare(model: PreTrainedModel) -> Forward:
-    """The forward that the loop runs: lean where it computes the same, else transformers' forward
-    of the `fast_copy`, else of the model itself.
+def prepare(model: PreTrainedModel, *, lean: bool | None = None) -> Forward:
+    """The forward that the loop runs.
+
+    lean: the lean forward or transformers'. None: what an earlier call chose for this model; else
+    lean where products can be packed and it computes the same. On a GPU the default is
+    transformers' forward, because the lean one was never measured there.
 
     It is made once, and all decoders of the model share it while the model exists: packing takes
     time and memory, and two decoders can be compared only if both run on the same kernels. It is
-    made again if the model was rebuilt, for example with an adapter or another output layer.
+    made again if the model was rebuilt, for example with an adapter or another output layer. A
+    decoder keeps the forward that it was made with. Raises UserError if lean is True and the model
+    cannot run lean.
     """
     state = (
         # The forward keeps the parameters alive, so no other object can get one of these ids.
@@ -102,36 +106,51 @@ def prepare(model: PreTrainedModel) -> Forward:
         model.config._attn_implementation,
         is_hooked(model),
     )
-    if model not in _FORWARDS or _FORWARDS[model][0] != state:
-        _FORWARDS[model] = state, _prepared(model)
-    forward = _FORWARDS[model][1]
-    return TransformersForward(model) if forward is None else forward
+    known = _FORWARDS.get(model)
+    if lean is None and known is not None:
+        lean = known.lean
+    if known is None or known.state != state or known.lean != lean:
+        _FORWARDS[model] = known = _Prepared(state, lean, _prepared(model, lean))
+    return TransformersForward(model) if known.forward is None else known.forward
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A forward of a model in a state. forward: None if the model runs as it is."""
+
+    state: Any
+    lean: bool | None
+    forward: Forward | None
 
 
 # A prepared forward must not refer to the model. Otherwise neither would ever be freed.
-_FORWARDS: WeakKeyDictionary[nn.Module, tuple[Any, Forward | None]] = WeakKeyDictionary()
+_FORWARDS: WeakKeyDictionary[nn.Module, _Prepared] = WeakKeyDictionary()
 
 
-def _prepared(model: PreTrainedModel) -> Forward | None:
-    """None: the model runs as it is."""
-    if not can_pack(model):
-        return None
-    lean = lean_forward(model)
-    if lean is not None:
-        return lean
-    logger.info(
-        "%s runs through transformers' forward: its layers are not of a kind that the lean "
-        "forward computes",
-        type(model).__name__,
-    )
-    return TransformersForward(fast_copy(model))
+def _prepared(model: PreTrainedModel, choice: bool | None) -> Forward | None:
+    packed = can_pack(model)
+    if choice or (packed and choice is None):
+        lean = lean_forward(model, packed=packed)
+        if lean is not None:
+            return lean
+        if choice:
+            raise UserError(
+                f"{type(model).__name__} cannot run through the lean forward: it is wrapped, "
+                "quantised or on several devices, or computes something else; leave the choice out"
+            )
+        logger.info(
+            "%s runs through transformers' forward: its layers are not of a kind that the lean "
+            "forward computes",
+            type(model).__name__,
+        )
+    return TransformersForward(fast_copy(model)) if packed else None
 
 
 def pack_layers(module: nn.Module, keep: type[nn.Module] = LeanLayer) -> None:
     """Replace a module's linear layers with packed ones, except inside of modules of type `keep`.
     RMS norms become `LeanNorm`s. Parameters keep their names."""
     for name, child in list(module.named_children()):
-        lean = _norm(child) if type(child).__name__.endswith("RMSNorm") else None
+        lean = _norm(child, True) if type(child).__name__.endswith("RMSNorm") else None
         if type(child) in (nn.Linear, Conv1D):
             setattr(module, name, PackedLinear(child))
         elif lean is not None:
@@ -159,11 +178,15 @@ def reason_against_packing(model: nn.Module) -> str | None:
     for dtype in {p.dtype for p in parameters}:
         if not has_products(dtype):
             return f"this CPU has no matrix products in {str(dtype).removeprefix('torch.')}"
-    if is_hooked(model) or getattr(model, "is_quantized", False):
+    if _is_wrapped(model):
         return "another library has wrapped or quantised the model"
     if 2 * sum(p.nbytes for p in parameters) >= psutil.virtual_memory().available:
         return "a second copy of the weights would take more than half of the free memory"
     return None
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    return is_hooked(model) or bool(getattr(model, "is_quantized", False))
 
 
 def has_products(dtype: torch.dtype) -> bool:
@@ -183,13 +206,19 @@ def replace_attention(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def lean_forward(model: PreTrainedModel) -> LeanForward | None:
+def lean_forward(model: PreTrainedModel, *, packed: bool | None = None) -> LeanForward | None:
     """The lean forward of a model, or None if it would compute something else.
+
+    packed: with packed products, as on a CPU. Default: if the products can be packed. Else its
+    products and norms are for any device, and it needs no second copy of the weights.
 
     Each layer is compared with transformers' on random states, in float32 up to rounding: a layer
     may have the parts of llama's and combine them in another way. The logits are compared too.
     """
-    if not all(map(_is_known_code, model.modules())):
+    packed = can_pack(model) if packed is None else packed
+    if not all(map(_is_known_code, model.modules())) or _is_wrapped(model):
+        return None
+    if len({parameter.device for parameter in model.parameters()}) != 1:
         return None
     implementation = str(model.config._attn_implementation)
     # Models without sdpa have a soft cap, which the lean attention computes.
@@ -200,15 +229,15 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
     if not isinstance(layers, nn.ModuleList) or rotary is None:
         return None
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    norm = _norm(getattr(stack, "norm", None))
+    norm = _norm(getattr(stack, "norm", None), packed)
     if type(output) is not nn.Linear:
         return None
     config = model.config.get_text_config()
     kinds = getattr(rotary, "layer_types", None) or ()
-    parts = [layer_parts(layer, config) for layer in layers]
+    parts = [layer_parts(layer, config, packed) for layer in layers]
     if norm is None or embedding is None or any(part is None for part in parts):
         return None
-    if not all(map(_computes_the_same, layers, [rotary] * len(layers), [config] * len(layers))):
+    if not all(_computes_the_same(layer, rotary, config, packed) for layer in layers):
         return None
     lean = LeanForward(
         embedding,
@@ -218,6 +247,7 @@ def lean_forward(model: PreTrainedModel) -> LeanForward | None:
         rotary,
         rotary_kinds=kinds,
         softcap=getattr(config, "final_logit_softcapping", None),
+        packed=packed,
     )
     return lean if _same_logits(model, lean) else None
 
@@ -229,14 +259,14 @@ def _is_known_code(module: nn.Module) -> bool:
     return library in ("transformers", "torch") and "forward" not in vars(module)
 
 
-def layer_parts(layer: Any, config: Any) -> LayerParts | None:
+def layer_parts(layer: Any, config: Any, packed: bool) -> LayerParts | None:
     """The parts of a decoder layer, or None if it has parts of another kind. Whether it combines
-    them as `LeanLayer` does is not checked here."""
+    them as `LeanLayer` does is not checked here. packed: the form of the norms."""
     children, attention, mlp = dict(layer.named_children()), *_blocks(layer)
     if attention is None or mlp is None:
         return None
-    norms = {name: _norm(child) for name, child in children.items() if "norm" in name}
-    inner = {name: _norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")}
+    norms = {name: _norm(child, packed) for name, child in children.items() if "norm" in name}
+    inner = {name: _norm(getattr(attention, name, None), packed) for name in ("q_norm", "k_norm")}
     rest = {name for name in children if name not in norms} - {"self_attn", "mlp"}
     only_dropout = all(type(children[name]) is nn.Dropout for name in rest)
     roles = _NORM_ROLES.get(frozenset(norms))
@@ -305,7 +335,7 @@ def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
     return [x for x in linears if type(x) is nn.Linear] if None not in linears else []
 
 
-def _norm(norm: Any) -> LeanNorm | None:
+def _norm(norm: Any, packed: bool) -> LeanNorm | None:
     """A RMS norm with weight w or 1 + w. None for other modules."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     weight = getattr(norm, "weight", None)
@@ -315,7 +345,7 @@ def _norm(norm: Any) -> LeanNorm | None:
     with torch.no_grad():
         expected = norm(x).float()
         for offset in (0.0, 1.0):
-            lean = LeanNorm(weight, eps, offset)
+            lean = LeanNorm(weight, eps, offset, packed=packed)
             difference = (lean(x).float() - expected).abs().max()
             if difference <= LOGIT_TOLERANCE[weight.dtype] * expected.abs().max():
                 return lean
@@ -332,17 +362,17 @@ def _activation(function: Any) -> tuple[str, str] | None:
     return None
 
 
-def _computes_the_same(layer: nn.Module, rotary: nn.Module, config: Any) -> bool:
+def _computes_the_same(layer: nn.Module, rotary: nn.Module, config: Any, packed: bool) -> bool:
     """Whether a lean layer adds the same to random hidden states."""
     layer = copy.deepcopy(layer).float()
-    parts = layer_parts(layer, config)
+    parts = layer_parts(layer, config, packed)
     if parts is None:
         return False
-    lean = LeanLayer(parts)
+    lean, device = LeanLayer(parts, packed=packed), parts.out.weight.device
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(1, TOKENS, parts.out.out_features, generator=generator)
-    positions = torch.arange(TOKENS)[None] * STRIDE
-    mask = AttentionMask(torch.ones(TOKENS, TOKENS).tril().bool()[None, None], torch.float32)
+    states = torch.randn(1, TOKENS, parts.out.out_features, generator=generator).to(device)
+    positions = torch.arange(TOKENS, device=device)[None] * STRIDE
+    mask = AttentionMask(_causal(device), torch.float32)
     assert mask.additive is not None
     kind = (parts.kind,) if getattr(rotary, "layer_types", None) else ()
 
@@ -367,13 +397,19 @@ def _same_logits(model: PreTrainedModel, lean: LeanForward) -> bool:
     """Whether the logits of a short text are those of the model. This checks what is not in the
     layers: embedding, final norm, output layer, and what follows it."""
     config = model.config.get_text_config()
-    ids = torch.arange(TOKENS)[None] * (config.vocab_size // TOKENS - 1) + 1
-    mask = AttentionMask(torch.ones(TOKENS, TOKENS).tril().bool()[None, None], model.dtype)
+    positions = torch.arange(TOKENS, device=model.device)[None]
+    ids = positions * (config.vocab_size // TOKENS - 1) + 1
+    mask = AttentionMask(_causal(model.device), model.dtype)
     layers = [_NoPast()] * len(lean.layers)
     expected = model(input_ids=ids, use_cache=False).logits.float()
-    logits, _ = lean(ids, torch.arange(TOKENS)[None], [mask] * len(layers), layers)
+    logits, _ = lean(ids, positions, [mask] * len(layers), layers)
     difference = (logits.float() - expected).abs().max()
     return bool(difference <= LOGIT_TOLERANCE[model.dtype] * expected.abs().max())
+
+
+def _causal(device: torch.device) -> Tensor:
+    """bool [1, 1, TOKENS, TOKENS]"""
+    return torch.ones(TOKENS, TOKENS, device=device).tril().bool()[None, None]
 
 
 class _NoPast:

@@ -11,6 +11,9 @@ Memory is allocated for some rows, and the first of them are in use. A row that 
 for another one, without a new allocation.
 
 Layers may be on different devices. A layer's keys and values are on the device of the layer.
+
+Static slots are for passes that are one graph of tensors (`CachedLM.run`). The host knows only how
+many slots attention gets, in steps. Where the tokens go is a tensor on the device.
 """
 
 from collections.abc import Iterator
@@ -28,11 +31,13 @@ from decode.device import to_device
 class _Window:
     """Where the current forward writes. All layers of one cache share it."""
 
-    begin: int | None = None  # the first slot if all rows start at the same slot, else None
-    end: int = 0  # one past the last slot any row uses
+    # The first slot if all rows start at the same slot. None: where tokens go is in tensors.
+    begin: int | None = None
+    end: int = 0  # one past the last slot any row uses, rounded up to a step
+    fresh: bool = True  # all rows were empty before
 
     def scatter(self, rows: Tensor, slots: Tensor) -> None:
-        """For rows with different first slots. rows: [B, 1]; slots: [B, n], each token's slot."""
+        """rows: [B, 1]; slots: [B, n], each token's slot."""
         self._slots = {rows.device: (rows, slots)}
 
     def slots_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -206,13 +211,20 @@ class Slots:
     """`rows` empty sequences of at most `capacity` slots, in each of `layers` layers.
 
     step: after the prompt, attention gets a multiple of `step` slots. Slots past the text are
-    masked.
+    masked. static: the host does not say where tokens go, so `locate` follows each `place`.
     """
 
     def __init__(
-        self, layers: int, rows: int, capacity: int, device: torch.device, *, step: int = 1
+        self,
+        layers: int,
+        rows: int,
+        capacity: int,
+        device: torch.device,
+        *,
+        step: int = 1,
+        static: bool = False,
     ) -> None:
-        self.device, self._step = device, step
+        self.device, self._step, self.static = device, step, static
         capacity = round_up_slots(capacity, step)
         self.rows = rows  # those in use
         self.allocated = rows, capacity  # rows, and slots of each
@@ -226,19 +238,26 @@ class Slots:
     def place(self, start: np.ndarray, n: int) -> None:
         """The next n fed tokens go to the slots from `start`, int [B]."""
         window = self._window
+        window.fresh = not start.any()
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
         end = int(start.max()) + n
-        window.end = round_up_slots(end, self._step) if start.any() else end
-        window.begin = int(start[0]) if bool((start == start[0]).all()) else None
-        if window.begin is None:
-            first = to_device(start, self.device)[:, None]
-            rows = torch.arange(len(start), device=self.device)[:, None]
-            window.scatter(rows, first + torch.arange(n, device=self.device))
+        window.end = end if window.fresh else round_up_slots(end, self._step)
+        window.begin = None
+        if self.static:
+            return
+        if bool((start == start[0]).all()):
+            window.begin = int(start[0])
+        else:
+            self.locate(to_device(start, self.device)[:, None], n)
+
+    def locate(self, first_B1: Tensor, n: int) -> None:
+        """The next n fed tokens go to the slots from `first_B1`, int64 on the device."""
+        rows_B1 = torch.arange(len(first_B1), device=self.device)[:, None]
+        self._window.scatter(rows_B1, first_B1 + torch.arange(n, device=self.device))
 
     def mask(
         self,
         base_B1: Tensor,
-        start: np.ndarray,
         n: int,
         ancestors_BNM: Tensor | None,
         window: int | None = None,
@@ -251,9 +270,8 @@ class Slots:
         chain. window: how many tokens a token sees, itself included. None: all tokens.
         """
         inside_window = window is None or self._window.end <= window
-        causal = not start.any() or (n == 1 and self._step == 1)
-        causal = causal and inside_window and self._window.begin is not None
-        if ancestors_BNM is None and causal:
+        alone = n == 1 and self._step == 1 and self._window.begin is not None
+        if ancestors_BNM is None and inside_window and (self._window.fresh or alone):
             return None
         slots_S = torch.arange(self._window.end, device=self.device)
         offset_BS = slots_S - base_B1  # a slot's column in the tree; negative: the past
@@ -269,7 +287,7 @@ class Slots:
             nodes = ancestors_BNM.shape[2]
             inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
             column_B1S = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, n, -1)
-            visible = ancestors_BNM.expand(len(start), -1, -1).gather(2, column_B1S)
+            visible = ancestors_BNM.expand(len(base_B1), -1, -1).gather(2, column_B1S)
             seen = (offset_BS < 0)[:, None, :] | (visible & inside_BS[:, None, :])
         if window is not None and not inside_window:
             near = offset_BS[:, None, :] > depth_BN[:, :, None] - window

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from decode.target.hidden_states import Recorder
-from decode.target.lean_forward import AttentionMask, columns_of
+from decode.target.lean_forward import SLOT_STEP, AttentionMask, columns_of
 from decode.target.slots import SlotLayer
 
 ATTENTION = "draftsmith"
@@ -71,10 +71,13 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 class TransformersForward(nn.Module):
     """The same interface as `LeanForward`. The model may have our attention and packed layers."""
 
+    static_slots = False
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.has_our_attention = model.config._attn_implementation == ATTENTION
+        self.slot_step = SLOT_STEP if self.has_our_attention else 1
 
     def forward(
         self,

@@ -1,0 +1,154 @@
+"""The parts of the lean forward whose fastest form differs between devices: products and norms.
+
+On a CPU, weights are packed: kept in the layout of PyTorch's CPU kernels. Elsewhere the products
+are those of the model's linear layers, and a norm is one kernel.
+"""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, rms_norm
+from transformers.pytorch_utils import Conv1D
+
+ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
+    ("swish", ""): nn.functional.silu,
+    ("gelu", "tanh"): functools.partial(nn.functional.gelu, approximate="tanh"),
+    ("gelu", "none"): nn.functional.gelu,
+}
+
+
+class Packed(nn.Module, ABC):
+    """Has a second form of its weights."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Make that form again if a weight was changed in place."""
+
+
+class Product(nn.Module, ABC):
+    """x ↦ x·Wᵀ + b, a replacement for a linear layer, or for several with the same input: their
+    outputs follow each other. It shares the parameters of those layers."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
+        """activation: none, swish (SiLU), or gelu with an algorithm (none, tanh)."""
+
+    @abstractmethod
+    def combined(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
+        """The product, added to `other` (add) or multiplied with it (mul)."""
+
+
+class PackedLinear(Product, Packed):
+    """A product with packed weights, of one or several layers at once. The activation, the sum and
+    the second product are computed before the result is rounded."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, *layers: nn.Linear | Conv1D) -> None:
+        super().__init__()
+        self._layers = layers
+        if len(layers) == 1:
+            self.weight, self.bias = layers[0].weight, layers[0].bias
+        self._packed_state: list[tuple[int, int]] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        state = [
+            version(x)
+            for layer in self._layers
+            for x in (layer.weight, layer.bias)
+            if x is not None
+        ]
+        if state == self._packed_state:
+            return
+        weights = [
+            layer.weight.detach().t() if isinstance(layer, Conv1D) else layer.weight.detach()
+            for layer in self._layers
+        ]
+        weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
+        self._packed_bias = torch.cat(biases) if biases else None
+        self._packed_state = state
+
+    def forward(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self._packed_bias, activation, [], algorithm
+        )
+        return result
+
+    def combined(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, other, self._packed, self._packed_bias, operation
+        )
+        return result
+
+
+class PlainLinear(Product):
+    """A product on any device, without a second copy of the weights. Several layers are several
+    products."""
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
+        products = [layer(x) for layer in self.layers]
+        result = products[0] if len(products) == 1 else torch.cat(products, -1)
+        return result if activation == "none" else ACTIVATIONS[activation, algorithm](result)
+
+    def combined(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
+        result = self(x)
+        return other + result if operation == "add" else other * result
+
+
+def product(*layers: nn.Linear, packed: bool) -> Product:
+    """The product of these layers, packed or not."""
+    return PackedLinear(*layers) if packed else PlainLinear(*layers)
+
+
+def version(x: Tensor) -> tuple[int, int]:
+    """Changes when a tensor is replaced or changed in place."""
+    # Tensors created in inference mode have no version counter. They are not trained either.
+    return x.data_ptr(), 0 if x.is_inference() else x._version
+
+
+class LeanNorm(Packed):
+    """RMS norm (1910.07467) times `weight` + `offset`.
+
+    packed: for a CPU. There it is the layer norm of [x, −x], which has mean 0: PyTorch has one
+    operation for layer norm on a CPU, and about ten small ones for RMS norm. On a GPU, RMS norm is
+    one kernel.
+    """
+
+    def __init__(
+        self, weight: Tensor, eps: float, offset: float = 0.0, *, packed: bool = True
+    ) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset, self.packed = weight, eps, offset, packed
+        self._state: tuple[int, int] | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        state = version(self.weight)
+        if state == self._state:
+            return
+        # A drafter may also run outside of inference mode.
+        with torch.inference_mode(False):
+            weight = self.weight.detach()
+            gain = weight.float() + self.offset if self.offset else weight
+            self._gain = torch.cat([gain, gain]) if self.packed else gain
+        self._state = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[-1]
+        if not self.packed:
+            # The kernel takes one dtype, and 1 + weight is float32.
+            normed = rms_norm(x.to(self._gain.dtype), (size,), self._gain, self.eps)
+            return normed.to(x.dtype)
+        normed = layer_norm(torch.cat([x, -x], -1), (2 * size,), self._gain, None, self.eps)
+        return normed[..., :size]

@@ -1,0 +1,218 @@
+"""The lean forward of other devices than a CPU: a pass over static slots is one graph of tensors.
+
+It is traced on the CPU by the frontend of `torch.compile`. The graph is the same for all texts that
+need the same number of slots, and the logits are those of transformers' forward.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from decode.draft import Draft
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.rules import RULES
+from decode.sampling import CounterRNG, Sampling, draw
+from decode.target.cached_model import CachedLM
+from decode.target.hidden_states import FINAL
+from decode.target.lean_forward import STATIC_SLOT_STEP, LeanForward
+from decode.target.lean_parts import PackedLinear
+from decode.target.prepare_model import lean_forward, prepare
+from decode.verification import Scores
+from tests.test_packed import LEAN
+from tests.tiny import VOCAB, tiny_model
+
+ROWS, GAMMA = 3, 4
+# The text of row 0 grows past the first STATIC_SLOT_STEP slots.
+STARTS = np.array([STATIC_SLOT_STEP - 16, 130, 7])
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layers": 3},
+}
+# The nodes' parents; −1: the root, which is fed before all nodes.
+PARENTS = (-1, -1, 0, 1, 2, 2)
+
+
+@pytest.fixture(autouse=True)
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device where products cannot be packed."""
+    monkeypatch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
+    torch._dynamo.reset()
+
+
+def both(family: str, **fields: Any) -> tuple[CachedLM, CachedLM]:
+    """A tiny model through the lean forward, and through transformers'."""
+    model = tiny_model(family, max_positions=2 * STATIC_SLOT_STEP, **fields)
+    expected = CachedLM(model, captured_layers=(0, FINAL))
+    prepare(model, lean=True)
+    lean = CachedLM(model, captured_layers=(0, FINAL))
+    assert isinstance(lean.forward_pass, LeanForward)
+    assert not isinstance(expected.forward_pass, LeanForward)
+    return lean, expected
+
+
+def read(lms: tuple[CachedLM, ...], count: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (ROWS, count), generator=generator)
+    for lm in lms:
+        lm.reset(ROWS, 2 * STATIC_SLOT_STEP)
+        lm.forward(ids, np.zeros(ROWS, dtype=np.int64))
+
+
+def traced(function: Callable[..., Any]) -> tuple[Any, Any]:
+    """A function that is one graph for each set of shapes, and its counter of graphs."""
+    counter = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call]
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=counter), counter
+
+
+def require_close(results: tuple[Tensor, Any], expected: Tensor, features: Any) -> None:
+    logits, states = results
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    for layer, values in features.items():
+        torch.testing.assert_close(states[layer], values, rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", MODELS)
+def test_passes_over_a_growing_text_are_one_graph(family: str) -> None:
+    """Chains of rows of different lengths."""
+    lean, expected = both(family, **MODELS[family])
+    read((lean, expected), int(STARTS.max()))
+    run, counter = traced(lean.run)
+    generator = torch.Generator().manual_seed(2)
+    slots = set()
+    start = STARTS
+    for step in range(8):
+        ids = torch.randint(3, VOCAB, (ROWS, GAMMA + 1), generator=generator)
+        columns = torch.randint(0, GAMMA + 1, (ROWS,), generator=generator)
+        lean.slots.place(start, GAMMA + 1)
+        slots.add(lean.slots.layers[0].window.end)
+        results = run(ids, torch.as_tensor(start)[:, None], columns)
+        logits = expected.forward(ids, start, columns=columns.numpy())
+        require_close(results, logits, expected.features)
+        start = start + np.array([4, 1, 1 + step % 5])
+    assert slots == {STATIC_SLOT_STEP, 2 * STATIC_SLOT_STEP}
+    assert counter.frame_count == len(slots)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", MODELS)
+def test_passes_over_trees_are_one_graph(family: str) -> None:
+    """Verified at once, and drafted level by level. The accepted path is kept by `commit`."""
+    lean, expected = both(family, **MODELS[family])
+    read((lean, expected), 40)
+    run, counter = traced(lean.run)
+    nodes = len(PARENTS) + 1
+    seen = torch.eye(nodes, dtype=torch.bool)
+    for node, parent in enumerate(PARENTS, 1):
+        seen[node] |= seen[parent + 1]
+    generator = torch.Generator().manual_seed(3)
+    start = np.array([40, 21, 7])
+    for _ in range(3):
+        ids = torch.randint(3, VOCAB, (ROWS, nodes), generator=generator)
+        for first, end in ((0, nodes), (3, 5)):  # all nodes, then a level of them again
+            ancestors = seen[None, first:end, :end].expand(ROWS, -1, -1)
+            depths = ancestors.sum(2) - 1
+            fed, at = ids[:, first:end], start + first
+            lean.slots.place(at, end - first)
+            results = run(fed, torch.as_tensor(at)[:, None], None, depths, ancestors)
+            logits = expected.forward(fed, at, depth_BN=depths, ancestors_BNM=ancestors)
+            require_close(results, logits, expected.features)
+        path = torch.tensor([[0, 1, 3, 5]]).expand(ROWS, -1)
+        counts = np.array([4, 2, 3])
+        for lm in (lean, expected):
+            lm.commit(start, path, counts)
+        start = start + counts
+    assert counter.frame_count == 2
+
+
+@torch.inference_mode()
+def test_a_traced_step_gives_the_text_of_the_loop() -> None:
+    """Two graphs in each step: the draft of a chain, and its verification with the verdict."""
+    sampling = Sampling(temperature=1.0)
+    target, small = tiny_model("qwen3"), tiny_model("llama", seed=7, layers=1)
+    prompts, new = [[5, 17, 250, 9, 42], [7, 8, 9], [11, 12, 13, 11]], 40
+    decoder = Decoder(target, SmallLMDrafter(small), gamma=GAMMA, sampling=sampling)
+    expected = decoder.decode(prompts, new).outputs
+    lms = []
+    for model in (target, small):
+        prepare(model, lean=True)
+        lms.append(CachedLM(model))
+    lm, drafter = lms
+    rule = RULES["speculative"]()
+
+    def draft(last: Tensor, first: Tensor, rng: CounterRNG) -> tuple[Tensor, Tensor]:
+        """last: [B, 2], the last tokens of the texts, of which the cache may lack both."""
+        tokens, q = [], []
+        logits = drafter.run(last, first)[0][:, 1]
+        for position in range(GAMMA):
+            q.append(sampling.probs(logits))
+            tokens.append(draw(q[-1], rng.uniforms(CounterRNG.DRAFT, position, 1)[:, 0]))
+            if position + 1 < GAMMA:
+                logits = drafter.run(tokens[-1][:, None], first + 2 + position)[0][:, 0]
+        return torch.stack(tokens, 1), torch.stack(q, 1)
+
+    def verify(ids: Tensor, first: Tensor, drafted: Draft, rng: CounterRNG) -> Tensor:
+        scores = Scores(lm.run(ids, first)[0], sampling)
+        return rule.decide(drafted, scores, rng).packed(drafted, scores)
+
+    (draft_once, drafts), (verify_once, verdicts) = traced(draft), traced(verify)
+    texts = [prompt + output[:1] for prompt, output in zip(prompts, expected, strict=True)]
+    for model in lms:
+        model.reset(ROWS, STATIC_SLOT_STEP)
+        longest = max(map(len, prompts))
+        ids = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
+        model.forward(ids, np.zeros(ROWS, dtype=np.int64))
+    rng = CounterRNG(0, torch.arange(ROWS))
+    steps = 0
+    # Near their end, texts of the loop get shorter drafts.
+    while max(map(len, texts)) < new - GAMMA:
+        lengths = np.array([len(text) for text in texts])
+        rng.next_round(lengths)
+        last, at = torch.tensor([text[-2:] for text in texts]), torch.as_tensor(lengths)[:, None]
+        drafter.slots.place(lengths - 2, GAMMA + 1)
+        tokens, q = draft_once(last, at - 2, rng)
+        drafted = Draft(tokens, np.full(ROWS, GAMMA), q)
+        drafted.valid()  # what the host knows of the structure comes before the graph
+        lm.slots.place(lengths - 1, GAMMA + 1)
+        packed = verify_once(torch.cat([last[:, 1:], tokens], 1), at - 1, drafted, rng)
+        for text, drawn, verdict in zip(texts, tokens.tolist(), packed.tolist(), strict=True):
+            accepted, _, following = verdict[:3]
+            text += [*drawn[:accepted], following]
+        steps += 1
+    assert drafts.frame_count == verdicts.frame_count == 1
+    assert steps > 4
+    for text, prompt, output in zip(texts, prompts, expected, strict=True):
+        assert text[len(prompt) :] == output[: len(text) - len(prompt)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", LEAN)
+def test_standard_decoders_are_lean_without_packing(family: str, dtype: torch.dtype) -> None:
+    """With the model's weights and no others."""
+    model = tiny_model(family, **LEAN[family]).to(dtype)
+    lean = lean_forward(model)
+    assert lean is not None
+    assert not any(isinstance(module, PackedLinear) for module in lean.modules())
+    parameters = {id(parameter) for parameter in model.parameters()}
+    assert {id(parameter) for parameter in lean.parameters()} <= parameters
+    assert lean_forward(model, packed=True) is not None
+
+
+def test_the_choice_stays_with_the_model() -> None:
+    model = tiny_model("llama")
+    assert not isinstance(prepare(model), LeanForward)  # nothing was measured on other devices
+    lean = prepare(model, lean=True)
+    assert isinstance(lean, LeanForward)
+    assert CachedLM(model).forward_pass is lean
+    assert not isinstance(prepare(model, lean=False), LeanForward)
+    assert not isinstance(CachedLM(model).forward_pass, LeanForward)
+    with pytest.raises(UserError, match="cannot run through the lean forward"):
+        prepare(tiny_model("gpt2"), lean=True)
