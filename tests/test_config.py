@@ -195,7 +195,11 @@ def test_every_problem_is_listed(tmp_path):
         ("name: run", "name: run\nevaluation: {baselines: [prompt_lookup]}", '"ngram"'),
         ("name: run", "name: run\nevaluation: {rule: lenienec:lenience=0.7}", '"lenience"'),
         ("kind: generate", "kind: genrate", '"generate"'),
-        ("kind: generate", "kind: generate, temperature: 1.0", '"sampling.temperature"'),
+        (
+            "kind: generate",
+            "kind: generate, temperature: 1.0",
+            '"prompt_sampling.temperature" or "sampling.temperature"',
+        ),
         ("text: answers", "epochs: 2", '"loop.epochs"'),
         ("text: answers", "losses: {kl: 1.0}", '"forward_kl"'),
         ("text: answers", "on_long: truncated", '"truncate"'),
