@@ -275,8 +275,8 @@ class Decoding:
         capacity = max(decoder.slots(longest, max_new_tokens), self.rows.contexts.tokens.shape[1])
         contexts = Contexts.of(prompts, capacity)
         ends = np.minimum(contexts.lengths + max_new_tokens, decoder.lm.max_positions)
-        ids = torch.as_tensor(np.asarray(numbers if row_ids is None else row_ids))
-        rng = CounterRNG(self.seed, ids.to(decoder.lm.device))
+        ids = np.asarray(numbers if row_ids is None else row_ids)
+        rng = CounterRNG(self.seed, to_device(ids, decoder.lm.device))
         new, first = Rows(numbers, contexts, ends, rng), len(self.rows)
         decoder.lm.add_rows(len(new), capacity)
         try:

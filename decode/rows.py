@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from decode.device import to_device
 from decode.draft import Contexts
 from decode.errors import UserError
 from decode.sampling import CounterRNG
@@ -49,7 +50,7 @@ class Rows:
         """Keep only these rows, int [B'], in this order."""
         self.numbers, self.ends = self.numbers[rows], self.ends[rows]
         self.contexts.keep_rows(rows)
-        self.rng.keep_rows(torch.as_tensor(rows, device=self.rng.device))
+        self.rng.keep_rows(to_device(rows, self.rng.device))
 
 
 def compacted(stays: np.ndarray) -> np.ndarray:
