@@ -11,6 +11,12 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers in every run, alone and beside others."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def fresh_accelerate():
     """accelerate keeps its state in the process; the next test begins without."""
