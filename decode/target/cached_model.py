@@ -112,8 +112,7 @@ class CachedLM:
         trial: bool = False,
     ) -> None:
         self.model = model
-        self.captured_layers = tuple(captured_layers)
-        captured_modules(model, captured_layers)  # raises for a layer that the model lacks
+        self.capture(captured_layers)
         self.forward_pass = prepare(model)
         self.features: Mapping[int, Tensor] = {}
         self.device = input_device(model)
@@ -123,6 +122,11 @@ class CachedLM:
         self._slots: Slots | None = None
         self.pass_tokens = pass_tokens
         self._trial = trial
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """Capture these layers from now on. Raises UserError for a layer that the model lacks."""
+        captured_modules(self.model, layers)
+        self.captured_layers = tuple(layers)
 
     def reset(self, rows: int, capacity: int) -> None:
         """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots` and
@@ -191,6 +195,23 @@ class CachedLM:
             self.captured_layers,
         )
         return logits
+
+    def verify(
+        self, last: np.ndarray, nodes: Tensor, ancestors: Tensor | None, start: np.ndarray
+    ) -> Tensor:
+        """One pass over the last committed tokens, int [B, 1], in slots start[b], and the N nodes
+        of a draft, int64 [B, N]: logits [B, N+1, V].
+
+        ancestors: bool [B, N, N] for a tree. [b, i, j] says if node j is node i or one of its
+        ancestors. None: a chain.
+        """
+        ids = torch.cat([to_device(last, self.device), nodes], 1)
+        if ancestors is None:
+            return self.forward(ids, start)
+        # The root comes before all nodes, and every node may see it.
+        ancestors = torch.nn.functional.pad(ancestors, (1, 0, 1, 0))
+        ancestors[:, :, 0] = True
+        return self.forward(ids, start, depth_BN=ancestors.sum(2) - 1, ancestors_BNM=ancestors)
 
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].
