@@ -20,13 +20,7 @@ from decode.logprobs import TokenLogprob, token_logprobs
 from decode.parts import Part, Parts
 from decode.policies import Policy
 from decode.prefill import prefill, remember, start_drafter
-from decode.rows import (
-    Rows,
-    RowSettings,
-    compacted,
-    new_rows,
-    require_prompts,
-)
+from decode.rows import Rows, RowSettings, compacted, new_rows, require_prompts
 from decode.rules import Rule, used_rule
 from decode.sampling import Sampling
 from decode.stats import Counts, Tally, Timing
@@ -114,6 +108,7 @@ class Decoder:
     ) -> None:
         self.sampling = sampling or Sampling()
         self.draft_sampling = draft_sampling or self.sampling
+        self.usual = RowSettings(self.sampling, 0, stop, draft_sampling=self.draft_sampling)
         parts = Parts.of(drafter, rule, policy, gamma)
         parts.require_sampling([(self.sampling, self.draft_sampling)])
         if prefill_tokens < 1:
@@ -181,10 +176,6 @@ class Decoder:
             else:
                 decoding.step()
         return decoding.result()
-
-    def settings(self, seed: int) -> RowSettings:
-        """The settings of a row that has none of its own."""
-        return RowSettings(self.sampling, seed, self.stop, draft_sampling=self.draft_sampling)
 
     def slots(self, length: int, max_new_tokens: int) -> int:
         """How many slots a prompt of `length` tokens and its answer need. In a ragged batch, a row
@@ -290,7 +281,7 @@ class Decoding:
         decoder, first = self.decoder, len(self.rows)
         self.clock.resume()
         numbers = np.arange(self._admitted, self._admitted + len(prompts))
-        each = decoder.settings(self.seed) if settings is None else settings
+        each = replace(decoder.usual, seed=self.seed) if settings is None else settings
         new = new_rows(decoder, prompts, max_new_tokens, numbers, row_ids, each)
         capacity = max(rows.contexts.tokens.shape[1] for rows in (new, self.rows))
         for stop in new.own_stops() - self.rows.own_stops() - {decoder.stop}:
@@ -304,8 +295,7 @@ class Decoding:
             raise
         self._admitted += len(new)
         self.outputs.update((number, []) for number in numbers.tolist())
-        asking = numbers[new.logprobs >= 0].tolist()
-        self.logprobs.update((number, []) for number in asking)
+        self.logprobs.update((number, []) for number in numbers[new.logprobs >= 0].tolist())
         self.clock.mark("prefill")
         self._join(new, verification, features)
         self.clock.mark("draft_prefill")
@@ -344,17 +334,16 @@ class Decoding:
         depths = np.minimum(decoder.policy.depths(), rows.room - 1)
         draft = self._draft(depths)
         clock.mark("draft")
-        start = contexts.lengths - 1
-        last = np.take_along_axis(contexts.tokens, start[:, None], axis=1)
-        ancestors = None if draft.is_chain else draft.ancestors()
-        logits = decoder.lm.verify(last, draft.tokens, ancestors, start)
+        logits = decoder.lm.verify(contexts, draft)
         clock.mark("verify")
         scores = Scores(logits, rows.sampling, draft, contexts, decoder.processors)
         decision = decoder.rule_for(rows.sampling).decide(draft, scores, rows.rng)
         verification = Verification.of(draft, scores, decision)
         verification.number = self._passes
         if not draft.is_chain:
-            decoder.lm.commit(start, verification.columns(), verification.accepted + 1)
+            decoder.lm.commit(
+                contexts.lengths - 1, verification.columns(), verification.accepted + 1
+            )
         self._commit(rows, verification, depths)
         self._tell_drafter(verification, verification.accepted + 1)
         for observer in decoder.observers:
@@ -409,7 +398,7 @@ class Decoding:
         """
         decoder, rows = self.decoder, self.rows
         parts = decoder.parts.remade(drafter, policy)
-        settings = [decoder.settings(self.seed), *rows.settings]
+        settings = [decoder.usual, *rows.settings]
         parts.require_sampling((one.sampling, one.drafts) for one in settings)
         parts.require_target(decoder.lm, decoder.vocab_size)
         self.clock.resume()
@@ -474,7 +463,7 @@ class Decoding:
         """Append the emitted tokens to the texts of the rows, and complete the record of the pass.
         A row whose logits give no token fails. Without `on_error`, this raises its error and
         changes nothing."""
-        contexts, draft = rows.contexts, verification.draft
+        contexts = rows.contexts
         verification.rows = rows.numbers
         verification.contexts, verification.lengths = contexts, contexts.lengths
         for index in np.flatnonzero(verification.broken).tolist():
@@ -484,12 +473,7 @@ class Decoding:
             self.errors[int(rows.numbers[index])] = error
         verification.cut(rows.room, self.decoder.eos, rows.ignore_eos, rows.stops)
         contexts.append(verification.block, verification.emitted)
-        verification.depths, verification.drafted = depths, draft.sizes
-        verification.nodes_by_depth = draft.nodes_by_depth()
-        verification.width = 1 + draft.tokens.shape[1]
-        # A policy that stopped a draft has seen the logits of one more token.
-        depth = int(verification.nodes_by_depth.any(0).sum())
-        verification.draft_steps = max(depth, self.decoder.policy.watched)
+        verification.describe(depths, self.decoder.policy.watched)
 
     def _tell_drafter(self, verification: Verification, counts: np.ndarray) -> None:
         """Give the pass to the drafter, with the hidden states of the tokens that stay in the text,

@@ -261,6 +261,16 @@ class Verification:
                 emitted[index], ended[index] = kept, True
         self.emitted, self.ended = emitted, ended
 
+    def describe(self, depths: np.ndarray, watched: int) -> None:
+        """Set the figures of the draft. depths: int [B], the max depth allowed. watched: see
+        `Policy`."""
+        draft = self.draft
+        self.depths, self.drafted = depths, draft.sizes
+        self.nodes_by_depth = draft.nodes_by_depth()
+        self.width = 1 + draft.tokens.shape[1]
+        # A policy that stopped a draft has seen the logits of one more token.
+        self.draft_steps = max(int(self.nodes_by_depth.any(0).sum()), watched)
+
     def problem(self, row: int) -> UserError:
         """The error of a broken row: it says whether the model or a logits processor is the
         cause. row: an index. Call it before `cut`."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.device import to_device
+from decode.draft import Contexts, Draft
 from decode.errors import UserError
 from decode.target.hidden_states import captured_modules, layer_list_name
 from decode.target.lean_forward import LONGEST_CHAIN, SLOT_STEP, AttentionMask
@@ -196,20 +197,16 @@ class CachedLM:
         )
         return logits
 
-    def verify(
-        self, last: np.ndarray, nodes: Tensor, ancestors: Tensor | None, start: np.ndarray
-    ) -> Tensor:
-        """One pass over the last committed tokens, int [B, 1], in slots start[b], and the N nodes
-        of a draft, int64 [B, N]: logits [B, N+1, V].
-
-        ancestors: bool [B, N, N] for a tree. [b, i, j] says if node j is node i or one of its
-        ancestors. None: a chain.
-        """
-        ids = torch.cat([to_device(last, self.device), nodes], 1)
-        if ancestors is None:
+    def verify(self, contexts: Contexts, draft: Draft) -> Tensor:
+        """One pass over the last committed token of each text and the N nodes of its draft: logits
+        [B, N+1, V]."""
+        start = contexts.lengths - 1
+        last = np.take_along_axis(contexts.tokens, start[:, None], axis=1)
+        ids = torch.cat([to_device(last, self.device), draft.tokens], 1)
+        if draft.is_chain:
             return self.forward(ids, start)
         # The root comes before all nodes, and every node may see it.
-        ancestors = torch.nn.functional.pad(ancestors, (1, 0, 1, 0))
+        ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
         ancestors[:, :, 0] = True
         return self.forward(ids, start, depth_BN=ancestors.sum(2) - 1, ancestors_BNM=ancestors)
 
