@@ -113,15 +113,12 @@ class Decoder:
         parts.require_sampling([(self.sampling, self.draft_sampling)])
         if prefill_tokens < 1:
             raise UserError(f"prefill_tokens is {prefill_tokens}; expected at least 1")
-        self.lm = CachedLM(
-            model, captured_layers=drafter.captured_layers, pass_tokens=prefill_tokens
-        )
+        self.lm = CachedLM(model, pass_tokens=prefill_tokens)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         parts.require_target(self.lm, self.vocab_size)
         self.use(parts)
-        self.processors = list(processors)
         self.stop = stop
-        self.observers = list(observers)
+        self.processors, self.observers = list(processors), list(observers)
         self.prefixes, self.first_target = prefixes, first_target
         self.eos = np.array(sorted(eos_token_ids), dtype=np.int64)
 
@@ -180,12 +177,8 @@ class Decoder:
     def slots(self, length: int, max_new_tokens: int) -> int:
         """How many slots a prompt of `length` tokens and its answer need. In a ragged batch, a row
         near its end is still fed a draft as deep as the others."""
-        return min(length + max_new_tokens, self.lm.max_positions) + self.draft_room
-
-    @property
-    def draft_room(self) -> int:
-        """The max number of nodes in one row's draft."""
-        return self.drafter.max_nodes(self.policy.max_depth)
+        end = min(length + max_new_tokens, self.lm.max_positions)
+        return end + self.drafter.max_nodes(self.policy.max_depth)
 
 
 class Decoding:
@@ -200,8 +193,7 @@ class Decoding:
     on_tokens: called with (row, new tokens) as soon as they are final. on_end: called with (row,
         all new tokens) when a text has ended. A row's number is given by `admit`.
     on_error: called with (row, error) when a row ends because its logits are NaN or processors mask
-        them all. Its text stays as it was before that pass, and the other rows go on. None: the
-        error is raised, and no text gets a token of that pass.
+        them all. It gets no token of that pass, and the others go on. None: the error is raised.
     rows, slots: memory to allocate from the start, for so many rows of so many tokens (see
         `Decoder.slots`). More is allocated when it is needed.
     outputs: {row: its tokens so far}. logprobs: {row: one entry per token}, for rows that ask for
@@ -331,7 +323,7 @@ class Decoding:
         rows.rng.next_round(contexts.lengths)
         # The pass itself emits a token, so drafting the last one is never worth it. Each row has
         # its own limit. Otherwise its text would depend on the other rows.
-        depths = np.minimum(decoder.policy.depths(), rows.room - 1)
+        depths = np.minimum(decoder.policy.depths(), rows.ends - contexts.lengths - 1)
         draft = self._draft(depths)
         clock.mark("draft")
         logits = decoder.lm.verify(contexts, draft)
@@ -341,11 +333,10 @@ class Decoding:
         verification = Verification.of(draft, scores, decision)
         verification.number = self._passes
         if not draft.is_chain:
-            decoder.lm.commit(
-                contexts.lengths - 1, verification.columns(), verification.accepted + 1
-            )
+            kept = verification.accepted + 1
+            decoder.lm.commit(contexts.lengths - 1, verification.columns(), kept)
         self._commit(rows, verification, depths)
-        self._tell_drafter(verification, verification.accepted + 1)
+        self._tell_drafter(verification)
         for observer in decoder.observers:
             observer(verification)
         clock.mark("overhead")
@@ -357,9 +348,11 @@ class Decoding:
     def retire(self, verification: Verification, first: int = 0) -> None:
         """Hand out the new tokens of a pass over the rows from `first` on, and drop the rows whose
         text has ended."""
-        logprobs = token_logprobs(verification, self.rows.logprobs[first:])
+        asked = self.rows.logprobs[first:]
+        if (asked >= 0).any():
+            for row, entries in token_logprobs(verification, asked).items():
+                self.logprobs[row] += entries
         for index, row in enumerate(verification.rows.tolist()):
-            self.logprobs.get(row, []).extend(logprobs.get(row, ()))
             tokens = verification.block[index, : verification.emitted[index]].tolist()
             self.outputs[row] += tokens
             if self.on_tokens and tokens:
@@ -398,8 +391,7 @@ class Decoding:
         """
         decoder, rows = self.decoder, self.rows
         parts = decoder.parts.remade(drafter, policy)
-        settings = [decoder.usual, *rows.settings]
-        parts.require_sampling((one.sampling, one.drafts) for one in settings)
+        parts.require_sampling((x.sampling, x.drafts) for x in [decoder.usual, *rows.settings])
         parts.require_target(decoder.lm, decoder.vocab_size)
         self.clock.resume()
         if len(rows):
@@ -471,15 +463,16 @@ class Decoding:
             if self.on_error is None:
                 raise error
             self.errors[int(rows.numbers[index])] = error
-        verification.cut(rows.room, self.decoder.eos, rows.ignore_eos, rows.stops)
+        room = rows.ends - contexts.lengths
+        verification.cut(room, self.decoder.eos, rows.ignore_eos, rows.stops)
         contexts.append(verification.block, verification.emitted)
         verification.describe(depths, self.decoder.policy.watched)
 
-    def _tell_drafter(self, verification: Verification, counts: np.ndarray) -> None:
-        """Give the pass to the drafter, with the hidden states of the tokens that stay in the text,
-        counts[b] of those fed, int [B]."""
+    def _tell_drafter(self, verification: Verification) -> None:
+        """Give the pass to the drafter, with the hidden states of the tokens that stay."""
         if self.decoder.drafter.captured_layers:
             verification.previous_features = self._features
+            counts = verification.accepted + 1
             features = Features(self.decoder.lm.features, counts)
             self._features = features.at(verification.positions(), counts)
             verification.features = self._features

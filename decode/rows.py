@@ -89,11 +89,6 @@ class Rows:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @property
-    def room(self) -> np.ndarray:
-        """int [B]: how many tokens each text may still get."""
-        return self.ends - self.contexts.lengths
-
     def _settle(self, settings: list[RowSettings], kinds: np.ndarray) -> None:
         """Take settings and compute what depends on them."""
         self.settings, self.kinds = settings, kinds
@@ -189,7 +184,7 @@ def new_rows(
     decoder.parts.require_sampling((one.sampling, one.drafts) for one in each)
     lengths = np.array([len(prompt) for prompt in prompts])
     ends = np.minimum(lengths + np.array(limits), decoder.lm.max_positions)
-    contexts = Contexts.of(prompts, int(ends.max()) + decoder.draft_room)
+    contexts = Contexts.of(prompts, decoder.slots(int(ends.max()), 0))
     identities = to_device(np.asarray(numbers if ids is None else ids, dtype=np.int64), device)
     if len(each) == 1:
         rng = CounterRNG(each[0].seed, identities)
