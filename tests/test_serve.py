@@ -517,7 +517,7 @@ def test_the_command_serves_and_ends_at_sigterm(tmp_path: Path) -> None:
         "0",
     ]
     with subprocess.Popen(
-        [*command, "--model-name", MODEL, "--device", "cpu", "--dtype", "float32"],
+        [*command, "--port", "0", "--model-name", MODEL, "--device", "cpu", "--dtype", "float32"],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
