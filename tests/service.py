@@ -18,7 +18,8 @@ from decode.settings import DecodeSettings
 from decode.target.loading import Target
 from decode.text import prompt_ids
 from train.serve.api import Service
-from train.serve.engine import Bounds, Choice, Engine, Request
+from train.serve.engine import Engine
+from train.serve.requests import Bounds, Choice, Request
 from train.serve.server import Server, bind, make_service
 
 MODEL = "tiny-llama"

@@ -75,7 +75,7 @@ def serve(
     import heads  # noqa: F401  (registers its drafters)
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
-    from train.serve.engine import Bounds
+    from train.serve.requests import Bounds
     from train.serve.server import Server, bind, make_service
 
     quieten()

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decode.text_stream import TextStream
-from train.serve.engine import Choice
+from train.serve.requests import Choice
 
 
 class AnswerText:

@@ -1,20 +1,18 @@
 """The routes of the service."""
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
@@ -23,9 +21,10 @@ from decode.errors import UserError
 from decode.parts import Part
 from decode.registry import Choice as PartChoice
 from decode.text import Prompt, prompt_ids
-from train.serve import engine as decoding
-from train.serve.answers import END, Answer, AnswerText, ChatAnswer, CompletionAnswer, event
-from train.serve.engine import Choice, Engine, Event, Refusal
+from train.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from train.serve.engine import Engine
+from train.serve.requests import Refusal
+from train.serve.running import Running, as_api_error
 from train.serve.schema import (
     ApiError,
     Asked,
@@ -39,9 +38,6 @@ from train.serve.schema import (
 LONGEST_BODY = 2 << 20  # bytes; a prompt of 128k tokens has about 0.6 MB
 # The client went away: nobody reads this status. nginx has the same for its log.
 HUNG_UP = 499
-STATUS = {"full": 503, "draining": 503, "waited": 429, "overran": 504, "failed": 500}
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -142,7 +138,7 @@ class Service:
         except UserError as error:
             raise refused(error) from None
         except Refusal as refusal:
-            raise _as_api_error(refusal) from None
+            raise as_api_error(refusal) from None
         self.gamma, self.policy = gamma, policy
         return JSONResponse(self.settings())
 
@@ -167,7 +163,7 @@ class Service:
         try:
             self.engine.require_room(1)
         except Refusal as refusal:
-            raise _as_api_error(refusal) from None
+            raise as_api_error(refusal) from None
         return parse(kind, body)
 
     async def _answer(
@@ -187,11 +183,13 @@ class Service:
         try:
             ids = [self._ids(prompt, param) for prompt in prompts]
             limit = self._limit(asked, max(map(len, ids)), param)
-            running = Running(self, asked, ids, limit)
+            running = Running(
+                self.engine, self.tokenizer, asked, ids, limit, self.seeds.getrandbits
+            )
         except UserError as error:
             raise refused(error) from None
         except Refusal as refusal:
-            raise _as_api_error(refusal) from None
+            raise as_api_error(refusal) from None
         written = kind(self.model_name, self.fingerprint, list(map(len, ids)), running.choices)
         if asked.stream:
             return await running.stream(request, written, asked.include_usage)
@@ -223,133 +221,6 @@ class Service:
             message = f"{name} is {limit}; this service gives at most {self.max_tokens}"
             raise ApiError(400, message, param=name, code="invalid_value")
         return limit
-
-
-class Running:
-    """A request that the engine answers, seen from the event loop. Raises Refusal and UserError as
-    `Engine.submit`."""
-
-    def __init__(
-        self,
-        service: Service,
-        asked: ChatRequest | CompletionRequest,
-        prompts: list[list[int]],
-        limit: int,
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._engine = service.engine
-        self.choices: list[Choice] = []
-        for prompt in prompts:
-            # Equal prompts of one request get different texts, unless it names a seed.
-            seed = service.seeds.getrandbits(62) if asked.seed is None else asked.seed
-            self.choices += [
-                Choice(len(self.choices) + sample, prompt, seed, sample)
-                for sample in range(asked.n)
-            ]
-
-        def deliver(new: Event) -> None:
-            # The loop is closed if the service was ended by force.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._events.put_nowait, new)
-
-        self._texts = [AnswerText(service.tokenizer, asked.stops) for _ in self.choices]
-        self._request = decoding.Request(
-            self.choices,
-            limit,
-            asked.sampling(service.engine.decoder.sampling),
-            deliver,
-            asked.stops,
-            asked.ignore_eos,
-        )
-        self._engine.submit(self._request)
-
-    def cancel(self) -> None:
-        """Give up what is not answered yet."""
-        self._engine.cancel(self._request)
-
-    async def pieces(self) -> AsyncIterator[tuple[int, str, str | None]]:
-        """(choice, text, reason) as they become final. reason: of its end, with the last text.
-        Raises ApiError if the engine refuses the request."""
-        left = len(self.choices)
-        while left:
-            new = await self._events.get()
-            if isinstance(new, Refusal):
-                raise _as_api_error(new)
-            choice, tokens, reason = new
-            text = self._texts[choice.index]
-            piece = text.add(tokens, ended=reason is not None)
-            if reason is not None:
-                left -= 1
-                reason = "stop" if text.stopped else reason
-            if piece or reason is not None:
-                yield choice.index, piece, reason
-
-    async def whole(self, request: Request, answer: Answer) -> Response:
-        """The complete answer."""
-
-        async def collect() -> list[tuple[str, str]]:
-            texts, reasons = [""] * len(self.choices), [""] * len(self.choices)
-            async for index, piece, reason in self.pieces():
-                texts[index] += piece
-                reasons[index] = reason or ""
-            return list(zip(texts, reasons, strict=True))
-
-        try:
-            texts = await unless_hung_up(request, collect())
-        finally:
-            self.cancel()
-        return JSONResponse(answer.whole(texts))
-
-    async def stream(self, request: Request, answer: Answer, include_usage: bool) -> Response:
-        """The answer as events. It begins with the first piece, so that a request which gets none
-        has the status of its error."""
-        pieces = self.pieces()
-        try:
-            first = await unless_hung_up(request, anext(pieces))
-        except BaseException:
-            self.cancel()
-            raise
-        return _Stream(self, self._events_of(answer, first, pieces, include_usage))
-
-    async def _events_of(
-        self,
-        answer: Answer,
-        first: tuple[int, str, str | None],
-        pieces: AsyncIterator[tuple[int, str, str | None]],
-        include_usage: bool,
-    ) -> AsyncIterator[bytes]:
-        none: dict[str, Any] = {"usage": None} if include_usage else {}
-        for choice in self.choices:
-            if (beginning := answer.begin(choice.index)) is not None:
-                yield answer.event([beginning], **none)
-        left = len(self.choices)
-        try:
-            async for index, piece, reason in _after(first, pieces):
-                left -= reason is not None
-                last = {} if left else {"draftsmith": answer.counts()}
-                yield answer.event([answer.piece(index, piece, reason)], **none, **last)
-        except ApiError as error:
-            yield event(error.body)
-            return
-        if include_usage:
-            yield answer.event([], usage=answer.usage(), draftsmith=answer.counts())
-        yield END
-
-
-class _Stream(StreamingResponse):
-    """Events of a running request, which is given up when the client hangs up."""
-
-    def __init__(self, running: Running, events: AsyncIterator[bytes]) -> None:
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._running = running
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._running.cancel()
 
 
 class _Guard:
@@ -387,41 +258,6 @@ async def _body(request: Request) -> bytes:
             raise ApiError(413, f"the body is longer than {LONGEST_BODY:,} bytes; shorten it")
         parts.append(part)
     return b"".join(parts)
-
-
-async def unless_hung_up(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`. Raises ClientDisconnect as soon as the client hangs up, and cancels
-    the work. For requests whose body has been read."""
-
-    async def hang_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    result, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
-    try:
-        await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not result.done():
-            raise ClientDisconnect
-        return result.result()
-    finally:
-        for task in (result, gone):
-            task.cancel()
-
-
-async def _after(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
-    yield first
-    async for item in rest:
-        yield item
-
-
-def _as_api_error(refusal: Refusal) -> ApiError:
-    return ApiError(
-        STATUS[refusal.reason],
-        str(refusal),
-        kind="server_error",
-        code=refusal.reason,
-        retry_after=refusal.retry_after,
-    )
 
 
 def _response(error: ApiError) -> Response:

@@ -15,8 +15,9 @@ from decode.target.loading import Target
 from decode.target.prefix_cache import prefix_cache
 from decode.text import prompt_ids
 from train.serve.api import Service
-from train.serve.engine import Bounds, Engine
+from train.serve.engine import Engine
 from train.serve.metrics import Metrics
+from train.serve.requests import Bounds
 
 # To measure costs on, for a policy or a shape that uses them.
 _SOME_TEXT = "A drafter proposes tokens, and the target verifies them in one forward pass."
