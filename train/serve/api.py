@@ -60,7 +60,7 @@ class Service:
     def settings(self) -> dict[str, Any]:
         """The settings in use, as JSON values."""
         return {
-            "gamma": self.engine.policy.policy.max_depth,
+            "gamma": self.engine.decoder.policy.max_depth,
             "policy": str(PartChoice.of(self.policy or "fixed")),
             **self.described,
         }

@@ -16,7 +16,7 @@ from itertools import groupby, islice
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop import Decoder, Decoding
 from decode.measure.costs import Costs
 from decode.parts import Part, make_policy
 from decode.policies import Policy
@@ -24,23 +24,20 @@ from decode.rows import require_prompts
 from decode.stats import Judged
 from decode.text_stream import StopStrings
 from decode.verification import Verification
-from train.serve.live_policy import LivePolicy
 from train.serve.metrics import Metrics
 from train.serve.requests import Bounds, Choice, Refusal, Request
-from train.serve.row_settings import RowDecoding, require_settings
 
 logger = logging.getLogger(__name__)
 
-# Running rows can get drafts up to this depth by a change of settings.
-DEEPEST = 16
 LONGEST_RETRY = 120  # seconds; OpenAI's client ignores longer ones
 
 
 class Engine:
     """Decodes the texts of all requests together, in one thread.
 
-    decoder: used by this thread alone from now on. Its policy becomes a `LivePolicy`. tokenizer: of
+    decoder: used by this thread alone from now on. tokenizer: of
     the target, not used by other threads. costs: measured ones, for policies that use them.
+    draft_temperature: None: as the texts'.
     """
 
     def __init__(
@@ -50,13 +47,11 @@ class Engine:
         bounds: Bounds,
         metrics: Metrics,
         costs: Costs | None = None,
+        draft_temperature: float | None = None,
     ) -> None:
         self.decoder, self.bounds, self.metrics = decoder, bounds, metrics
         self._tokenizer, self._costs = tokenizer, costs
-        deepest = min(decoder.drafter.max_depth(DEEPEST), decoder.lm.max_positions - 1)
-        first = decoder.policy
-        self.policy = LivePolicy(first, max(first.max_depth, deepest))
-        decoder.policy = self.policy
+        self._draft_temperature = draft_temperature
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Request, Choice]] = deque()
         self._running: dict[int, tuple[Request, Choice]] = {}
@@ -66,6 +61,7 @@ class Engine:
         self._tokens_per_second = self._tokens_per_text = math.nan
         self._new: list[tuple[int, list[int]]] = []  # what the pass has given so far
         self._ended: set[int] = set()
+        self._failed: dict[int, UserError] = {}
         self._decoding = self._make_decoding()
         metrics.running.set_function(lambda: len(self._running))
         metrics.waiting.set_function(lambda: len(self._waiting))
@@ -94,7 +90,8 @@ class Engine:
         lm = self.decoder.lm
         prompts = [choice.prompt for choice in request.choices]
         require_prompts(prompts, lm.max_positions, self.decoder.vocab_size)
-        require_settings(self.decoder, request.settings(0))
+        settings = request.settings(0, draft_temperature=self._draft_temperature)
+        self.decoder.parts.require_sampling([(settings.sampling, settings.drafts)])
         if request.stop:
             StopStrings(self._tokenizer, request.stop)
         with self._changed:
@@ -119,12 +116,11 @@ class Engine:
 
     def change(self, gamma: int, policy: Part | None) -> "Future[None]":
         """Use another policy from the next pass on. gamma: the depth of drafts, unless the policy's
-        options set it. Raises UserError for a policy that does not fit. The result arrives once it
-        is in use."""
+        options set it. Raises UserError for a policy that does not exist. The result arrives once
+        it is in use, or is the UserError of a policy that does not fit."""
         drafter = self.decoder.drafter
         depth = drafter.max_depth(gamma)
         made = make_policy(policy, depth, type(drafter).__name__, drafter.branches)
-        self.policy.require_fits(made)
         if self._costs is not None:
             made.use_costs(self._costs)
         done: Future[None] = Future()
@@ -184,8 +180,11 @@ class Engine:
                 not self._held or time.monotonic() >= self._ends_at
             )
         for policy, done in changes:
-            self.policy.use(policy)
-            done.set_result(None)
+            try:
+                self._decoding.set(policy=policy)
+                done.set_result(None)
+            except UserError as error:
+                done.set_exception(error)
         return not ends
 
     def _entries(self) -> list[tuple[Request, Choice]]:
@@ -233,10 +232,10 @@ class Engine:
                 [choice.prompt for choice in texts],
                 request.max_new_tokens,
                 row_ids=[choice.sample for choice in texts],
-                settings=request.settings(texts[0].seed, stop),
+                settings=request.settings(texts[0].seed, stop, self._draft_temperature),
             )
         except UserError as error:  # the running rows are as they were
-            self._new, self._ended = [], set()
+            self._new, self._ended, self._failed = [], set(), {}
             self._refuse(request, Refusal("failed", str(error)))
             return
         except Exception as error:
@@ -269,7 +268,7 @@ class Engine:
     def _begin_anew(self, error: Exception) -> None:
         """After an error that leaves the rows as nobody knows: refuse them, and begin without."""
         logger.error("the decode begins anew", exc_info=error)
-        self._new, self._ended = [], set()
+        self._new, self._ended, self._failed = [], set(), {}
         self._decoding = self._make_decoding()
         for request in _different(list(self._running.values())):
             self._refuse(request, Refusal("failed", f"the decode could not go on: {error}"))
@@ -287,8 +286,8 @@ class Engine:
     def _hand_out(self) -> None:
         """Deliver the tokens that the rows have got."""
         now = time.monotonic()
-        new, ended = self._new, self._ended
-        self._new, self._ended = [], set()
+        new, ended, failed = self._new, self._ended, self._failed
+        self._new, self._ended, self._failed = [], set(), {}
         for row, tokens in new:
             request, choice = self._running[row]
             if choice.tokens:
@@ -302,6 +301,13 @@ class Engine:
                 self._end(request, choice)
             if not request.cancelled:
                 request.deliver((choice, tokens, choice.reason))
+        for row, error in failed.items():
+            request, _ = self._running[row]
+            self._decoding.errors.pop(row)
+            if request.cancelled:
+                self._forget(row)
+            else:
+                self._refuse(request, Refusal("failed", str(error)))
 
     def _end(self, request: Request, choice: Choice) -> None:
         """A text has ended, and its row is free."""
@@ -345,12 +351,16 @@ class Engine:
         self.metrics.failed(refusal.reason)
         return refusal
 
-    def _make_decoding(self) -> RowDecoding:
-        return RowDecoding(
+    def _make_decoding(self) -> Decoding:
+        return Decoding(
             self.decoder,
             on_tokens=lambda row, tokens: self._new.append((row, tokens)),
             on_end=lambda row, _: self._ended.add(row),
+            on_error=self._failed_row,
         )
+
+    def _failed_row(self, row: int, error: UserError) -> None:
+        self._failed[row] = error
 
     def _retry_after(self) -> int:
         """Seconds until the texts that wait are answered, at the speed of late."""

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from decode.errors import UserError
+from decode.rows import RowSettings
 from decode.sampling import Sampling
 from decode.text_stream import StopStrings
-from train.serve.row_settings import RowSettings
 
 Reason = Literal["full", "draining", "waited", "overran", "failed"]
 
@@ -63,8 +63,14 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
 
-    def settings(self, seed: int, stop: StopStrings | None = None) -> RowSettings:
-        return RowSettings(self.sampling, seed, stop, self.ignore_eos)
+    def settings(
+        self, seed: int, stop: StopStrings | None = None, draft_temperature: float | None = None
+    ) -> RowSettings:
+        """Of the rows of one prompt. draft_temperature: None: as the text's."""
+        drafts = None
+        if draft_temperature is not None:
+            drafts = replace(self.sampling, temperature=draft_temperature)
+        return RowSettings(self.sampling, seed, stop, self.ignore_eos, draft_sampling=drafts)
 
 
 @dataclass(frozen=True)

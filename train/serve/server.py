@@ -44,7 +44,7 @@ def make_service(
     decoder.prefixes = prefix_cache(target.model)
     name = model_name or target.name
     return Service(
-        Engine(decoder, target.tokenizer, bounds, Metrics(name), costs),
+        Engine(decoder, target.tokenizer, bounds, Metrics(name), costs, settings.draft_temperature),
         # Another thread uses the engine's.
         copy.deepcopy(target.tokenizer),
         name,
