@@ -47,6 +47,10 @@ class Contexts:
         self.tokens[row, self.lengths[row] + column] = block[row, column]
         self.lengths = self.lengths + counts
 
+    def since(self, first: int) -> "Contexts":
+        """The rows from `first` on. Shares the memory of the tokens."""
+        return Contexts(self.tokens[first:], self.lengths[first:])
+
     def keep_rows(self, rows: np.ndarray) -> None:
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
 

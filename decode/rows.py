@@ -130,7 +130,7 @@ class Rows:
         """Keep only these rows, int [B'], in this order."""
         self.numbers, self.ends = self.numbers[rows], self.ends[rows]
         self.contexts.keep_rows(rows)
-        self.rng.keep_rows(torch.as_tensor(rows, device=self.rng.device))
+        self.rng.keep_rows(to_device(rows, self.rng.device))
         used, kinds = np.unique(self.kinds[rows], return_inverse=True)
         self._settle([self.settings[kind] for kind in used], kinds)
 

@@ -221,9 +221,8 @@ class AttendingDrafter(HeadsDrafter):
         columns = first[:, None] + np.arange(missing)
         rows_B1 = torch.arange(len(columns), device=states.device)[:, None]
         states = states[rows_B1, to_device(columns, states.device)]
-        part = Contexts(contexts.tokens[since:], contexts.lengths[since:])
         with self.slots.only(since, len(contexts.lengths)):
-            return self.layer(part, columns, states), first
+            return self.layer(contexts.since(since), columns, states), first
 
     def attention(
         self,

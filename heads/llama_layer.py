@@ -118,7 +118,8 @@ class DraftLayer(Packed):
         )
         self.mlp = LlamaMLP(config)
         self._heads = config.num_attention_heads, config.num_key_value_heads
-        self._lean: tuple[LeanLayer, ...] = ()  # not a part: its weights are those of this layer
+        # In a list, so that it is not a part: its weights are those of this layer.
+        self._lean: list[LeanLayer] = []
 
     def make_lean(self) -> None:
         """From now on, run as the target's layers do: with packed products."""
@@ -139,7 +140,7 @@ class DraftLayer(Packed):
                 mlp_in=self.post_attention_layernorm,
             )
         )
-        self._lean = (lean,)
+        self._lean = [lean]
 
     def refresh(self) -> None:
         for lean in self._lean:
@@ -167,9 +168,9 @@ class DraftLayer(Packed):
         attend: Attend,
     ) -> Tensor:
         """Return the residual stream [B, n, H]. attention_input: [B, n, R]."""
-        for lean in self._lean:
+        if self._lean:
             rotation = rotation_of(*position_embeddings)
-            outputs: Tensor = lean(residual, rotation, attend, attention_input)
+            outputs: Tensor = self._lean[0](residual, rotation, attend, attention_input)
             return outputs
         residual = residual + self.self_attn(attention_input, position_embeddings, attend)
         update: Tensor = self.mlp(self.post_attention_layernorm(residual))

@@ -19,20 +19,13 @@ from decode.trees import SHAPES, Shape
 from heads import HEADS
 from heads.heads_module import HeadOptions
 from tests.device import SimulatedDevice, Wait, simulated_device
+from tests.test_heads_lossless import KINDS
 from tests.tiny import VOCAB, tiny_model
 
 PROMPTS = [[5, 17, 250, 9, 42], [7, 8, 9], [11, 12, 13, 11, 12, 13, 11]]
 NEW = 14
 LAYERS = 7  # EAGLE-3 needs so many
 SAMPLED = Sampling(temperature=1.0)
-KINDS: dict[str, dict[str, Any]] = {
-    "medusa": {"type": "medusa", "heads": 3},
-    "blockwise": {"type": "blockwise", "k": 4},
-    "hydra": {"type": "hydra", "heads": 3},
-    "hydra_plus": {"type": "hydra_plus", "heads": 3, "layers": 2},
-    "eagle1": {"type": "eagle1", "depth": 3},
-    "eagle3": {"type": "eagle3", "steps": 3},
-}
 # Makes a drafter on the device of the target that it gets. move: puts a module there.
 Build = Callable[[Any, Callable[[Any], Any]], Drafter]
 

@@ -534,4 +534,7 @@ def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution()
 @pytest.mark.slow
 def test_declaring_the_old_q_while_drawing_from_the_new_is_found() -> None:
     fits = [learning(OldQ, seed).run(100_000, seed) for seed in range(5)]
-    assert sum(not found.passes for found in fits) >= 5, fits
+    # How far two versions differ depends on the seed, so all five are judged together. A sum of χ²
+    # is χ² with the sum of their df.
+    together = lossless.Fit(sum(fit.chi2 for fit in fits), sum(fit.df for fit in fits), 0)
+    assert not together.passes, fits

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from train.data.self_prompts import phrases
+
 PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"
 SPLITS = ("train", "dev", "test")
 OTHER = "other_kinds"
@@ -26,12 +28,6 @@ def rows() -> dict[str, list[dict[str, str]]]:
 def pieces(text: str) -> frozenset[str]:
     flat = " ".join(text.lower().split())
     return frozenset(flat[i : i + 5] for i in range(len(flat) - 4))
-
-
-def phrases(text: str, words: int = 8) -> set[str]:
-    """All runs of so many words."""
-    split = re.findall(r"\w+", text.lower())
-    return {" ".join(split[i : i + words]) for i in range(len(split) - words + 1)}
 
 
 def test_there_are_enough_of_enough_kinds(rows):

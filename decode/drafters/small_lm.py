@@ -75,7 +75,7 @@ class SmallLMDrafter(ShapedDrafter):
         self._begin = np.zeros(0, dtype=np.int64)  # [B]: the first token of the text that is read
         # [B]: all committed tokens before this one are in the cache, or before `_begin`.
         self._cached = np.zeros(0, dtype=np.int64)
-        # The tokens of the last chain that are in the cache, [B, n], and the lengths before them.
+        # The last chain, its tokens that are in the cache, [B, n], and the lengths before them.
         self._fed: tuple[Draft, Tensor, np.ndarray] | None = None
         self._warned = False  # about a text that is longer than its context
 
@@ -124,10 +124,9 @@ class SmallLMDrafter(ShapedDrafter):
 
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
         # Only these rows: otherwise the others would feed as many tokens again.
-        rows = slice(first, None)
-        part = Contexts(contexts.tokens[rows], contexts.lengths[rows])
+        part = contexts.since(first)
         begin, cached = self._begin, self._cached
-        self._begin, self._cached = begin[rows], cached[rows]
+        self._begin, self._cached = begin[first:], cached[first:]
         with self.lm.only(first, len(contexts.lengths)):
             self.feed(part, part.lengths - 1, drafting=part.lengths < self._capacity)
         self._begin, self._cached = begin, np.concatenate([cached[:first], self._cached])

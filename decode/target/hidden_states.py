@@ -52,9 +52,9 @@ class Features:
 
     def last(self) -> "Features":
         """The hidden states of only the last valid token of each row."""
-        columns = torch.as_tensor(np.maximum(self.counts - 1, 0))[:, None]
         device = next(iter(self.values.values())).device
-        return self.at(columns.to(device), np.minimum(self.counts, 1))
+        columns = to_device(np.maximum(self.counts - 1, 0), device)[:, None]
+        return self.at(columns, np.minimum(self.counts, 1))
 
     def joined(self, other: "Features") -> "Features":
         """These rows, then the rows of `other`, both with the same number of columns."""

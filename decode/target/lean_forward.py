@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from decode.target.hidden_states import FINAL
 from decode.target.lean_parts import ACTIVATIONS, LeanNorm, Product, product
-from decode.target.slots import SlotLayer
+from decode.target.slots import SlotLayer, round_up_slots
 
 # On a CPU, keys are padded to a multiple of this many slots. The kernel sums the slots one vector
 # width at a time. With this padding, masked slots at the end do not change any partial sum.
@@ -61,7 +61,7 @@ def tokens_together(group: int, size: int, dtype: torch.dtype) -> int:
     # In inference mode, because that is where the loop runs.
     with torch.inference_mode():
         for begin in (40, 250, 1000):
-            slots = -(-(begin + count) // SLOT_STEP) * SLOT_STEP
+            slots = round_up_slots(begin + count, SLOT_STEP)
             query, key, value = (
                 torch.randn(1, heads, tokens, size, generator=generator).to(dtype)
                 for heads, tokens in ((2 * group, count), (2, slots), (2, slots))
@@ -71,7 +71,7 @@ def tokens_together(group: int, size: int, dtype: torch.dtype) -> int:
             mask = AttentionMask(seen[None, None], dtype)
             together = mask.attend(query, key, value, size**-0.5)
             for token in range(count):
-                end = -(-(begin + token + 1) // SLOT_STEP) * SLOT_STEP
+                end = round_up_slots(begin + token + 1, SLOT_STEP)
                 mask = AttentionMask(seen[None, None, token : token + 1, :end], dtype)
                 only = query[:, :, token : token + 1]
                 alone = mask.attend(only, key[:, :, :end], value[:, :, :end], size**-0.5)

@@ -89,7 +89,7 @@ class _Store:
         if not len(moved):
             return
         for x in self._tensors:
-            source, target = (torch.as_tensor(y, device=x.device) for y in (rows[moved], moved))
+            source, target = (to_device(y, x.device) for y in (rows[moved], moved))
             for layer in range(len(x)):
                 x[layer].index_copy_(0, target, x[layer].index_select(0, source))
 

@@ -5,6 +5,7 @@ Shapes: B rows, n tokens fed per row, N query heads, K key heads, S slots, D hea
 size, V vocabulary.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -78,6 +79,7 @@ class TransformersForward(nn.Module):
         self.model = model
         self.has_our_attention = model.config._attn_implementation == ATTENTION
         self.slot_step = SLOT_STEP if self.has_our_attention else 1
+        self._recorder = functools.cache(functools.partial(Recorder, model))
 
     def forward(
         self,
@@ -91,7 +93,7 @@ class TransformersForward(nn.Module):
         """See `LeanForward.forward`."""
         recording: AbstractContextManager[Mapping[int, Tensor]] = nullcontext({})
         if captured_layers:
-            recording = Recorder(self.model, captured_layers).recording()
+            recording = self._recorder(tuple(captured_layers)).recording()
         chain = chain_attention() if masks[0].chain else nullcontext()
         with chain, recording as features, self._restricted_output(columns, ids.shape[1]):
             logits = self.model(

@@ -115,8 +115,8 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -
     mark = "draftsmith-message"
     messages = _with_system([{"role": "user", "content": mark}], system)
     rendered = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-    before, found, _ = rendered.partition(mark)
-    if not found:
+    before, place, _ = rendered.partition(mark)
+    if not place:
         raise UserError(
             "the chat template does not contain the user's message as it is, so the target cannot "
             "write one; leave self_prompts out"

@@ -21,7 +21,7 @@ from decode.loop import Decoder
 from decode.sampling import Sampling
 from decode.target.loading import Target
 from train.data.chat import has_template, user_prefix
-from train.data.read import Example
+from train.data.read import Example, read_examples
 
 FILE = "prompts.jsonl"
 # A message is left out if it has so many words in a row in common with a held-out prompt.
@@ -145,15 +145,4 @@ def save_prompts(directory: Path, stage: str, written: SelfPrompts) -> None:
 def read_prompts(directory: Path) -> list[Example]:
     """The examples of `save_prompts`. Raises UserError (CorruptArtifact) if the file is damaged."""
     verify_directory(directory)
-    rows = [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
-    return [
-        Example(
-            row["id"],
-            ({"role": "user", "content": row["prompt"]},),
-            row["prompt"],
-            None,
-            None,
-            f"{directory / FILE}:{number}",
-        )
-        for number, row in enumerate(rows, 1)
-    ]
+    return read_examples(str(directory / FILE))[0]
