@@ -19,9 +19,10 @@ from decode.device import to_device
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
-def penalise(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
+def penalise(logits: Tensor, ids: Tensor, penalty: float | Tensor) -> Tensor:
     """Repetition penalty (1909.05858): float32 logits [..., V]. The logits of the tokens in
     ids [..., M] are divided by the penalty if positive and multiplied by it if negative, each once.
+    penalty: one number, or a tensor that fits logits [..., 1].
 
     The result is float32, as in `generate()`. Rounded to bfloat16, a penalised logit could tie with
     an unpenalised one or change its order with it.

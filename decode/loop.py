@@ -9,20 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.device import Clock, to_device
-from decode.draft import Contexts, Draft, Limits
+from decode.draft import Draft, Limits
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.logits import LogitsProcessor
-from decode.parts import Part, make_policy, make_rule
+from decode.logprobs import TokenLogprob, token_logprobs
+from decode.parts import Part, Parts
 from decode.policies import Policy
-from decode.prefill import prefill, remember
-from decode.rows import Rows, compacted, require_prompts
-from decode.rules import Rule
-from decode.sampling import CounterRNG, Sampling
+from decode.prefill import prefill, remember, start_drafter
+from decode.rows import Rows, RowSettings, compacted, new_rows, require_prompts
+from decode.rules import Rule, used_rule
+from decode.sampling import Sampling
 from decode.stats import Counts, Tally, Timing
 from decode.target.cached_model import PASS_TOKENS, CachedLM
 from decode.target.hidden_states import Features
@@ -35,6 +35,7 @@ JOIN_SHARE = 8
 
 OnTokens = Callable[[int, list[int]], None]
 OnEnd = Callable[[int, list[int]], None]
+OnError = Callable[[int, UserError], None]
 
 
 @dataclass
@@ -108,37 +109,33 @@ class Decoder:
         prefixes: PrefixCache | None = None,
         first_target: bool = True,
     ) -> None:
-        self.drafter = drafter
         self.sampling = sampling or Sampling()
         self.draft_sampling = draft_sampling or self.sampling
-        name, branches = type(drafter).__name__, drafter.branches
-        siblings = drafter.siblings(self.draft_sampling)
-        self.rule = make_rule(rule, self.sampling, name, branches, siblings)
-        self.policy = make_policy(policy, drafter.max_depth(gamma), name, branches)
+        self.usual = RowSettings(self.sampling, 0, stop, draft_sampling=self.draft_sampling)
+        parts = Parts.of(drafter, rule, policy, gamma)
+        parts.require_sampling([(self.sampling, self.draft_sampling)])
         if prefill_tokens < 1:
             raise UserError(f"prefill_tokens is {prefill_tokens}; expected at least 1")
-        self.lm = CachedLM(
-            model, captured_layers=drafter.captured_layers, pass_tokens=prefill_tokens
-        )
-        if self.policy.max_depth >= self.lm.max_positions:
-            raise UserError(
-                f"drafts of depth {self.policy.max_depth} do not fit into the target's context of "
-                f"{self.lm.max_positions} tokens, text included; choose a smaller gamma, "
-                "or a shallower tree"
-            )
-        self.processors = list(processors)
-        self.stop = stop
-        self.observers = list(observers)
-        self.prefixes, self.first_target = prefixes, first_target
+        self.lm = CachedLM(model, pass_tokens=prefill_tokens)
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        if drafter.vocab_size not in (None, self.vocab_size):
-            raise UserError(
-                f"{name} has a vocabulary of {drafter.vocab_size} tokens, but the target's has "
-                f"{self.vocab_size}; use a drafter made for this target. If the tokenizers are "
-                "the same and only the padding differs, open the drafter by its name "
-                "(`open_drafter`)"
-            )
+        parts.require_target(self.lm, self.vocab_size)
+        self.use(parts)
+        self.stop = stop
+        self.processors, self.observers = list(processors), list(observers)
+        self.prefixes, self.first_target = prefixes, first_target
         self.eos = np.array(sorted(eos_token_ids), dtype=np.int64)
+
+    def use(self, parts: Parts) -> None:
+        """Decode with these parts, which fit."""
+        self.parts, self.drafter, self.policy = parts, parts.drafter, parts.policy
+        self.rule = used_rule(parts.rule, self.sampling)
+        self.lm.capture(parts.drafter.captured_layers)
+
+    def rule_for(self, sampling: Sampling) -> Rule:
+        """The rule for rows that are drawn so. Exact match serves only if all are greedy."""
+        if sampling.greedy == self.sampling.greedy:
+            return self.rule
+        return used_rule(self.parts.rule, sampling)
 
     def decode(
         self,
@@ -195,18 +192,23 @@ class Decoding:
     prompts, max_new_tokens, row_ids: for a first `admit`. Without prompts, no row runs yet.
     seed: the random numbers of a row depend on the seed and on the row's id. With the row's index
         in a larger set as its id, its text is the same in any batch and whenever it joins, in
-        float32 (see `CounterRNG`).
+        float32 (see `CounterRNG`). Rows with settings of their own have their own seeds.
     on_tokens: called with (row, new tokens) as soon as they are final. on_end: called with (row,
         all new tokens) when a text has ended. A row's number is given by `admit`.
+    on_error: called with (row, error) when a row ends because its logits are NaN or processors mask
+        them all. It gets no token of that pass, and the others go on. None: the error is raised.
     rows, slots: memory to allocate from the start, for so many rows of so many tokens (see
         `Decoder.slots`). More is allocated when it is needed.
-    outputs: {row: its tokens so far}. steps: the passes so far. A service that runs on and on
-        deletes from both what it does not need; `result` needs all.
+    outputs: {row: its tokens so far}. logprobs: {row: one entry per token}, for rows that ask for
+        them; it has the new ones when `on_tokens` is called. errors: {row: why it failed}. steps:
+        the passes so far. A service that runs on and on deletes from all four what it does not
+        need; `result` needs all outputs and steps.
 
     A decoder and its drafter can run only one decode at a time. All calls come from one thread.
     Raises UserError if a prompt is empty, leaves no room for an answer or has ids outside the
-    vocabulary, if keys and values do not fit into memory, if logits are NaN, and if processors mask
-    all logits. An `admit` that raises leaves the running rows as they are.
+    vocabulary, if keys and values do not fit into memory, and, without `on_error`, if logits are
+    NaN or processors mask them all. An `admit` or a `set` that raises leaves the running rows as
+    they are.
     """
 
     def __init__(
@@ -219,14 +221,17 @@ class Decoding:
         row_ids: Sequence[int] | None = None,
         on_tokens: OnTokens | None = None,
         on_end: OnEnd | None = None,
+        on_error: OnError | None = None,
         rows: int = 0,
         slots: int = 0,
     ) -> None:
         self.clock = Clock(decoder.lm.device, Timing())
         self.decoder, self.seed = decoder, seed
-        self.on_tokens, self.on_end = on_tokens, on_end
+        self.on_tokens, self.on_end, self.on_error = on_tokens, on_end, on_error
         self.rows = Rows.none(decoder.lm.device)
         self.outputs: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[TokenLogprob]] = {}
+        self.errors: dict[int, UserError] = {}
         self.steps: list[Verification] = []
         self._admitted = 0
         self._features: Features | None = None  # the hidden states of the last pass
@@ -255,29 +260,27 @@ class Decoding:
     def admit(
         self,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         *,
         row_ids: Sequence[int] | None = None,
+        settings: RowSettings | Sequence[RowSettings] | None = None,
     ) -> list[int]:
         """Read prompts (token ids) and let them join. Returns the numbers of their rows: 0, 1, … in
         the order of all prompts so far.
 
-        The new rows are read apart from the running ones, and get their first token. row_ids: see
-        `Decoding`. Default: the rows' numbers.
+        The new rows are read apart from the running ones, and get their first token.
+        max_new_tokens, settings: one for all prompts, or one for each. settings None: the decoder's
+        own sampling and stop, and the seed of this decode. row_ids: see `Decoding`. Default: the
+        rows' numbers. Raises UserError also if the rule cannot judge drafts under these settings.
         """
-        decoder = self.decoder
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
-        require_prompts(prompts, decoder.lm.max_positions, decoder.vocab_size)
+        decoder, first = self.decoder, len(self.rows)
         self.clock.resume()
         numbers = np.arange(self._admitted, self._admitted + len(prompts))
-        longest = max(map(len, prompts))
-        capacity = max(decoder.slots(longest, max_new_tokens), self.rows.contexts.tokens.shape[1])
-        contexts = Contexts.of(prompts, capacity)
-        ends = np.minimum(contexts.lengths + max_new_tokens, decoder.lm.max_positions)
-        ids = np.asarray(numbers if row_ids is None else row_ids)
-        rng = CounterRNG(self.seed, to_device(ids, decoder.lm.device))
-        new, first = Rows(numbers, contexts, ends, rng), len(self.rows)
+        each = replace(decoder.usual, seed=self.seed) if settings is None else settings
+        new = new_rows(decoder, prompts, max_new_tokens, numbers, row_ids, each)
+        capacity = max(rows.contexts.tokens.shape[1] for rows in (new, self.rows))
+        for stop in new.own_stops() - self.rows.own_stops() - {decoder.stop}:
+            stop.start()
         decoder.lm.add_rows(len(new), capacity)
         try:
             verification, features = prefill(decoder, new, first)
@@ -287,6 +290,7 @@ class Decoding:
             raise
         self._admitted += len(new)
         self.outputs.update((number, []) for number in numbers.tolist())
+        self.logprobs.update((number, []) for number in numbers[new.logprobs >= 0].tolist())
         self.clock.mark("prefill")
         self._join(new, verification, features)
         self.clock.mark("draft_prefill")
@@ -325,17 +329,17 @@ class Decoding:
         depths = np.minimum(decoder.policy.depths(), rows.ends - contexts.lengths - 1)
         draft = self._draft(depths)
         clock.mark("draft")
-        start = contexts.lengths - 1
-        logits = self._forward(draft, start)
+        logits = decoder.lm.verify(contexts, draft)
         clock.mark("verify")
-        scores = Scores(logits, decoder.sampling, draft, contexts, decoder.processors)
-        decision = decoder.rule.decide(draft, scores, rows.rng)
+        scores = Scores(logits, rows.sampling, draft, contexts, decoder.processors)
+        decision = decoder.rule_for(rows.sampling).decide(draft, scores, rows.rng)
         verification = Verification.of(draft, scores, decision)
         verification.number = self._passes
         if not draft.is_chain:
-            decoder.lm.commit(start, verification.columns(), verification.accepted + 1)
+            kept = verification.accepted + 1
+            decoder.lm.commit(contexts.lengths - 1, verification.columns(), kept)
         self._commit(rows, verification, depths)
-        self._tell_drafter(verification, verification.accepted + 1)
+        self._tell_drafter(verification)
         for observer in decoder.observers:
             observer(verification)
         clock.mark("overhead")
@@ -347,6 +351,10 @@ class Decoding:
     def retire(self, verification: Verification, first: int = 0) -> None:
         """Hand out the new tokens of a pass over the rows from `first` on, and drop the rows whose
         text has ended."""
+        asked = self.rows.logprobs[first:]
+        if (asked >= 0).any():
+            for row, entries in token_logprobs(verification, asked).items():
+                self.logprobs[row] += entries
         for index, row in enumerate(verification.rows.tolist()):
             tokens = verification.block[index, : verification.emitted[index]].tolist()
             self.outputs[row] += tokens
@@ -356,7 +364,9 @@ class Decoding:
         if verification.ended.any():
             self._keep(np.append(np.ones(first, dtype=bool), ~verification.ended))
             for row in verification.rows[verification.ended].tolist():
-                if self.on_end:
+                if row in self.errors and self.on_error:
+                    self.on_error(row, self.errors[row])
+                elif self.on_end:
                     self.on_end(row, self.outputs[row])
         self.clock.mark("overhead")
 
@@ -368,13 +378,39 @@ class Decoding:
             raise UserError(f"row {row} does not run; expected one of {self.rows.numbers.tolist()}")
         self._keep(self.rows.numbers != row)
 
+    @torch.inference_mode()
+    def set(
+        self,
+        *,
+        drafter: Drafter | None = None,
+        policy: Part | Policy | None = None,
+    ) -> None:
+        """Exchange drafter or policy between two steps, as if the decoder was made with them.
+
+        What is None stays as it is. A new drafter reads the running texts; if it reads hidden
+        states, the target reads them once more. The policy of running rows begins again. A rule
+        that was not named is the default for the new drafts. Texts stay exact. Raises UserError as
+        `Decoder` does, and if the rule does not fit the settings of a running row.
+        """
+        decoder, rows = self.decoder, self.rows
+        parts = decoder.parts.remade(drafter, policy)
+        parts.require_sampling((x.sampling, x.drafts) for x in [decoder.usual, *rows.settings])
+        parts.require_target(decoder.lm, decoder.vocab_size)
+        self.clock.resume()
+        if len(rows):
+            features = start_drafter(decoder, rows, parts, fresh=drafter is not None)
+            parts.policy.start(len(rows))
+            if drafter is not None:
+                self._features, self._drafted = features, False
+        decoder.use(parts)
+        self.clock.mark("draft_prefill")
+
     def _keep(self, stays: np.ndarray) -> None:
         """Keep only these rows, bool [B]."""
         decoder, kept = self.decoder, compacted(stays)
-        if decoder.stop:
-            for row in self.rows.numbers[~stays].tolist():
-                decoder.stop.leave(row)
-        remember(decoder, self.rows.contexts, np.flatnonzero(~stays))
+        self.rows.leave(~stays)
+        sound = ~np.isin(self.rows.numbers, list(self.errors))
+        remember(decoder, self.rows.contexts, np.flatnonzero(~stays & sound))
         self.rows.keep(kept)
         self._keep_slots(kept)
         if len(kept):
@@ -413,45 +449,33 @@ class Decoding:
             self._drafted = True
         limits = Limits(depths, decoder.policy.stops if decoder.policy.watches else None)
         rows = self.rows
-        draft = decoder.drafter.draft(rows.contexts, limits, decoder.draft_sampling, rows.rng)
+        draft = decoder.drafter.draft(rows.contexts, limits, rows.draft_sampling, rows.rng)
         draft = draft.to(decoder.lm.device)
         draft.limit_depth(depths)
         return draft
 
-    def _forward(self, draft: Draft, start: np.ndarray) -> Tensor:
-        """One target pass over the last committed token, in slot start[b], and the draft: logits
-        [B, N+1, V]."""
-        lm = self.decoder.lm
-        last = np.take_along_axis(self.rows.contexts.tokens, start[:, None], axis=1)
-        ids = torch.cat([to_device(last, lm.device), draft.tokens], 1)
-        if draft.is_chain:
-            return lm.forward(ids, start)
-        # The root comes before all nodes, and every node may see it.
-        ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
-        ancestors[:, :, 0] = True
-        return lm.forward(ids, start, depth_BN=ancestors.sum(2) - 1, ancestors_BNM=ancestors)
-
     def _commit(self, rows: Rows, verification: Verification, depths: np.ndarray) -> None:
         """Append the emitted tokens to the texts of the rows, and complete the record of the pass.
-        Raises UserError for logits that give no token, and then changes nothing."""
-        contexts, draft = rows.contexts, verification.draft
+        A row whose logits give no token fails. Without `on_error`, this raises its error and
+        changes nothing."""
+        contexts = rows.contexts
         verification.rows = rows.numbers
         verification.contexts, verification.lengths = contexts, contexts.lengths
-        verification.require_usable()
-        verification.cut(rows.ends - contexts.lengths, self.decoder.eos, self.decoder.stop)
+        for index in np.flatnonzero(verification.broken).tolist():
+            error = verification.problem(index)
+            if self.on_error is None:
+                raise error
+            self.errors[int(rows.numbers[index])] = error
+        room = rows.ends - contexts.lengths
+        verification.cut(room, self.decoder.eos, rows.ignore_eos, rows.stops)
         contexts.append(verification.block, verification.emitted)
-        verification.depths, verification.drafted = depths, draft.sizes
-        verification.nodes_by_depth = draft.nodes_by_depth()
-        verification.width = 1 + draft.tokens.shape[1]
-        # A policy that stopped a draft has seen the logits of one more token.
-        depth = int(verification.nodes_by_depth.any(0).sum())
-        verification.draft_steps = max(depth, self.decoder.policy.watched)
+        verification.describe(depths, self.decoder.policy.watched)
 
-    def _tell_drafter(self, verification: Verification, counts: np.ndarray) -> None:
-        """Give the pass to the drafter, with the hidden states of the tokens that stay in the text,
-        counts[b] of those fed, int [B]."""
+    def _tell_drafter(self, verification: Verification) -> None:
+        """Give the pass to the drafter, with the hidden states of the tokens that stay."""
         if self.decoder.drafter.captured_layers:
             verification.previous_features = self._features
+            counts = verification.accepted + 1
             features = Features(self.decoder.lm.features, counts)
             self._features = features.at(verification.positions(), counts)
             verification.features = self._features

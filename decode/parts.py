@@ -3,19 +3,81 @@
 If the settings alone show that parts do not fit, the error comes before anything is loaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from decode.draft import Siblings
+from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.measure.costs import Costs
 from decode.policies import POLICIES, Policy
 from decode.registry import Choice, options_of
 from decode.rules import RULES, Rule, default_rule, require_fitting, used_rule
 from decode.sampling import Sampling
+from decode.target.cached_model import CachedLM
 from decode.trees import SHAPES, Shape
 
 Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A drafter, a rule and a draft-length policy that fit each other.
+
+    rule: as named. If all rows are greedy, exact match may replace it (`used_rule`). named: rule,
+    policy and γ as they were given.
+    """
+
+    drafter: Drafter
+    rule: Rule
+    policy: Policy
+    named: tuple[Part | Rule | None, Part | Policy | None, int]
+
+    @classmethod
+    def of(
+        cls, drafter: Drafter, rule: Part | Rule | None, policy: Part | Policy | None, gamma: int
+    ) -> "Parts":
+        """The arguments of `decode.loop.Decoder`. Raises UserError as `make_rule`, for greedy
+        sampling, and `make_policy` do."""
+        name, branches = type(drafter).__name__, drafter.branches
+        named = rule if isinstance(rule, Rule) else RULES.make(rule or default_rule(branches))
+        made = make_policy(policy, drafter.max_depth(gamma), name, branches)
+        return cls(drafter, named, made, (rule, policy, gamma))
+
+    def remade(self, drafter: Drafter | None, policy: Part | Policy | None) -> "Parts":
+        """The parts with another drafter or policy, as if they were made with it from the start."""
+        rule, last_policy, gamma = self.named
+        return Parts.of(drafter or self.drafter, rule, policy or last_policy, gamma)
+
+    @property
+    def draft_room(self) -> int:
+        """The max number of nodes in one row's draft."""
+        return self.drafter.max_nodes(self.policy.max_depth)
+
+    def require_sampling(self, drawn: Iterable[tuple[Sampling, Sampling]]) -> None:
+        """Raises UserError if the rule cannot judge the drafts for rows whose text and whose draft
+        are drawn so."""
+        name, branches = type(self.drafter).__name__, self.drafter.branches
+        for sampling, drafts in dict.fromkeys(drawn):
+            make_rule(self.rule, sampling, name, branches, self.drafter.siblings(drafts))
+
+    def require_target(self, lm: CachedLM, vocab_size: int) -> None:
+        """Raises UserError if the drafts do not fit into the target's context, or if the drafter
+        has another vocabulary."""
+        if self.policy.max_depth >= lm.max_positions:
+            raise UserError(
+                f"drafts of depth {self.policy.max_depth} do not fit into the target's context of "
+                f"{lm.max_positions} tokens, text included; choose a smaller gamma, "
+                "or a shallower tree"
+            )
+        if self.drafter.vocab_size not in (None, vocab_size):
+            raise UserError(
+                f"{type(self.drafter).__name__} has a vocabulary of {self.drafter.vocab_size} "
+                f"tokens, but the target's has {vocab_size}; use a drafter made for this target. "
+                "If the tokenizers are the same and only the padding differs, open the drafter by "
+                "its name (`open_drafter`)"
+            )
 
 
 def make_rule(

@@ -1,5 +1,6 @@
 """The target reads the prompts of new rows, apart from the rows that already decode."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -7,8 +8,10 @@ import torch
 
 from decode.device import to_device
 from decode.draft import Contexts, Draft
+from decode.parts import Parts
 from decode.rows import Rows
 from decode.sampling import CounterRNG
+from decode.target.cached_model import CachedLM
 from decode.target.hidden_states import Features
 from decode.target.prefix_cache import SHORTEST
 from decode.verification import Decision, Scores, Verification
@@ -27,9 +30,7 @@ def prefill(decoder: "Decoder", new: Rows, first: int) -> tuple[Verification, Fe
     """
     contexts, count, device = new.contexts, len(new), decoder.lm.device
     fed = contexts.lengths - (not decoder.first_target)
-    zeros = np.zeros(count, dtype=np.int64)
-    nothing = Draft.none(count, device)
-    logits, features = torch.zeros(count, 1, 1), None
+    logits, features = None, None
     if fed.any():
         start = reuse(decoder, contexts, fed, first)
         # Past the end of a row's prompt is padding. It needs slots too.
@@ -41,10 +42,10 @@ def prefill(decoder: "Decoder", new: Rows, first: int) -> tuple[Verification, Fe
         if decoder.drafter.captured_layers:
             features = Features(decoder.lm.features, fed)
     if not decoder.first_target:  # the first step verifies the first token like all others
-        scores = Scores(logits, decoder.sampling)
-        empty, broken = np.zeros((count, 0), dtype=np.int64), np.zeros(count, dtype=bool)
-        return Verification(nothing, scores, nothing.tokens, zeros, zeros, empty, broken), features
-    scores = Scores(logits, decoder.sampling, nothing, contexts, decoder.processors)
+        return Verification.of_nothing(new.numbers, contexts, device, logits), features
+    assert logits is not None
+    nothing = Draft.none(count, device)
+    scores = Scores(logits, new.sampling, nothing, contexts, decoder.processors)
     none = torch.zeros(count, dtype=torch.int64, device=device)
     token = scores.pick(new.rng.uniforms(CounterRNG.NEXT, 0, 1))[:, 0]
     decision = Decision(nothing.tokens, accepted=none, reached=none, next_token=token)
@@ -70,6 +71,64 @@ def reuse(decoder: "Decoder", contexts: Contexts, fed: np.ndarray, first: int) -
     known.reused += int(start.sum())
     known.read += int((fed - start).sum())
     return start
+
+
+def start_drafter(decoder: "Decoder", rows: Rows, parts: Parts, fresh: bool) -> Features | None:
+    """Make room for the drafts of other parts, which the decoder does not use yet. fresh: the
+    drafter is new, so it starts with the running texts.
+
+    Returns the hidden states that it got: those of the texts, except their last tokens. Raises
+    UserError if memory is missing. The parts in use can then go on.
+    """
+    lm, before = decoder.lm, rows.contexts.tokens.shape[1]
+    capacity = max(int(rows.ends.max()) + parts.draft_room, before)
+    lm.add_rows(0, capacity)
+    rows.widen(capacity)
+    if fresh:
+        features = read_again(lm, rows.contexts, parts.drafter.captured_layers)
+        parts.drafter.start(rows.contexts)
+        parts.drafter.observe(
+            Verification.of_nothing(rows.numbers, rows.contexts, lm.device, features=features)
+        )
+        return features
+    if capacity > before:  # no rows join, but all rows get more space
+        nothing = Verification.of_nothing(rows.numbers[:0], Contexts.of((), 0), lm.device)
+        parts.drafter.add_rows(rows.contexts, nothing)
+    return None
+
+
+def read_again(lm: CachedLM, contexts: Contexts, layers: Sequence[int]) -> Features | None:
+    """The hidden states of these layers for the running texts, except their last tokens: for a
+    drafter that was not there when they were read. None without layers, and if no text has two
+    tokens.
+
+    One text after the other is read in the slots of one more row. So the keys and values of the
+    running rows stay as they are, bit by bit. Raises UserError as `CachedLM.add_rows` and `capture`
+    do.
+    """
+    rows, counts = len(contexts.lengths), contexts.lengths - 1
+    width = int(counts.max(initial=0))
+    if not width or not layers:
+        return None
+    captured = lm.captured_layers
+    lm.capture(layers)
+    values: dict[int, torch.Tensor] = {}
+    start = np.zeros(1, dtype=np.int64)
+    try:
+        lm.add_rows(1, contexts.tokens.shape[1])
+        for row in np.flatnonzero(counts).tolist():
+            count = int(counts[row])
+            with lm.only(rows, rows + 1):
+                ids = to_device(contexts.tokens[row : row + 1, :count], lm.device)
+                lm.read(ids, start, counts[row : row + 1])
+            for layer, states in lm.features.items():
+                if layer not in values:
+                    values[layer] = states.new_zeros(rows, width, states.shape[2])
+                values[layer][row, :count] = states[0]
+    finally:
+        lm.keep_rows(torch.arange(rows, device=lm.device))
+        lm.captured_layers = captured
+    return Features(values, counts)
 
 
 def remember(decoder: "Decoder", contexts: Contexts, rows: np.ndarray) -> None:

@@ -1,9 +1,11 @@
-"""The rows that decode together: where each text is, how they join, and which place each one keeps.
+"""The rows that decode together: how each is decoded, how they join, which place each one keeps.
 
 Shapes: B rows, C tokens of space.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,30 +13,93 @@ import torch
 from decode.device import to_device
 from decode.draft import Contexts
 from decode.errors import UserError
-from decode.sampling import CounterRNG
+from decode.mixed_sampling import combined
+from decode.sampling import CounterRNG, Sampling
+from decode.text_stream import Stop
+
+if TYPE_CHECKING:
+    from decode.loop import Decoder
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How one row is decoded. Rows with different settings run in the same passes.
+
+    sampling: how its text is drawn. draft_sampling: how its drafts are drawn. None: as the text.
+    seed: a whole number of 64 bits. Its random numbers depend on it and on the row's id.
+    stop: ends the text, in addition to the EOS ids and the length limit. Rows may share one.
+    ignore_eos: an EOS id does not end the text.
+    logprobs: for each emitted token, give its log-probability and so many of the likeliest tokens
+        with theirs (`decode.logprobs`). None: give nothing.
+
+    Raises UserError for a seed or a number of log-probabilities outside these ranges.
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    stop: Stop | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    draft_sampling: Sampling | None = None
+
+    def __post_init__(self) -> None:
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed is {self.seed}; expected a whole number of 64 bits")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise UserError(
+                f"logprobs is {self.logprobs}; expected a whole number ≥ 0, or None for none"
+            )
+
+    @property
+    def drafts(self) -> Sampling:
+        """How its drafts are drawn."""
+        return self.draft_sampling or self.sampling
 
 
 class Rows:
-    """Rows with their texts, limits and random numbers.
+    """Rows with their texts, limits, random numbers and settings.
 
     numbers: int [B], the number of each row in its decode. A number is never used again.
     contexts: the committed texts. ends: int [B], the largest length of each text. rng: the random
-    numbers.
+    numbers. settings: all settings in use. kinds: int [B], which of them a row has.
+
+    From the settings: sampling, draft_sampling: those of all rows, as one object. ignore_eos: bool
+    [B]. logprobs: int [B], −1 for a row that asks for none. stops: of each row; empty if no row has
+    one.
     """
 
     def __init__(
-        self, numbers: np.ndarray, contexts: Contexts, ends: np.ndarray, rng: CounterRNG
+        self,
+        numbers: np.ndarray,
+        contexts: Contexts,
+        ends: np.ndarray,
+        rng: CounterRNG,
+        settings: Sequence[RowSettings],
+        kinds: np.ndarray,
     ) -> None:
         self.numbers, self.contexts, self.ends, self.rng = numbers, contexts, ends, rng
+        self._settle(list(settings), kinds)
 
     @classmethod
     def none(cls, device: torch.device) -> "Rows":
         nothing = np.zeros(0, dtype=np.int64)
         rng = CounterRNG(0, torch.zeros(0, dtype=torch.int64, device=device))
-        return cls(nothing, Contexts.of((), 0), nothing, rng)
+        return cls(nothing, Contexts.of((), 0), nothing, rng, [], nothing)
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def _settle(self, settings: list[RowSettings], kinds: np.ndarray) -> None:
+        """Take settings and compute what depends on them."""
+        self.settings, self.kinds = settings, kinds
+        self.sampling = combined([one.sampling for one in settings], kinds)
+        self.draft_sampling = combined([one.drafts for one in settings], kinds)
+        asked = [-1 if one.logprobs is None else one.logprobs for one in settings]
+        self.logprobs = np.array(asked, dtype=np.int64)[kinds]
+        self.ignore_eos = np.array([one.ignore_eos for one in settings], dtype=bool)[kinds]
+        self.stops: list[Stop | None] = []
+        if any(one.stop is not None for one in settings):
+            self.stops = [settings[kind].stop for kind in kinds.tolist()]
 
     def add(self, new: "Rows") -> None:
         """Append rows that join."""
@@ -45,12 +110,87 @@ class Rows:
         both.add_rows(new.contexts)
         self.contexts = both
         self.rng.add_rows(new.rng)
+        places = {one: place for place, one in enumerate(dict.fromkeys(self.settings))}
+        for one in new.settings:
+            places.setdefault(one, len(places))
+        kinds = [
+            np.array([places[one] for one in rows.settings], dtype=np.int64)[rows.kinds]
+            for rows in (self, new)
+        ]
+        self._settle(list(places), np.concatenate(kinds))
+
+    def widen(self, capacity: int) -> None:
+        """Make space for `capacity` tokens in each row, if there is less."""
+        missing = max(capacity - self.contexts.tokens.shape[1], 0)
+        tokens = np.pad(self.contexts.tokens, ((0, 0), (0, missing)))
+        # A new object: the last verification still refers to the old one.
+        self.contexts = Contexts(tokens, self.contexts.lengths)
 
     def keep(self, rows: np.ndarray) -> None:
         """Keep only these rows, int [B'], in this order."""
         self.numbers, self.ends = self.numbers[rows], self.ends[rows]
         self.contexts.keep_rows(rows)
         self.rng.keep_rows(to_device(rows, self.rng.device))
+        used, kinds = np.unique(self.kinds[rows], return_inverse=True)
+        self._settle([self.settings[kind] for kind in used], kinds)
+
+    def own_stops(self) -> set[Stop]:
+        """The stops of all rows."""
+        return {stop for stop in self.stops if stop is not None}
+
+    def leave(self, leaving: np.ndarray) -> None:
+        """Tell the stops of these rows, bool [B], that they leave."""
+        for index in np.flatnonzero(leaving).tolist() if self.stops else ():
+            stop = self.stops[index]
+            if stop is not None:
+                stop.leave(int(self.numbers[index]))
+
+
+def new_rows(
+    decoder: "Decoder",
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    numbers: np.ndarray,
+    ids: Sequence[int] | None,
+    settings: RowSettings | Sequence[RowSettings],
+) -> Rows:
+    """The rows of new prompts (token ids), with space for their texts and drafts.
+
+    numbers: int [B]. ids: of each row, for its random numbers. None: the numbers.
+    max_new_tokens, settings: one for all, or one for each prompt. Raises UserError as
+    `require_prompts` does, for another number of limits or settings than prompts, for a limit below
+    1, for more log-probabilities than tokens, and if the rule cannot judge the drafts of a row.
+    """
+    count, device = len(prompts), decoder.lm.device
+    limits = [max_new_tokens] if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    each = [settings] if isinstance(settings, RowSettings) else list(settings)
+    if min(limits, default=1) < 1:
+        raise UserError(f"max_new_tokens is {min(limits)}; expected at least 1")
+    require_prompts(prompts, decoder.lm.max_positions, decoder.vocab_size)
+    for name, values, one in (
+        ("max_new_tokens", limits, isinstance(max_new_tokens, int)),
+        ("settings", each, isinstance(settings, RowSettings)),
+    ):
+        if len(values) != count and not one:
+            raise UserError(
+                f"there are {len(values)} {name} for {count} prompts; expected one for each, "
+                "or one for all"
+            )
+    asked = max((one.logprobs or 0 for one in each), default=0)
+    if asked > decoder.vocab_size:
+        raise UserError(
+            f"logprobs is {asked}; expected at most {decoder.vocab_size}, the tokens of the target"
+        )
+    decoder.parts.require_sampling((one.sampling, one.drafts) for one in each)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    ends = np.minimum(lengths + np.array(limits), decoder.lm.max_positions)
+    contexts = Contexts.of(prompts, decoder.slots(int(ends.max()), 0))
+    identities = to_device(np.asarray(numbers if ids is None else ids, dtype=np.int64), device)
+    if len(each) == 1:
+        rng = CounterRNG(each[0].seed, identities)
+        return Rows(numbers, contexts, ends, rng, each, np.zeros(count, dtype=np.int64))
+    seeds = to_device(np.array([one.seed for one in each], dtype=np.int64), device)
+    return Rows(numbers, contexts, ends, CounterRNG(seeds, identities), each, np.arange(count))
 
 
 def compacted(stays: np.ndarray) -> np.ndarray:

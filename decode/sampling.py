@@ -58,6 +58,25 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def warmed(self) -> "Sampling":
+        """The same, but temperature 1 without filters where it is greedy, which has no
+        probabilities."""
+        return Sampling(temperature=1.0) if self.greedy else self
+
+    @property
+    def penalises(self) -> bool:
+        """Whether there is a repetition penalty."""
+        return self.repetition_penalty != 1
+
+    def penalty(self, device: torch.device) -> float | Tensor:
+        """The repetition penalty of all rows, or float32 [B, 1, 1] on this device."""
+        return self.repetition_penalty
+
+    def at(self, rows: Tensor) -> "Sampling":
+        """For tensors whose row i is drawn as row rows[i], int64 [n]."""
+        return self
+
     def probs(self, logits: Tensor) -> Tensor:
         """float32 [..., V]: the distribution that tokens are drawn from. Undefined if greedy."""
         flat = logits.reshape(-1, logits.shape[-1])
@@ -253,9 +272,11 @@ class CounterRNG:
     # Drafting, accepting and drawing the next token must be independent of each other.
     DRAFT, ACCEPT, NEXT, TEXT = 0, 1, 2, 3
 
-    def __init__(self, seed: int, rows: Tensor) -> None:
-        """rows: int64 [B], the identity of each row, such as the index of its prompt in the set."""
-        self._keys = _mix(_mix(torch.full_like(rows, seed)) ^ (rows + 1))
+    def __init__(self, seed: int | Tensor, rows: Tensor) -> None:
+        """rows: int64 [B], the identity of each row, such as the index of its prompt in the set.
+        seed: of all rows, or int64 [B]."""
+        seeds = seed if isinstance(seed, Tensor) else torch.full_like(rows, seed)
+        self._keys = _mix(_mix(seeds) ^ (rows + 1))
         # On the device, so that a traced step is the same in every round.
         self._rounds = torch.zeros_like(rows)
         self._lengths = torch.zeros_like(rows)

@@ -187,6 +187,28 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 @dataclass
+class Judged:
+    """Draft tokens of one pass by row and position, int [B, D]: drafted, reached and accepted ones.
+    A row whose text ended in this pass has none deeper than the tokens it emitted."""
+
+    drafted: np.ndarray
+    reached: np.ndarray
+    accepted: np.ndarray
+
+    @classmethod
+    def of(cls, verification: Verification) -> "Judged":
+        emitted, depth = verification.emitted, verification.nodes_by_depth.shape[1]
+        positions = np.arange(depth)[None, :]
+        inside = positions < np.where(verification.ended, emitted, depth)[:, None]
+        accepted = np.minimum(verification.accepted, emitted)
+        return cls(
+            verification.nodes_by_depth * inside,
+            (positions < verification.reached[:, None]) & inside,
+            positions < accepted[:, None],
+        )
+
+
+@dataclass
 class Tally:
     """Counts of B rows, one verification pass after the other."""
 
@@ -207,22 +229,17 @@ class Tally:
         self.by_accepted = np.zeros((self.rows, self.depth + 1), dtype=np.int64)
 
     def add(self, verification: Verification) -> None:
-        """Count one pass.
-
-        A row whose text ended in this pass counts no positions deeper than the tokens it emitted.
-        """
+        """Count one pass."""
         rows, emitted = verification.rows, verification.emitted
-        depth = verification.nodes_by_depth.shape[1]
+        judged = Judged.of(verification)
+        depth = judged.drafted.shape[1]
         self._grow(depth)
-        positions = np.arange(depth)[None, :]
-        inside = positions < np.where(verification.ended, emitted, depth)[:, None]
-        accepted = np.minimum(verification.accepted, emitted)
         self.steps[rows] += 1
         self.emitted[rows] += emitted
-        self.drafted[rows, :depth] += verification.nodes_by_depth * inside
-        self.reached[rows, :depth] += (positions < verification.reached[:, None]) & inside
-        self.accepted[rows, :depth] += positions < accepted[:, None]
-        self.by_accepted[rows, accepted] += 1
+        self.drafted[rows, :depth] += judged.drafted
+        self.reached[rows, :depth] += judged.reached
+        self.accepted[rows, :depth] += judged.accepted
+        self.by_accepted[rows, np.minimum(verification.accepted, emitted)] += 1
 
     def row(self, row: int) -> Counts:
         """The counts of one row up to now."""

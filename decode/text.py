@@ -221,23 +221,29 @@ class SpeculativeGenerator:
             thread.join()
 
     def tokens(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt."""
-        if isinstance(prompt, str):
-            ids: list[int] = self.tokenizer(prompt).input_ids
-            return ids
-        if not len(prompt) or not isinstance(prompt[0], Mapping):
-            return [int(cast(int, token)) for token in prompt]
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise UserError(
-                "the tokenizer has no chat template to format messages; give the prompt as text"
-            )
-        try:
-            written: list[int] = self.tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except TemplateError as error:
-            raise UserError(f"the chat template refuses these messages: {error}") from error
-        return written
+        """The token ids of a prompt, as `prompt_ids` makes them."""
+        return prompt_ids(prompt, self.tokenizer)
+
+
+def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids of a prompt. Messages get the chat template, and the beginning of an answer.
+    Raises UserError if the tokenizer has no template, or if the template refuses the messages."""
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer(prompt).input_ids
+        return ids
+    if not len(prompt) or not isinstance(prompt[0], Mapping):
+        return [int(cast(int, token)) for token in prompt]
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "the tokenizer has no chat template to format messages; give the prompt as text"
+        )
+    try:
+        written: list[int] = tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except TemplateError as error:
+        raise UserError(f"the chat template refuses these messages: {error}") from error
+    return written
 
 
 class _Closed(Exception):

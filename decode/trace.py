@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.sampling import Sampling
 from decode.verification import Verification
 
 
@@ -26,9 +25,8 @@ def drafted_tokens(verification: Verification) -> list[list[DraftedToken]]:
     Greedy decoding has no p, so p at temperature 1 is shown.
     """
     draft, scores = verification.draft, verification.scores
-    sampling = Sampling(temperature=1.0) if scores.sampling.greedy else scores.sampling
     positions = draft.parent_rows()
-    p_all = sampling.probs(scores.logits).gather(
+    p_all = scores.sampling.warmed.probs(scores.logits).gather(
         1, positions[..., None].expand(-1, -1, scores.logits.shape[2])
     )
     p = p_all.gather(2, draft.tokens[..., None])[..., 0].tolist()

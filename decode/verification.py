@@ -38,7 +38,7 @@ class Scores:
     ) -> None:
         self.raw = logits
         self.sampling = sampling
-        if sampling.repetition_penalty != 1 or processors:
+        if sampling.penalises or processors:
             assert draft is not None
             assert contexts is not None
             ancestors = draft.ancestors()
@@ -46,8 +46,8 @@ class Scores:
             root = ancestors.new_zeros(len(ancestors), 1, ancestors.shape[2])
             before = torch.cat([root, ancestors], 1)  # [B, R, N]
             text = (contexts.tokens, contexts.lengths, draft.tokens, before)
-            if sampling.repetition_penalty != 1:
-                logits = penalise(logits, tokens_before(*text), sampling.repetition_penalty)
+            if sampling.penalises:
+                logits = penalise(logits, tokens_before(*text), sampling.penalty(logits.device))
             if processors:
                 logits = process(processors, logits, *text)
         self.logits = logits
@@ -63,6 +63,10 @@ class Scores:
         """float32 [B, V]: the distribution at one position of each row, int64 [B]. A tree has many
         more positions than a walk through it visits."""
         return self.sampling.probs(self.logits_at(positions))
+
+    def probs_of(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """float32 [n, V]: the distributions at some positions of some rows, int64 [n] each."""
+        return self.sampling.at(rows).probs(self.logits[rows, positions])
 
     def logits_at(self, positions: Tensor) -> Tensor:
         """[B, V]: the processed logits at one position of each row, int64 [B]."""
@@ -138,12 +142,13 @@ class Verification:
     The loop adds the outcome:
 
     number: the number of the pass. 0 is the prefill: the verification of an empty draft.
-    rows: int [B], the prompt of each row.
+    rows: int [B], the number of each row: without rows that join later, its prompt.
     contexts: the committed texts, which already end with the emitted tokens.
     lengths: int [B], the length of each text before the pass.
     depths: int [B], the max depth allowed for each draft. drafted: int [B], nodes drafted.
         nodes_by_depth: int [B, D'], how many of them at depth 1, 2, ….
     emitted: int [B], how many tokens of the block the text got. ended: bool [B], whether it ended.
+        A broken row has accepted = reached = emitted = 0, and ends.
     width: tokens fed per row. draft_steps: passes of the drafter.
     features: the target's hidden states of the tokens fed and kept, if the drafter captures layers.
         previous_features: those of the pass before. They end with the text's second-to-last token,
@@ -192,6 +197,26 @@ class Verification:
         broken = host[:, 3].astype(bool)
         return cls(draft, scores, decision.path, kept, host[:, 1], block, broken, nodes)
 
+    @classmethod
+    def of_nothing(
+        cls,
+        rows: np.ndarray,
+        contexts: Contexts,
+        device: torch.device,
+        logits: Tensor | None = None,
+        features: Features | None = None,
+    ) -> "Verification":
+        """The record of a pass that drafted, judged and emits nothing, for these rows, int [B], and
+        their texts."""
+        count = len(rows)
+        draft, zeros = Draft.none(count, device), np.zeros(count, dtype=np.int64)
+        scores = Scores(torch.zeros(count, 1, 1) if logits is None else logits, Sampling())
+        no = np.zeros(count, dtype=bool)
+        record = cls(draft, scores, draft.tokens, zeros, zeros, zeros[:, None][:, :0], no)
+        record.rows, record.contexts, record.lengths = rows, contexts, contexts.lengths
+        record.emitted, record.ended, record.features = zeros, no, features
+        return record
+
     @property
     def next_token(self) -> np.ndarray:
         """int64 [B]: the token after the accepted ones."""
@@ -206,29 +231,49 @@ class Verification:
         """`positions` on the host: the columns of the last forward that stay in the cache."""
         return _positions(torch.as_tensor(self.nodes))
 
-    def cut(self, room: np.ndarray, eos: np.ndarray, stop: Stop | None) -> None:
+    def cut(
+        self,
+        room: np.ndarray,
+        eos: np.ndarray,
+        ignore_eos: np.ndarray,
+        stops: Sequence[Stop | None] = (),
+    ) -> None:
         """Set `emitted` and `ended`: a text ends inside the block after one of the ids `eos`, int64
-        [n], where `stop` says so, or with its last token of `room`, int [B]."""
+        [n], except in the rows `ignore_eos`, bool [B], where the row's stop says so, or with its
+        last token of `room`, int [B]. A broken row gets nothing and ends."""
         block = self.block
+        if self.broken.any():
+            self.accepted = np.where(self.broken, 0, self.accepted)
+            self.reached = np.where(self.broken, 0, self.reached)
         emitted = np.minimum(np.minimum(self.accepted + 1, block.shape[1]), room)
+        emitted = np.where(self.broken, 0, emitted)
         inside = np.arange(block.shape[1])[None, :] < emitted[:, None]
-        is_eos = np.isin(block, eos) & inside
+        is_eos = np.isin(block, eos) & inside & ~ignore_eos[:, None]
         ended = is_eos.any(1)
         emitted = np.where(ended, is_eos.argmax(1) + 1 if is_eos.size else 0, emitted)
-        ended = ended | (emitted == room)
-        if stop:
-            for index, row in enumerate(self.rows.tolist()):
-                kept = stop.cut(row, block[index, : emitted[index]].tolist())
-                if kept is not None:
-                    emitted[index], ended[index] = kept, True
+        ended = ended | (emitted == room) | self.broken
+        for index, stop in enumerate(stops):
+            if stop is None or self.broken[index]:
+                continue
+            tokens = block[index, : emitted[index]].tolist()
+            kept = stop.cut(int(self.rows[index]), tokens)
+            if kept is not None:
+                emitted[index], ended[index] = kept, True
         self.emitted, self.ended = emitted, ended
 
-    def require_usable(self) -> None:
-        """Raise UserError if a row is broken. The message describes the first broken row, and says
-        whether the model or a logits processor is the cause."""
-        if not self.broken.any():
-            return
-        row = int(self.broken.argmax())
+    def describe(self, depths: np.ndarray, watched: int) -> None:
+        """Set the figures of the draft. depths: int [B], the max depth allowed. watched: see
+        `Policy`."""
+        draft = self.draft
+        self.depths, self.drafted = depths, draft.sizes
+        self.nodes_by_depth = draft.nodes_by_depth()
+        self.width = 1 + draft.tokens.shape[1]
+        # A policy that stopped a draft has seen the logits of one more token.
+        self.draft_steps = max(int(self.nodes_by_depth.any(0).sum()), watched)
+
+    def problem(self, row: int) -> UserError:
+        """The error of a broken row: it says whether the model or a logits processor is the
+        cause. row: an index. Call it before `cut`."""
         where = (
             f"in step {self.number} ({'verification' if self.number else 'prefill'}) for prompt "
             f"{self.rows[row]}, after {self.lengths[row]} tokens of text"
@@ -236,11 +281,11 @@ class Verification:
         on_path = self.positions()[row, : int(self.accepted[row]) + 1]
         if not self.scores.raw[row, on_path].amax(-1).isfinite().all():
             dtype = str(self.scores.raw.dtype).removeprefix("torch.")
-            raise UserError(
+            return UserError(
                 f"the target's logits are NaN or infinite {where}; check its weights, or use a "
                 f"dtype with more range than {dtype}"
             )
-        raise UserError(
+        return UserError(
             f"the logits processors mask all tokens {where}; at least one logit must be finite: "
             "remove the processor that masks them all, or let it keep a token"
         )

@@ -100,7 +100,11 @@ def test_a_right_import_is_not(source: str) -> None:
 # Run by the Python of an inference engine's own environment, which `make engine-NAME` installs.
 CHILDREN = {"train/export/engines/vllm_child.py", "train/export/engines/openvino_child.py"}
 # Extras that a part of the repository needs beside the dependencies.
-EXTRAS = {"train": ["deepspeed"], "benchmarks": ["benchmarks"], "tests": ["deepspeed", "dev"]}
+EXTRAS = {
+    "train": ["deepspeed", "serve"],
+    "benchmarks": ["benchmarks"],
+    "tests": ["deepspeed", "dev", "serve"],
+}
 # Used without being imported: accelerate starts the tracker.
 NOT_IMPORTED = {"tensorboard"}
 
@@ -159,7 +163,7 @@ def test_lower_bounds_are_those_that_are_tried() -> None:
     }
     bounds = {
         name: [Version(part.version) for part in requirement.specifier if part.operator == ">="]
-        for name, requirement in declared("deepspeed").items()
+        for name, requirement in declared("deepspeed", "serve").items()
     }
     assert all(len(found) == 1 for found in bounds.values())
     assert bounds == {name: [pins[name]] for name in bounds}

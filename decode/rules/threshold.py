@@ -3,7 +3,7 @@
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.rules import RULES, Rule
-from decode.sampling import CounterRNG, Sampling
+from decode.sampling import CounterRNG
 from decode.verification import Decision, Scores
 
 
@@ -26,8 +26,7 @@ class Threshold(Rule):
         self.threshold = threshold
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
-        sampling = Sampling(temperature=1.0) if scores.sampling.greedy else scores.sampling
-        judged = sampling.probs(scores.logits[:, :-1])
+        judged = scores.sampling.warmed.probs(scores.logits[:, :-1])
         p_x = judged.gather(2, draft.tokens[..., None])[..., 0]
         accepted = ((p_x >= self.threshold) & draft.valid()).long().cumprod(1).sum(1)
         uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]

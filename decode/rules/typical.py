@@ -64,7 +64,7 @@ class TypicalAcceptance(Rule):
             row, node = ((depth.gather(1, above) == level) & valid).nonzero(as_tuple=True)
             parent = above[row, node]
             flat, which = (row * (nodes + 1) + parent).unique(return_inverse=True)
-            p = scores.sampling.probs(scores.logits.flatten(0, 1)[flat])
+            p = scores.probs_of(flat // (nodes + 1), flat % (nodes + 1))
             p_x = p[which, draft.tokens[row, node]]
             stays = p_x > self._bound(p)[which]
             row, node, parent = row[stays], node[stays], parent[stays]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.device import to_device
+from decode.draft import Contexts, Draft
 from decode.errors import UserError
 from decode.target.hidden_states import captured_modules, layer_list_name
 from decode.target.lean_forward import LONGEST_CHAIN, AttentionMask
@@ -112,8 +113,7 @@ class CachedLM:
         trial: bool = False,
     ) -> None:
         self.model = model
-        self.captured_layers = tuple(captured_layers)
-        captured_modules(model, captured_layers)  # raises for a layer that the model lacks
+        self.capture(captured_layers)
         self.forward_pass = prepare(model)
         self.features: Mapping[int, Tensor] = {}
         self.device = input_device(model)
@@ -123,6 +123,11 @@ class CachedLM:
         self._slots: Slots | None = None
         self.pass_tokens = pass_tokens
         self._trial = trial
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """Capture these layers from now on. Raises UserError for a layer that the model lacks."""
+        captured_modules(self.model, layers)
+        self.captured_layers = tuple(layers)
 
     def reset(self, rows: int, capacity: int) -> None:
         """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots` and
@@ -218,6 +223,19 @@ class CachedLM:
             self.captured_layers,
         )
         return result
+
+    def verify(self, contexts: Contexts, draft: Draft) -> Tensor:
+        """One pass over the last committed token of each text and the N nodes of its draft: logits
+        [B, N+1, V]."""
+        start = contexts.lengths - 1
+        last = np.take_along_axis(contexts.tokens, start[:, None], axis=1)
+        ids = torch.cat([to_device(last, self.device), draft.tokens], 1)
+        if draft.is_chain:
+            return self.forward(ids, start)
+        # The root comes before all nodes, and every node may see it.
+        ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
+        ancestors[:, :, 0] = True
+        return self.forward(ids, start, depth_BN=ancestors.sum(2) - 1, ancestors_BNM=ancestors)
 
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].

@@ -112,9 +112,9 @@ class Growth(ABC):
     def _penalised(self, logits: Tensor, count: int) -> Tensor:
         """Applies the repetition penalty, if there is one, to logits [B, n, V'] after the last
         `count` fed nodes (0: after the root). Penalised logits are float32."""
-        penalty = self.sampling.repetition_penalty
-        if penalty == 1:
+        if not self.sampling.penalises:
             return logits
+        penalty = self.sampling.penalty(logits.device)
         if count:
             on_path = self.on_path(count)
         else:

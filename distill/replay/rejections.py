@@ -128,6 +128,7 @@ class Collector:
         # A text ends at its first EOS, even if tokens after it were accepted.
         is_eos = np.isin(verification.block, self._eos)
         emitted = (columns <= accepted[:, None]) & (is_eos.cumsum(1) - is_eos == 0)
+        emitted &= ~verification.broken[:, None]
         # The position after the accepted tokens is a rejection if one more token was judged.
         rejected = (
             emitted & (columns == accepted[:, None]) & (verification.reached > accepted)[:, None]

@@ -1,4 +1,4 @@
-"""The command line: `draftsmith train | evaluate | generate | export | inspect` and more."""
+"""The command line: `draftsmith train | evaluate | generate | export | serve` and more."""
 
 import typer
 
@@ -6,6 +6,7 @@ from train.cli.calibrate import calibrate, calibrate_tree
 from train.cli.doctor import doctor
 from train.cli.drafter_commands import coverage, evaluate, generate, inspect
 from train.cli.export import export
+from train.cli.serve import serve
 from train.cli.train import train
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ for command in (
     coverage,
     inspect,
     export,
+    serve,
     doctor,
 ):
     app.command()(command)

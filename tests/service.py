@@ -1,0 +1,134 @@
+"""A service over a tiny model, on a loopback port, for tests."""
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from decode.drafters import Drafter
+from decode.drafters.ngram import NgramDrafter
+from decode.loop import Decoder
+from decode.settings import DecodeSettings
+from decode.target.loading import Target
+from decode.text import prompt_ids
+from train.serve.api import Service
+from train.serve.engine import Engine
+from train.serve.requests import Bounds, Choice, Request
+from train.serve.server import Server, bind, make_service
+
+MODEL = "tiny-llama"
+LONG = 200  # tokens: a text that is still decoding when a test looks
+
+
+@dataclass
+class Running:
+    """A service with its server, and the requests that its engine has taken."""
+
+    service: Service
+    server: Server
+    url: str
+    requests: list[Request]
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine
+
+    def client(self) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=60)
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of all series: name, with labels other than the model's, and value."""
+        with self.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        plain = f'model_name="{MODEL}"'
+        return {
+            re.sub(f",?{plain},?", "", name).replace("{}", ""): float(value)
+            for name, _, value in samples
+        }
+
+    def until_idle(self) -> None:
+        """Wait until no text waits or runs."""
+        until(lambda: self.engine.held == 0)
+
+    def texts(self) -> list[Choice]:
+        return [choice for request in self.requests for choice in request.choices]
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for a condition. Raises TimeoutError."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serving(
+    target: Target,
+    drafter: Drafter | None = None,
+    settings: DecodeSettings | None = None,
+    *,
+    drain_seconds: float = 30,
+    api_key: str | None = None,
+    max_tokens: int | None = None,
+    **bounds: Any,
+) -> Iterator[Running]:
+    """A service on a free port of the loopback, whose server runs in a thread."""
+    service = make_service(
+        target,
+        drafter or NgramDrafter(1, 2),
+        settings or DecodeSettings(gamma=3),
+        Bounds(**bounds),
+        drafter_name="ngram",
+        api_key=api_key,
+        max_tokens=max_tokens,
+    )
+    requests: list[Request] = []
+    submit = service.engine.submit
+
+    def recorded(request: Request) -> None:
+        submit(request)
+        requests.append(request)
+
+    service.engine.submit = recorded  # type: ignore[method-assign]
+    server = Server(service, drain_seconds)
+    bound = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield Running(service, server, f"http://127.0.0.1:{bound.getsockname()[1]}", requests)
+    finally:
+        service.engine.drain(0)
+        service.engine.join(30)
+        thread.join(30)
+        bound.close()
+        assert not service.engine.alive
+        assert not thread.is_alive()
+
+
+def alone(
+    target: Target, prompt: Any, limit: int, settings: DecodeSettings | None = None, **options: Any
+) -> list[int]:
+    """The tokens that the decode gives without the service."""
+    settings = settings or DecodeSettings(gamma=3)
+    decoder: Decoder = settings.decoder(target, NgramDrafter(1, 2))[0]
+    return decoder.decode([prompt_ids(prompt, target.tokenizer)], limit, **options).outputs[0]
+
+
+def chat(content: str, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
+
+
+def events(lines: Iterator[str]) -> list[Any]:
+    """The events of a stream. [DONE] stays a text."""
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [event if event == "[DONE]" else json.loads(event) for event in data]

@@ -1,0 +1,368 @@
+"""Rows with settings of their own in one running decode, as a service needs them.
+
+Each text is the one that its row has alone, in a decoder made with these settings.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode.drafters import DRAFTERS, Drafter
+from decode.errors import UserError
+from decode.loop import Decoder, Decoding
+from decode.mixed_sampling import MixedSampling, combined
+from decode.rows import RowSettings
+from decode.sampling import Sampling
+from decode.target.prefix_cache import PrefixCache
+from decode.text_stream import StopStrings
+from tests.lossless import LONGER, fit_texts, longer_model, small_lm
+from tests.test_joining import ARRIVALS, EOS, KINDS, LIMITS, NEW, PROMPTS, decoder
+from tests.test_processors import Broken
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SAMPLINGS = [
+    Sampling(1.0, top_p=0.98),
+    Sampling(),
+    Sampling(0.7, top_k=3),
+    Sampling(1.0, top_p=0.98),
+    Sampling(repetition_penalty=1.5),
+    Sampling(1.3, min_p=0.1),
+    Sampling(),
+    Sampling(0.9, repetition_penalty=1.3),
+]
+SETTINGS = [RowSettings(sampling, seed=90 - row) for row, sampling in enumerate(SAMPLINGS)]
+
+
+def alone(drafter: Drafter, **options: Any) -> list[list[int]]:
+    """The texts of all rows, each in a decoder with its sampling."""
+    texts = []
+    for row, (prompt, one) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
+        which = decoder(drafter, sampling=one.sampling, **options)
+        run = which.decode([prompt], LIMITS[row], row_ids=[row], seed=one.seed)
+        texts += run.outputs
+    return texts
+
+
+def finish(decoding: Decoding) -> dict[int, list[int]]:
+    while not decoding.finished:
+        decoding.step()
+    return decoding.outputs
+
+
+def mixed(which: Decoder, settings: Sequence[RowSettings] = SETTINGS) -> Decoding:
+    """All prompts with their settings, joining at different steps."""
+    decoding = Decoding(which, seed=3)
+    for wait, count in ARRIVALS:
+        for _ in range(wait):
+            if not decoding.finished:
+                decoding.step()
+        rows = slice(len(decoding.outputs), len(decoding.outputs) + count)
+        decoding.admit(PROMPTS[rows], LIMITS[rows], settings=settings[rows])
+    finish(decoding)
+    return decoding
+
+
+@pytest.mark.parametrize("usual", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_does_not_depend_on_the_settings_of_other_rows(kind: str, usual: Sampling) -> None:
+    """Whatever the decoder's own sampling is, which only rows without settings use."""
+    drafter = KINDS[kind]()
+    run = mixed(decoder(drafter, sampling=usual))
+    expected = alone(drafter)
+    assert run.result().outputs == expected
+    plain = alone(DRAFTERS["none"]())
+    assert all(expected[row] == plain[row] for row in (1, 4, 6))
+    # Rows side by side, and drafts that are accepted: or nothing was tried.
+    assert max(len(step.rows) for step in run.steps) > 3
+    assert kind == "none" or run.result().counts.accepted.sum() > 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("chain", "exact"),
+        ("chain", "block"),
+        ("tree", "traversal"),
+        ("tree", "typical"),
+        ("chain", "top_k"),
+        ("chain", "threshold"),
+    ],
+)
+def test_rules_see_each_row_with_its_settings(kind: str, rule: str) -> None:
+    drafter = KINDS[kind]()
+    run = mixed(decoder(drafter, rule=rule))
+    assert run.result().outputs == alone(drafter, rule=rule)
+
+
+def test_the_sampling_of_one_row_for_all_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control."""
+    drafter = KINDS["chain"]()
+    expected = alone(drafter)
+    monkeypatch.setattr(
+        "decode.rows.combined", lambda settings, kinds: (settings or [Sampling()])[0]
+    )
+    assert mixed(decoder(drafter)).result().outputs != expected
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_mixed_rows_have_the_targets_distributions(kind: str) -> None:
+    samplings = [Sampling(1.0, top_p=0.98), Sampling(0.8, repetition_penalty=1.6), Sampling(0.6)]
+    which = decoder(
+        KINDS[kind](), gamma=LONGER.gamma, eos_token_ids=EOS, sampling=Sampling(), rule=None
+    )
+    decoding = Decoding(which)
+    total, size = 12_000, 3000
+    for begin in range(0, total, size):
+        rows = range(begin, begin + size)
+        # Every fourth row is greedy. The others are drawn in three ways, after three prompts.
+        ways = [Sampling(), *samplings]
+        settings = [RowSettings(ways[row % 4], seed=row) for row in rows]
+        prompts = [LONGER.prompts[row // 4 % 3] for row in rows]
+        decoding.admit(prompts, LONGER.new, settings=settings)
+        decoding.step()
+    finish(decoding)
+    outputs = [decoding.outputs[row] for row in range(total)]
+    for place, sampling in enumerate(samplings):
+        found = fit_texts(outputs[place + 1 :: 4], replace(LONGER, sampling=sampling))
+        assert found.passes, (sampling, found)
+        assert found.df > 40
+        wrong = replace(LONGER, sampling=samplings[place - 1])
+        assert not fit_texts(outputs[place + 1 :: 4], wrong).passes
+    plain = decoder(DRAFTERS["none"](), eos_token_ids=EOS).decode(LONGER.prompts, LONGER.new)
+    assert outputs[::4] == [plain.outputs[row % 3] for row in range(total // 4)]
+
+
+def test_equal_settings_are_one_plain_sampling() -> None:
+    kinds = np.array([0, 1, 1, 0])
+    assert combined([Sampling(0.5), Sampling(0.5)], kinds) == Sampling(0.5)
+    assert combined([Sampling(0.5), Sampling()], kinds * 0) == Sampling(0.5)
+    found = combined([Sampling(0.5), Sampling()], kinds)
+    assert isinstance(found, MixedSampling)
+    assert not found.greedy
+    assert found.at(torch.tensor([1, 2])) == Sampling()
+    assert found != combined([Sampling(0.5), Sampling()], kinds)
+
+
+def test_a_row_has_its_own_stop_and_end() -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("llama")
+    prompts = [[5, 17, 250], [7], [30] * 9, [11, 12, 13]]
+    plain = Decoder(model, DRAFTERS["none"]()).decode(prompts, 16).outputs
+    eos = plain[0][4]
+    stops = [StopStrings(tokenizer, tokenizer.decode(text[9:11])) for text in plain]
+    which = Decoder(model, DRAFTERS["ngram"](), eos_token_ids=[eos], stop=stops[0])
+    settings = [
+        RowSettings(),
+        RowSettings(ignore_eos=True, stop=stops[1]),
+        RowSettings(ignore_eos=True),
+        RowSettings(stop=stops[1]),
+    ]
+    decoding = Decoding(which)
+    # One prompt with all settings, and once with the decoder's own stop.
+    for setting in settings:
+        decoding.admit(prompts[:2], [16, 15], settings=setting)
+        decoding.step()
+    decoding.admit(prompts[:2], 16)
+    outputs = finish(decoding)
+    for begin, setting in enumerate([*settings, RowSettings(stop=stops[0])]):
+        for row in (0, 1):
+            ends = () if setting.ignore_eos else (eos,)
+            one = Decoder(model, DRAFTERS["none"](), eos_token_ids=ends, stop=setting.stop)
+            limit = 15 if row and begin < 4 else 16
+            assert outputs[2 * begin + row] == one.decode([prompts[row]], limit).outputs[0]
+    assert len(set(map(len, outputs.values()))) > 3
+    assert not stops[0]._streams
+    assert not stops[1]._streams
+
+
+def test_settings_that_cannot_be_used() -> None:
+    decoding = Decoding(decoder(KINDS["chain"]()), PROMPTS[:1], NEW)
+    one = RowSettings()
+    for limits, settings, problem in (
+        ([NEW, 0], one, "max_new_tokens is 0"),
+        ([NEW] * 3, one, "there are 3 max_new_tokens for 2 prompts"),
+        (NEW, [one], "there are 1 settings for 2 prompts"),
+        (NEW, RowSettings(logprobs=6), "logprobs is 6; expected at most 5"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            decoding.admit(PROMPTS[:2], limits, settings=settings)
+    for fields, problem in (
+        ({"seed": 1 << 63}, "seed is 9223372036854775808"),
+        ({"logprobs": -1}, "logprobs is -1"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            RowSettings(**fields)
+    # At temperature 0 exact match judges these drafts; `spectr` cannot.
+    decoding = Decoding(decoder(KINDS["eagle1 tree"](), rule="spectr"))
+    decoding.admit(PROMPTS[:1], NEW, settings=RowSettings())
+    with pytest.raises(UserError, match="distinct siblings, but the rule SpecTr"):
+        decoding.admit(PROMPTS[1:2], NEW, settings=RowSettings(Sampling(1.0)))
+    expected = decoder(KINDS["none"]()).decode(PROMPTS[:1], NEW).outputs[0]
+    assert finish(decoding) == {0: expected}
+
+
+# --- a broken row ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["none", "chain", "tree", "eagle1 tree"])
+@pytest.mark.parametrize("length", [17, 22])
+def test_a_row_without_a_token_fails_alone(kind: str, length: int) -> None:
+    """At its prompt or later: the other rows go on with the same texts."""
+    prompt, drafter = torch.tensor(PROMPTS[2]), KINDS[kind]()
+
+    def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] < length:
+            return scores
+        hit = (input_ids[:, : len(prompt)] == prompt).all(1, keepdim=True)
+        return torch.where(hit, -torch.inf, scores)
+
+    for sampling in (Sampling(), Sampling(1.0)):
+        which = decoder(drafter, sampling=sampling, processors=[processor])
+        expected = decoder(drafter, sampling=sampling).decode(PROMPTS, NEW, seed=3).outputs
+        failed: dict[int, UserError] = {}
+        ended: list[int] = []
+        decoding = Decoding(
+            which,
+            PROMPTS[:4],
+            NEW,
+            seed=3,
+            on_error=failed.__setitem__,
+            on_end=lambda row, _: ended.append(row),  # noqa: B023
+        )
+        decoding.admit(PROMPTS[4:], NEW)
+        outputs = dict(finish(decoding))
+        assert decoding.errors == failed
+        assert list(failed) == [2]
+        assert "mask all tokens" in str(failed[2])
+        # No token of the pass in which it failed.
+        text = outputs.pop(2)
+        assert text == expected[2][: len(text)]
+        assert len(text) <= length - len(prompt)
+        assert kind != "none" or len(text) == length - len(prompt)
+        assert outputs == {row: text for row, text in enumerate(expected) if row != 2}
+        assert sorted(ended) == sorted(outputs)
+        decoding.result()
+        with pytest.raises(UserError, match="mask all tokens"):
+            which.decode(PROMPTS, NEW, seed=3)
+
+
+@pytest.mark.parametrize("kind", ["none", "chain"])
+def test_nan_logits_fail_one_row_and_are_not_remembered(kind: str) -> None:
+    which = decoder(KINDS[kind]())
+    expected = which.decode(PROMPTS, NEW).outputs
+    ids = torch.tensor([[*PROMPTS[4], *expected[4][:6]]])
+    broken = copy.deepcopy(longer_model(0.0))
+    with torch.inference_mode():
+        hidden = broken.model(ids).last_hidden_state[0, -1].clone()
+    broken.set_output_embeddings(Broken(broken.get_output_embeddings(), hidden))
+    known = PrefixCache()
+    decoding = Decoding(
+        Decoder(broken, KINDS[kind](), gamma=3, prefixes=known),
+        PROMPTS,
+        NEW,
+        on_error=lambda row, error: None,
+    )
+    outputs = finish(decoding)
+    assert list(decoding.errors) == [4]
+    assert "NaN or infinite in step" in str(decoding.errors[4])
+    text = outputs.pop(4)
+    assert text == expected[4][: len(text)]
+    assert outputs == {row: text for row, text in enumerate(expected) if row != 4}
+    assert known.find(np.array([*PROMPTS[4], 0, 0])) is None
+
+
+# --- log-probabilities ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["none", "chain", "tree", "hydra"])
+def test_log_probabilities_are_those_of_the_target(kind: str) -> None:
+    """Without penalty and temperature, of each token and of the likeliest at its place."""
+    settings = [replace(one, logprobs=(None, 0, 2, 5)[row % 4]) for row, one in enumerate(SETTINGS)]
+    given: dict[int, int] = {}
+
+    def on_tokens(row: int, tokens: list[int]) -> None:
+        given[row] = given.get(row, 0) + len(tokens)
+        if row in decoding.logprobs:
+            assert len(decoding.logprobs[row]) == given[row]
+
+    drafter = KINDS[kind]()
+    decoding = Decoding(decoder(drafter), on_tokens=on_tokens)
+    decoding.admit(PROMPTS, LIMITS, settings=settings)
+    outputs = finish(decoding)
+    assert list(outputs.values()) == alone(drafter)
+    assert sorted(decoding.logprobs) == [1, 2, 3, 5, 6, 7]
+    for row, entries in decoding.logprobs.items():
+        text = torch.tensor([[*PROMPTS[row], *outputs[row]]])
+        with torch.inference_mode():
+            logits = longer_model(0.0)(text).logits[0, len(PROMPTS[row]) - 1 : -1]
+        log_p = logits.log_softmax(-1)
+        assert [entry.token for entry in entries] == outputs[row]
+        for place, entry in enumerate(entries):
+            assert entry.logprob == pytest.approx(log_p[place, entry.token].item(), abs=1e-5)
+            best = log_p[place].topk(settings[row].logprobs or 0)
+            assert [id_ for id_, _ in entry.top] == best.indices.tolist()
+            assert [value for _, value in entry.top] == pytest.approx(
+                best.values.tolist(), abs=1e-5
+            )
+
+
+# --- exchanged parts ------------------------------------------------------------------------------
+
+ORDER = [
+    "chain",
+    "none",
+    "eagle1 tree",
+    "ngram",
+    "hydra_plus",
+    "tree",
+    "in turn",
+    "medusa",
+    "chain",
+]
+
+
+@pytest.mark.parametrize("first", ["none", "chain", "eagle1", "tree"])
+def test_parts_are_exchanged_while_texts_run(first: str) -> None:
+    """Greedy texts stay, and so do sampled ones under `exact`, whose texts ignore the drafts."""
+    for sampling in (Sampling(), Sampling(1.0)):
+        expected = decoder(KINDS["none"](), rule="exact", sampling=sampling).decode(
+            PROMPTS, 2 * NEW, seed=3
+        )
+        which = decoder(KINDS[first](), rule="exact", sampling=sampling)
+        decoding = Decoding(which, PROMPTS[:5], 2 * NEW, seed=3)
+        policies = ["fixed:max_depth=5", None, "fixed:max_depth=1", "heuristic"]
+        for place, kind in enumerate(ORDER):
+            decoding.step()
+            decoding.set(drafter=KINDS[kind]())
+            if place == 3:
+                decoding.admit(PROMPTS[5:], 2 * NEW)
+            if place % 2 and (policy := policies[place // 2]) is not None:
+                decoding.set(policy=policy)
+        finish(decoding)
+        assert decoding.result().outputs == expected.outputs
+        assert decoding.result().counts.accepted.sum() > 20
+        accepted = [int(step.accepted.sum()) for step in decoding.steps]
+        assert sum(count > 0 for count in accepted) > 4
+
+
+def test_an_exchange_that_is_refused_changes_nothing() -> None:
+    which = decoder(KINDS["chain"](), sampling=Sampling(1.0))
+    expected = which.decode(PROMPTS, NEW, seed=3).outputs
+    decoding = Decoding(which, PROMPTS, NEW, seed=3)
+    decoding.step()
+    before = which.drafter, which.policy, which.rule
+    for change, problem in (
+        ({"drafter": small_lm()}, "vocabulary of 16 tokens, but the target's has 5"),
+        ({"policy": "fixed:max_depth=0"}, "gamma is 0"),
+        ({"policy": "fixed:max_depth=9999"}, "do not fit into the target's context"),
+        ({"drafter": KINDS["tree"](), "policy": "confidence"}, "works only with chains"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            decoding.set(**change)
+    assert (which.drafter, which.policy, which.rule) == before
+    assert finish(decoding) == dict(enumerate(expected))

@@ -1,0 +1,540 @@
+"""The service: answers are those of the loop, and what joins, leaves or is refused leaves no
+trace."""
+
+import functools
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
+httpx2 = pytest.importorskip("httpx2")
+
+from decode.sampling import Sampling  # noqa: E402
+from decode.settings import DecodeSettings  # noqa: E402
+from decode.text_stream import decode  # noqa: E402
+from tests.service import LONG, MODEL, Running, alone, chat, events, serving, until  # noqa: E402
+from tests.tiny import save_tiny, tiny_target  # noqa: E402
+from train.serve.answers import AnswerText  # noqa: E402
+from train.serve.schema import LONGEST_STOP, NEUTRAL, ApiError, ChatRequest, parse  # noqa: E402
+
+QUESTION = "What does the drafter propose?"
+SAMPLED = DecodeSettings(gamma=3, sampling=Sampling(0.8, top_p=0.95))
+target = functools.cache(functools.partial(tiny_target, max_positions=512))
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Running]:
+    with serving(target()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def sampled() -> Iterator[Running]:
+    with serving(target(), settings=SAMPLED) as running:
+        yield running
+
+
+def words(tokens: list[int]) -> str:
+    return decode(target().tokenizer, tokens)
+
+
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def test_the_openai_client_gets_the_texts_of_the_loop(service: Running) -> None:
+    openai = pytest.importorskip("openai")
+    tokens = alone(target(), asked(QUESTION), 40)
+    options: Any = {"model": MODEL, "messages": asked(QUESTION), "max_completion_tokens": 40}
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(**options)
+        (choice,) = answer.choices
+        assert choice.message.content == words(tokens)
+        assert choice.finish_reason == ("length" if len(tokens) == 40 else "stop")
+        assert answer.usage.completion_tokens == len(tokens)
+        counts = answer.draftsmith
+        assert counts["steps"] + counts["accepted"] + 1 >= len(tokens)
+        assert counts["drafted"] >= counts["accepted"] > 0
+
+        pieces, last = [], None
+        with client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        ) as stream:
+            for chunk in stream:
+                pieces += [c.delta.content or "" for c in chunk.choices]
+                last = chunk
+        assert "".join(pieces) == words(tokens)
+        assert len(pieces) > 3
+        assert last.choices == []
+        assert (last.usage, last.draftsmith) == (answer.usage, counts)
+
+        done = client.completions.create(
+            model=MODEL, prompt=["The dog", "She sells"], max_tokens=12
+        )
+        expected = [words(alone(target(), text, 12)) for text in ("The dog", "She sells")]
+        assert [choice.text for choice in done.choices] == expected
+        assert client.models.list().data[0].id == MODEL
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("another")
+
+
+def test_samples_of_a_seed_are_those_of_the_loop(sampled: Running) -> None:
+    expected = [
+        alone(target(), asked(QUESTION), 30, SAMPLED, seed=7, row_ids=[row]) for row in range(2)
+    ]
+    assert expected[0] != expected[1]
+    with sampled.client() as client:
+        body = chat(QUESTION, n=2, seed=7, max_tokens=30)
+        answer = client.post("/v1/chat/completions", json=body).json()
+        texts = [choice["message"]["content"] for choice in answer["choices"]]
+        assert texts == list(map(words, expected))
+        assert answer["usage"]["completion_tokens"] == sum(map(len, expected))
+        with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as stream:
+            *chunks, end = events(stream.iter_lines())
+        assert end == "[DONE]"
+        streamed = ["", ""]
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                streamed[choice["index"]] += choice["delta"].get("content", "")
+        assert streamed == texts
+        assert chunks[-1]["draftsmith"] == answer["draftsmith"]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_requests_have_their_own_sampling(service: Running) -> None:
+    expected = alone(target(), asked(QUESTION), 20, SAMPLED, seed=5)
+    body = chat(QUESTION, seed=5, max_tokens=20, temperature=0.8, top_p=0.95)
+    with service.client() as client:
+        answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == words(expected)
+
+
+def test_a_text_ends_before_its_stop_string(service: Running) -> None:
+    text = words(alone(target(), asked(QUESTION), 40))
+    stop = text[20:24]
+    with service.client() as client:
+        body = chat(QUESTION, max_tokens=40, stop=["never said", stop])
+        answer = client.post("/v1/chat/completions", json=body).json()
+        (choice,) = answer["choices"]
+        assert choice["message"]["content"] == text[: text.index(stop)]
+        assert choice["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] < 40
+        with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as stream:
+            *chunks, _ = events(stream.iter_lines())
+        pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+        assert "".join(pieces) == choice["message"]["content"]
+
+
+def test_the_beginning_of_a_stop_string_is_held_back() -> None:
+    tokenizer = target().tokenizer
+    text = AnswerText(tokenizer, ["dog and cat", "xyz"])
+    assert text.add(tokenizer("the dog and").input_ids, ended=False) == "the "
+    assert text.add(tokenizer(" a do").input_ids, ended=False) == "dog and a "
+    assert text.add(tokenizer("g and cat, then").input_ids, ended=False) == ""
+    assert text.stopped
+    assert text.add(tokenizer("more").input_ids, ended=True) == ""
+    never = AnswerText(tokenizer, ["dog and cat"])
+    assert never.add(tokenizer("the dog").input_ids, ended=True) == "the dog"
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"modalities": ["text", "audio"]}, 400, "modalities"),
+        ({"audio": {"voice": "x"}}, 400, "audio"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"logprobs": True}, 400, "logprobs"),
+        ({"temprature": 1.0}, 400, "temprature"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"n": 1000}, 400, "n"),
+        ({"n": True}, 400, "n"),
+        ({"seed": 2**70}, 400, "seed"),
+        ({"stop": ["a"] * 5}, 400, "stop"),
+        ({"stop": "a" * (LONGEST_STOP + 1)}, 400, "stop"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": 5000}, 400, "max_tokens"),
+        ({"max_completion_tokens": 510}, 400, "max_completion_tokens"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": None}, 400, "messages"),
+        ({"messages": asked("far too long " * 500)}, 400, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None),
+        ({"model": "gpt"}, 404, "model"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_request_is_refused_by_name(
+    service: Running, fields: dict[str, Any], status: int, param: str | None
+) -> None:
+    with service.client() as client:
+        body = json.dumps(chat(QUESTION, max_tokens=4) | fields)
+        headers = {"content-type": "application/json"}
+        answer = client.post("/v1/chat/completions", content=body, headers=headers)
+    error = answer.json()["error"]
+    assert answer.status_code == status, error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    if param is not None:
+        assert error["param"] == param
+    assert service.engine.held == 0
+
+
+def test_malformed_and_oversized_bodies(service: Running) -> None:
+    with service.client() as client:
+
+        def status(content: bytes, kind: str = "application/json") -> int:
+            path, headers = "/v1/chat/completions", {"content-type": kind}
+            answer = client.post(path, content=content, headers=headers)
+            assert answer.json()["error"]["message"]
+            return answer.status_code
+
+        assert status(b"") == 400
+        assert status(b"{") == 400
+        assert status(b"[1]") == 400
+        assert status(b"[" * 100_000) == 400
+        assert status(b'{"temperature": NaN}') == 400
+        assert status(b"\xff\xfe{}") == 400
+        assert status(b"{}", "text/plain") == 415
+        assert status(b'"' + b"a" * (3 << 20) + b'"') == 413
+        assert client.get("/v1/chat/completions").status_code == 405
+        missing = client.get("/v2")
+        assert missing.status_code == 404
+        assert "error" in missing.json()
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    nothing = {name: json.loads(value) for name, (value, *_) in NEUTRAL.items()}
+    earlier = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
+    messages = [*asked("a"), earlier, {"role": "developer", "content": "b"}]
+    body = chat("a", **nothing, user="me", metadata={"a": "b"})
+    body |= {"messages": messages, "seed": None}
+    read = parse(ChatRequest, json.dumps(body).encode())
+    assert [message.for_template()["role"] for message in read.messages][1:] == [
+        "assistant",
+        "system",
+    ]
+    for name in NEUTRAL:
+        with pytest.raises(ApiError) as error:
+            parse(ChatRequest, json.dumps(chat("a") | {name: 3}).encode())
+        assert error.value.body["error"]["param"] == name
+
+
+def test_only_requests_with_the_key_are_answered() -> None:
+    with serving(target(), api_key="secret") as running, running.client() as client:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            for path in ("/v1/models", "/metrics", "/admin/settings", "/nowhere"):
+                answer = client.get(path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert client.get("/health").status_code == 200
+        answer = client.get("/v1/models", headers={"authorization": "Bearer secret"})
+        assert answer.json()["data"][0]["id"] == MODEL
+
+
+# --- limits, hang-ups and the end -----------------------------------------------------------------
+
+
+def begin(client: Any, **fields: Any) -> Any:
+    """A stream of a long text that has begun."""
+    body = chat(QUESTION, stream=True, ignore_eos=True, **({"max_tokens": LONG} | fields))
+    response = client.send(
+        client.build_request("POST", "/v1/chat/completions", json=body), stream=True
+    )
+    assert response.status_code == 200, response.read()
+    return response
+
+
+class Held:
+    """Keeps the engine from its next pass until it is released."""
+
+    def __init__(self, running: Running) -> None:
+        self._go = threading.Event()
+        self._engine: Any = running.engine
+        self._before = self._engine._pass
+        self._engine._pass = self._wait
+
+    def _wait(self) -> None:
+        self._go.wait(60)
+        self._before()
+
+    def release(self) -> None:
+        self._engine._pass = self._before
+        self._go.set()
+
+
+@pytest.fixture(scope="module")
+def endless() -> Any:
+    """A target whose texts go on to their limit."""
+    without_eos = tiny_target(max_positions=512)
+    without_eos.eos_token_ids = ()
+    return without_eos
+
+
+def test_a_full_service_says_when_to_come_again(endless: Any) -> None:
+    with serving(endless, max_rows=1, max_waiting=1) as running, running.client() as client:
+        held = Held(running)
+        with ThreadPoolExecutor() as pool:
+            first, second = (
+                pool.submit(client.post, "/v1/chat/completions", json=chat(QUESTION, max_tokens=8))
+                for _ in range(2)
+            )
+            until(lambda: running.engine.held == 2)
+            full = client.post("/v1/chat/completions", json=chat(QUESTION, max_tokens=8))
+            assert full.status_code == 503
+            assert int(full.headers["retry-after"]) >= 1
+            assert full.json()["error"]["code"] == "full"
+            too_many = client.post("/v1/chat/completions", json=chat(QUESTION, n=3))
+            assert too_many.status_code == 503
+            held.release()
+            assert (
+                first.result().json()["choices"][0]["message"]
+                == (second.result().json()["choices"][0]["message"])
+            )
+        running.until_idle()
+        metrics = running.metrics()
+        assert metrics['draftsmith:request_failure_total{reason="full"}'] == 2
+        assert metrics['draftsmith:request_success_total{finished_reason="length"}'] == 2
+
+
+def test_texts_that_take_too_long_are_refused(endless: Any) -> None:
+    limits: Any = {"max_rows": 1, "max_wait": 0.2, "max_seconds": 0.6}
+    with serving(endless, **limits) as running, running.client() as client:
+        held = Held(running)
+        with ThreadPoolExecutor() as pool:
+            post = functools.partial(client.post, "/v1/chat/completions")
+            running_one = pool.submit(post, json=chat(QUESTION, max_tokens=LONG))
+            until(lambda: running.engine.held == 1)
+            waiting_one = pool.submit(post, json=chat(QUESTION, max_tokens=LONG))
+            until(lambda: running.engine.held == 2)
+            threading.Event().wait(0.7)
+            held.release()
+            assert running_one.result().status_code == 504
+            assert running_one.result().headers["x-should-retry"] == "false"
+            assert waiting_one.result().status_code == 429
+        running.until_idle()
+        assert len(running.engine._decoding.rows) == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_frees_its_row(endless: Any, stream: bool) -> None:
+    with serving(endless) as running, running.client() as client:
+        held = Held(running)
+        body = chat(QUESTION, max_tokens=400, stream=stream, n=2)
+        with pytest.raises(httpx2.ReadTimeout):
+            client.post("/v1/chat/completions", json=body, timeout=0.5)
+        until(lambda: running.requests[0].cancelled)
+        held.release()
+        running.until_idle()
+        assert len(running.engine._decoding.rows) == 0
+        # The pass that was due when the client went away is the last.
+        assert all(len(choice.tokens) <= 1 + 4 for choice in running.texts())
+        assert running.engine._decoding.outputs == {}
+        answer = client.post("/v1/chat/completions", json=chat(QUESTION, max_tokens=3))
+        assert answer.status_code == 200
+
+
+def test_after_sigterm_running_texts_end_and_others_are_refused(endless: Any) -> None:
+    with serving(endless, max_rows=1) as running, running.client() as client:
+        post = functools.partial(client.post, "/v1/chat/completions")
+        expected = post(json=chat(QUESTION, max_tokens=LONG)).json()
+        held = Held(running)
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(post, json=chat(QUESTION, max_tokens=LONG))
+            until(lambda: running.metrics()["draftsmith:num_requests_running"] == 1)
+            waits = pool.submit(post, json=chat(QUESTION))
+            until(lambda: running.engine.held == 2)
+            running.server.handle_exit(signal.SIGTERM, None)
+            refused = post(json=chat(QUESTION))
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert client.get("/health").status_code == 503
+            held.release()
+            assert waits.result().status_code == 503
+            assert first.result().json()["choices"] == expected["choices"]
+        until(lambda: not running.engine.alive)
+
+
+def test_draining_ends_in_time(endless: Any) -> None:
+    with serving(endless, drain_seconds=0.3) as running, running.client() as client:
+        held = Held(running)
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(
+                client.post, "/v1/chat/completions", json=chat(QUESTION, max_tokens=400)
+            )
+            until(lambda: running.engine.held == 1)
+            running.server.handle_exit(signal.SIGTERM, None)
+            threading.Event().wait(0.4)
+            held.release()
+            assert answer.result().status_code == 503
+        until(lambda: not running.engine.alive)
+
+
+def test_an_error_in_the_loop_ends_its_texts_only(endless: Any) -> None:
+    with serving(endless) as running, running.client() as client:
+        engine: Any = running.engine
+        held = Held(running)
+        broken = begin(client)
+        step, engine._decoding.step = engine._decoding.step, lambda: 1 / 0
+        held.release()
+        *_, last = events(broken.iter_lines())
+        assert "division" in last["error"]["message"]
+        running.until_idle()
+        assert step is not None
+        answer = client.post("/v1/chat/completions", json=chat(QUESTION, max_tokens=8)).json()
+        expected = alone(endless, asked(QUESTION), 8)
+        assert answer["choices"][0]["message"]["content"] == words(expected)
+
+
+# --- settings, and many at once -------------------------------------------------------------------
+
+
+def test_settings_change_between_two_passes_and_no_text_changes(endless: Any) -> None:
+    with serving(endless) as running, running.client() as client:
+        expected = words(alone(endless, asked(QUESTION), LONG))
+        held = Held(running)
+        response = begin(client)
+        before = client.get("/admin/settings").json()
+        with ThreadPoolExecutor() as pool:
+            change = pool.submit(
+                client.post, "/admin/settings", json={"gamma": 9, "policy": "heuristic:first=2"}
+            )
+            until(lambda: len(running.engine._changes) == 1)
+            assert running.engine.decoder.policy.max_depth == 3
+            held.release()
+            assert change.result().status_code == 200
+        text = "".join(
+            choice["delta"].get("content", "")
+            for chunk in events(response.iter_lines())[:-1]
+            for choice in chunk["choices"]
+        )
+        assert text == expected
+        assert running.engine.decoder.policy.max_depth == 9
+        after = client.get("/admin/settings").json()
+        assert (after["gamma"], after["policy"]) == (9, "heuristic:first=2")
+        assert before == after | {"gamma": 3, "policy": "fixed"}
+        for wrong in (
+            {"gamma": 0},
+            {"gamma": 600},
+            {"policy": "nothing"},
+            {"gamma": 2, "policy": "heuristic:first=3"},
+            {"lenience": 0.5},
+        ):
+            answer = client.post("/admin/settings", json=wrong)
+            assert answer.status_code == 400, wrong
+        assert client.get("/admin/settings").json() == after
+
+
+def test_many_clients_join_and_hang_up(sampled: Running) -> None:
+    """Every text is the one that the loop gives alone, and nothing is left behind."""
+    threads = threading.active_count()
+    dice = random.Random(0)
+    jobs = [
+        (f"{QUESTION} {number}" * dice.randint(1, 3), dice.randint(1, 40), number % 3)
+        for number in range(20)
+    ]
+
+    def client(job: tuple[str, int, int]) -> str | None:
+        text, limit, kind = job
+        body = chat(text, max_tokens=limit, seed=limit, stream=kind > 0)
+        with sampled.client() as http:
+            if kind == 0:
+                answer = http.post("/v1/chat/completions", json=body).json()
+                return str(answer["choices"][0]["message"]["content"])
+            pieces = []
+            body |= {"max_tokens": 300} if kind == 2 else {}
+            with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+                for number, line in enumerate(stream.iter_lines()):
+                    if kind == 2 and number > 6:
+                        return None  # hangs up
+                    if line.startswith("data: {"):
+                        (choice,) = json.loads(line[6:])["choices"]
+                        pieces.append(choice["delta"].get("content", ""))
+            return "".join(pieces)
+
+    before, known = sampled.metrics(), len(sampled.requests)
+    with ThreadPoolExecutor(20) as pool:
+        texts = list(pool.map(client, jobs))
+    sampled.until_idle()
+    for (text, limit, kind), got in zip(jobs, texts, strict=True):
+        if kind < 2:
+            assert got == words(alone(target(), asked(text), limit, SAMPLED, seed=limit)), text
+    engine: Any = sampled.engine
+    assert engine._decoding.outputs == {}
+    assert len(engine._decoding.rows) == 0
+    assert engine._decoding.steps == []
+    until(lambda: threading.active_count() <= threads)
+    answers = [choice for request in sampled.requests[known:] for choice in request.choices]
+    assert len(answers) == 20
+    after = sampled.metrics()
+
+    def counted(name: str) -> float:
+        return sum(
+            value - before.get(series, 0)
+            for series, value in after.items()
+            if series.partition("{")[0] == f"draftsmith:{name}_total"
+        )
+
+    for name, total in {
+        "generation_tokens": sum(len(choice.tokens) for choice in answers),
+        "prompt_tokens": sum(len(choice.prompt) for choice in answers if choice.row is not None),
+        "spec_decode_num_draft_tokens": sum(choice.drafted for choice in answers),
+        "spec_decode_num_accepted_tokens": sum(choice.accepted for choice in answers),
+        "spec_decode_num_accepted_tokens_per_pos": sum(choice.accepted for choice in answers),
+        "request_success": sum(choice.reason is not None for choice in answers),
+        "request_failure": 0,
+    }.items():
+        assert counted(name) == total, name
+    assert after["draftsmith:num_requests_running"] == after["draftsmith:num_requests_waiting"] == 0
+
+
+@pytest.mark.slow
+def test_the_command_serves_and_ends_at_sigterm(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    command = [
+        sys.executable,
+        "-m",
+        "train.cli.main",
+        "serve",
+        "--target",
+        str(model),
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--model-name", MODEL, "--device", "cpu", "--dtype", "float32"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            url = line.split()[-1]
+            assert url.startswith("http://127.0.0.1:"), line
+            answer = httpx2.post(f"{url}/chat/completions", json=chat(QUESTION), timeout=60)
+            assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()

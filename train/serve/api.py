@@ -1,0 +1,283 @@
+"""The routes of the service."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
+
+from decode.errors import UserError
+from decode.parts import Part
+from decode.registry import Choice as PartChoice
+from decode.text import Prompt, prompt_ids
+from train.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from train.serve.engine import Engine
+from train.serve.requests import Refusal
+from train.serve.running import Running, as_api_error
+from train.serve.schema import (
+    ApiError,
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    SettingsChange,
+    parse,
+    refused,
+)
+
+LONGEST_BODY = 2 << 20  # bytes; a prompt of 128k tokens has about 0.6 MB
+# The client went away: nobody reads this status. nginx has the same for its log.
+HUNG_UP = 499
+
+
+@dataclass
+class Service:
+    """What the routes need. tokenizer: not used by other threads. max_tokens: of one text; None:
+    what the context holds. described: facts on target, drafter and rule, for the fingerprint and
+    for `/admin/settings`. seeds: for requests that name none."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    model_name: str
+    described: dict[str, Any]
+    gamma: int
+    policy: Part | None = None
+    api_key: str | None = None
+    max_tokens: int | None = None
+    seeds: random.Random = field(default_factory=random.Random)
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings in use, as JSON values."""
+        return {
+            "gamma": self.engine.decoder.policy.max_depth,
+            "policy": str(PartChoice.of(self.policy or "fixed")),
+            **self.described,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that a text with a seed depends on."""
+        return f"fp_{hashlib.sha256(json.dumps(self.settings()).encode()).hexdigest()[:12]}"
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        get, post = ["GET"], ["POST"]
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=post),
+                Route("/v1/completions", self._complete, methods=post),
+                Route("/v1/models", self._models, methods=get),
+                Route("/v1/models/{name:path}", self._model, methods=get),
+                Route("/health", self._health, methods=get),
+                Route("/metrics", self._metrics, methods=get),
+                Route("/admin/settings", self._settings, methods=get),
+                Route("/admin/settings", self._change, methods=post),
+            ],
+            exception_handlers={
+                ApiError: _error_response,
+                HTTPException: _http_error,
+                ClientDisconnect: _hung_up,
+                Exception: _bug,
+            },
+        )
+
+    def guarded(self) -> ASGIApp:
+        """The application behind its key, if it has one."""
+        app: ASGIApp = self.app()
+        return app if self.api_key is None else _Guard(app, self.api_key)
+
+    # --- routes -----------------------------------------------------------------------------------
+
+    async def _chat(self, request: Request) -> Response:
+        asked = await self._parse(ChatRequest, request)
+        messages = [message.for_template() for message in asked.messages]
+        if messages[-1]["role"] == "assistant":
+            raise ApiError(400, "the last message is from assistant; expected user or system")
+        return await self._answer(request, asked, [messages], ChatAnswer, "messages")
+
+    async def _complete(self, request: Request) -> Response:
+        asked = await self._parse(CompletionRequest, request)
+        return await self._answer(request, asked, asked.prompts(), CompletionAnswer, "prompt")
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described_model()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._require_model(request.path_params["name"])
+        return JSONResponse(self._described_model())
+
+    async def _health(self, request: Request) -> Response:
+        engine = self.engine
+        state = "ok" if engine.alive and not engine.draining else "draining"
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.engine.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _settings(self, request: Request) -> Response:
+        return JSONResponse(self.settings())
+
+    async def _change(self, request: Request) -> Response:
+        asked = parse(SettingsChange, await _body(request))
+        gamma = self.gamma if asked.gamma is None else asked.gamma
+        policy = self.policy if asked.policy is None else asked.policy
+        try:
+            done = self.engine.change(gamma, policy)
+            await asyncio.wrap_future(done)
+        except UserError as error:
+            raise refused(error) from None
+        except Refusal as refusal:
+            raise as_api_error(refusal) from None
+        self.gamma, self.policy = gamma, policy
+        return JSONResponse(self.settings())
+
+    # --- what they share --------------------------------------------------------------------------
+
+    def _described_model(self) -> dict[str, Any]:
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "draftsmith",
+        }
+
+    def _require_model(self, name: str) -> None:
+        if name != self.model_name:
+            message = f"the model {name!r} does not exist; this service has {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def _parse(self, kind: type[Asked], request: Request) -> Asked:
+        """Read a request. A full service refuses it before its text is turned into tokens."""
+        body = await _body(request)
+        try:
+            self.engine.require_room(1)
+        except Refusal as refusal:
+            raise as_api_error(refusal) from None
+        return parse(kind, body)
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: ChatRequest | CompletionRequest,
+        prompts: list[Any],
+        kind: type[Answer],
+        param: str,
+    ) -> Response:
+        self._require_model(asked.model)
+        texts = len(prompts) * asked.n
+        capacity = self.engine.bounds.capacity
+        if not 1 <= texts <= capacity:
+            message = f"the request asks for {texts} texts; expected 1 to {capacity}"
+            raise ApiError(400, message, param=param if asked.n == 1 else "n")
+        try:
+            ids = [self._ids(prompt, param) for prompt in prompts]
+            limit = self._limit(asked, max(map(len, ids)), param)
+            running = Running(
+                self.engine, self.tokenizer, asked, ids, limit, self.seeds.getrandbits
+            )
+        except UserError as error:
+            raise refused(error) from None
+        except Refusal as refusal:
+            raise as_api_error(refusal) from None
+        written = kind(self.model_name, self.fingerprint, list(map(len, ids)), running.choices)
+        if asked.stream:
+            return await running.stream(request, written, asked.include_usage)
+        return await running.whole(request, written)
+
+    def _ids(self, prompt: Prompt, param: str) -> list[int]:
+        try:
+            return prompt_ids(prompt, self.tokenizer)
+        except UserError as error:
+            raise refused(error, param) from None
+
+    def _limit(self, asked: ChatRequest | CompletionRequest, longest: int, param: str) -> int:
+        """How many tokens a text may have. longest: of the prompts."""
+        context = self.engine.decoder.lm.max_positions
+        room = context - longest
+        if room < 1:
+            message = f"the prompt has {longest} tokens, and the context holds {context}"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        name, limit = asked.limit
+        if limit is None:
+            return room if self.max_tokens is None else min(room, self.max_tokens)
+        if limit > room:
+            message = (
+                f"the prompt has {longest} tokens and {name} is {limit}, and the context holds "
+                f"{context}; ask for at most {room}"
+            )
+            raise ApiError(400, message, param=name, code="context_length_exceeded")
+        if self.max_tokens is not None and limit > self.max_tokens:
+            message = f"{name} is {limit}; this service gives at most {self.max_tokens}"
+            raise ApiError(400, message, param=name, code="invalid_value")
+        return limit
+
+
+class _Guard:
+    """Lets requests pass that have the key. /health is open."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            sent = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(sent, self._expected):
+                error = ApiError(
+                    401,
+                    "the key is missing or wrong; send it as Authorization: Bearer KEY",
+                    kind="authentication_error",
+                    code="invalid_api_key",
+                )
+                await _response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _body(request: Request) -> bytes:
+    """The body, if it is JSON and not too long. A page of another site can send other types
+    without asking, JSON only where the service allows it."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        message = f"the content type is {kind or 'missing'}; expected application/json"
+        raise ApiError(415, message)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > LONGEST_BODY:
+            raise ApiError(413, f"the body is longer than {LONGEST_BODY:,} bytes; shorten it")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _response(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return _response(ApiError(error.status_code, message))
+
+
+async def _hung_up(request: Request, error: Exception) -> Response:
+    return Response(status_code=HUNG_UP)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return _response(ApiError(500, "an error in the service; see its log", kind="server_error"))

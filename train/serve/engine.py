@@ -1,0 +1,378 @@
+"""The thread that decodes: texts wait, join the running rows, and leave them.
+
+Everything that touches the decode happens in this thread, between two passes. Other threads submit,
+cancel and change settings through a lock.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from itertools import groupby, islice
+
+from transformers import PreTrainedTokenizerBase
+
+from decode.errors import UserError
+from decode.loop import Decoder, Decoding
+from decode.measure.costs import Costs
+from decode.parts import Part, make_policy
+from decode.policies import Policy
+from decode.rows import require_prompts
+from decode.stats import Judged
+from decode.text_stream import StopStrings
+from decode.verification import Verification
+from train.serve.metrics import Metrics
+from train.serve.requests import Bounds, Choice, Refusal, Request
+
+logger = logging.getLogger(__name__)
+
+LONGEST_RETRY = 120  # seconds; OpenAI's client ignores longer ones
+
+
+class Engine:
+    """Decodes the texts of all requests together, in one thread.
+
+    decoder: used by this thread alone from now on. tokenizer: of
+    the target, not used by other threads. costs: measured ones, for policies that use them.
+    draft_temperature: None: as the texts'.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: PreTrainedTokenizerBase,
+        bounds: Bounds,
+        metrics: Metrics,
+        costs: Costs | None = None,
+        draft_temperature: float | None = None,
+    ) -> None:
+        self.decoder, self.bounds, self.metrics = decoder, bounds, metrics
+        self._tokenizer, self._costs = tokenizer, costs
+        self._draft_temperature = draft_temperature
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Request, Choice]] = deque()
+        self._running: dict[int, tuple[Request, Choice]] = {}
+        self._held = 0  # texts that wait, are being admitted or run
+        self._changes: deque[tuple[Policy, Future[None]]] = deque()
+        self._ends_at: float | None = None  # when draining ends
+        self._tokens_per_second = self._tokens_per_text = math.nan
+        self._new: list[tuple[int, list[int]]] = []  # what the pass has given so far
+        self._ended: set[int] = set()
+        self._failed: dict[int, UserError] = {}
+        self._decoding = self._make_decoding()
+        metrics.running.set_function(lambda: len(self._running))
+        metrics.waiting.set_function(lambda: len(self._waiting))
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+        self._thread.start()
+
+    # --- called from other threads ----------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still decodes. False after draining."""
+        return self._thread.is_alive()
+
+    @property
+    def draining(self) -> bool:
+        return self._ends_at is not None
+
+    @property
+    def held(self) -> int:
+        """Texts that wait or run."""
+        return self._held
+
+    def submit(self, request: Request) -> None:
+        """Let the texts of a request wait for rows. Raises Refusal if there is no place, and
+        UserError for prompts and settings that cannot be decoded."""
+        lm = self.decoder.lm
+        prompts = [choice.prompt for choice in request.choices]
+        require_prompts(prompts, lm.max_positions, self.decoder.vocab_size)
+        settings = request.settings(0, draft_temperature=self._draft_temperature)
+        self.decoder.parts.require_sampling([(settings.sampling, settings.drafts)])
+        if request.stop:
+            StopStrings(self._tokenizer, request.stop)
+        with self._changed:
+            self.require_room(len(prompts))
+            self._waiting.extend((request, choice) for choice in request.choices)
+            self._held += len(prompts)
+            self._changed.notify()
+
+    def require_room(self, texts: int) -> None:
+        """Raise Refusal unless so many texts more can be held. A text is not read before this."""
+        if self.draining or not self.alive:
+            raise self._count(Refusal("draining", "the service is ending", 1))
+        if self._held + texts > self.bounds.capacity:
+            message = f"{self._held} texts run or wait; there is room for {self.bounds.capacity}"
+            raise self._count(Refusal("full", message, self._retry_after()))
+
+    def cancel(self, request: Request) -> None:
+        """Give up what is left of a request, before the next pass."""
+        with self._changed:
+            request.cancelled = True
+            self._changed.notify()
+
+    def change(self, gamma: int, policy: Part | None) -> "Future[None]":
+        """Use another policy from the next pass on. gamma: the depth of drafts, unless the policy's
+        options set it. Raises UserError for a policy that does not exist. The result arrives once
+        it is in use, or is the UserError of a policy that does not fit."""
+        drafter = self.decoder.drafter
+        depth = drafter.max_depth(gamma)
+        made = make_policy(policy, depth, type(drafter).__name__, drafter.branches)
+        if self._costs is not None:
+            made.use_costs(self._costs)
+        done: Future[None] = Future()
+        with self._changed:
+            self.require_room(0)
+            self._changes.append((made, done))
+            self._changed.notify()
+        return done
+
+    def drain(self, seconds: float) -> None:
+        """Take no more requests, refuse those that wait, and end when all rows have ended, but
+        after so many seconds at the latest."""
+        with self._changed:
+            if self._ends_at is None:
+                self._ends_at = time.monotonic() + seconds
+            self._changed.notify()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread to end, for so many seconds at the most."""
+        self._thread.join(seconds)
+
+    # --- the decoding thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._give_up()
+                self._admit()
+                if not self._decoding.finished:
+                    self._pass()
+        except BaseException:
+            logger.exception("the decoding thread has failed")
+        finally:
+            self._finish(Refusal("draining", "the service is ending", 1))
+
+    def _finish(self, refusal: Refusal) -> None:
+        """Refuse all that is left. Nothing is held after this, and nothing is taken."""
+        with self._changed:
+            self._ends_at = self._ends_at or time.monotonic()
+            left = _different(self._entries())
+            self._waiting.clear()
+            self._running.clear()
+            self._held = 0
+            changes = list(self._changes)
+        for _, done in changes:
+            done.set_exception(refusal)
+        for request in left:
+            if not request.cancelled:
+                request.deliver(self._count(refusal))
+
+    def _wait(self) -> bool:
+        """Wait for something to do. False: it is time to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._held or self._changes or self.draining)
+            changes = [self._changes.popleft() for _ in range(len(self._changes))]
+            ends = self._ends_at is not None and (
+                not self._held or time.monotonic() >= self._ends_at
+            )
+        for policy, done in changes:
+            try:
+                self._decoding.set(policy=policy)
+                done.set_result(None)
+            except UserError as error:
+                done.set_exception(error)
+        return not ends
+
+    def _entries(self) -> list[tuple[Request, Choice]]:
+        """All texts that wait or run."""
+        with self._changed:
+            return [*self._waiting, *self._running.values()]
+
+    def _give_up(self) -> None:
+        """Drop what was cancelled, and refuse what is too late."""
+        now = time.monotonic()
+        for request, choice in self._entries():
+            waits = choice.row is None
+            if request.cancelled:
+                self._leave(request)
+            elif waits and self.draining:
+                self._refuse(request, Refusal("draining", "the service is ending", 1))
+            elif waits and now - request.arrived > self.bounds.max_wait:
+                message = f"no row was free in {self.bounds.max_wait:g} s"
+                self._refuse(request, Refusal("waited", message, self._retry_after()))
+            elif now - request.arrived > self.bounds.max_seconds:
+                message = f"the answer was not complete after {self.bounds.max_seconds:g} s"
+                self._refuse(request, Refusal("overran", message))
+
+    def _admit(self) -> None:
+        """Let texts join that fit into the free rows, and read their prompts."""
+        read = 0
+        while read < self.bounds.prompt_tokens:
+            with self._changed:
+                free = self.bounds.max_rows - len(self._running)
+                first = list(islice(self._waiting, free))
+            if not first:
+                return
+            request, choice = first[0]
+            _, same = next(groupby(first, key=lambda entry: (entry[0], id(entry[1].prompt))))
+            texts = [text for _, text in same]
+            self._read(request, texts)
+            read += len(choice.prompt) * len(texts)
+
+    def _read(self, request: Request, texts: list[Choice]) -> None:
+        """Read the same prompt for the first texts that wait."""
+        now = time.monotonic()
+        stop = StopStrings(self._tokenizer, request.stop) if request.stop else None
+        try:
+            rows = self._decoding.admit(
+                [choice.prompt for choice in texts],
+                request.max_new_tokens,
+                row_ids=[choice.sample for choice in texts],
+                settings=request.settings(texts[0].seed, stop, self._draft_temperature),
+            )
+        except UserError as error:  # the running rows are as they were
+            self._new, self._ended, self._failed = [], set(), {}
+            self._refuse(request, Refusal("failed", str(error)))
+            return
+        except Exception as error:
+            self._begin_anew(error)
+            self._refuse(request, Refusal("failed", f"the prompt could not be read: {error}"))
+            return
+        with self._changed:
+            for row, choice in zip(rows, texts, strict=True):
+                choice.row, choice._last = row, request.arrived
+                self._running[row] = self._waiting.popleft()
+                self.metrics.queue_time.observe(now - request.arrived)
+                self.metrics.prompt_tokens.inc(len(choice.prompt))
+        self._hand_out()
+
+    def _pass(self) -> None:
+        started = time.monotonic()
+        try:
+            self._decoding.step()
+        except Exception as error:
+            self._begin_anew(error)
+            return
+        for step in self._decoding.steps:
+            self._tally(step)
+        self._decoding.steps.clear()
+        tokens = sum(len(new) for _, new in self._new)
+        self._hand_out()
+        speed = tokens / max(time.monotonic() - started, 1e-6)
+        self._tokens_per_second = _averaged(self._tokens_per_second, speed)
+
+    def _begin_anew(self, error: Exception) -> None:
+        """After an error that leaves the rows as nobody knows: refuse them, and begin without."""
+        logger.error("the decode begins anew", exc_info=error)
+        self._new, self._ended, self._failed = [], set(), {}
+        self._decoding = self._make_decoding()
+        for request in _different(list(self._running.values())):
+            self._refuse(request, Refusal("failed", f"the decode could not go on: {error}"))
+
+    def _tally(self, step: Verification) -> None:
+        judged = Judged.of(step)
+        self.metrics.judged(judged)
+        drafted, accepted = judged.drafted.sum(1).tolist(), judged.accepted.sum(1).tolist()
+        for index, row in enumerate(step.rows.tolist()):
+            _, choice = self._running[row]
+            choice.steps += 1
+            choice.drafted += drafted[index]
+            choice.accepted += accepted[index]
+
+    def _hand_out(self) -> None:
+        """Deliver the tokens that the rows have got."""
+        now = time.monotonic()
+        new, ended, failed = self._new, self._ended, self._failed
+        self._new, self._ended, self._failed = [], set(), {}
+        for row, tokens in new:
+            request, choice = self._running[row]
+            if choice.tokens:
+                self.metrics.token_time.observe((now - choice._last) / len(tokens))
+            else:
+                self.metrics.first_token.observe(now - request.arrived)
+            choice._last = now
+            choice.tokens += tokens
+            self.metrics.generation_tokens.inc(len(tokens))
+            if row in ended:
+                self._end(request, choice)
+            if not request.cancelled:
+                request.deliver((choice, tokens, choice.reason))
+        for row, error in failed.items():
+            request, _ = self._running[row]
+            self._decoding.errors.pop(row)
+            if request.cancelled:
+                self._forget(row)
+            else:
+                self._refuse(request, Refusal("failed", str(error)))
+
+    def _end(self, request: Request, choice: Choice) -> None:
+        """A text has ended, and its row is free."""
+        assert choice.row is not None
+        full = len(choice.tokens) == request.max_new_tokens
+        room = self.decoder.lm.max_positions - len(choice.prompt)
+        is_eos = not request.ignore_eos and choice.tokens[-1] in self.decoder.eos
+        stopped = is_eos or not (full or len(choice.tokens) >= room)
+        choice.reason = "stop" if stopped else "length"
+        self._forget(choice.row)
+        self._tokens_per_text = _averaged(self._tokens_per_text, len(choice.tokens))
+        self.metrics.ended(choice.reason)
+        self.metrics.latency.observe(time.monotonic() - request.arrived)
+
+    def _forget(self, row: int) -> None:
+        with self._changed:
+            del self._running[row]
+            self._held -= 1
+        self._decoding.outputs.pop(row, None)
+
+    def _leave(self, request: Request) -> None:
+        """Free all places of a request."""
+        with self._changed:
+            stays = [entry for entry in self._waiting if entry[0] is not request]
+            self._held -= len(self._waiting) - len(stays)
+            self._waiting = deque(stays)
+        for row, (other, _) in list(self._running.items()):
+            if other is request:
+                if row in self._decoding.rows.numbers:
+                    self._decoding.drop(row)
+                self._forget(row)
+
+    def _refuse(self, request: Request, refusal: Refusal) -> None:
+        if request.cancelled:
+            return
+        request.cancelled = True
+        self._leave(request)
+        request.deliver(self._count(refusal))
+
+    def _count(self, refusal: Refusal) -> Refusal:
+        self.metrics.failed(refusal.reason)
+        return refusal
+
+    def _make_decoding(self) -> Decoding:
+        return Decoding(
+            self.decoder,
+            on_tokens=lambda row, tokens: self._new.append((row, tokens)),
+            on_end=lambda row, _: self._ended.add(row),
+            on_error=self._failed_row,
+        )
+
+    def _failed_row(self, row: int, error: UserError) -> None:
+        self._failed[row] = error
+
+    def _retry_after(self) -> int:
+        """Seconds until the texts that wait are answered, at the speed of late."""
+        seconds = len(self._waiting) * self._tokens_per_text / self._tokens_per_second
+        return min(max(math.ceil(seconds), 1), LONGEST_RETRY) if math.isfinite(seconds) else 1
+
+
+def _averaged(before: float, new: float) -> float:
+    """An exponential moving average. before: NaN at first."""
+    return new if math.isnan(before) else 0.9 * before + 0.1 * new
+
+
+def _different(entries: Iterable[tuple[Request, Choice]]) -> list[Request]:
+    """Each request once, in their order."""
+    return list(dict.fromkeys(request for request, _ in entries))

@@ -1,0 +1,118 @@
+"""What the service counts, in the format that Prometheus reads.
+
+The names are vLLM's behind our prefix, so its dashboards need only another prefix.
+"""
+
+import numpy as np
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from decode.stats import Judged
+
+PREFIX = "draftsmith"
+# Seconds: of a pass on a GPU up to a long answer on a laptop.
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_SECONDS_PER_TOKEN = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
+
+
+class Metrics:
+    """Counters, gauges and histograms of one service, labelled with the model's name.
+
+    Draft tokens past the end of a text count as neither drafted nor accepted. Every other token of
+    a pass counts, also those of texts that were given up later.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        disable_created_metrics()  # a second series for each counter that dashboards do not read
+        self.registry = CollectorRegistry()
+        self._name = model_name
+        self.drafts = self._counter("spec_decode_num_drafts", "drafts that were verified")
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "draft tokens")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "accepted draft tokens")
+        self._accepted_at = self._by_position(
+            "spec_decode_num_accepted_tokens_per_pos", "accepted draft tokens by position, from 0"
+        )
+        self._reached_at = self._by_position(
+            "spec_decode_num_reached_tokens_per_pos",
+            "draft tokens that were judged with all before them accepted, by position, from 0",
+        )
+        self.passes = self._counter("num_passes", "verification passes over the running rows")
+        self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts that were read")
+        self.generation_tokens = self._counter("generation_tokens", "tokens that were generated")
+        self.running = self._gauge("num_requests_running", "texts that are being decoded")
+        self.waiting = self._gauge("num_requests_waiting", "texts that wait for a free row")
+        self._ended = Counter(
+            f"{PREFIX}:request_success",
+            "texts that ended, by reason",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        self._failed = Counter(
+            f"{PREFIX}:request_failure",
+            "requests without an answer, by reason",
+            ("model_name", "reason"),
+            registry=self.registry,
+        )
+        self.queue_time = self._seconds("request_queue_time_seconds", "until a row was free")
+        self.first_token = self._seconds("time_to_first_token_seconds", "until the first token")
+        self.latency = self._seconds("e2e_request_latency_seconds", "until a text ended")
+        self.token_time = self._seconds(
+            "inter_token_latency_seconds",
+            "between two passes of a text, divided by the tokens of the second",
+            _SECONDS_PER_TOKEN,
+        )
+
+    def judged(self, judged: Judged) -> None:
+        """Count the draft tokens of one pass."""
+        self.passes.inc()
+        self.drafts.inc(int(judged.drafted.any(1).sum()))
+        self.drafted.inc(int(judged.drafted.sum()))
+        self.accepted.inc(int(judged.accepted.sum()))
+        for series, counts in (
+            (self._accepted_at, judged.accepted),
+            (self._reached_at, judged.reached),
+        ):
+            by_position = counts.sum(0)
+            for position in np.flatnonzero(by_position).tolist():
+                series.labels(self._name, position).inc(int(by_position[position]))
+
+    def ended(self, reason: str) -> None:
+        """Count a text that ended. reason: stop or length."""
+        self._ended.labels(self._name, reason).inc()
+
+    def failed(self, reason: str) -> None:
+        """Count a request that got no answer, or only a part of one."""
+        self._failed.labels(self._name, reason).inc()
+
+    def text(self) -> bytes:
+        """All series, in the text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, meaning: str) -> Counter:
+        """A counter; its series has the ending _total."""
+        counter = Counter(f"{PREFIX}:{name}", meaning, ("model_name",), registry=self.registry)
+        return counter.labels(self._name)
+
+    def _by_position(self, name: str, meaning: str) -> Counter:
+        labels = ("model_name", "position")
+        return Counter(f"{PREFIX}:{name}", meaning, labels, registry=self.registry)
+
+    def _gauge(self, name: str, meaning: str) -> Gauge:
+        gauge = Gauge(f"{PREFIX}:{name}", meaning, ("model_name",), registry=self.registry)
+        return gauge.labels(self._name)
+
+    def _seconds(self, name: str, meaning: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        histogram = Histogram(
+            f"{PREFIX}:{name}",
+            f"seconds {meaning}",
+            ("model_name",),
+            registry=self.registry,
+            buckets=buckets,
+        )
+        return histogram.labels(self._name)

@@ -1,0 +1,99 @@
+"""What is asked of the engine, and what it answers."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from decode.errors import UserError
+from decode.rows import RowSettings
+from decode.sampling import Sampling
+from decode.text_stream import StopStrings
+
+Reason = Literal["full", "draining", "waited", "overran", "failed"]
+
+
+class Refusal(Exception):
+    """A request gets no answer, or no complete one. retry_after: seconds, if it is worth a retry.
+
+    full: too many texts wait. draining: the service ends. waited: no row was free in time.
+    overran: it took too long. failed: the decode could not go on.
+    """
+
+    def __init__(self, reason: Reason, message: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.reason, self.retry_after = reason, retry_after
+
+
+@dataclass(eq=False)
+class Choice:
+    """One text of a request. prompt: its token ids. seed, sample: its random numbers depend on
+    both; the texts of one prompt are samples 0, 1, …. reason: why it ended. steps, drafted,
+    accepted: its verification passes and draft tokens so far."""
+
+    index: int
+    prompt: Sequence[int]
+    seed: int
+    sample: int = 0
+    tokens: list[int] = field(default_factory=list)
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reason: Literal["stop", "length"] | None = None
+    row: int | None = None
+    _last: float = 0.0  # when it got its last tokens
+
+
+# A choice, its new tokens, and why it has ended if it has; or why the request ends.
+Event = tuple[Choice, list[int], str | None] | Refusal
+
+
+@dataclass(eq=False)
+class Request:
+    """Texts that are asked for together. max_new_tokens: of each. stop: strings that end a text.
+    deliver: called in the decoding thread with each event, never after `cancel` has been seen or a
+    refusal delivered."""
+
+    choices: list[Choice]
+    max_new_tokens: int
+    sampling: Sampling
+    deliver: Callable[[Event], None]
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    arrived: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+
+    def settings(
+        self, seed: int, stop: StopStrings | None = None, draft_temperature: float | None = None
+    ) -> RowSettings:
+        """Of the rows of one prompt. draft_temperature: None: as the text's."""
+        drafts = None
+        if draft_temperature is not None:
+            drafts = replace(self.sampling, temperature=draft_temperature)
+        return RowSettings(self.sampling, seed, stop, self.ignore_eos, draft_sampling=drafts)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """max_rows: texts that decode together. max_waiting: texts that may wait besides. max_wait:
+    seconds that a text may wait. max_seconds: from a request's arrival to its end. prompt_tokens:
+    of new prompts that are read between two passes; one prompt is always read completely."""
+
+    max_rows: int = 16
+    max_waiting: int = 64
+    max_wait: float = 60.0
+    max_seconds: float = 600.0
+    prompt_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_rows", 1), ("max_waiting", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        for name in ("max_wait", "max_seconds"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} is {getattr(self, name)}; expected seconds above 0")
+
+    @property
+    def capacity(self) -> int:
+        """How many texts the service holds."""
+        return self.max_rows + self.max_waiting

@@ -1,0 +1,185 @@
+"""A request while it is answered, seen from the event loop."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
+
+from train.serve import requests as engine_requests
+from train.serve.answers import END, Answer, AnswerText, event
+from train.serve.engine import Engine
+from train.serve.requests import Choice, Event, Refusal
+from train.serve.schema import ApiError, ChatRequest, CompletionRequest
+
+STATUS = {"full": 503, "draining": 503, "waited": 429, "overran": 504, "failed": 500}
+
+T = TypeVar("T")
+
+
+class Running:
+    """A request that the engine answers, seen from the event loop. Raises Refusal and UserError as
+    `Engine.submit`. limit: tokens of each text. random_bits: makes seeds."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        asked: ChatRequest | CompletionRequest,
+        prompts: list[list[int]],
+        limit: int,
+        random_bits: Callable[[int], int],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._engine = engine
+        self.choices: list[Choice] = []
+        for prompt in prompts:
+            # Equal prompts of one request get different texts, unless it names a seed.
+            seed = random_bits(62) if asked.seed is None else asked.seed
+            self.choices += [
+                Choice(len(self.choices) + sample, prompt, seed, sample)
+                for sample in range(asked.n)
+            ]
+
+        def deliver(new: Event) -> None:
+            # The loop is closed if the service was ended by force.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._events.put_nowait, new)
+
+        self._texts = [AnswerText(tokenizer, asked.stops) for _ in self.choices]
+        self._request = engine_requests.Request(
+            self.choices,
+            limit,
+            asked.sampling(engine.decoder.sampling),
+            deliver,
+            asked.stops,
+            asked.ignore_eos,
+        )
+        self._engine.submit(self._request)
+
+    def cancel(self) -> None:
+        """Give up what is not answered yet."""
+        self._engine.cancel(self._request)
+
+    async def pieces(self) -> AsyncIterator[tuple[int, str, str | None]]:
+        """(choice, text, reason) as they become final. reason: of its end, with the last text.
+        Raises ApiError if the engine refuses the request."""
+        left = len(self.choices)
+        while left:
+            new = await self._events.get()
+            if isinstance(new, Refusal):
+                raise as_api_error(new)
+            choice, tokens, reason = new
+            text = self._texts[choice.index]
+            piece = text.add(tokens, ended=reason is not None)
+            if reason is not None:
+                left -= 1
+                reason = "stop" if text.stopped else reason
+            if piece or reason is not None:
+                yield choice.index, piece, reason
+
+    async def whole(self, request: Request, answer: Answer) -> Response:
+        """The complete answer."""
+
+        async def collect() -> list[tuple[str, str]]:
+            texts, reasons = [""] * len(self.choices), [""] * len(self.choices)
+            async for index, piece, reason in self.pieces():
+                texts[index] += piece
+                reasons[index] = reason or ""
+            return list(zip(texts, reasons, strict=True))
+
+        try:
+            texts = await unless_hung_up(request, collect())
+        finally:
+            self.cancel()
+        return JSONResponse(answer.whole(texts))
+
+    async def stream(self, request: Request, answer: Answer, include_usage: bool) -> Response:
+        """The answer as events. It begins with the first piece, so that a request which gets none
+        has the status of its error."""
+        pieces = self.pieces()
+        try:
+            first = await unless_hung_up(request, anext(pieces))
+        except BaseException:
+            self.cancel()
+            raise
+        return _Stream(self, self._events_of(answer, first, pieces, include_usage))
+
+    async def _events_of(
+        self,
+        answer: Answer,
+        first: tuple[int, str, str | None],
+        pieces: AsyncIterator[tuple[int, str, str | None]],
+        include_usage: bool,
+    ) -> AsyncIterator[bytes]:
+        none: dict[str, Any] = {"usage": None} if include_usage else {}
+        for choice in self.choices:
+            if (beginning := answer.begin(choice.index)) is not None:
+                yield answer.event([beginning], **none)
+        left = len(self.choices)
+        try:
+            async for index, piece, reason in _after(first, pieces):
+                left -= reason is not None
+                last = {} if left else {"draftsmith": answer.counts()}
+                yield answer.event([answer.piece(index, piece, reason)], **none, **last)
+        except ApiError as error:
+            yield event(error.body)
+            return
+        if include_usage:
+            yield answer.event([], usage=answer.usage(), draftsmith=answer.counts())
+        yield END
+
+
+class _Stream(StreamingResponse):
+    """Events of a running request, which is given up when the client hangs up."""
+
+    def __init__(self, running: Running, events: AsyncIterator[bytes]) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._running.cancel()
+
+
+async def unless_hung_up(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`. Raises ClientDisconnect as soon as the client hangs up, and cancels
+    the work. For requests whose body has been read."""
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    result, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    try:
+        await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            raise ClientDisconnect
+        return result.result()
+    finally:
+        for task in (result, gone):
+            task.cancel()
+
+
+async def _after(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
+    yield first
+    async for item in rest:
+        yield item
+
+
+def as_api_error(refusal: Refusal) -> ApiError:
+    return ApiError(
+        STATUS[refusal.reason],
+        str(refusal),
+        kind="server_error",
+        code=refusal.reason,
+        retry_after=refusal.retry_after,
+    )

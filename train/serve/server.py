@@ -1,0 +1,118 @@
+"""A service from its parts, and the HTTP server around it."""
+
+import copy
+import random
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from decode.drafters import Drafter
+from decode.errors import UserError
+from decode.settings import DecodeSettings
+from decode.target.loading import Target
+from decode.target.prefix_cache import prefix_cache
+from decode.text import prompt_ids
+from train.serve.api import Service
+from train.serve.engine import Engine
+from train.serve.metrics import Metrics
+from train.serve.requests import Bounds
+
+# To measure costs on, for a policy or a shape that uses them.
+_SOME_TEXT = "A drafter proposes tokens, and the target verifies them in one forward pass."
+_CLOSING_SECONDS = 5  # for connections that are open when all texts have ended
+
+
+def make_service(
+    target: Target,
+    drafter: Drafter,
+    settings: DecodeSettings,
+    bounds: Bounds,
+    *,
+    drafter_name: str,
+    model_name: str | None = None,
+    api_key: str | None = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
+) -> Service:
+    """A service whose engine runs. settings: sampling is the default of requests. model_name: what
+    requests call it; default: the target's name. seed: for requests that name none. Raises
+    UserError as `Decoder` does."""
+    prompt = prompt_ids(_SOME_TEXT, target.tokenizer) if settings.needs_costs else None
+    decoder, costs = settings.decoder(target, drafter, prompt)
+    decoder.prefixes = prefix_cache(target.model)
+    name = model_name or target.name
+    return Service(
+        Engine(decoder, target.tokenizer, bounds, Metrics(name), costs, settings.draft_temperature),
+        # Another thread uses the engine's.
+        copy.deepcopy(target.tokenizer),
+        name,
+        {
+            "target": target.name,
+            "revision": target.revision,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "drafter": drafter_name,
+            "rule": str(settings.for_drafter(drafter).rule),
+            "sampling": vars(settings.sampling),
+            "draft_temperature": settings.draft_temperature,
+        },
+        settings.gamma,
+        settings.policy,
+        api_key,
+        max_tokens,
+        random.Random(seed),
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with this address, which does not listen yet. Raises UserError if it is taken or is
+    no address of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise UserError(
+            f"cannot listen on {host}, port {port}: {error}; choose another --host or --port"
+        ) from None
+    return bound
+
+
+class Server(uvicorn.Server):
+    """Ends after the engine has: the first SIGTERM or Ctrl-C lets running texts end, for at most
+    `drain_seconds`, and new requests get status 503. A second signal ends it at once.
+
+    started_up: called when it listens.
+    """
+
+    def __init__(
+        self, service: Service, drain_seconds: float, started_up: Callable[[], None] = lambda: None
+    ) -> None:
+        config = uvicorn.Config(
+            service.guarded(),
+            lifespan="off",
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+        )
+        super().__init__(config)
+        self._engine, self._drain_seconds = service.engine, drain_seconds
+        self._started_up = started_up
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._started_up()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._engine.draining:
+            super().handle_exit(sig, frame)
+        else:
+            self._engine.drain(self._drain_seconds)
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self._engine.alive:
+            self.should_exit = True
+        return await super().on_tick(counter)
