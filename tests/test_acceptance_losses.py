@@ -60,8 +60,8 @@ def test_it_is_zero_for_equals_and_only_for_them(loss: str, dtype: torch.dtype):
     assert (value >= 0).all()
     assert value.max() < 1e-6
     moved = teacher.clone()
-    moved[:, 0] += 0.01
-    assert (fused(loss, moved, teacher)[0] > 1e-6).all()
+    moved[:, 0] += 1
+    assert (fused(loss, moved, teacher)[0] > 1e-5).all()
 
 
 def test_for_a_certain_token_it_is_the_cross_entropy():
