@@ -11,6 +11,7 @@ import gguf
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from decode.errors import UserError
@@ -132,6 +133,17 @@ def test_malformed_fingerprint_is_refused(fields: dict[str, Any]) -> None:
 
 
 # What loads
+
+
+def test_broken_weights_are_named_by_layer(copy: Path) -> None:
+    path = copy / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"][2, 1] = float("nan")
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"infinite: model\.layers\.1\.mlp\.up_proj\.weight;"
+    ):
+        load_model_and_tokenizer(str(copy))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,6 +26,7 @@ from decode.target.pretrained import (
     input_device,
     no_progress_bars,
     no_safetensors,
+    require_finite,
 )
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,8 @@ def load_model_and_tokenizer(
     A quantised checkpoint is loaded as its config says, if the package that reads it is installed.
 
     Weights are read from safetensors or GGUF, never from pickle files, which can run code.
-    Raises UserError if the spec, the files or the settings do not work.
+    Raises UserError if the spec, the files or the settings do not work, and names weights that are
+    NaN or infinite.
     """
     torch_device = resolve_device(device)
     if device_map is not None and device != "auto":
@@ -244,6 +246,7 @@ def load_model_and_tokenizer(
     # Some quantised models cannot be moved. They are already on the right device.
     if device_map is None and not getattr(loaded.model, "is_quantized", False):
         loaded.model.to(torch_device)
+    require_finite(loaded.model, spec)
     return loaded
 
 

@@ -223,3 +223,25 @@ def require_present(model: nn.Module, what: str) -> None:
             "offloaded to the CPU or to disk; load the target without offloading, or use a drafter "
             "that does not read them (a small language model, or lookup)"
         )
+
+
+def require_finite(model: nn.Module, spec: str) -> None:
+    """Raises UserError if weights are NaN or infinite, and names the first ones with their layer.
+    Weights that are offloaded or quantised are not read."""
+    names, extremes = [], []
+    for name, weight in model.named_parameters():
+        if weight.dtype in _READABLE and weight.device.type != "meta" and weight.numel():
+            names.append(name)
+            extremes.append(torch.stack(torch.aminmax(weight)).float().cpu())
+    sound = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
+    broken = [name for name, good in zip(names, sound, strict=True) if not good]
+    if broken:
+        listed = ", ".join(broken[:3]) + (f" and {len(broken) - 3} more" if broken[3:] else "")
+        raise UserError(
+            f"weights of {spec!r} are NaN or infinite: {listed}; load it in a dtype with more "
+            "range, or get its files again"
+        )
+
+
+# Dtypes whose extremes PyTorch can compute.
+_READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
