@@ -14,6 +14,7 @@ from tests.tiny import tiny_target
 from train.data import self_prompts
 from train.data.chat import prompt_tokens, user_prefix
 from train.data.corpus import SELF_PROMPTS
+from train.data.read import Example
 from train.data.self_prompts import SelfPrompts, read_prompts, save_prompts, write_prompts
 
 DRAWN = Sampling(temperature=1.0)
@@ -84,6 +85,22 @@ def test_a_stage_answers_them_and_a_training_reads_them(tmp_path: Path) -> None:
     assert first in target().tokenizer.decode(samples[0].tokens)
     run_stage(context, stage)  # nothing is written again
     assert (directory / SELF_PROMPTS / "prompts.jsonl").read_text() == before
+
+
+def test_no_turn_of_a_held_out_conversation_is_quoted(tmp_path: Path) -> None:
+    settings = {"self_prompts": 4, "max_new_tokens": 4, "max_prompt_tokens": 96}
+
+    def prompts(name: str, *held_out: Example) -> list[str | None]:
+        context = stage_context(tmp_path / name, target(12))
+        context.corpus.examples["dev"] = list(held_out)
+        run_stage(context, make_stage("generate", "own", **settings))
+        return [e.prompt for e in read_prompts(context.directory / "own" / SELF_PROMPTS)]
+
+    first, second, *_ = prompts("free")
+    turns = [("user", first), ("assistant", "Yes."), ("user", second)]
+    messages = tuple({"role": role, "content": text or ""} for role, text in turns)
+    kept = prompts("held", Example("a", messages, None, None, None, "dev:1"))
+    assert not {first, second} & set(kept)
 
 
 def test_they_take_the_place_of_a_split() -> None:

@@ -140,9 +140,7 @@ def test_broken_weights_are_named_by_layer(copy: Path) -> None:
     weights = load_file(path)
     weights["model.layers.1.mlp.up_proj.weight"][2, 1] = float("nan")
     save_file(weights, path, {"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"infinite: model\.layers\.1\.mlp\.up_proj\.weight;"
-    ):
+    with pytest.raises(UserError, match=r"infinite: model\.layers\.1\.mlp\.up_proj\.weight;"):
         load_model_and_tokenizer(str(copy))
 
 

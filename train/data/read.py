@@ -45,6 +45,12 @@ class Example:
     kind: str | None
     source: str
 
+    def user_texts(self) -> list[str]:
+        """What the user wrote: one text per message, or the whole text if there are none."""
+        if self.messages is None:
+            return [self.text or self.prompt or ""]
+        return [turn["content"] for turn in self.messages if turn["role"] == "user"]
+
 
 @dataclass
 class ReadReport:

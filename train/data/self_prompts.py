@@ -64,8 +64,8 @@ def write_prompts(
 ) -> SelfPrompts:
     """Let the target write `count` different user messages.
 
-    system: the run's system message. held_out: prompts that no message may quote, those of the dev
-    and test splits. max_tokens: a message that is longer is left out. progress: called with the
+    system: the run's system message. held_out: texts that no message may quote, the users' of the
+    dev and test splits. max_tokens: a message that is longer is left out. progress: called with the
     number of messages kept so far. Raises UserError if the target writes too few usable messages.
     """
     prefix = user_prefix(target.tokenizer, system)

@@ -133,15 +133,16 @@ class GenerateStage(Stage[GenerateConfig]):
             return
         if self.accelerator.is_main_process and not _is_complete(directory):
             held_out = [
-                example.prompt or ""
+                text
                 for split in ("dev", "test")
                 for example in self.corpus.examples.get(split, ())
+                for text in example.user_texts()
             ]
             with self.reporter.bar("writing prompts", config.self_prompts) as bar:
                 written = write_prompts(
                     self.target,
                     self.corpus.system,
-                    filter(None, held_out),
+                    held_out,
                     config.self_prompts,
                     config.prompt_sampling.build(),
                     max_tokens=config.max_prompt_tokens,
