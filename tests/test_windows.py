@@ -1,5 +1,6 @@
 """Sliding windows: texts longer than a window give the tokens of transformers."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.target.cached_model import layer_windows
 from decode.target.lean_forward import LeanForward
+from decode.target.loading import load_model_and_tokenizer
 from decode.trees import SHAPES
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 
 NEW = 16
 MODELS: dict[str, dict[str, Any]] = {
@@ -19,6 +21,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
     "gemma2": {"head_dim": 8, "sliding_window": 7},
     "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layers": 6},
+    # It has sinks in its attention and experts in its MLPs, so it never runs lean.
+    "gpt_oss": {"head_dim": 8, "sliding_window": 7, "num_local_experts": 4, "layers": 4},
 }
 PROMPTS = [[5, 17, 250, 9] * 6, [7, 11, 13], list(range(20, 40))]
 
@@ -52,7 +56,7 @@ def test_a_text_longer_than_the_window(
         assert run.outputs == expected
         assert run.counts.accepted.sum() > 0
     decoder = Decoder(model, DRAFTERS["none"]())
-    assert isinstance(decoder.lm.forward_pass, LeanForward) is lean
+    assert isinstance(decoder.lm.forward_pass, LeanForward) is (lean and family != "gpt_oss")
     assert decoder.decode(PROMPTS, NEW).outputs == expected
 
 
@@ -66,3 +70,11 @@ def test_a_window_counts() -> None:
 
 def test_a_window_that_is_not_used() -> None:
     assert not any(layer_windows(tiny_model("qwen2", sliding_window=8, use_sliding_window=False)))
+
+
+def test_a_model_without_sdpa_loads_with_what_it_has(tmp_path: Path) -> None:
+    tiny_model("gpt_oss", **MODELS["gpt_oss"]).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    loaded = load_model_and_tokenizer(str(tmp_path)).model
+    assert loaded.config._attn_implementation == "eager"
+    assert any(layer_windows(loaded))

@@ -160,7 +160,7 @@ def load_target(
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str = "auto",
     device_map: str | dict[str, Any] | None = None,
 ) -> Target:
     """Loads a target. Arguments and errors are those of `load_model_and_tokenizer`."""
@@ -186,7 +186,7 @@ def load_model_and_tokenizer(
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str = "auto",
     device_map: str | dict[str, Any] | None = None,
 ) -> Loaded:
     """Loads a causal language model for inference, not for training.
@@ -198,7 +198,8 @@ def load_model_and_tokenizer(
         used, because it has no float64 and tokens are drawn in float64.
     revision: a branch, tag or commit, for hub ids only.
     trust_remote_code: runs Python code that comes with the model. If False, no such code runs.
-    attn_implementation: an implementation that transformers knows, such as sdpa or eager.
+    attn_implementation: an implementation that transformers knows, such as sdpa or eager. auto is
+        sdpa, or eager for models that have no sdpa (gpt-oss).
     device_map: as in transformers, such as auto: distributes layers over devices. Replaces
         `device`. Use such a model for decoding, not to train drafters on it.
 

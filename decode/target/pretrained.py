@@ -65,12 +65,13 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
         where["device_map"] = {"": options.device}
     if options.device_map is not None:
         where["device_map"] = options.device_map
+    attention = options.attn_implementation
     with _explained(source, "weights"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
             dtype=options.dtype,
-            attn_implementation=options.attn_implementation,
+            attn_implementation=None if attention == "auto" else attention,
             use_safetensors=True,
             output_loading_info=True,
             **where,
