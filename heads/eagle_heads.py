@@ -118,6 +118,10 @@ class Eagle3Options(HeadOptions):
     the states of the previous step."""
     decay: float = Field(0.8, gt=0, le=1)
     """The loss weight of step k is decay^(k − 1)."""
+    fc_norm: bool = False
+    """Of EAGLE-3.1 (2605.09992): a norm for each of the three features before `fc`."""
+    norm_output: bool = False
+    """Of EAGLE-3.1: the next step reads the state after the final norm. EAGLE-3: before it."""
 
 
 def auxiliary_layers(layers: int) -> tuple[int, int, int]:
@@ -169,6 +173,9 @@ class Eagle3Heads(AutoregressiveHeads):
     layers, the decoder layer changes nothing, and norm and output layer are the target's. So the
     heads start as the target without its last layers. Tensors have the names that engines use,
     except the output layer: `output.layers.0` here, `lm_head` in engines.
+
+    EAGLE-3.1 is `fc_norm` and `norm_output`: the scale of the states then stays the same from step
+    to step.
     """
 
     Options = Eagle3Options
@@ -180,6 +187,10 @@ class Eagle3Heads(AutoregressiveHeads):
         self.captured_layers = auxiliary_layers(model.config.get_text_config().num_hidden_layers)
         size = self.hidden_size
         self.fc = nn.Linear(len(self.captured_layers) * size, size, bias=False)
+        self.fc_norm = nn.ModuleList(
+            LlamaRMSNorm(size, eps=self.config.rms_norm_eps)
+            for _ in (self.captured_layers if options.fc_norm else ())
+        )
         self.midlayer = Eagle3Layer(self.config)
         self.norm = LlamaRMSNorm(size, eps=self.config.rms_norm_eps)
 
@@ -189,7 +200,8 @@ class Eagle3Heads(AutoregressiveHeads):
         self.midlayer.init_weights(self.config.initializer_range)
         self.fc.weight.zero_()
         self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
-        self.norm.weight.fill_(1.0)
+        for norm in (self.norm, *self.fc_norm):
+            norm.weight.fill_(1.0)
         target_norm: Any = getattr(model.base_model, "norm", None)
         if type(target_norm).__name__.endswith("RMSNorm"):
             # Its output for ones is its scale, also for norms that add 1 to the stored weight.
@@ -200,6 +212,9 @@ class Eagle3Heads(AutoregressiveHeads):
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
 
     def fuse(self, features: Tensor) -> Tensor:
+        if len(self.fc_norm):
+            taps = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, taps, strict=True)], -1)
         fused: Tensor = self.fc(features)
         return fused
 
@@ -213,11 +228,10 @@ class Eagle3Heads(AutoregressiveHeads):
         layer = self.midlayer
         inputs = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
         next_states: Tensor = layer(states, inputs, position_embeddings, attend)
-        return next_states
+        return self.norm(next_states) if self.options.norm_output else next_states
 
     def readout(self, states: Tensor) -> Tensor:
-        normed: Tensor = self.norm(states)
-        return normed
+        return states if self.options.norm_output else self.norm(states)
 
 
 @DRAFTERS.register("eagle3")

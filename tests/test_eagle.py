@@ -51,6 +51,7 @@ DEPTH = 3
 KINDS: dict[str, dict[str, Any]] = {
     "eagle1": {"type": "eagle1", "depth": DEPTH},
     "eagle3": {"type": "eagle3", "steps": DEPTH},
+    "eagle3.1": {"type": "eagle3", "steps": DEPTH, "fc_norm": True, "norm_output": True},
     "hydra": {"type": "hydra", "heads": DEPTH},
     "hydra_plus": {"type": "hydra_plus", "heads": DEPTH, "layers": 2},
 }
@@ -60,7 +61,7 @@ IDS = torch.arange(0, VOCAB, 2)
 
 @functools.cache
 def target(kind: str = "eagle1") -> Target:
-    return tiny_target(layers=7 if kind == "eagle3" else 2)
+    return tiny_target(layers=7 if kind.startswith("eagle3") else 2)
 
 
 def make(kind: str, ids: torch.Tensor | None = None, *, dtype: Any = torch.float32) -> Any:
@@ -80,7 +81,7 @@ def test_the_prompt_is_read_before_the_first_draft_and_counted_apart(
 ) -> None:
     """The layer makes the prompt's entries in `prefill`, all but the last token's; the first draft
     then costs what any other does."""
-    drafter = DRAFTERS[kind](make(kind), VOCAB)
+    drafter = DRAFTERS[KINDS[kind]["type"]](make(kind), VOCAB)
     made: list[int] = []
     layer = drafter.layer
 
@@ -194,9 +195,13 @@ def eagle3_states(
         inner = normed(layer.post_attention_layernorm.weight, state)
         mlp = layer.mlp
         gated = F.silu(mlp.gate_proj.weight @ inner) * (mlp.up_proj.weight @ inner)
-        return state + mlp.down_proj.weight @ gated
+        state = state + mlp.down_proj.weight @ gated
+        return normed(heads.norm.weight, state) if heads.options.norm_output else state
 
     keys: list[Any] = []
+    if heads.options.fc_norm:
+        taps = zip(heads.fc_norm, features.chunk(3, -1), strict=True)
+        features = torch.cat([normed(norm.weight, tap) for norm, tap in taps], -1)
     fused = features @ heads.fc.weight.T
     for place, state in enumerate(fused):
         last = step(state, embedded[place], place, keys)
@@ -233,7 +238,8 @@ STATES = {
 
 
 def readout(heads: Any, state: torch.Tensor) -> torch.Tensor:
-    return normed(heads.norm.weight, state) if heads.options.type == "eagle3" else state
+    reads_norm = heads.options.type == "eagle3" and not heads.options.norm_output
+    return normed(heads.norm.weight, state) if reads_norm else state
 
 
 def hand_logits(
@@ -241,7 +247,9 @@ def hand_logits(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The step's state [H] and its logits [V'], from features [T, F] and token ids [T]."""
     table = target(kind).model.get_input_embeddings().weight.to(features.dtype)
-    state = STATES[kind](heads, features[: t + 1], table[ids[1 : t + depth + 1]], depth)
+    state = STATES[KINDS[kind]["type"]](
+        heads, features[: t + 1], table[ids[1 : t + depth + 1]], depth
+    )
     return state, F.linear(readout(heads, state), *heads.output.of(depth))
 
 
@@ -334,7 +342,7 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
         )
         for b in range(3)
     ]
-    drafter: Any = DRAFTERS[kind](copy.deepcopy(heads), VOCAB)
+    drafter: Any = DRAFTERS[KINDS[kind]["type"]](copy.deepcopy(heads), VOCAB)
     tokens = np.zeros((3, 40), dtype=np.int64)
     tokens[:, :20] = ids.numpy()
     contexts = Contexts(tokens, np.array([2, 5, 9]))
@@ -438,7 +446,7 @@ def learnt(kind: str, reduced: bool = False) -> Any:
 
 def drafter_of(kind: str, shape: str, reduced: bool = False) -> Any:
     made = SHAPES[shape](**SHAPES_TRIED[shape])
-    return DRAFTERS[kind](copy.deepcopy(learnt(kind, reduced)), VOCAB, made)
+    return DRAFTERS[KINDS[kind]["type"]](copy.deepcopy(learnt(kind, reduced)), VOCAB, made)
 
 
 @pytest.mark.parametrize("shape", SHAPES_TRIED)
@@ -490,7 +498,7 @@ def test_a_directory_comes_back(kind: str, reduced: bool, tmp_path: Path) -> Non
     save_heads(tmp_path / "heads", heads, target=target(kind), provenance={})
     drafter: Any = open_drafter(str(tmp_path / "heads"), target(kind))
     assert_equal(dict(drafter.heads.state_dict()), dict(heads.state_dict()))
-    own = DRAFTERS[kind](copy.deepcopy(heads), VOCAB)
+    own = DRAFTERS[KINDS[kind]["type"]](copy.deepcopy(heads), VOCAB)
     ours = Decoder(target(kind).model, own, gamma=DEPTH).decode(PROMPTS, NEW)
     theirs = Decoder(target(kind).model, drafter, gamma=DEPTH).decode(PROMPTS, NEW)
     assert theirs.outputs == ours.outputs

@@ -33,12 +33,14 @@ from train.export.verify_export import count_drafts, verify_export
 
 EAGLE1 = {"type": "eagle1", "depth": 3}
 EAGLE3 = {"type": "eagle3", "steps": 3}
+EAGLE31 = EAGLE3 | {"fc_norm": True, "norm_output": True}
 KINDS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
     "eagle1": (EAGLE1, None),
     "eagle3": (EAGLE3, None),
     "eagle3-target": (EAGLE3 | {"output": "target"}, None),
     "eagle3-reduced": (EAGLE3, KEPT),
     "eagle3-target-reduced": (EAGLE3 | {"output": "target"}, KEPT),
+    "eagle3.1-reduced": (EAGLE31, KEPT),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -199,7 +201,9 @@ def test_the_schema_finds(what: str, sound: dict[str, Path], tmp_path: Path) -> 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("options", "reduced"), [(EAGLE1, False), (EAGLE3, True)], ids=["eagle1", "eagle3-reduced"]
+    ("options", "reduced"),
+    [(EAGLE1, False), (EAGLE3, True), (EAGLE31, True)],
+    ids=["eagle1", "eagle3-reduced", "eagle3.1-reduced"],
 )
 def test_vllm_accepts_what_our_loop_accepts(
     options: dict[str, Any], reduced: bool, tmp_path: Path, target: Target

@@ -115,6 +115,9 @@ def test_what_cannot_be_written(tmp_path: Path, target: Target) -> None:
     make_heads(tmp_path / "no-file", directory, EAGLE3)
     with pytest.raises(UserError, match=r"takes the tokenizer from the target's GGUF file"):
         export_drafter(tmp_path / "no-file", "gguf", tmp_path / "out")
+    make_heads(tmp_path / "newer", directory, EAGLE3 | {"norm_output": True})
+    with pytest.raises(UserError, match=r"has norm_output \(EAGLE-3\.1\).* with vLLM"):
+        export_drafter(tmp_path / "newer", "gguf", tmp_path / "out")
     rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     scaled = save_target(tmp_path / "scaled", layers=7, rope_parameters=rope)
     make_heads(tmp_path / "rope", scaled, EAGLE3)

@@ -38,17 +38,24 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return save_target(tmp_path_factory.mktemp("target") / "target", layers=7)
 
 
-def exported(path: Path, target: Target, kept: torch.Tensor | None, moved: float = 0.0) -> Path:
-    make_heads(path / "drafter", target, EAGLE3, kept, moved)
+def exported(
+    path: Path,
+    target: Target,
+    kept: torch.Tensor | None,
+    moved: float = 0.0,
+    **options: Any,
+) -> Path:
+    make_heads(path / "drafter", target, EAGLE3 | options, kept, moved)
     export_drafter(path / "drafter", "speculators", path / "out")
     return path / "out"
 
 
+@pytest.mark.parametrize("newer", [False, True], ids=["3", "3.1"])
 @pytest.mark.parametrize("kept", [None, KEPT], ids=["whole", "reduced"])
 def test_the_export_drafts_the_same(
-    kept: torch.Tensor | None, tmp_path: Path, target: Target
+    kept: torch.Tensor | None, newer: bool, tmp_path: Path, target: Target
 ) -> None:
-    out = exported(tmp_path, target, kept, moved=0.05)
+    out = exported(tmp_path, target, kept, moved=0.05, fc_norm=newer, norm_output=newer)
     before = open_drafter(str(tmp_path / "drafter"), target)
     counted = [
         count_drafts(task(target, out, prompts=PROMPTS[:8]), drafter, Counting())
@@ -59,6 +66,7 @@ def test_the_export_drafts_the_same(
     names = load_file(out / "model.safetensors").keys()
     assert "layers.0.hidden_norm.weight" in names
     assert ("d2t" in names) == (kept is not None)
+    assert ("fc_norm.2.weight" in names) == newer
     config = json.loads((out / "config.json").read_text())
     # Our captured_layers are the outputs of 1, 2 and 3; its readers count the layers that read
     # them.

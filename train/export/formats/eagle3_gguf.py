@@ -26,7 +26,13 @@ from heads.eagle_heads import Eagle3Drafter, Eagle3Options
 from heads.heads_directory import stored_options
 from train.export.file_schema import is_count, read_json
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob
-from train.export.formats.eagle3_layer import OUTPUT, OWN_OUTPUT, are_ascending_ids, eagle3_tensors
+from train.export.formats.eagle3_layer import (
+    OUTPUT,
+    OWN_OUTPUT,
+    SWITCHES,
+    are_ascending_ids,
+    eagle3_tensors,
+)
 from train.export.formats.gguf_layout import (
     D2T,
     FILE,
@@ -77,6 +83,13 @@ class Eagle3GGUF(GGUFLayout):
         return str(job.description["target"]["name"])
 
     def refuse(self, job: ExportJob) -> None:
+        options: Any = stored_options(job.drafter)
+        used = [name for name in SWITCHES if getattr(options, name)]
+        if used:
+            raise UserError(
+                f"{job.drafter} has {' and '.join(used)} (EAGLE-3.1), which llama.cpp does not "
+                "read; export it as eagle3 and serve it with vLLM"
+            )
         target_gguf(job.target_spec)
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:

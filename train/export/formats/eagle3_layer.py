@@ -3,7 +3,8 @@
 H hidden size, V vocabulary, V' draft vocabulary. `fc.weight` [H, 3H]; `midlayer.*`, whose q, k and
 v read 2H; `norm.weight`; `lm_head.weight` [V', H]. With a reduced draft vocabulary also `d2t`,
 int64 [V'], a token's id minus its row, and `t2d`, bool [V]: which tokens have a row. The embeddings
-are the target's. The config does not name the captured layers, because engines count them
+are the target's. EAGLE-3.1's two options are the settings `fc_norm`, with `fc_norm.{0,1,2}.weight`,
+and `norm_output`. The config does not name the captured layers, because engines count them
 differently. Without names, all engines capture the layers of `heads.eagle3.tapped_layers`.
 """
 
@@ -24,10 +25,12 @@ OUTPUT, OWN_OUTPUT = "lm_head.weight", "output.layers.0.weight"
 # The version of speculators with this layout.
 VERSION = "0.9.0"
 LAYER_CONFIG, ROWS = "transformer_layer_config", "draft_vocab_size"
+# EAGLE-3.1's options, by the same names in our heads and in both layouts.
+SWITCHES = ("fc_norm", "norm_output")
 # Settings of the library speculators outside the layer's.
-OUTER_KEYS = (ROWS, "architectures")
-# The library's options beyond the paper's layer.
-SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+OUTER_KEYS = (ROWS, *SWITCHES, "architectures")
+# Its options for layers of other kinds.
+OTHER_SWITCHES = ("norm_before_residual", "norm_before_fc")
 
 
 class Eagle3(EagleLayer):
@@ -46,10 +49,11 @@ class Eagle3(EagleLayer):
         return depth
 
     def extra_config(self, heads: Any) -> dict[str, Any]:
-        return {"draft_vocab_size": heads.rows}
+        switches = {name: getattr(heads.options, name) for name in SWITCHES}
+        return {"draft_vocab_size": heads.rows} | switches
 
     def extra_expected_keys(self) -> dict[str, Any]:
-        return {"draft_vocab_size": is_count}
+        return {"draft_vocab_size": is_count} | dict.fromkeys(SWITCHES, _is_bool)
 
     def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
         tensors = eagle3_tensors(heads, target.vocab_size)
@@ -62,8 +66,9 @@ class Eagle3(EagleLayer):
             "norm.weight": weight_spec(config, hidden),
             OUTPUT: weight_spec(config, rows, hidden),
         }
-        for norm in ("hidden_norm", "input_layernorm"):
-            specs[f"{self.layer}.{norm}.weight"] = weight_spec(config, hidden)
+        norms = [f"{self.layer}.{norm}" for norm in ("hidden_norm", "input_layernorm")]
+        norms += [f"fc_norm.{tap}" for tap in range(3) if config["fc_norm"]]
+        specs |= {f"{norm}.weight": weight_spec(config, hidden) for norm in norms}
         if rows != config["vocab_size"]:
             specs["d2t"] = TensorSpec((rows,), ("I64",))
             specs["t2d"] = TensorSpec((config["vocab_size"],), ("BOOL",))
@@ -79,13 +84,14 @@ class Eagle3(EagleLayer):
         return [] if torch.equal(has_row, ids) else ["t2d does not mark the tokens of d2t"]
 
     def rebuilt_heads(
-        self, weights: dict[str, Tensor], depth: int
+        self, config: dict[str, Any], weights: dict[str, Tensor], depth: int
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
         ids = _token_ids(weights["d2t"]) if "d2t" in weights else None
         others = ("d2t", "t2d", OUTPUT)
         state = {n.replace(self.layer, LAYER): x for n, x in weights.items() if n not in others}
         state[OWN_OUTPUT] = weights[OUTPUT]
-        return Eagle3Options(steps=depth), ids, state
+        switches = {name: config[name] for name in SWITCHES}
+        return Eagle3Options(steps=depth, **switches), ids, state
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [
@@ -121,6 +127,10 @@ def eagle3_tensors(heads: Any, vocab_size: int) -> dict[str, Tensor]:
 def are_ascending_ids(ids: Tensor, vocab_size: int) -> bool:
     """Whether these are token ids of the vocabulary in ascending order."""
     return bool(ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all())
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _token_ids(offsets: Tensor) -> Tensor:
@@ -164,9 +174,10 @@ class Speculators(Eagle3):
             },
             LAYER_CONFIG: {key: x for key, x in config.items() if key not in OUTER_KEYS},
             ROWS: config[ROWS],
+            **{name: config[name] for name in SWITCHES},
             "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in heads.captured_layers],
             "target_hidden_size": None,
-            **dict.fromkeys(SWITCHES, False),
+            **dict.fromkeys(OTHER_SWITCHES, False),
             "embed_requires_grad": False,
             "dtype": config["dtype"],
         }
@@ -184,7 +195,7 @@ class Speculators(Eagle3):
             LAYER_CONFIG: lambda x: isinstance(x, dict),
             "eagle_aux_hidden_state_layer_ids": lambda x: isinstance(x, list) and len(x) == 3,
             "target_hidden_size": None,
-            **dict.fromkeys(SWITCHES, False),
+            **dict.fromkeys(OTHER_SWITCHES, False),
             "embed_requires_grad": False,
             "dtype": lambda x: x == (contents.get(LAYER_CONFIG) or {}).get("dtype"),
         }

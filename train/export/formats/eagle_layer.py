@@ -82,9 +82,9 @@ class EagleLayer(Format):
 
     @abstractmethod
     def rebuilt_heads(
-        self, weights: dict[str, Tensor], depth: int
+        self, config: dict[str, Any], weights: dict[str, Tensor], depth: int
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
-        """Rebuild the heads' options, draft vocabulary and state from the written weights."""
+        """Rebuild the heads' options, draft vocabulary and state from config and weights."""
 
     def extra_config(self, heads: Any) -> dict[str, Any]:
         """Return the settings that a llama's config does not have."""
@@ -162,7 +162,7 @@ class EagleLayer(Format):
         config = self.layer_config(json.loads((directory / "config.json").read_text()))
         depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["max_depth"]
         require_fitting_target(config, directory, target)
-        options, ids, state = self.rebuilt_heads(load_file(directory / WEIGHTS), depth)
+        options, ids, state = self.rebuilt_heads(config, load_file(directory / WEIGHTS), depth)
         return heads_drafter(self.drafter, options, ids, state, target)
 
 
@@ -245,7 +245,7 @@ class Eagle1(EagleLayer):
         }
 
     def rebuilt_heads(
-        self, weights: dict[str, Tensor], depth: int
+        self, config: dict[str, Any], weights: dict[str, Tensor], depth: int
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
         # The embeddings are the target's. Heads borrow them.
         state = {name: tensor for name, tensor in weights.items() if name != EMBEDDINGS}
