@@ -66,10 +66,13 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "eagle3_nla": ({"type": "eagle3", "steps": 3}, {"negative_log_acceptance": 1.0}),
     "eagle3_lk": ({"type": "eagle3", "steps": 3}, {"lk_hybrid": 1.0}),
 }
+# Arms with D-PACE's weights (2605.18810).
+SMOOTHING = {"eagle3_dpace": 0.5, "hydra_dpace": 0.5}
+HEADS |= {name: HEADS[name.removesuffix("_dpace")] for name in SMOOTHING}
 SMALL_LM = "small_lm"
 KNOWN = (SMALL_LM, *HEADS)
 # These compare losses, and run only if --arms names them.
-EXTRA = ("eagle1_tokens", "eagle3_nla", "eagle3_lk")
+EXTRA = ("eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
 
@@ -178,6 +181,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
                 "kind": "heads",
                 "heads": heads,
                 "losses": losses,
+                "place_smoothing": SMOOTHING.get(name),
                 "features": "states",
                 "draft_vocabulary": 8000,
                 "dev": dev,

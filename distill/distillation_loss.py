@@ -119,6 +119,7 @@ def chunked_loss(
     *,
     chunk: int = 256,
     ranks: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of the terms over n tokens, and each term's sum, float64 [terms].
 
@@ -128,10 +129,11 @@ def chunked_loss(
     output layer. teacher(slice) returns the teacher signal for these tokens; None if no term reads
     it. labels: int64 [n], the actual next tokens. ranks: int64 [n], an output buffer for the number
     of tokens with a higher logit than the label (0: the label is the most likely token; V for a
-    label of −100). It needs no extra logits.
+    label of −100). It needs no extra logits. weights: [n], of the tokens in the loss; None: 1 each.
+    The sums of the terms do not use them.
     """
     loss, totals = _ChunkedLoss.apply(
-        hidden, weight, bias, teacher, labels, weighted_loss, chunk, ranks
+        hidden, weight, bias, teacher, labels, weighted_loss, chunk, ranks, weights
     )
     return loss, totals
 
@@ -161,6 +163,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weighted_loss: WeightedLoss,
         chunk: int,
         ranks: Tensor | None,
+        weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         inputs = (hidden, weight, bias)
         grads = [
@@ -176,7 +179,9 @@ class _ChunkedLoss(torch.autograd.Function):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             h, w, b = h.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+        # Each term's sum, and the weighted sum of all.
         totals = torch.zeros(len(weighted_loss.names), dtype=torch.float64, device=hidden.device)
+        total = totals.new_zeros(())
         with torch.autocast(device, enabled=False):
             for begin in range(0, len(hidden), chunk):
                 part = slice(begin, begin + chunk)
@@ -184,7 +189,12 @@ class _ChunkedLoss(torch.autograd.Function):
                 if ranks is not None:
                     ranks[part] = _ranks(logits, labels[part])
                 signal = None if teacher is None else teacher(part)
-                totals += _gradient_in_place(logits, signal, labels[part], weighted_loss)
+                of_tokens = None if weights is None else weights[part]
+                sums, loss = _gradient_in_place(
+                    logits, signal, labels[part], weighted_loss, of_tokens
+                )
+                totals += sums
+                total += loss
                 if for_hidden is not None:
                     for_hidden[part] = logits @ w
                 if for_weight is not None and for_weight.dtype == logits.dtype:
@@ -196,7 +206,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.grads = grads
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         ctx.mark_non_differentiable(totals)
-        return weighted_loss.weigh(totals), totals
+        return total, totals
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -204,25 +214,37 @@ class _ChunkedLoss(torch.autograd.Function):
             None if grad is None else grad.mul_(scale.to(grad.dtype)).to(dtype)
             for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
         ]
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None)
 
 
 def _gradient_in_place(
-    logits: Tensor, signal: Signal | None, labels: Tensor, weighted_loss: WeightedLoss
-) -> Tensor:
-    """Overwrite logits [c, V] with their gradient. Return the terms' sums, float64 [terms]."""
+    logits: Tensor,
+    signal: Signal | None,
+    labels: Tensor,
+    weighted_loss: WeightedLoss,
+    weights: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Overwrite logits [c, V] with their gradient. Return the terms' sums, float64 [terms], and the
+    loss, float64. weights: [c], of the tokens in the loss and its gradient; None: 1 each."""
     rows, vocabulary = logits.shape
     block = max(1, CPU_BLOCK // vocabulary) if logits.device.type == "cpu" else rows
     sums = torch.zeros(len(weighted_loss.names), dtype=torch.float64, device=logits.device)
+    loss = sums.new_zeros(())
     for begin in range(0, rows, block):
         part = slice(begin, begin + block)
         block_logits = logits[part].to(_at_least_float32(logits.dtype))
         values, gradient = weighted_loss.fused(
             block_logits, None if signal is None else signal[part], labels[part]
         )
-        logits[part] = gradient
-        sums += values.sum(-1, dtype=torch.float64)
-    return sums
+        of_terms = values.sum(-1, dtype=torch.float64)
+        sums += of_terms
+        if weights is None:
+            logits[part] = gradient
+            loss += weighted_loss.weigh(of_terms)
+        else:
+            logits[part] = gradient * weights[part, None]
+            loss += (weighted_loss.weigh(values) * weights[part]).sum(dtype=torch.float64)
+    return sums, loss
 
 
 def _ranks(logits: Tensor, labels: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ and Blockwise's fine-tuned variant.
 Shapes: B rows, T tokens, n trained tokens, H hidden size, V' draft vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,15 @@ from distill.choose_vocabulary import rows_of_tokens
 from distill.distillation_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import Teacher, TeacherLogits, output_rows
-from heads.heads_module import HeadBatch, Heads, output_layer, shift_left, trained_positions
+from heads.heads_module import (
+    HeadBatch,
+    Heads,
+    Prediction,
+    output_layer,
+    shift_left,
+    trained_positions,
+)
+from heads.place_weights import place_weights
 
 TOP = 5
 
@@ -30,13 +38,23 @@ class HeadTraining(nn.Module):
     weighted_loss: the loss of each head. Its terms compare the head's distribution with the token
     at t + d + 1 and with the target's distribution for this token, computed from the target's state
     at t + d.
+
+    smoothing: a of D-PACE (2605.18810), whose weights then replace those of `forward` in training
+    (`heads.place_weights`). None: the weights of `forward`.
     """
 
     def __init__(
-        self, heads: Heads, weighted_loss: WeightedLoss, model: PreTrainedModel, *, chunk: int = 256
+        self,
+        heads: Heads,
+        weighted_loss: WeightedLoss,
+        model: PreTrainedModel,
+        *,
+        chunk: int = 256,
+        smoothing: float | None = None,
     ) -> None:
         super().__init__()
         self.heads, self.weighted_loss, self.chunk = heads, weighted_loss, chunk
+        self.smoothing = smoothing
         ids = heads.vocabulary
         layer = output_layer(model)
         rows = None if ids is None else rows_of_tokens(ids, layer.out_features)
@@ -94,11 +112,15 @@ class HeadTraining(nn.Module):
         )
         total: Tensor | None = None
         correct: dict[int, Tensor] = {}  # bool [B, T] by depth
-        for prediction in self.heads.predictions(batch, depths):
+        predictions: Iterable[Prediction] = self.heads.predictions(batch, depths)
+        dynamic: dict[int, Tensor] = {}
+        if self.smoothing is not None and self.training:
+            predictions = list(predictions)
+            shares = {x.depth: self._shares(x, input_ids) for x in predictions}
+            dynamic = place_weights(shares, self.smoothing)
+        for prediction in predictions:
             depth, positions = prediction.depth, prediction.positions
-            labels = shift_left(input_ids, depth + 1)[positions]
-            if isinstance(self.label_rows, Tensor):
-                labels = self.label_rows[labels]
+            labels = self._labels(prediction, input_ids)
             ranks = torch.zeros_like(labels)
             weight, bias = self.heads.output.of(depth)
             loss, term_sums = chunked_loss(
@@ -110,10 +132,11 @@ class HeadTraining(nn.Module):
                 self.weighted_loss,
                 chunk=self.chunk,
                 ranks=ranks,
+                weights=dynamic[depth][positions] if dynamic else None,
             )
             if prediction.extra_loss is not None:
                 loss = loss + prediction.extra_loss
-            loss = loss * losses[depth]
+            loss = loss if dynamic else loss * losses[depth]
             total = loss if total is None else total + loss
             counts = [torch.ones_like(ranks), ranks == 0, ranks < TOP]
             begin = (depth - 1) * sums_per_head
@@ -127,6 +150,28 @@ class HeadTraining(nn.Module):
             sums[-2:] = torch.stack([trained_positions(loss_mask, 1).sum(), in_a_row])
         assert total is not None
         return total, sums
+
+    def _labels(self, prediction: Prediction, input_ids: Tensor) -> Tensor:
+        """int64 [n]: the output rows of the tokens that a head predicts; −100 for none."""
+        labels = shift_left(input_ids, prediction.depth + 1)[prediction.positions]
+        rows = self.label_rows
+        return rows[labels] if isinstance(rows, Tensor) else labels
+
+    @torch.no_grad()
+    def _shares(self, prediction: Prediction, input_ids: Tensor) -> Tensor:
+        """float32 [B, T]: the head's probability of the token that it predicts; NaN where it is
+        not trained."""
+        labels = self._labels(prediction, input_ids)
+        weight, bias = self.heads.output.of(prediction.depth)
+        shares = torch.zeros(labels.shape, device=labels.device)
+        for begin in range(0, len(labels), self.chunk):
+            part = slice(begin, begin + self.chunk)
+            log_q = linear(prediction.states[part], weight, bias).float().log_softmax(-1)
+            shares[part] = log_q.gather(1, labels[part].clamp(min=0)[:, None])[:, 0].exp()
+        shares[labels < 0] = 0.0
+        placed = shares.new_full(prediction.positions.shape, float("nan"))
+        placed[prediction.positions] = shares
+        return placed
 
     def _teacher(self, batch: HeadBatch, depth: int, positions: Tensor) -> Teacher | None:
         if not self.weighted_loss.needs_teacher:

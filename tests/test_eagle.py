@@ -33,6 +33,7 @@ from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadBatch, HeadOptions, trained_positions
 from heads.llama_layer import Rotary, layer_config
+from heads.place_weights import place_weights
 from tests.stages import (
     LOOP,
     drafter_weights,
@@ -254,15 +255,23 @@ def hand_logits(
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@kinds
-def test_the_loss_is_that_of_each_token_by_hand(kind: str, reduced: bool) -> None:
-    """Gradients too, through all steps. float64, but for norms, which no model has in it."""
+@pytest.mark.parametrize(
+    ("kind", "smoothing"),
+    # A batch trains one place of EAGLE-1.
+    [(kind, a) for kind in KINDS for a in (None, 0.3) if a is None or kind != "eagle1"],
+)
+def test_the_loss_is_that_of_each_token_by_hand(
+    kind: str, reduced: bool, smoothing: float | None
+) -> None:
+    """Gradients too, through all steps. float64, but for norms, which no model has in it. With
+    smoothing, each token has the weight of D-PACE."""
     heads = make(kind, IDS if reduced else None, dtype=torch.float64)
     heads.eval()  # without noise
     model = copy.deepcopy(target(kind).model).double()
     heads.borrow(model, torch.float64)
     terms = WeightedLoss({"forward_kl": 0.1, "cross_entropy": 0.5})
-    module = HeadTraining(heads, terms, model, chunk=5)
+    module = HeadTraining(heads, terms, model, chunk=5, smoothing=smoothing)
+    module.training = True
     ids, mask = text(2, 9), torch.zeros(2, 9, dtype=torch.bool)
     mask[0, 1:] = True
     mask[1, 2:4] = mask[1, 6:8] = True
@@ -277,6 +286,8 @@ def test_the_loss_is_that_of_each_token_by_hand(kind: str, reduced: bool) -> Non
     expected = torch.zeros((), dtype=torch.float64)
     counts = dict.fromkeys(weights, 0)
     for b, t in np.ndindex(*ids.shape):
+        values: dict[int, torch.Tensor] = {}
+        shares: dict[int, float] = {}
         for depth, weight in weights.items():
             place = t + depth + 1
             if place >= ids.shape[1] or not mask[b, place]:
@@ -290,8 +301,18 @@ def test_the_loss_is_that_of_each_token_by_hand(kind: str, reduced: bool) -> Non
                 value = value - 0.5 * q[label]
             if kind == "eagle1":
                 value = value + F.smooth_l1_loss(state, found[FINAL][b, t + depth])
-            expected = expected + weight * value
+            values[depth] = value if smoothing is not None else weight * value
+            shares[depth] = q[label].exp().item() if label >= 0 else 0.0
             counts[depth] += 1
+        for depth, value in values.items():
+            if smoothing is not None:
+                reached = [
+                    np.prod([0.7 * share + 0.3 for i, share in shares.items() if i <= m])
+                    for m in shares
+                    if m >= depth
+                ]
+                value = value * float(sum(reached))
+            expected = expected + value
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     theirs = torch.autograd.grad(expected, list(heads.parameters()))
     for own, other in zip(ours, theirs, strict=True):
@@ -605,6 +626,20 @@ def test_a_killed_stage_ends_with_the_same_weights(
     stage = make_stage("heads", "killed", heads=KINDS[kind], **STAGE)
     again = run_killed(context, stage, monkeypatch, 4)
     assert_equal(drafter_weights(again), drafter_weights(whole))
+
+
+def test_the_weights_of_places_by_hand() -> None:
+    """The second text is not trained at its second place."""
+    shares = {
+        1: torch.tensor([[0.5, 0.5]]),
+        2: torch.tensor([[0.2, float("nan")]]),
+        3: torch.tensor([[1.0, 1.0]]),
+    }
+    expected = {1: [[0.7, 1.0]], 2: [[0.2, 0.5]], 3: [[0.1, 0.5]]}
+    for depth, weights in place_weights(shares, 0.0).items():
+        torch.testing.assert_close(weights, torch.tensor(expected[depth]))
+    # With a = 1 a place has as much weight as there are places from it on.
+    assert place_weights(shares, 1.0)[1].tolist() == [[3.0, 2.0]]
 
 
 # --- EAGLE-3 --------------------------------------------------------------------------------------

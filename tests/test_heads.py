@@ -843,6 +843,9 @@ def test_a_stage_refuses_what_it_cannot_do(context: Any) -> None:
         make_stage("heads", "heads", heads=MEDUSA, teacher_temperature=2.0)
     with pytest.raises(UserError, match="draft_vocabulary is 300"):
         plan_stage(context, make_stage("heads", "heads", heads=MEDUSA, draft_vocabulary=300))
+    one_place = make_stage("heads", "heads", heads={"type": "eagle1"}, place_smoothing=0.5)
+    with pytest.raises(UserError, match="a batch trains one place of these eagle1 heads"):
+        plan_stage(context, one_place)
     del context.corpus.examples["dev"]
     with pytest.raises(UserError, match="calibrates a tree, but data has no dev split"):
         run_stage(context, make_stage("heads", "heads", heads=MEDUSA, tree={}))

@@ -62,6 +62,9 @@ class HeadsConfig(LossConfig):
     losses: Losses = {"cross_entropy": 1.0}
     """{name: weight}, between each head and the token it predicts. A loss that reads the teacher
     distils the target's distribution of that same token."""
+    place_smoothing: float | None = Field(None, ge=0, le=1)
+    """a of D-PACE (2605.18810; the paper's is 0.5): each place of a draft is weighted by how likely
+    the drafter now gets all places before it right. None: the weights of the kind of heads."""
     draft_vocabulary: int | None = Field(None, ge=1)
     """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
     of `start`."""
@@ -115,6 +118,12 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         config, target = self.config, self.target
         heads = build_heads(config.heads, target, self._planned_vocabulary(), "meta")
         self._require_ready(heads)
+        if config.place_smoothing is not None and len(heads.loss_weights(0.0)) < 2:
+            raise UserError(
+                f"stage {config.name}: place_smoothing weighs the places of a draft against each "
+                f"other, but a batch trains one place of these {config.heads.type} heads; leave it "
+                "out"
+            )
         trained = sum(p.numel() for p in heads.parameters())
         if config.start is not None:
             trained = plans[config.start].trained_parameters
@@ -192,7 +201,11 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         full_precision = self.accelerator.mixed_precision == "no"
         heads.borrow(target, torch.float32 if full_precision else None)
         return HeadTraining(
-            heads, self.config.weighted_loss, target, chunk=self.config.chunk_tokens
+            heads,
+            self.config.weighted_loss,
+            target,
+            chunk=self.config.chunk_tokens,
+            smoothing=self.config.place_smoothing,
         )
 
     def _backbone(self, samples: Sequence[Sample], clock: Clock) -> Backbone:
