@@ -34,8 +34,8 @@ class Settings:
 
     drafter: the one that the engine's decoder began with, called `name`. costs: measured with it,
     for policies. dynamic_lenience: the lower bound of l; 1: off. drafters: the directory with those
-    that a change may load. learner: learns new versions of the drafter called `name`; None: nothing
-    is learnt.
+    that a change may load, besides the first one. learner: learns new versions of the first one;
+    None: nothing is learnt.
     """
 
     def __init__(
@@ -52,17 +52,14 @@ class Settings:
     ) -> None:
         self.engine, self.target, self.decode, self.name = engine, target, decode, name
         self.drafters, self.learner = drafters, learner
+        self._first = name
+        self.rule = ""  # with its options, set by the first change
         self.dynamic_lenience = 1.0
         self._costs = costs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="settings")
         engine.metrics.lenience.set_function(lambda: self.lenience)
         require_low(dynamic_lenience)
         self.change(SettingsChange(dynamic_lenience=dynamic_lenience)).result()
-
-    @property
-    def rule(self) -> str:
-        """The rule with its options."""
-        return str(Choice.of(self.decode.for_drafter(self.engine.decoder.drafter).rule or ""))
 
     @property
     def lenience(self) -> float:
@@ -123,7 +120,8 @@ class Settings:
         if fresh:
             # Costs of one drafter say nothing about another.
             drafter, costs = self._open(name, decode), None
-        rule: Rule = RULES.make(decode.for_drafter(drafter).rule or "")
+        named = Choice.of(decode.for_drafter(drafter).rule or "")
+        rule: Rule = RULES.make(named)
         dynamic = None
         if low < 1:
             dynamic = DynamicLenience(rule, low, engine.bounds.max_rows)
@@ -138,16 +136,13 @@ class Settings:
                 decoding.set(drafter=drafter if fresh else None, policy=policy, rule=rule)
                 engine.before_pass = dynamic
             self.decode, self.name, self._costs = decode, name, costs
-            self.dynamic_lenience = low
-            self._note_rule(decoding)
+            self.dynamic_lenience, self.rule = low, str(named)
+            engine.lossy = None if self.lossy is None else self.lossy_for
             if self.learner is not None:
                 self.learner.learning = learning
                 self.learner.swap(decoding)
 
         engine.between(apply).result()
-
-    def _note_rule(self, _: Decoding) -> None:
-        self.engine.lossy = None if self.lossy is None else self.lossy_for
 
     def _asked_decode(self, asked: SettingsChange) -> DecodeSettings:
         """The names and options of the parts. Raises UserError."""
@@ -183,7 +178,8 @@ class Settings:
     def _open(self, name: str, decode: DecodeSettings) -> Drafter:
         if self.learner is not None and name == self.learner.name:
             return self.learner.drafter
-        return decode.shaped(open_drafter(_located(name, self.drafters), self.target))
+        located = name if name == self._first else _located(name, self.drafters)
+        return decode.shaped(open_drafter(located, self.target))
 
 
 def _located(name: str, directory: Path | None) -> str:
