@@ -198,7 +198,8 @@ class Draft:
         one = torch.ones(len(nodes), dtype=torch.float64, device=nodes.device)
         if self.q is None:
             token = self.tokens[row, nodes][:, None]
-            return torch.zeros(len(nodes), vocab, device=row.device).scatter_(1, token, 1.0), one
+            zeros = torch.zeros(len(nodes), vocab, dtype=torch.float32, device=row.device)
+            return zeros.scatter_(1, token, 1.0), one
         q = self.q[row, self.rows_of_q()[row, nodes]]
         if self.drawn != "distinct" or self.parents is None:
             return q, one

@@ -384,16 +384,18 @@ class Decoding:
         *,
         drafter: Drafter | None = None,
         policy: Part | Policy | None = None,
+        rule: Part | Rule | None = None,
     ) -> None:
-        """Exchange drafter or policy between two steps, as if the decoder was made with them.
+        """Exchange drafter, policy or rule between two steps, as if the decoder was made with them.
 
         What is None stays as it is. A new drafter reads the running texts; if it reads hidden
         states, the target reads them once more. The policy of running rows begins again. A rule
-        that was not named is the default for the new drafts. Texts stay exact. Raises UserError as
-        `Decoder` does, and if the rule does not fit the settings of a running row.
+        that was not named is the default for the new drafts. Texts stay exact if the rule is
+        lossless. Raises UserError as `Decoder` does, and if the rule does not fit the settings of a
+        running row.
         """
         decoder, rows = self.decoder, self.rows
-        parts = decoder.parts.remade(drafter, policy)
+        parts = decoder.parts.remade(drafter, policy, rule)
         parts.require_sampling((x.sampling, x.drafts) for x in [decoder.usual, *rows.settings])
         parts.require_target(decoder.lm, decoder.vocab_size)
         self.clock.resume()

@@ -45,10 +45,16 @@ class Parts:
         made = make_policy(policy, drafter.max_depth(gamma), name, branches)
         return cls(drafter, named, made, (rule, policy, gamma))
 
-    def remade(self, drafter: Drafter | None, policy: Part | Policy | None) -> "Parts":
-        """The parts with another drafter or policy, as if they were made with it from the start."""
-        rule, last_policy, gamma = self.named
-        return Parts.of(drafter or self.drafter, rule, policy or last_policy, gamma)
+    def remade(
+        self,
+        drafter: Drafter | None,
+        policy: Part | Policy | None,
+        rule: Part | Rule | None = None,
+    ) -> "Parts":
+        """The parts with another drafter, policy or rule, as if they were made with it from the
+        start."""
+        last_rule, last_policy, gamma = self.named
+        return Parts.of(drafter or self.drafter, rule or last_rule, policy or last_policy, gamma)
 
     @property
     def draft_room(self) -> int:

@@ -106,12 +106,7 @@ class DecodeSettings:
     def _decoder(
         self, target: Target, drafter: Drafter, costs: Costs | None, stop: Stop | None = None
     ) -> Decoder:
-        if self.shape is not None:
-            shape = make_shape(self.shape, self.make_policy().max_depth, costs)
-            drafter = drafter.with_shape(shape)
-        policy = make_policy(self.policy, drafter.max_depth(self.gamma))
-        if costs is not None:
-            policy.use_costs(costs)
+        drafter = self.shaped(drafter, costs)
         return Decoder(
             target.model,
             drafter,
@@ -119,9 +114,25 @@ class DecodeSettings:
             rule=self.rule,
             sampling=self.sampling,
             draft_sampling=self.draft_sampling,
-            policy=policy,
+            policy=self.policy_for(drafter, costs),
             stop=stop,
         )
+
+    def shaped(self, drafter: Drafter, costs: Costs | None = None) -> Drafter:
+        """The drafter with the shape that is named here, if one is. Raises UserError if it cannot
+        change its shape."""
+        if self.shape is None:
+            return drafter
+        return drafter.with_shape(make_shape(self.shape, self.make_policy().max_depth, costs))
+
+    def policy_for(self, drafter: Drafter, costs: Costs | None = None) -> Policy:
+        """The policy for the drafts of this drafter, whose shape is set. Raises UserError as
+        `make_policy` does."""
+        depth, name = drafter.max_depth(self.gamma), type(drafter).__name__
+        policy = make_policy(self.policy, depth, name, drafter.branches)
+        if costs is not None:
+            policy.use_costs(costs)
+        return policy
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values. gamma: the max depth of a draft. Parts as `Choice` writes them."""

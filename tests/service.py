@@ -79,17 +79,21 @@ def serving(
     drain_seconds: float = 30,
     api_key: str | None = None,
     max_tokens: int | None = None,
+    drafter_name: str = "ngram",
+    options: dict[str, Any] | None = None,
     **bounds: Any,
 ) -> Iterator[Running]:
-    """A service on a free port of the loopback, whose server runs in a thread."""
+    """A service on a free port of the loopback, whose server runs in a thread. options: more of
+    `make_service`."""
     service = make_service(
         target,
         drafter or NgramDrafter(1, 2),
         settings or DecodeSettings(gamma=3),
         Bounds(**bounds),
-        drafter_name="ngram",
+        drafter_name=drafter_name,
         api_key=api_key,
         max_tokens=max_tokens,
+        **(options or {}),
     )
     requests: list[Request] = []
     submit = service.engine.submit
@@ -107,8 +111,7 @@ def serving(
         until(lambda: server.started)
         yield Running(service, server, f"http://127.0.0.1:{bound.getsockname()[1]}", requests)
     finally:
-        service.engine.drain(0)
-        service.engine.join(30)
+        service.close(30)
         thread.join(30)
         bound.close()
         assert not service.engine.alive

@@ -366,3 +366,15 @@ def test_an_exchange_that_is_refused_changes_nothing() -> None:
             decoding.set(**change)
     assert (which.drafter, which.policy, which.rule) == before
     assert finish(decoding) == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ORDER if kind != "none"])
+def test_texts_do_not_depend_on_torchs_default_dtype(kind: str) -> None:
+    """Another thread that loads a model changes it for a while, for all threads."""
+    which = decoder(KINDS[kind](), sampling=Sampling(1.0))
+    expected = which.decode(PROMPTS, NEW, seed=3).outputs
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert which.decode(PROMPTS, NEW, seed=3).outputs == expected
+    finally:
+        torch.set_default_dtype(torch.float32)

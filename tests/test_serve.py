@@ -439,7 +439,12 @@ def test_settings_change_between_two_passes_and_no_text_changes(endless: Any) ->
             {"gamma": 600},
             {"policy": "nothing"},
             {"gamma": 2, "policy": "heuristic:first=3"},
-            {"lenience": 0.5},
+            {"lenience": 0},
+            {"lenience": 0.5, "rule": "speculative"},
+            {"rule": "nothing"},
+            {"drafter": "nothing"},
+            {"learning": True},
+            {"dynamic_lenience": 0.5, "rule": "block"},
         ):
             answer = client.post("/admin/settings", json=wrong)
             assert answer.status_code == 400, wrong

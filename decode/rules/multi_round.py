@@ -47,7 +47,7 @@ class Descent(Rule):
         accepted = torch.zeros_like(at)
         going = torch.ones(rows, dtype=torch.bool, device=device)
         path: list[Tensor] = []
-        weights = torch.zeros(0, device=device)
+        weights = torch.zeros(0, dtype=torch.float32, device=device)
         levels = draft.levels()
         for depth in range(levels + 1):
             p = scores.probs_at(at)

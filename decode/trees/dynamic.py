@@ -38,7 +38,7 @@ class Dynamic(Shape):
         # For each layer of candidates, [B, m] each: tokens (rows of the draft vocabulary), scores,
         # and the indices of their parents among all candidates.
         tokens, scores = _children(
-            growth.first()[:, None], torch.zeros(rows, 1, device=device), width
+            growth.first()[:, None], torch.zeros(rows, 1, dtype=torch.float32, device=device), width
         )
         layers = [(tokens, scores, torch.full_like(tokens, -1))]
         # The fed node that is the parent of each candidate.

@@ -62,6 +62,9 @@ class Collector:
     the same in any batch. A row keeps its records until `take`: at most
     `distill.replay.replay_buffer.bytes_per_position` per emitted token. Calls from several threads
     wait for each other.
+
+    chosen: only rows that `join` names are recorded, until they `leave`. Otherwise all rows are. A
+    decode that runs on and on tells of every row that leaves, or its text is kept until `end`.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Collector:
         eos_token_ids: Sequence[int] = (),
         captured_layers: Sequence[int] = (),
         seed: int = 0,
+        chosen: bool = False,
     ) -> None:
         self.vocabulary, self.captured_layers = vocabulary, tuple(captured_layers)
         self.vocab_size = vocab_size
@@ -85,6 +89,7 @@ class Collector:
         self._open_requests: dict[int, _OpenRequest] = {}
         self._closed: list[tuple[bool, Record]] = []
         self._numbers: Sequence[int] | None = None
+        self._rows: set[int] | None = set() if chosen else None  # None: all
         self._lock = threading.Lock()
         self.requests = 0  # requests started so far
         self.rejections = 0  # rejections recorded for training
@@ -95,13 +100,29 @@ class Collector:
             self._close()
             self._numbers = list(requests)
 
-    def take(self) -> tuple[list[Record], list[Record]]:
+    def join(self, row: int) -> None:
+        """Record this row from now on, if only chosen rows are."""
+        with self._lock:
+            if self._rows is not None:
+                self._rows.add(row)
+
+    def leave(self, row: int) -> None:
+        """A row gets no more passes. Keep only the record of its text, until `take`."""
+        with self._lock:
+            if self._rows is not None:
+                self._rows.discard(row)
+            request = self._open_requests.pop(row, None)
+            if request is not None:
+                self._record(request)
+
+    def take(self, *, ended: bool = False) -> tuple[list[Record], list[Record]]:
         """Return the records since the last call: those for training and those held out.
 
-        Unfinished texts continue. Their later records contain the full context again.
+        Unfinished texts continue. Their later records contain the full context again. ended: take
+        no records of unfinished texts.
         """
         with self._lock:
-            for request in self._open_requests.values():
+            for request in () if ended else self._open_requests.values():
                 self._record(request)
             taken, self._closed = self._closed, []
         training = [record for held_out, record in taken if not held_out]
@@ -119,22 +140,28 @@ class Collector:
 
     def _observe(self, verification: Verification) -> None:
         lengths, accepted = verification.lengths, verification.accepted
-        requests = [
-            self._request(int(row), verification.contexts.tokens[b, : lengths[b]])
-            for b, row in enumerate(verification.rows)
-        ]
+        requests = {
+            b: self._request(row, verification.contexts.tokens[b, : lengths[b]])
+            for b, row in enumerate(verification.rows.tolist())
+            if self._rows is None or row in self._rows
+        }
+        if not requests:
+            return
         depth = verification.block.shape[1]
         columns = np.arange(depth)
         # A text ends at its first EOS, even if tokens after it were accepted.
         is_eos = np.isin(verification.block, self._eos)
         emitted = (columns <= accepted[:, None]) & (is_eos.cumsum(1) - is_eos == 0)
         emitted &= ~verification.broken[:, None]
+        draws, shares = np.ones((len(lengths), depth)), np.zeros(len(lengths))
+        for b, request in requests.items():
+            draws[b] = request.random.random(depth)
+            shares[b] = 1.0 if request.held_out else self.accepted
+        emitted[[b for b in range(len(lengths)) if b not in requests]] = False
         # The position after the accepted tokens is a rejection if one more token was judged.
         rejected = (
             emitted & (columns == accepted[:, None]) & (verification.reached > accepted)[:, None]
         )
-        draws = np.stack([request.random.random(depth) for request in requests])
-        shares = np.array([1.0 if request.held_out else self.accepted for request in requests])
         candidates = emitted & (columns < accepted[:, None]) if self.captured_layers else emitted
         recorded = np.nonzero(rejected | (candidates & (draws < shares[:, None])))
         ids, log_p, tail = self._distributions(verification, *recorded)
@@ -156,7 +183,7 @@ class Collector:
             for i, b in enumerate(recorded_rows):
                 requests[b].read_positions.append(int(lengths[b]) - 2)
                 requests[b].features.append(features[i])
-        for b, request in enumerate(requests):
+        for b, request in requests.items():
             request.text += verification.block[b, : accepted[b] + 1].tolist()
 
     def _request(self, row: int, text: np.ndarray) -> _OpenRequest:

@@ -1,7 +1,10 @@
 """`serve`: answers over HTTP, in the shape of OpenAI's API."""
 
 import os
-from typing import Annotated
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +17,63 @@ from train.cli.command import (
     shows_errors,
     takes_groups,
 )
+
+if TYPE_CHECKING:
+    from train.serve.learner import LearnOptions
+
+CLOSING_SECONDS = 10.0  # for what was learnt, at least
+
+
+class LearnSource(StrEnum):
+    """The requests that a service learns from."""
+
+    STORE = "store"
+    ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnOptionGroup:
+    """Whether and how the drafter learns."""
+
+    learn: Annotated[
+        bool, typer.Option("--learn", help="the drafter learns from requests with store: true")
+    ] = False
+    learn_from: Annotated[
+        LearnSource, typer.Option(help="store: requests with store: true; all: every request")
+    ] = LearnSource.STORE
+    learn_dir: Annotated[
+        Path | None,
+        typer.Option(help="directory for versions and records, to continue after a restart"),
+    ] = None
+    learn_options: Annotated[
+        str, typer.Option(help="option=value,… as under learning of the online stage")
+    ] = ""
+    learn_idle: Annotated[
+        float, typer.Option(help="seconds without a text before a round; 0: learn at any time")
+    ] = 2.0
+    learn_threads: Annotated[int, typer.Option(help="CPU threads for learning")] = 1
+    learn_device: Annotated[
+        str | None, typer.Option(help="device for learning, such as cuda:1; default: the target's")
+    ] = None
+
+    @property
+    def options(self) -> "LearnOptions | None":
+        """How the service learns. None: it does not. Raises UserError for options that do not
+        exist or do not fit."""
+        if not self.learn:
+            if self != LearnOptionGroup():
+                raise UserError("options of learning are given without --learn; add it")
+            return None
+        from train.serve.learner import LearnOptions, learning_config
+
+        return LearnOptions(
+            learning_config(self.learn_options),
+            "all" if self.learn_from is LearnSource.ALL else "store",
+            self.learn_dir,
+            self.learn_idle,
+            self.learn_threads,
+            self.learn_device,
+        )
 
 
 @shows_errors
@@ -34,6 +94,19 @@ def serve(
         str | None,
         typer.Option(help="environment variable with the key that requests must send"),
     ] = None,
+    admin_key_env: Annotated[
+        str | None,
+        typer.Option(help="environment variable with the key for /admin; default: the same key"),
+    ] = None,
+    drafters: Annotated[
+        Path | None,
+        typer.Option(help="directory with drafters that /admin/settings may load; default: none"),
+    ] = None,
+    dynamic_lenience: Annotated[
+        float,
+        typer.Option(help="LOSSY below 1: lowest lenience while many texts wait"),
+    ] = 1.0,
+    learning: LearnOptionGroup,
     max_tokens: Annotated[
         int | None,
         typer.Option(help="largest length of an answer, in tokens; default: the target's context"),
@@ -54,12 +127,10 @@ def serve(
 ) -> None:
     """Serve a target with a drafter over HTTP, in the shape of OpenAI's API. The sampling options
     are for requests that say nothing else, --seed for requests without a seed."""
-    key = None if api_key_env is None else os.environ.get(api_key_env)
-    if api_key_env is not None and not key:
-        raise UserError(
-            f"--api-key-env names {api_key_env}, which is not set or empty; expected the name of a "
-            "variable with a key"
-        )
+    key = _key("--api-key-env", api_key_env)
+    admin_key = _key("--admin-key-env", admin_key_env)
+    if drafters is not None and not drafters.is_dir():
+        raise UserError(f"--drafters is {drafters}, which is no directory; expected one")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}; expected at least 1")
     if drain_seconds < 0:
@@ -75,25 +146,38 @@ def serve(
     import heads  # noqa: F401  (registers its drafters)
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
+    from train.serve.dynamic_lenience import require_low
+    from train.serve.learner import open_learning_drafter
     from train.serve.requests import Bounds
     from train.serve.server import Server, bind, make_service
 
     quieten()
     settings = DecodeSettings(**decoding.settings)
     bounds = Bounds(max_rows, max_waiting, max_wait, max_seconds)
+    require_low(dynamic_lenience)
+    learn = learning.options
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:
         target = loading.load()
+        if learn is None:
+            student, opened = None, open_drafter(drafter, target)
+        else:
+            student, opened = open_learning_drafter(drafter, target, learn)
         service = make_service(
             target,
-            open_drafter(drafter, target),
+            opened,
             settings,
             bounds,
             drafter_name=drafter,
             model_name=model_name,
             api_key=key,
+            admin_key=admin_key,
             max_tokens=max_tokens,
             seed=decoding.seed,
+            dynamic_lenience=dynamic_lenience,
+            drafters=drafters,
+            student=student,
+            learning=learn,
         )
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{bound.getsockname()[1]}/v1"
@@ -102,5 +186,15 @@ def serve(
         try:
             server.run(sockets=[bound])
         finally:
-            service.engine.drain(0)
-            service.engine.join(drain_seconds)
+            service.close(max(drain_seconds, CLOSING_SECONDS))
+
+
+def _key(option: str, name: str | None) -> str | None:
+    """The key in an environment variable. Raises UserError if there is none."""
+    key = None if name is None else os.environ.get(name)
+    if name is not None and not key:
+        raise UserError(
+            f"{option} names {name}, which is not set or empty; expected the name of a variable "
+            "with a key"
+        )
+    return key

@@ -125,7 +125,8 @@ class Online:
     directory: where the buffers are stored on disk; None: in memory only. reduce: sums over
     processes. All processes then call `due`, `learn` and `swap` in the same order, each with its
     own requests, and have the same weights. autocast: makes the context for the copy's forward
-    passes, for matrix products in another precision; the weights keep theirs.
+    passes, for matrix products in another precision; the weights keep theirs. chosen: as for
+    `distill.replay.rejections.Collector`.
 
     Raises UserError if the drafter cannot take the student's weights, or if parameter groups match
     nothing.
@@ -144,6 +145,7 @@ class Online:
         directory: Path | None = None,
         reduce: Reduce = _alone,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        chosen: bool = False,
     ) -> None:
         student.require_fits(drafter)
         self.drafter, self.student, self.settings = drafter, student, settings
@@ -157,6 +159,7 @@ class Online:
             eos_token_ids=eos_token_ids,
             captured_layers=student.captured_layers,
             seed=settings.seed,
+            chosen=chosen,
         )
         made_with = made_with | {"k": self.collector.k}
         if student.heads:
@@ -221,9 +224,10 @@ class Online:
         self._swapped = version
         return True
 
-    def gather(self) -> None:
-        """Move the recorded tokens into the buffers; `learn` does that too."""
-        records, held_out = self.collector.take()
+    def gather(self, *, ended: bool = False) -> None:
+        """Move the recorded tokens into the buffers; `learn` does that too. ended: only those of
+        texts that have ended."""
+        records, held_out = self.collector.take(ended=ended)
         self.buffer.add(records)
         self.held_out.add(held_out)
         self.held_out.keep_newest(self.settings.holdout_requests)

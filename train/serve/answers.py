@@ -51,16 +51,22 @@ def _begun(text: str, stop: str) -> int:
 
 class Answer(ABC):
     """What all JSON of one answer shares: id, model, time. kind, chunk: the values of `object`.
-    prompts: the lengths of the prompts in tokens, each counted once."""
+    prompts: the lengths of the prompts in tokens, each counted once. rule: the lossy rule in use
+    when it begins, if it is lossy for this request."""
 
     kind: str
     chunk: str
     id_prefix: str
 
     def __init__(
-        self, model: str, fingerprint: str, prompts: Sequence[int], choices: Sequence[Choice]
+        self,
+        model: str,
+        fingerprint: str,
+        prompts: Sequence[int],
+        choices: Sequence[Choice],
+        rule: str | None = None,
     ) -> None:
-        self._prompts, self._choices = prompts, choices
+        self._prompts, self._choices, self._rule = prompts, choices, rule
         self._shared = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -104,11 +110,23 @@ class Answer(ABC):
             "total_tokens": read + generated,
         }
 
-    def counts(self) -> dict[str, int]:
-        """The verification passes of all texts of this answer, and their draft tokens."""
-        return {
+    @property
+    def lossy(self) -> str | None:
+        """The lossy rule that judges these texts, or has judged a part of them."""
+        return next((choice.lossy for choice in self._choices if choice.lossy), self._rule)
+
+    def counts(self) -> dict[str, Any]:
+        """The verification passes of all texts of this answer and their draft tokens, the first and
+        last version of the drafter, and the lossy rule if there was one."""
+        counts = {
             name: sum(getattr(choice, name) for choice in self._choices)
             for name in ("steps", "drafted", "accepted")
+        }
+        versions = [version for choice in self._choices for version in choice.versions]
+        return {
+            **counts,
+            "drafter_versions": [min(versions), max(versions)],
+            "lossy": self.lossy,
         }
 
 

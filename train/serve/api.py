@@ -1,9 +1,7 @@
 """The routes of the service."""
 
 import asyncio
-import hashlib
 import hmac
-import json
 import random
 import time
 from dataclasses import dataclass, field
@@ -18,8 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
-from decode.parts import Part
-from decode.registry import Choice as PartChoice
 from decode.text import Prompt, prompt_ids
 from train.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from train.serve.engine import Engine
@@ -34,6 +30,7 @@ from train.serve.schema import (
     parse,
     refused,
 )
+from train.serve.settings import Settings
 
 LONGEST_BODY = 2 << 20  # bytes; a prompt of 128k tokens has about 0.6 MB
 # The client went away: nobody reads this status. nginx has the same for its log.
@@ -43,32 +40,25 @@ HUNG_UP = 499
 @dataclass
 class Service:
     """What the routes need. tokenizer: not used by other threads. max_tokens: of one text; None:
-    what the context holds. described: facts on target, drafter and rule, for the fingerprint and
-    for `/admin/settings`. seeds: for requests that name none."""
+    what the context holds. api_key, admin_key: what requests must send; None: nothing, and for
+    /admin the key of the others. seeds: for requests that name none."""
 
     engine: Engine
+    settings: Settings
     tokenizer: PreTrainedTokenizerBase
     model_name: str
-    described: dict[str, Any]
-    gamma: int
-    policy: Part | None = None
     api_key: str | None = None
+    admin_key: str | None = None
     max_tokens: int | None = None
     seeds: random.Random = field(default_factory=random.Random)
     started: int = field(default_factory=lambda: int(time.time()))
 
-    def settings(self) -> dict[str, Any]:
-        """The settings in use, as JSON values."""
-        return {
-            "gamma": self.engine.decoder.policy.max_depth,
-            "policy": str(PartChoice.of(self.policy or "fixed")),
-            **self.described,
-        }
-
-    @property
-    def fingerprint(self) -> str:
-        """Of all that a text with a seed depends on."""
-        return f"fp_{hashlib.sha256(json.dumps(self.settings()).encode()).hexdigest()[:12]}"
+    def close(self, seconds: float) -> None:
+        """End the decode now, and save what was learnt. It takes about so many seconds at most."""
+        self.engine.drain(0)
+        self.engine.join(seconds)
+        if self.settings.learner is not None:
+            self.settings.learner.close(seconds)
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -93,9 +83,8 @@ class Service:
         )
 
     def guarded(self) -> ASGIApp:
-        """The application behind its key, if it has one."""
-        app: ASGIApp = self.app()
-        return app if self.api_key is None else _Guard(app, self.api_key)
+        """The application behind its keys, if it has some."""
+        return _Guard(self.app(), self.api_key, self.admin_key or self.api_key)
 
     # --- routes -----------------------------------------------------------------------------------
 
@@ -120,27 +109,24 @@ class Service:
     async def _health(self, request: Request) -> Response:
         engine = self.engine
         state = "ok" if engine.alive and not engine.draining else "draining"
-        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+        health = {"status": state, "lossy": self.settings.lossy}
+        return JSONResponse(health, 200 if state == "ok" else 503)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.engine.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _settings(self, request: Request) -> Response:
-        return JSONResponse(self.settings())
+        return JSONResponse(self.settings.to_dict())
 
     async def _change(self, request: Request) -> Response:
         asked = parse(SettingsChange, await _body(request))
-        gamma = self.gamma if asked.gamma is None else asked.gamma
-        policy = self.policy if asked.policy is None else asked.policy
         try:
-            done = self.engine.change(gamma, policy)
-            await asyncio.wrap_future(done)
+            await asyncio.wrap_future(self.settings.change(asked))
         except UserError as error:
             raise refused(error) from None
         except Refusal as refusal:
             raise as_api_error(refusal) from None
-        self.gamma, self.policy = gamma, policy
-        return JSONResponse(self.settings())
+        return JSONResponse(self.settings.to_dict())
 
     # --- what they share --------------------------------------------------------------------------
 
@@ -175,6 +161,9 @@ class Service:
         param: str,
     ) -> Response:
         self._require_model(asked.model)
+        if asked.store and self.settings.learner is None:
+            message = "store is true, but this service does not learn (--learn); leave it out"
+            raise ApiError(400, message, param="store", code="unsupported_parameter")
         texts = len(prompts) * asked.n
         capacity = self.engine.bounds.capacity
         if not 1 <= texts <= capacity:
@@ -190,7 +179,13 @@ class Service:
             raise refused(error) from None
         except Refusal as refusal:
             raise as_api_error(refusal) from None
-        written = kind(self.model_name, self.fingerprint, list(map(len, ids)), running.choices)
+        written = kind(
+            self.model_name,
+            self.settings.fingerprint,
+            list(map(len, ids)),
+            running.choices,
+            self.settings.lossy_for(asked.sampling(self.engine.decoder.sampling)),
+        )
         if asked.stream:
             return await running.stream(request, written, asked.include_usage)
         return await running.whole(request, written)
@@ -224,15 +219,16 @@ class Service:
 
 
 class _Guard:
-    """Lets requests pass that have the key. /health is open."""
+    """Lets requests pass that have the key of their path. /health is open. None: no key."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._expected = app, f"Bearer {key}".encode()
+    def __init__(self, app: ASGIApp, key: str | None, admin_key: str | None) -> None:
+        self._app, self._key, self._admin_key = app, key, admin_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
+            key = self._admin_key if scope["path"].startswith("/admin/") else self._key
             sent = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(sent, self._expected):
+            if key is not None and not hmac.compare_digest(sent, f"Bearer {key}".encode()):
                 error = ApiError(
                     401,
                     "the key is missing or wrong; send it as Authorization: Bearer KEY",

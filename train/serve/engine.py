@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import groupby, islice
 
@@ -17,15 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
-from decode.measure.costs import Costs
-from decode.parts import Part, make_policy
-from decode.policies import Policy
 from decode.rows import require_prompts
+from decode.sampling import Sampling
 from decode.stats import Judged
 from decode.text_stream import StopStrings
 from decode.verification import Verification
 from train.serve.metrics import Metrics
-from train.serve.requests import Bounds, Choice, Refusal, Request
+from train.serve.requests import Bounds, Choice, Refusal, Request, RowWatch
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +33,12 @@ LONGEST_RETRY = 120  # seconds; OpenAI's client ignores longer ones
 class Engine:
     """Decodes the texts of all requests together, in one thread.
 
-    decoder: used by this thread alone from now on. tokenizer: of
-    the target, not used by other threads. costs: measured ones, for policies that use them.
-    draft_temperature: None: as the texts'.
+    decoder: used by this thread alone from now on. tokenizer: of the target, not used by other
+    threads. draft_temperature: None: as the texts'.
+
+    watch: told of the rows, in the decoding thread. drafter_version: of the weights that draft.
+    lossy: the rule in use, if it is lossy for such requests; None if it is lossless. before_pass:
+    called with the number of texts that wait. These are set in the decoding thread, by `between`.
     """
 
     def __init__(
@@ -46,17 +47,22 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase,
         bounds: Bounds,
         metrics: Metrics,
-        costs: Costs | None = None,
         draft_temperature: float | None = None,
+        watch: RowWatch | None = None,
     ) -> None:
         self.decoder, self.bounds, self.metrics = decoder, bounds, metrics
-        self._tokenizer, self._costs = tokenizer, costs
+        self.drafter_version = 0
+        self.lossy: Callable[[Sampling], str | None] | None = None
+        self.before_pass: Callable[[int], None] | None = None
+        self._watch = watch or RowWatch()
+        self._tokenizer = tokenizer
         self._draft_temperature = draft_temperature
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Request, Choice]] = deque()
         self._running: dict[int, tuple[Request, Choice]] = {}
         self._held = 0  # texts that wait, are being admitted or run
-        self._changes: deque[tuple[Policy, Future[None]]] = deque()
+        self._changes: deque[tuple[Callable[[Decoding], None], Future[None]]] = deque()
+        self._busy_at = time.monotonic()  # when a text last waited or ran
         self._ends_at: float | None = None  # when draining ends
         self._tokens_per_second = self._tokens_per_text = math.nan
         self._new: list[tuple[int, list[int]]] = []  # what the pass has given so far
@@ -114,21 +120,21 @@ class Engine:
             request.cancelled = True
             self._changed.notify()
 
-    def change(self, gamma: int, policy: Part | None) -> "Future[None]":
-        """Use another policy from the next pass on. gamma: the depth of drafts, unless the policy's
-        options set it. Raises UserError for a policy that does not exist. The result arrives once
-        it is in use, or is the UserError of a policy that does not fit."""
-        drafter = self.decoder.drafter
-        depth = drafter.max_depth(gamma)
-        made = make_policy(policy, depth, type(drafter).__name__, drafter.branches)
-        if self._costs is not None:
-            made.use_costs(self._costs)
+    def between(self, act: Callable[[Decoding], None]) -> "Future[None]":
+        """Call `act` with the running decode between two passes, in the decoding thread. The result
+        arrives once it has returned; what it raises is raised there. Raises Refusal if the service
+        is ending."""
         done: Future[None] = Future()
         with self._changed:
             self.require_room(0)
-            self._changes.append((made, done))
+            self._changes.append((act, done))
             self._changed.notify()
         return done
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long no text has waited or run."""
+        return 0.0 if self._held else time.monotonic() - self._busy_at
 
     def drain(self, seconds: float) -> None:
         """Take no more requests, refuse those that wait, and end when all rows have ended, but
@@ -179,11 +185,11 @@ class Engine:
             ends = self._ends_at is not None and (
                 not self._held or time.monotonic() >= self._ends_at
             )
-        for policy, done in changes:
+        for act, done in changes:
             try:
-                self._decoding.set(policy=policy)
+                act(self._decoding)
                 done.set_result(None)
-            except UserError as error:
+            except Exception as error:
                 done.set_exception(error)
         return not ends
 
@@ -245,6 +251,8 @@ class Engine:
         with self._changed:
             for row, choice in zip(rows, texts, strict=True):
                 choice.row, choice._last = row, request.arrived
+                choice.versions = (self.drafter_version, self.drafter_version)
+                self._watch.join(row, request)
                 self._running[row] = self._waiting.popleft()
                 self.metrics.queue_time.observe(now - request.arrived)
                 self.metrics.prompt_tokens.inc(len(choice.prompt))
@@ -252,6 +260,8 @@ class Engine:
 
     def _pass(self) -> None:
         started = time.monotonic()
+        if self.before_pass is not None:
+            self.before_pass(len(self._waiting))
         try:
             self._decoding.step()
         except Exception as error:
@@ -278,8 +288,11 @@ class Engine:
         self.metrics.judged(judged)
         drafted, accepted = judged.drafted.sum(1).tolist(), judged.accepted.sum(1).tolist()
         for index, row in enumerate(step.rows.tolist()):
-            _, choice = self._running[row]
+            request, choice = self._running[row]
             choice.steps += 1
+            choice.versions = (choice.versions[0], self.drafter_version)
+            if self.lossy is not None:
+                choice.lossy = self.lossy(request.sampling) or choice.lossy
             choice.drafted += drafted[index]
             choice.accepted += accepted[index]
 
@@ -326,7 +339,9 @@ class Engine:
         with self._changed:
             del self._running[row]
             self._held -= 1
+            self._busy_at = time.monotonic()
         self._decoding.outputs.pop(row, None)
+        self._watch.leave(row)
 
     def _leave(self, request: Request) -> None:
         """Free all places of a request."""

@@ -47,6 +47,14 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "tokens that were generated")
         self.running = self._gauge("num_requests_running", "texts that are being decoded")
         self.waiting = self._gauge("num_requests_waiting", "texts that wait for a free row")
+        self.lenience = self._gauge("lenience", "l of the verification rule; 1 if it has none")
+        self.drafter_version = self._gauge("drafter_version", "version of the learnt drafter")
+        self._rounds = Counter(
+            f"{PREFIX}:learning_rounds",
+            "rounds of learning, by result",
+            ("model_name", "result"),
+            registry=self.registry,
+        )
         self._ended = Counter(
             f"{PREFIX}:request_success",
             "texts that ended, by reason",
@@ -89,6 +97,10 @@ class Metrics:
     def failed(self, reason: str) -> None:
         """Count a request that got no answer, or only a part of one."""
         self._failed.labels(self._name, reason).inc()
+
+    def learnt(self, result: str) -> None:
+        """Count a round of learning. result: kept, undone or failed."""
+        self._rounds.labels(self._name, result).inc()
 
     def text(self) -> bytes:
         """All series, in the text format."""

@@ -29,7 +29,8 @@ class Refusal(Exception):
 class Choice:
     """One text of a request. prompt: its token ids. seed, sample: its random numbers depend on
     both; the texts of one prompt are samples 0, 1, …. reason: why it ended. steps, drafted,
-    accepted: its verification passes and draft tokens so far."""
+    accepted: its verification passes and draft tokens so far. versions: of the drafter, in its
+    first and its last pass. lossy: the last lossy rule that judged its drafts."""
 
     index: int
     prompt: Sequence[int]
@@ -41,6 +42,8 @@ class Choice:
     accepted: int = 0
     reason: Literal["stop", "length"] | None = None
     row: int | None = None
+    versions: tuple[int, int] = (0, 0)
+    lossy: str | None = None
     _last: float = 0.0  # when it got its last tokens
 
 
@@ -52,7 +55,7 @@ Event = tuple[Choice, list[int], str | None] | Refusal
 class Request:
     """Texts that are asked for together. max_new_tokens: of each. stop: strings that end a text.
     deliver: called in the decoding thread with each event, never after `cancel` has been seen or a
-    refusal delivered."""
+    refusal delivered. store: its sender allows that the service learns from it."""
 
     choices: list[Choice]
     max_new_tokens: int
@@ -60,6 +63,7 @@ class Request:
     deliver: Callable[[Event], None]
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    store: bool = False
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
 
@@ -71,6 +75,16 @@ class Request:
         if draft_temperature is not None:
             drafts = replace(self.sampling, temperature=draft_temperature)
         return RowSettings(self.sampling, seed, stop, self.ignore_eos, draft_sampling=drafts)
+
+
+class RowWatch:
+    """Is told of the rows of requests, in the decoding thread. This one does nothing."""
+
+    def join(self, row: int, request: Request) -> None:
+        """A row of this request begins to decode. Its prompt has been read."""
+
+    def leave(self, row: int) -> None:
+        """Its text has ended, or is given up. It gets no more passes."""
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class Running:
             deliver,
             asked.stops,
             asked.ignore_eos,
+            asked.store,
         )
         self._engine.submit(self._request)
 
@@ -97,7 +98,7 @@ class Running:
             texts = await unless_hung_up(request, collect())
         finally:
             self.cancel()
-        return JSONResponse(answer.whole(texts))
+        return JSONResponse(answer.whole(texts), headers=lossy_header(answer.lossy))
 
     async def stream(self, request: Request, answer: Answer, include_usage: bool) -> Response:
         """The answer as events. It begins with the first piece, so that a request which gets none
@@ -108,7 +109,8 @@ class Running:
         except BaseException:
             self.cancel()
             raise
-        return _Stream(self, self._events_of(answer, first, pieces, include_usage))
+        events = self._events_of(answer, first, pieces, include_usage)
+        return _Stream(self, events, lossy_header(answer.lossy))
 
     async def _events_of(
         self,
@@ -138,8 +140,10 @@ class Running:
 class _Stream(StreamingResponse):
     """Events of a running request, which is given up when the client hangs up."""
 
-    def __init__(self, running: Running, events: AsyncIterator[bytes]) -> None:
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    def __init__(
+        self, running: Running, events: AsyncIterator[bytes], headers: dict[str, str]
+    ) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no", **headers}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._running = running
 
@@ -148,6 +152,11 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._running.cancel()
+
+
+def lossy_header(rule: str | None) -> dict[str, str]:
+    """The header of an answer whose texts a lossy rule may have changed."""
+    return {} if rule is None else {"x-draftsmith-lossy": rule}
 
 
 async def unless_hung_up(request: Request, work: Awaitable[T]) -> T:

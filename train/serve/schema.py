@@ -51,7 +51,6 @@ NEUTRAL = {
     "presence_penalty": ("0", "0.0"),
     "response_format": ('{"type": "text"}',),
     "service_tier": ('"auto"', '"default"'),
-    "store": ("false",),
     "suffix": ('""',),
     "tool_choice": ('"none"', '"auto"'),
     "tools": ("[]",),
@@ -88,6 +87,7 @@ class _Asked(_Part):
     n: int = Field(1, ge=1)
     stop: _StopString | Annotated[list[_StopString], Field(max_length=4)] | None = None
     ignore_eos: bool = False
+    store: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -161,6 +161,11 @@ class SettingsChange(_Part):
 
     gamma: int | None = Field(None, ge=1)
     policy: str | None = None
+    rule: str | None = None
+    lenience: float | None = Field(None, gt=0, le=1)
+    dynamic_lenience: float | None = Field(None, gt=0, le=1)
+    drafter: str | None = Field(None, min_length=1)
+    learning: bool | None = None
 
 
 Asked = TypeVar("Asked", bound=_Part)

@@ -4,6 +4,7 @@ import copy
 import random
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -14,10 +15,13 @@ from decode.settings import DecodeSettings
 from decode.target.loading import Target
 from decode.target.prefix_cache import prefix_cache
 from decode.text import prompt_ids
+from distill.replay.online_student import OnlineStudent
 from train.serve.api import Service
 from train.serve.engine import Engine
+from train.serve.learner import Learner, LearnOptions
 from train.serve.metrics import Metrics
 from train.serve.requests import Bounds
+from train.serve.settings import Settings
 
 # To measure costs on, for a policy or a shape that uses them.
 _SOME_TEXT = "A drafter proposes tokens, and the target verifies them in one forward pass."
@@ -33,33 +37,49 @@ def make_service(
     drafter_name: str,
     model_name: str | None = None,
     api_key: str | None = None,
+    admin_key: str | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
+    dynamic_lenience: float = 1.0,
+    drafters: Path | None = None,
+    student: OnlineStudent | None = None,
+    learning: LearnOptions | None = None,
 ) -> Service:
     """A service whose engine runs. settings: sampling is the default of requests. model_name: what
-    requests call it; default: the target's name. seed: for requests that name none. Raises
-    UserError as `Decoder` does."""
+    requests call it; default: the target's name. seed: for requests that name none.
+    dynamic_lenience, drafters: as for `Settings`. student: the copy of the drafter that learns;
+    None: nothing is learnt. Raises UserError as `Decoder`, `Learner` and `Settings` do."""
     prompt = prompt_ids(_SOME_TEXT, target.tokenizer) if settings.needs_costs else None
     decoder, costs = settings.decoder(target, drafter, prompt)
     decoder.prefixes = prefix_cache(target.model)
+    learner = None
+    if student is not None:
+        options = learning or LearnOptions()
+        learner = Learner(decoder.drafter, student, target, drafter_name, options)
+        decoder.observers.append(learner.observe)
     name = model_name or target.name
+    engine = Engine(
+        decoder, target.tokenizer, bounds, Metrics(name), settings.draft_temperature, learner
+    )
+    if learner is not None:
+        learner.start(engine)
     return Service(
-        Engine(decoder, target.tokenizer, bounds, Metrics(name), costs, settings.draft_temperature),
+        engine,
+        Settings(
+            engine,
+            target,
+            settings,
+            drafter_name,
+            costs=costs,
+            dynamic_lenience=dynamic_lenience,
+            drafters=drafters,
+            learner=learner,
+        ),
         # Another thread uses the engine's.
         copy.deepcopy(target.tokenizer),
         name,
-        {
-            "target": target.name,
-            "revision": target.revision,
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "drafter": drafter_name,
-            "rule": str(settings.for_drafter(drafter).rule),
-            "sampling": vars(settings.sampling),
-            "draft_temperature": settings.draft_temperature,
-        },
-        settings.gamma,
-        settings.policy,
         api_key,
+        admin_key,
         max_tokens,
         random.Random(seed),
     )

@@ -1,0 +1,272 @@
+"""Settings of a service that change while texts run: nothing changes by half, exact texts stay, and
+what is lossy is said."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
+pytest.importorskip("httpx2")
+
+from decode.drafters.directory import save_drafter
+from decode.errors import UserError
+from decode.rules import RULES
+from decode.rules.speculative import SpeculativeSampling
+from tests.service import LONG, Running, alone, chat, events, serving, until
+from tests.test_serve import (
+    QUESTION,
+    SAMPLED,
+    Held,
+    asked,
+    begin,
+    endless,
+    target,
+    words,
+)
+from tests.tiny import tiny_llama, tiny_tokenizer
+from train.serve import settings as serve_settings
+from train.serve.dynamic_lenience import BEGINS, ENDS, SECONDS, DynamicLenience
+
+__all__ = ["endless"]  # a fixture
+
+
+def save_small(directory: Path) -> Path:
+    """A drafter directory for the tiny target: a smaller model."""
+
+    def write(path: Path) -> None:
+        tiny_llama(
+            layers=1, hidden=16, heads=2, kv_heads=1, seed=9, max_positions=512
+        ).save_pretrained(path)
+        tiny_tokenizer().save_pretrained(path)
+
+    save_drafter(directory, "small_lm", write, target=target(), provenance={})
+    return directory
+
+
+def set_to(client: Any, **changes: Any) -> Any:
+    return client.post("/admin/settings", json=changes)
+
+
+def text_of(answer: Any) -> str:
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_drafter_rule_and_policy_change_while_a_text_runs(
+    endless: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_small(tmp_path / "drafters" / "small")
+    opened = []
+    original: Callable[..., Any] = serve_settings.open_drafter
+
+    def open_drafter(*args: Any) -> Any:
+        opened.append(threading.current_thread().name)
+        return original(*args)
+
+    monkeypatch.setattr(serve_settings, "open_drafter", open_drafter)
+    changes: list[dict[str, Any]] = [
+        {"drafter": "small", "gamma": 2},
+        {"rule": "block"},
+        {"drafter": "ngram:max_n=2+small", "rule": "exact", "policy": "heuristic:first=1"},
+        {"drafter": "none"},
+        {"drafter": "ngram", "rule": "speculative", "gamma": 5, "policy": "fixed"},
+    ]
+    with serving(endless, options={"drafters": tmp_path / "drafters"}) as running:
+        expected = words(alone(endless, asked(QUESTION), LONG))
+        with running.client() as client:
+            text = ""
+            for change in changes:
+                held = Held(running)
+                response = begin(client)
+                with ThreadPoolExecutor() as pool:
+                    answer = pool.submit(set_to, client, **change)
+                    until(lambda: len(running.engine._changes) == 1)
+                    held.release()
+                    now = answer.result().json()
+                assert {key: now[key] for key in change} == change
+                text = "".join(
+                    choice["delta"].get("content", "")
+                    for chunk in events(response.iter_lines())[:-1]
+                    for choice in chunk["choices"]
+                )
+                assert text == expected
+            assert opened
+            assert "decode" not in opened
+
+
+def test_a_drafter_is_loaded_only_from_below_its_directory(endless: Any, tmp_path: Path) -> None:
+    save_small(tmp_path / "outside")
+    inside = tmp_path / "drafters"
+    save_small(inside / "small")
+    (inside / "link").symlink_to(tmp_path / "outside")
+    with serving(endless) as running, running.client() as client:
+        answer = set_to(client, drafter=str(inside / "small"))
+        assert answer.status_code == 400
+        assert "without --drafters DIR" in answer.json()["error"]["message"]
+    with serving(endless, options={"drafters": inside}) as running, running.client() as client:
+        before = client.get("/admin/settings").json()
+        for name, problem in (
+            ("../outside", "not below the directory"),
+            (str(tmp_path / "outside"), "not below the directory"),
+            ("link", "not below the directory"),
+            ("ngram+../outside", "not below the directory"),
+            ("ngram++../outside", "not below the directory"),
+            ("nothing", "no drafter directory 'nothing'"),
+            ("small_lm", "trained drafter"),
+            ("some/hub-id", "no drafter directory 'some/hub-id'"),
+        ):
+            answer = set_to(client, drafter=name, gamma=9)
+            assert answer.status_code == 400, name
+            assert problem in answer.json()["error"]["message"]
+        (inside / "small" / "model.safetensors").write_bytes(b"")
+        assert set_to(client, drafter="small", gamma=9).status_code == 400
+        assert client.get("/admin/settings").json() == before
+
+
+def test_a_lossy_rule_is_said_everywhere_and_only_while_it_may_change_a_text() -> None:
+    body = chat(QUESTION, max_tokens=12, seed=3)
+    with serving(target(), settings=SAMPLED) as running, running.client() as client:
+
+        def answers() -> tuple[Any, Any]:
+            streamed = client.post("/v1/chat/completions", json=body | {"stream": True})
+            return client.post("/v1/chat/completions", json=body), streamed
+
+        exact, _ = answers()
+        assert "x-draftsmith-lossy" not in exact.headers
+        assert exact.json()["draftsmith"]["lossy"] is None
+        for change, name in (
+            ({"lenience": 0.25}, "lenience:lenience=0.25"),
+            ({"rule": "threshold:threshold=0.4"}, "threshold:threshold=0.4"),
+        ):
+            assert set_to(client, **change).json()["lossy"] == name
+            assert client.get("/health").json() == {"status": "ok", "lossy": name}
+            whole, streamed = answers()
+            for answer in (whole, streamed):
+                assert answer.headers["x-draftsmith-lossy"] == name
+            assert whole.json()["draftsmith"]["lossy"] == name
+            assert whole.json()["system_fingerprint"] != exact.json()["system_fingerprint"]
+        set_to(client, lenience=0.25)
+        assert running.metrics()["draftsmith:lenience"] == 0.25
+        greedy = client.post("/v1/chat/completions", json=body | {"temperature": 0})
+        assert "x-draftsmith-lossy" not in greedy.headers
+        assert text_of(greedy) == words(alone(target(), asked(QUESTION), 12))
+        set_to(client, lenience=1)
+        again, _ = answers()
+        assert "x-draftsmith-lossy" not in again.headers
+        assert text_of(again) == text_of(exact)
+        assert again.json()["system_fingerprint"] == exact.json()["system_fingerprint"]
+
+
+def test_a_text_that_was_lossy_in_between_says_so(endless: Any) -> None:
+    with serving(endless, settings=SAMPLED) as running, running.client() as client:
+        held = Held(running)
+        response = begin(client)
+        assert "x-draftsmith-lossy" not in response.headers
+        with ThreadPoolExecutor() as pool:
+            change = pool.submit(set_to, client, lenience=0.5)
+            until(lambda: len(running.engine._changes) == 1)
+            held.release()
+            change.result()
+        chunks = events(response.iter_lines())[:-1]
+        assert chunks[-1]["draftsmith"]["lossy"] == "lenience:lenience=0.5"
+
+
+def test_the_admin_key_is_for_settings_only() -> None:
+    keys: Any = {"api_key": "secret", "options": {"admin_key": "other"}}
+    with serving(target(), **keys) as running, running.client() as client:
+        for path, key, status in (
+            ("/admin/settings", "secret", 401),
+            ("/admin/settings", "other", 200),
+            ("/v1/models", "other", 401),
+            ("/v1/models", "secret", 200),
+        ):
+            answer = client.get(path, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == status, (path, key)
+
+
+# --- dynamic lenience -----------------------------------------------------------------------------
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def steady(controller: DynamicLenience, clock: Clock, waiting: int) -> float:
+    """l after this many texts have waited for long."""
+    for _ in range(100):
+        clock.seconds += SECONDS / 5
+        controller(waiting)
+    return controller.rule.lenience
+
+
+def test_lenience_falls_in_a_spike_and_comes_back_without_flutter() -> None:
+    clock = Clock()
+    controller = DynamicLenience(SpeculativeSampling(), 0.5, 10, clock)
+    assert steady(controller, clock, 0) == 1
+    assert steady(controller, clock, int(10 * BEGINS) - 1) == 1  # load, but no spike
+    assert steady(controller, clock, 20) == pytest.approx(0.5)
+    assert steady(controller, clock, 1000) == pytest.approx(0.5)  # never below its bound
+    within = steady(controller, clock, 3)  # the spike goes on until it is almost over
+    assert ENDS < 0.3 < BEGINS
+    assert within == pytest.approx(1 - 0.5 * 0.3, abs=1e-3)
+    assert steady(controller, clock, 0) == 1
+    assert steady(controller, clock, 3) == 1
+    # One moment with many texts is smoothed away.
+    clock.seconds += SECONDS / 100
+    controller(20)
+    assert controller.rule.lenience == 1
+
+
+def test_lenience_moves_between_the_rules_own_and_the_lower_bound() -> None:
+    clock = Clock()
+    controller = DynamicLenience(RULES["lenience"](lenience=0.8), 0.4, 2, clock)
+    assert steady(controller, clock, 0) == 0.8
+    assert steady(controller, clock, 2) == pytest.approx(0.4)
+    for rule, low, problem in (
+        (RULES["lenience"](lenience=0.3), 0.4, "above the rule's lenience"),
+        (RULES["typical"](), 0.4, "the rule is TypicalAcceptance"),
+        (SpeculativeSampling(), 0.0, "lower bound of l"),
+        (SpeculativeSampling(), 1.5, "lower bound of l"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            DynamicLenience(rule, low, 2, clock)
+
+
+def lenience(running: Running) -> float:
+    return running.metrics()["draftsmith:lenience"]
+
+
+def test_texts_are_exact_without_a_spike_and_lenient_in_one(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.serve.dynamic_lenience.SECONDS", 1e-3)
+    expected = words(alone(endless, asked(QUESTION), 40, SAMPLED, seed=7))
+    body = chat(QUESTION, max_tokens=40, seed=7)
+    options: Any = {"max_rows": 1, "options": {"dynamic_lenience": 0.2}}
+    with (
+        serving(endless, settings=SAMPLED, **options) as running,
+        running.client() as client,
+    ):
+        answer = client.post("/v1/chat/completions", json=body)
+        assert text_of(answer) == expected
+        assert "dynamic_lenience=0.2" in answer.headers["x-draftsmith-lossy"]
+        assert lenience(running) == 1
+        with ThreadPoolExecutor(4) as pool:
+            post = [pool.submit(client.post, "/v1/chat/completions", json=body) for _ in range(4)]
+            until(lambda: lenience(running) < 0.5)
+            assert all(done.result().status_code == 200 for done in post)
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        assert lenience(running) == 1
+        off = set_to(client, dynamic_lenience=1).json()
+        assert off["lossy"] is None
+        answer = client.post("/v1/chat/completions", json=body)
+        assert "x-draftsmith-lossy" not in answer.headers
+        assert text_of(answer) == expected
