@@ -190,7 +190,8 @@ class Service:
             raise refused(error) from None
         except Refusal as refusal:
             raise as_api_error(refusal) from None
-        written = kind(self.model_name, self.fingerprint, list(map(len, ids)), running.choices)
+        lengths = list(map(len, ids))
+        written = kind(self.model_name, self.fingerprint, asked, lengths, running.choices)
         if asked.stream:
             return await running.stream(request, written, asked.include_usage)
         return await running.whole(request, written)

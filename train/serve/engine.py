@@ -25,7 +25,7 @@ from decode.stats import Judged
 from decode.text_stream import StopStrings
 from decode.verification import Verification
 from train.serve.metrics import Metrics
-from train.serve.requests import Bounds, Choice, Refusal, Request
+from train.serve.requests import Bounds, Choice, NewTokens, Refusal, Request
 
 logger = logging.getLogger(__name__)
 
@@ -297,10 +297,13 @@ class Engine:
             choice._last = now
             choice.tokens += tokens
             self.metrics.generation_tokens.inc(len(tokens))
+            entries = self._decoding.logprobs.get(row, [])[-len(tokens) :]
             if row in ended:
                 self._end(request, choice)
+            elif entries:
+                self._decoding.logprobs[row].clear()
             if not request.cancelled:
-                request.deliver((choice, tokens, choice.reason))
+                request.deliver(NewTokens(choice, tokens, choice.reason, entries))
         for row, error in failed.items():
             request, _ = self._running[row]
             self._decoding.errors.pop(row)
@@ -327,6 +330,7 @@ class Engine:
             del self._running[row]
             self._held -= 1
         self._decoding.outputs.pop(row, None)
+        self._decoding.logprobs.pop(row, None)
 
     def _leave(self, request: Request) -> None:
         """Free all places of a request."""

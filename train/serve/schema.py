@@ -1,11 +1,13 @@
 """Requests in the shape of OpenAI's API: what is read, what is refused, and how errors look."""
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from decode.errors import UserError, nearest
 from decode.sampling import Sampling
@@ -103,6 +105,12 @@ class _Asked(_Part):
         return "max_tokens", self.max_tokens
 
     @property
+    @abstractmethod
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to give with each token's log-probability. None: give no
+        log-probabilities."""
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -134,6 +142,19 @@ class ChatRequest(_Asked):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise PydanticCustomError("alone", "it needs logprobs: true beside it")
+        return value
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -146,6 +167,11 @@ class CompletionRequest(_Asked):
     """The body of /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """One or several prompts, as text or token ids."""
