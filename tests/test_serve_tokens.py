@@ -1,4 +1,4 @@
-"""What the service says about single tokens: log-probabilities and their text."""
+"""What the service says about single tokens: log-probabilities, and who drafted them."""
 
 import functools
 from collections.abc import Iterator
@@ -12,11 +12,17 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 openai = pytest.importorskip("openai")
 
+from decode.drafters.ngram import NgramDrafter  # noqa: E402
+from decode.drafters.small_lm import SmallLMDrafter  # noqa: E402
 from decode.logprobs import TokenLogprob  # noqa: E402
+from decode.settings import DecodeSettings  # noqa: E402
 from decode.text import prompt_ids  # noqa: E402
 from decode.text_stream import decode  # noqa: E402
-from tests.service import MODEL, Running, alone, chat, serving  # noqa: E402
-from tests.tiny import EOS_ID, tiny_target  # noqa: E402
+from decode.trace import drafted_tokens  # noqa: E402
+from decode.trees.static import Static  # noqa: E402
+from decode.verification import Verification  # noqa: E402
+from tests.service import MODEL, Running, alone, chat, events, serving  # noqa: E402
+from tests.tiny import EOS_ID, tiny_model, tiny_target  # noqa: E402
 from train.serve.answer_tokens import AnswerTokens, TokenBytes  # noqa: E402
 from train.serve.answers import written  # noqa: E402
 from train.serve.requests import Choice, NewTokens  # noqa: E402
@@ -159,3 +165,51 @@ def test_the_texts_of_tokens_add_up_to_the_answer() -> None:
     assert len(taken) == len(ids) - 1  # the special token has no text
     places = [token.start for token in taken]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_trace_says_what_was_drafted(tree: bool) -> None:
+    """The expected one is made from the verdicts on all nodes of each pass, without a service."""
+    small = tiny_model("llama", max_positions=512, layers=1)
+    shape = Static(widths=[3, 2, 1])
+    drafter = SmallLMDrafter(small, shape=shape) if tree else NgramDrafter(1, 2)
+    settings, tokenizer = DecodeSettings(gamma=3), target().tokenizer
+    expected: list[tuple[str, list[str]]] = [("target", [])]
+
+    def observe(step: Verification) -> None:
+        nodes = drafted_tokens(step)[0]
+        at, rejected = -1, []
+        for node in nodes:
+            if node.verdict == "accepted":
+                expected.append(("draft", []))
+                at = node.node
+        below = {at}
+        for node in nodes:
+            if node.parent in below:
+                below.add(node.node)
+                rejected.append(token_bytes[node.token].decode(errors="replace"))
+        expected.append(("target", rejected))
+
+    token_bytes = TokenBytes(tokenizer)
+    decoder = settings.decoder(target(), drafter)[0]
+    decoder.observers.append(observe)
+    tokens = decoder.decode([prompt_ids(QUESTION, tokenizer)], 40).outputs[0]
+    visible = [x for x, token in zip(expected, tokens, strict=False) if token not in (0, 1, 2)]
+    assert any(origin == "draft" for origin, _ in visible)
+    assert any(rejected for _, rejected in visible)
+
+    with serving(target(), drafter, settings) as running, running.client() as http:
+        body = chat(QUESTION[0]["content"], max_tokens=40, draftsmith={"trace": True})
+        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+        body["stream"] = True
+        with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+            *chunks, _ = events(stream.iter_lines())
+        plain = http.post("/v1/chat/completions", json=chat("x", max_tokens=2)).json()
+    traced = choice["draftsmith"]["tokens"]
+    assert "".join(token["text"] for token in traced) == choice["message"]["content"]
+    assert [token["origin"] for token in traced] == [origin for origin, _ in visible]
+    # What was drafted past the end of the text is not judged.
+    assert [token["rejected"] for token in traced][:-1] == [x for _, x in visible][:-1]
+    pieces = [chunk["choices"][0].get("draftsmith", {"tokens": []}) for chunk in chunks]
+    assert [token for piece in pieces for token in piece["tokens"]] == traced
+    assert "draftsmith" not in plain["choices"][0]

@@ -103,11 +103,13 @@ class Answer(ABC):
     def choice(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
         """One of `choices`."""
         asks = self._asked.likeliest is not None
+        trace = {"draftsmith": {"tokens": list(map(_traced, piece.tokens))}}
         return {
             "index": piece.index,
             **self.text(piece, whole=whole),
             "logprobs": self.logprobs(piece.tokens) if asks else None,
             "finish_reason": piece.reason,
+            **(trace if self._asked.draftsmith.trace else {}),
         }
 
     def begin(self, index: int) -> dict[str, Any] | None:
@@ -192,6 +194,12 @@ class CompletionAnswer(Answer):
             "top_logprobs": best,
             "text_offset": [x.start for x in tokens],
         }
+
+
+def _traced(token: AnswerToken) -> dict[str, Any]:
+    rejected = [one.decode(errors="replace") for one in token.rejected]
+    origin = "draft" if token.accepted else "target"
+    return {"text": token.text, "origin": origin, "rejected": rejected}
 
 
 def written(token: bytes) -> str:

@@ -23,6 +23,7 @@ from decode.registry import Choice as PartChoice
 from decode.text import Prompt, prompt_ids
 from train.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from train.serve.engine import Engine
+from train.serve.page import OPEN_PATHS, page_routes
 from train.serve.requests import Refusal
 from train.serve.running import Running, as_api_error
 from train.serve.schema import (
@@ -83,6 +84,7 @@ class Service:
                 Route("/metrics", self._metrics, methods=get),
                 Route("/admin/settings", self._settings, methods=get),
                 Route("/admin/settings", self._change, methods=post),
+                *page_routes(self.engine),
             ],
             exception_handlers={
                 ApiError: _error_response,
@@ -126,7 +128,7 @@ class Service:
         return Response(self.engine.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _settings(self, request: Request) -> Response:
-        return JSONResponse(self.settings())
+        return JSONResponse(self.settings() | {"changeable": SettingsChange.fields()})
 
     async def _change(self, request: Request) -> Response:
         asked = parse(SettingsChange, await _body(request))
@@ -225,13 +227,13 @@ class Service:
 
 
 class _Guard:
-    """Lets requests pass that have the key. /health is open."""
+    """Lets requests pass that have the key. /health and the files of the page are open."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] not in {"/health", *OPEN_PATHS}:
             sent = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(sent, self._expected):
                 error = ApiError(

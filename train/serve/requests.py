@@ -43,14 +43,16 @@ class Choice:
     reason: Literal["stop", "length"] | None = None
     row: int | None = None
     _last: float = 0.0  # when it got its last tokens
+    # Of a traced request's last pass: how many draft tokens were accepted, and the rejected ones.
+    _traced: tuple[int, Sequence[int]] = (0, ())
 
 
 @dataclass(frozen=True)
 class NewTokens:
     """What a pass gave one text. reason: why the text has ended, if it has. logprobs: one entry per
     token, if the request asks for them. accepted: how many of the tokens are draft tokens, the
-    first ones. rejected: the draft tokens after them. Only a request with `trace` has the last
-    two."""
+    first ones. rejected: the draft tokens below them, which were not kept. Only a request with
+    `trace` has the last two."""
 
     choice: Choice
     tokens: list[int]
@@ -67,8 +69,8 @@ Event = NewTokens | Refusal
 @dataclass(eq=False)
 class Request:
     """Texts that are asked for together. max_new_tokens: of each. stop: strings that end a text.
-    logprobs: as in `RowSettings`. deliver: called in the decoding thread with each event, never
-    after `cancel` has been seen or a refusal delivered."""
+    logprobs: as in `RowSettings`. trace: keep what was drafted. deliver: called in the decoding
+    thread with each event, never after `cancel` has been seen or a refusal delivered."""
 
     choices: list[Choice]
     max_new_tokens: int
@@ -77,6 +79,7 @@ class Request:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    trace: bool = False
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
 

@@ -54,7 +54,7 @@ class Running:
 
         self._texts = [AnswerText(tokenizer, asked.stops) for _ in self.choices]
         self._tokens: list[AnswerTokens] = []
-        if asked.likeliest is not None:
+        if asked.likeliest is not None or asked.draftsmith.trace:
             token_bytes = TokenBytes(tokenizer)
             self._tokens = [AnswerTokens(tokenizer, token_bytes) for _ in self.choices]
         self._request = engine_requests.Request(
@@ -65,6 +65,7 @@ class Running:
             asked.stops,
             asked.ignore_eos,
             asked.likeliest,
+            asked.draftsmith.trace,
         )
         self._engine.submit(self._request)
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from decode.errors import UserError, nearest
+from decode.policies import POLICIES
 from decode.sampling import Sampling
 
 LONGEST_STOP = 256  # characters
@@ -73,6 +74,12 @@ class StreamOptions(_Part):
     include_usage: bool = False
 
 
+class OurOptions(_Part):
+    """What this service alone can do. trace: say which tokens of a text are draft tokens."""
+
+    trace: bool = False
+
+
 _StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
@@ -92,6 +99,7 @@ class _Asked(_Part):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+    draftsmith: OurOptions = OurOptions()
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -186,7 +194,17 @@ class SettingsChange(_Part):
     """The body of POST /admin/settings. None: it stays."""
 
     gamma: int | None = Field(None, ge=1)
-    policy: str | None = None
+    policy: str | None = Field(None, examples=sorted(POLICIES))
+
+    @classmethod
+    def fields(cls) -> dict[str, dict[str, Any]]:
+        """The JSON schema of each field, without null."""
+        fields = {}
+        for name, schema in cls.model_json_schema()["properties"].items():
+            kind = next(x for x in schema.get("anyOf", [schema]) if x.get("type") != "null")
+            known = {key: schema[key] for key in ("examples",) if key in schema}
+            fields[name] = {**kind, **known}
+        return fields
 
 
 Asked = TypeVar("Asked", bound=_Part)
