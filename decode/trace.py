@@ -51,6 +51,25 @@ def drafted_tokens(verification: Verification) -> list[list[DraftedToken]]:
     return rows
 
 
+def rejected_tokens(verification: Verification, index: int) -> list[int]:
+    """The draft tokens of a row, by its index, below its last accepted one: of a chain the rest of
+    the draft, of a tree shallow nodes first. Empty if the text ended before. Call it from an
+    observer."""
+    accepted = int(verification.accepted[index])
+    if verification.emitted[index] <= accepted:
+        return []
+    draft = verification.draft
+    parents = draft.parents_on_host()[index].tolist()
+    below = {int(verification.nodes[index, accepted - 1]) if accepted else -1}
+    rejected = []
+    for node in range(int(draft.sizes[index])):
+        if parents[node] in below:
+            below.add(node)
+            rejected.append(node)
+    tokens: list[int] = draft.tokens[index].tolist()
+    return [tokens[node] for node in rejected]
+
+
 def format_trace(verification: Verification, tokenizer: PreTrainedTokenizerBase) -> str:
     """One line per draft token: text, p, q, verdict. Then the token that the target added."""
 

@@ -5,12 +5,15 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from decode.text_stream import TextStream
+from train.serve.answer_tokens import AnswerToken
 from train.serve.requests import Choice
+from train.serve.schema import ChatRequest, CompletionRequest
 
 
 class AnswerText:
@@ -49,6 +52,22 @@ def _begun(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
+@dataclass
+class Piece:
+    """A part of one choice's text, or all of it. reason: why the text ends with it, if it does.
+    tokens: for requests that ask about single tokens."""
+
+    index: int
+    text: str
+    reason: str | None
+    tokens: list[AnswerToken] = field(default_factory=list)
+
+    def joined(self, other: "Piece") -> "Piece":
+        """This piece and the one after it."""
+        tokens = [*self.tokens, *other.tokens]
+        return Piece(self.index, self.text + other.text, other.reason, tokens)
+
+
 class Answer(ABC):
     """What all JSON of one answer shares: id, model, time. kind, chunk: the values of `object`.
     prompts: the lengths of the prompts in tokens, each counted once. rule: the lossy rule in use
@@ -62,11 +81,12 @@ class Answer(ABC):
         self,
         model: str,
         fingerprint: str,
+        asked: ChatRequest | CompletionRequest,
         prompts: Sequence[int],
         choices: Sequence[Choice],
         rule: str | None = None,
     ) -> None:
-        self._prompts, self._choices, self._rule = prompts, choices, rule
+        self._asked, self._prompts, self._choices, self._rule = asked, prompts, choices, rule
         self._shared = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -75,20 +95,32 @@ class Answer(ABC):
         }
 
     @abstractmethod
-    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
-        """A complete text."""
+    def text(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        """The fields that hold the text. whole: of an answer without `stream`."""
 
     @abstractmethod
-    def piece(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        """A part of a text. reason: of its end, with the last part."""
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        """The field `logprobs`."""
+
+    def choice(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        """One of `choices`."""
+        asks = self._asked.likeliest is not None
+        trace = {"draftsmith": {"tokens": list(map(_traced, piece.tokens))}}
+        return {
+            "index": piece.index,
+            **self.text(piece, whole=whole),
+            "logprobs": self.logprobs(piece.tokens) if asks else None,
+            "finish_reason": piece.reason,
+            **(trace if self._asked.draftsmith.trace else {}),
+        }
 
     def begin(self, index: int) -> dict[str, Any] | None:
         """What comes before the first part of a text."""
         return None
 
-    def whole(self, texts: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        """The answer to a request without `stream`. texts: (text, reason) of each choice."""
-        choices = [self.choice(index, *text) for index, text in enumerate(texts)]
+    def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
+        """The answer to a request without `stream`. texts: of each choice."""
+        choices = [self.choice(text, whole=True) for text in texts]
         return {
             **self._shared,
             "object": self.kind,
@@ -135,16 +167,25 @@ class ChatAnswer(Answer):
 
     kind, chunk, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+    def text(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        if whole:
+            return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+        return {"delta": {"content": piece.text} if piece.text else {}}
 
-    def piece(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        def entry(token: bytes, value: float) -> dict[str, Any]:
+            return {"token": written(token), "logprob": value, "bytes": list(token)}
+
+        content = [
+            {**entry(x.raw, x.logprob), "top_logprobs": [entry(*one) for one in x.top]}
+            for x in tokens
+            if x.logprob is not None
+        ]
+        return {"content": content, "refusal": None}
 
     def begin(self, index: int) -> dict[str, Any] | None:
-        return self.piece(index, "", None) | {"delta": {"role": "assistant", "content": ""}}
+        beginning = {"delta": {"role": "assistant", "content": ""}}
+        return {"index": index, **beginning, "logprobs": None, "finish_reason": None}
 
 
 class CompletionAnswer(Answer):
@@ -153,11 +194,38 @@ class CompletionAnswer(Answer):
     kind = chunk = "text_completion"
     id_prefix = "cmpl"
 
-    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
-        return self.piece(index, text, reason)
+    def text(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        return {"text": piece.text}
 
-    def piece(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        # With the token itself, if it is not among the likeliest.
+        best = [
+            {written(one): value for one, value in [*x.top, (x.raw, x.logprob)]} for x in tokens
+        ]
+        return {
+            "tokens": [written(x.raw) for x in tokens],
+            "token_logprobs": [x.logprob for x in tokens],
+            "top_logprobs": best,
+            "text_offset": [x.start for x in tokens],
+        }
+
+
+def _traced(token: AnswerToken) -> dict[str, Any]:
+    rejected = [one.decode(errors="replace") for one in token.rejected]
+    origin = "draft" if token.accepted else "target"
+    return {"text": token.text, "origin": origin, "rejected": rejected}
+
+
+def written(token: bytes) -> str:
+    """A token as text, or as OpenAI writes a token that is no complete text.
+
+    >>> written("é".encode()), written("é".encode()[:1])
+    ('é', 'bytes:\\\\xc3')
+    """
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def event(value: dict[str, Any]) -> bytes:

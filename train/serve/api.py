@@ -19,6 +19,7 @@ from decode.errors import UserError
 from decode.text import Prompt, prompt_ids
 from train.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from train.serve.engine import Engine
+from train.serve.page import OPEN_PATHS, page_routes
 from train.serve.requests import Refusal
 from train.serve.running import Running, as_api_error
 from train.serve.schema import (
@@ -73,6 +74,7 @@ class Service:
                 Route("/metrics", self._metrics, methods=get),
                 Route("/admin/settings", self._settings, methods=get),
                 Route("/admin/settings", self._change, methods=post),
+                *page_routes(self.engine),
             ],
             exception_handlers={
                 ApiError: _error_response,
@@ -116,7 +118,7 @@ class Service:
         return Response(self.engine.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _settings(self, request: Request) -> Response:
-        return JSONResponse(self.settings.to_dict())
+        return JSONResponse(self.settings.to_dict() | {"changeable": SettingsChange.fields()})
 
     async def _change(self, request: Request) -> Response:
         asked = parse(SettingsChange, await _body(request))
@@ -182,6 +184,7 @@ class Service:
         written = kind(
             self.model_name,
             self.settings.fingerprint,
+            asked,
             list(map(len, ids)),
             running.choices,
             self.settings.lossy_for(asked.sampling(self.engine.decoder.sampling)),
@@ -219,13 +222,14 @@ class Service:
 
 
 class _Guard:
-    """Lets requests pass that have the key of their path. /health is open. None: no key."""
+    """Lets requests pass that have the key of their path. /health and the files of the page are
+    open. None: no key."""
 
     def __init__(self, app: ASGIApp, key: str | None, admin_key: str | None) -> None:
         self._app, self._key, self._admin_key = app, key, admin_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] not in {"/health", *OPEN_PATHS}:
             key = self._admin_key if scope["path"].startswith("/admin/") else self._key
             sent = dict(scope["headers"]).get(b"authorization", b"")
             if key is not None and not hmac.compare_digest(sent, f"Bearer {key}".encode()):

@@ -21,9 +21,10 @@ from decode.rows import require_prompts
 from decode.sampling import Sampling
 from decode.stats import Judged
 from decode.text_stream import StopStrings
+from decode.trace import rejected_tokens
 from decode.verification import Verification
 from train.serve.metrics import Metrics
-from train.serve.requests import Bounds, Choice, Refusal, Request, RowWatch
+from train.serve.requests import Bounds, Choice, NewTokens, Refusal, Request, RowWatch
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,10 @@ class Engine:
         self._new: list[tuple[int, list[int]]] = []  # what the pass has given so far
         self._ended: set[int] = set()
         self._failed: dict[int, UserError] = {}
+        self._counted = dict.fromkeys(
+            ("generated", "steps", "emitted", "drafted", "reached", "accepted"), 0
+        )
+        decoder.observers.append(self._trace)
         self._decoding = self._make_decoding()
         metrics.running.set_function(lambda: len(self._running))
         metrics.waiting.set_function(lambda: len(self._waiting))
@@ -89,6 +94,18 @@ class Engine:
     def held(self) -> int:
         """Texts that wait or run."""
         return self._held
+
+    def live(self) -> dict[str, int]:
+        """Figures of this moment: the texts that run and wait, and γ; and what was counted since
+        the start. generated: tokens; emitted: those of `steps`, the passes of single texts, whose
+        draft tokens are drafted, reached and accepted as in `decode.stats.Counts`."""
+        return {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "gamma": self.decoder.policy.max_depth,
+            **self._counted,
+            **self._watch.live(),
+        }
 
     def submit(self, request: Request) -> None:
         """Let the texts of a request wait for rows. Raises Refusal if there is no place, and
@@ -286,6 +303,11 @@ class Engine:
     def _tally(self, step: Verification) -> None:
         judged = Judged.of(step)
         self.metrics.judged(judged)
+        counted = self._counted
+        counted["steps"] += len(step.rows)
+        counted["emitted"] += int(step.emitted.sum())
+        for name in ("drafted", "reached", "accepted"):
+            counted[name] += int(getattr(judged, name).sum())
         drafted, accepted = judged.drafted.sum(1).tolist(), judged.accepted.sum(1).tolist()
         for index, row in enumerate(step.rows.tolist()):
             request, choice = self._running[row]
@@ -295,6 +317,13 @@ class Engine:
                 choice.lossy = self.lossy(request.sampling) or choice.lossy
             choice.drafted += drafted[index]
             choice.accepted += accepted[index]
+
+    def _trace(self, step: Verification) -> None:
+        """Keep what the pass drafted for the texts whose requests are traced."""
+        for index, row in enumerate(step.rows.tolist()):
+            request, choice = self._running[row]
+            if request.trace:
+                choice._traced = (int(step.accepted[index]), rejected_tokens(step, index))
 
     def _hand_out(self) -> None:
         """Deliver the tokens that the rows have got."""
@@ -310,10 +339,15 @@ class Engine:
             choice._last = now
             choice.tokens += tokens
             self.metrics.generation_tokens.inc(len(tokens))
+            self._counted["generated"] += len(tokens)
+            entries = self._decoding.logprobs.get(row, [])[-len(tokens) :]
             if row in ended:
                 self._end(request, choice)
+            elif entries:
+                self._decoding.logprobs[row].clear()
             if not request.cancelled:
-                request.deliver((choice, tokens, choice.reason))
+                traced, choice._traced = choice._traced, (0, ())
+                request.deliver(NewTokens(choice, tokens, choice.reason, entries, *traced))
         for row, error in failed.items():
             request, _ = self._running[row]
             self._decoding.errors.pop(row)
@@ -341,6 +375,7 @@ class Engine:
             self._held -= 1
             self._busy_at = time.monotonic()
         self._decoding.outputs.pop(row, None)
+        self._decoding.logprobs.pop(row, None)
         self._watch.leave(row)
 
     def _leave(self, request: Request) -> None:

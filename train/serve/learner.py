@@ -167,6 +167,7 @@ class Learner(RowWatch):
         self._versions = options.versions(target)
         self._progress = StreamProgress(ranks=1)
         self._engine: Engine | None = None
+        self._rounds = 0  # since the start of the service
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._restore()
@@ -198,6 +199,10 @@ class Learner(RowWatch):
     def leave(self, row: int) -> None:
         self.online.collector.leave(row)
 
+    def live(self) -> dict[str, int]:
+        version = 0 if self._engine is None else self._engine.drafter_version
+        return {"drafter_version": version, "learning_rounds": self._rounds}
+
     def observe(self, verification: Verification) -> None:
         """Record a pass, as an observer of the decode."""
         if self.learning:
@@ -225,7 +230,7 @@ class Learner(RowWatch):
             except Exception:
                 logger.exception("learning has failed and is off now")
                 self.learning = False
-                self._metrics("failed")
+                self._count("failed")
 
     def _attempt(self) -> None:
         """One round, if it is time."""
@@ -238,14 +243,15 @@ class Learner(RowWatch):
         learnt = online.learn()
         if learnt is None:
             return
-        self._metrics("kept" if learnt.kept else "undone")
+        self._count("kept" if learnt.kept else "undone")
         self._note(learnt)
         self._save()
         if learnt.kept:
             self._engine.between(self.swap).result()
 
-    def _metrics(self, result: str) -> None:
+    def _count(self, result: str) -> None:
         assert self._engine is not None
+        self._rounds += 1
         self._engine.metrics.learnt(result)
 
     # --- on disk ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from decode.errors import UserError
+from decode.logprobs import TokenLogprob
 from decode.rows import RowSettings
 from decode.sampling import Sampling
 from decode.text_stream import StopStrings
@@ -45,17 +46,35 @@ class Choice:
     versions: tuple[int, int] = (0, 0)
     lossy: str | None = None
     _last: float = 0.0  # when it got its last tokens
+    # Of a traced request's last pass: how many draft tokens were accepted, and the rejected ones.
+    _traced: tuple[int, Sequence[int]] = (0, ())
 
 
-# A choice, its new tokens, and why it has ended if it has; or why the request ends.
-Event = tuple[Choice, list[int], str | None] | Refusal
+@dataclass(frozen=True)
+class NewTokens:
+    """What a pass gave one text. reason: why the text has ended, if it has. logprobs: one entry per
+    token, if the request asks for them. accepted: how many of the tokens are draft tokens, the
+    first ones. rejected: the draft tokens below them, which were not kept. Only a request with
+    `trace` has the last two."""
+
+    choice: Choice
+    tokens: list[int]
+    reason: str | None
+    logprobs: Sequence[TokenLogprob] = ()
+    accepted: int = 0
+    rejected: Sequence[int] = ()
+
+
+# New tokens, or why the request ends.
+Event = NewTokens | Refusal
 
 
 @dataclass(eq=False)
 class Request:
     """Texts that are asked for together. max_new_tokens: of each. stop: strings that end a text.
-    deliver: called in the decoding thread with each event, never after `cancel` has been seen or a
-    refusal delivered. store: its sender allows that the service learns from it."""
+    logprobs: as in `RowSettings`. trace: keep what was drafted. deliver: called in the decoding
+    thread with each event, never after `cancel` has been seen or a refusal delivered. store: its
+    sender allows that the service learns from it."""
 
     choices: list[Choice]
     max_new_tokens: int
@@ -63,6 +82,8 @@ class Request:
     deliver: Callable[[Event], None]
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    trace: bool = False
     store: bool = False
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
@@ -74,7 +95,7 @@ class Request:
         drafts = None
         if draft_temperature is not None:
             drafts = replace(self.sampling, temperature=draft_temperature)
-        return RowSettings(self.sampling, seed, stop, self.ignore_eos, draft_sampling=drafts)
+        return RowSettings(self.sampling, seed, stop, self.ignore_eos, self.logprobs, drafts)
 
 
 class RowWatch:
@@ -85,6 +106,10 @@ class RowWatch:
 
     def leave(self, row: int) -> None:
         """Its text has ended, or is given up. It gets no more passes."""
+
+    def live(self) -> dict[str, int]:
+        """Figures of this moment for `/live`."""
+        return {}
 
 
 @dataclass(frozen=True)

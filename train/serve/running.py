@@ -11,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from train.serve import requests as engine_requests
-from train.serve.answers import END, Answer, AnswerText, event
+from train.serve.answer_tokens import AnswerTokens, TokenBytes
+from train.serve.answers import END, Answer, AnswerText, Piece, event
 from train.serve.engine import Engine
 from train.serve.requests import Choice, Event, Refusal
 from train.serve.schema import ApiError, ChatRequest, CompletionRequest
@@ -52,6 +53,10 @@ class Running:
                 loop.call_soon_threadsafe(self._events.put_nowait, new)
 
         self._texts = [AnswerText(tokenizer, asked.stops) for _ in self.choices]
+        self._tokens: list[AnswerTokens] = []
+        if asked.likeliest is not None or asked.draftsmith.trace:
+            token_bytes = TokenBytes(tokenizer)
+            self._tokens = [AnswerTokens(tokenizer, token_bytes) for _ in self.choices]
         self._request = engine_requests.Request(
             self.choices,
             limit,
@@ -59,6 +64,8 @@ class Running:
             deliver,
             asked.stops,
             asked.ignore_eos,
+            asked.likeliest,
+            asked.draftsmith.trace,
             asked.store,
         )
         self._engine.submit(self._request)
@@ -67,32 +74,37 @@ class Running:
         """Give up what is not answered yet."""
         self._engine.cancel(self._request)
 
-    async def pieces(self) -> AsyncIterator[tuple[int, str, str | None]]:
-        """(choice, text, reason) as they become final. reason: of its end, with the last text.
-        Raises ApiError if the engine refuses the request."""
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The parts of the texts as they become final. Raises ApiError if the engine refuses the
+        request."""
         left = len(self.choices)
+        lengths = [0] * left
         while left:
             new = await self._events.get()
             if isinstance(new, Refusal):
                 raise as_api_error(new)
-            choice, tokens, reason = new
-            text = self._texts[choice.index]
-            piece = text.add(tokens, ended=reason is not None)
+            index, reason = new.choice.index, new.reason
+            text = self._texts[index]
+            piece = Piece(index, text.add(new.tokens, ended=reason is not None), reason)
+            lengths[index] += len(piece.text)
+            if self._tokens:
+                self._tokens[index].add(new)
+                ended = reason is not None
+                piece.tokens = self._tokens[index].take(lengths[index], ended=ended)
             if reason is not None:
                 left -= 1
-                reason = "stop" if text.stopped else reason
-            if piece or reason is not None:
-                yield choice.index, piece, reason
+                piece.reason = "stop" if text.stopped else reason
+            if piece.text or reason is not None:
+                yield piece
 
     async def whole(self, request: Request, answer: Answer) -> Response:
         """The complete answer."""
 
-        async def collect() -> list[tuple[str, str]]:
-            texts, reasons = [""] * len(self.choices), [""] * len(self.choices)
-            async for index, piece, reason in self.pieces():
-                texts[index] += piece
-                reasons[index] = reason or ""
-            return list(zip(texts, reasons, strict=True))
+        async def collect() -> list[Piece]:
+            texts = [Piece(choice.index, "", None) for choice in self.choices]
+            async for piece in self.pieces():
+                texts[piece.index] = texts[piece.index].joined(piece)
+            return texts
 
         try:
             texts = await unless_hung_up(request, collect())
@@ -115,8 +127,8 @@ class Running:
     async def _events_of(
         self,
         answer: Answer,
-        first: tuple[int, str, str | None],
-        pieces: AsyncIterator[tuple[int, str, str | None]],
+        first: Piece,
+        pieces: AsyncIterator[Piece],
         include_usage: bool,
     ) -> AsyncIterator[bytes]:
         none: dict[str, Any] = {"usage": None} if include_usage else {}
@@ -125,10 +137,10 @@ class Running:
                 yield answer.event([beginning], **none)
         left = len(self.choices)
         try:
-            async for index, piece, reason in _after(first, pieces):
-                left -= reason is not None
+            async for piece in _after(first, pieces):
+                left -= piece.reason is not None
                 last = {} if left else {"draftsmith": answer.counts()}
-                yield answer.event([answer.piece(index, piece, reason)], **none, **last)
+                yield answer.event([answer.choice(piece, whole=False)], **none, **last)
         except ApiError as error:
             yield event(error.body)
             return

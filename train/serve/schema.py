@@ -1,13 +1,17 @@
 """Requests in the shape of OpenAI's API: what is read, what is refused, and how errors look."""
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from decode.errors import UserError, nearest
+from decode.policies import POLICIES
+from decode.rules import RULES
 from decode.sampling import Sampling
 
 LONGEST_STOP = 256  # characters
@@ -70,6 +74,12 @@ class StreamOptions(_Part):
     include_usage: bool = False
 
 
+class OurOptions(_Part):
+    """What this service alone can do. trace: say which tokens of a text are draft tokens."""
+
+    trace: bool = False
+
+
 _StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
@@ -90,6 +100,7 @@ class _Asked(_Part):
     store: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+    draftsmith: OurOptions = OurOptions()
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -101,6 +112,12 @@ class _Asked(_Part):
     def limit(self) -> tuple[str, int | None]:
         """The name of the field that limits the length of a text, and its value."""
         return "max_tokens", self.max_tokens
+
+    @property
+    @abstractmethod
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to give with each token's log-probability. None: give no
+        log-probabilities."""
 
     @property
     def include_usage(self) -> bool:
@@ -134,6 +151,19 @@ class ChatRequest(_Asked):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise PydanticCustomError("alone", "it needs logprobs: true beside it")
+        return value
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -146,6 +176,11 @@ class CompletionRequest(_Asked):
     """The body of /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """One or several prompts, as text or token ids."""
@@ -160,12 +195,22 @@ class SettingsChange(_Part):
     """The body of POST /admin/settings. None: it stays."""
 
     gamma: int | None = Field(None, ge=1)
-    policy: str | None = None
-    rule: str | None = None
+    policy: str | None = Field(None, examples=sorted(POLICIES))
+    rule: str | None = Field(None, examples=sorted(RULES))
     lenience: float | None = Field(None, gt=0, le=1)
     dynamic_lenience: float | None = Field(None, gt=0, le=1)
     drafter: str | None = Field(None, min_length=1)
     learning: bool | None = None
+
+    @classmethod
+    def fields(cls) -> dict[str, dict[str, Any]]:
+        """The JSON schema of each field, without null."""
+        fields = {}
+        for name, schema in cls.model_json_schema()["properties"].items():
+            kind = next(x for x in schema.get("anyOf", [schema]) if x.get("type") != "null")
+            known = {key: schema[key] for key in ("examples",) if key in schema}
+            fields[name] = {**kind, **known}
+        return fields
 
 
 Asked = TypeVar("Asked", bound=_Part)

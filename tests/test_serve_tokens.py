@@ -1,0 +1,215 @@
+"""What the service says about single tokens: log-probabilities, and who drafted them."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
+openai = pytest.importorskip("openai")
+
+from decode.drafters.ngram import NgramDrafter  # noqa: E402
+from decode.drafters.small_lm import SmallLMDrafter  # noqa: E402
+from decode.logprobs import TokenLogprob  # noqa: E402
+from decode.settings import DecodeSettings  # noqa: E402
+from decode.text import prompt_ids  # noqa: E402
+from decode.text_stream import decode  # noqa: E402
+from decode.trace import drafted_tokens  # noqa: E402
+from decode.trees.static import Static  # noqa: E402
+from decode.verification import Verification  # noqa: E402
+from tests.service import MODEL, Running, alone, chat, events, serving  # noqa: E402
+from tests.tiny import EOS_ID, tiny_model, tiny_target  # noqa: E402
+from train.serve.answer_tokens import AnswerTokens, TokenBytes  # noqa: E402
+from train.serve.answers import written  # noqa: E402
+from train.serve.requests import Choice, NewTokens  # noqa: E402
+
+QUESTION = [{"role": "user", "content": "What does the drafter propose?"}]
+target = functools.cache(functools.partial(tiny_target, max_positions=512))
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Running]:
+    with serving(target()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(service: Running) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as opened:
+        yield opened
+
+
+def log_p_of(prompt: Any, limit: int) -> tuple[list[int], torch.Tensor]:
+    """The tokens of an answer that are no special ones, and float32 [T, V]: the target's
+    log-probabilities at each, from one plain forward."""
+    tokens = alone(target(), prompt, limit)
+    ids = prompt_ids(prompt, target().tokenizer)
+    with torch.inference_mode():
+        logits = target().model(torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1]
+    special = target().tokenizer.all_special_ids
+    places = [place for place, token in enumerate(tokens) if token not in special]
+    return [tokens[place] for place in places], logits[places].float().log_softmax(-1)
+
+
+def spelt(token: int) -> str:
+    return written(TokenBytes(target().tokenizer)[token])
+
+
+def test_chat_gives_the_log_probabilities_of_the_target(client: Any, service: Running) -> None:
+    tokens, expected = log_p_of(QUESTION, 40)
+    options: Any = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "max_tokens": 40,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    answer = client.chat.completions.create(**options).choices[0]
+    entries = answer.logprobs.content
+    assert [entry.token for entry in entries] == [spelt(token) for token in tokens]
+    text = b"".join(bytes(entry.bytes) for entry in entries)
+    assert text.decode(errors="replace") == answer.message.content
+    for place, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(expected[place, tokens[place]].item(), abs=1e-4)
+        best = expected[place].topk(3)
+        assert [top.token for top in entry.top_logprobs] == [
+            spelt(x) for x in best.indices.tolist()
+        ]
+        of_best = [top.logprob for top in entry.top_logprobs]
+        assert of_best == pytest.approx(best.values.tolist(), abs=1e-4)
+
+    streamed = []
+    with client.chat.completions.create(**options, stream=True) as stream:
+        for chunk in stream:
+            for choice in chunk.choices:
+                streamed += choice.logprobs.content if choice.logprobs else []
+    # Prompts that were read before are read in other pieces, which rounds otherwise.
+    values = pytest.approx([x.logprob for x in entries], abs=1e-4)
+    assert [x.token for x in streamed] == [x.token for x in entries]
+    assert [x.logprob for x in streamed] == values
+    assert all(len(x.top_logprobs) == 3 for x in streamed)
+
+    choices = client.chat.completions.create(**options | {"top_logprobs": 0, "n": 2}).choices
+    for choice in choices:
+        assert [x.logprob for x in choice.logprobs.content] == values
+        assert all(x.top_logprobs == [] for x in choice.logprobs.content)
+    service.until_idle()
+    assert service.engine._decoding.logprobs == {}
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_completions_give_them_with_offsets(client: Any, count: int) -> None:
+    prompts = ["The dog", "She sells"]
+    options: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 24, "logprobs": count}
+    done = client.completions.create(**options)
+    streamed: dict[int, list[Any]] = {0: [], 1: []}
+    with client.completions.create(**options, stream=True) as stream:
+        for chunk in stream:
+            streamed[chunk.choices[0].index].append(chunk.choices[0].logprobs)
+    for choice, prompt in zip(done.choices, prompts, strict=True):
+        given = choice.logprobs
+        tokens, expected = log_p_of(prompt, 24)
+        assert given.tokens == [spelt(token) for token in tokens]
+        of_tokens = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert given.token_logprobs == pytest.approx(of_tokens.tolist(), abs=1e-4)
+        for place, best in enumerate(given.top_logprobs):
+            assert count <= len(best) <= count + 1
+            assert best[given.tokens[place]] == given.token_logprobs[place]
+        for start, end, token in zip(
+            given.text_offset, [*given.text_offset[1:], None], given.tokens, strict=True
+        ):
+            # A token completes a character that others have begun.
+            assert choice.text[start:end].endswith(token) or token.startswith("bytes:")
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            parts = [value for piece in streamed[choice.index] for value in getattr(piece, name)]
+            whole = getattr(given, name)
+            assert parts == (pytest.approx(whole, abs=1e-4) if name == "token_logprobs" else whole)
+
+
+def test_a_stop_string_cuts_text_and_entries(client: Any, service: Running) -> None:
+    text = decode(target().tokenizer, alone(target(), QUESTION, 40))
+    stop = text[21:24]
+    body = chat(QUESTION[0]["content"], max_tokens=40, stop=[stop], logprobs=True)
+    answer = client.chat.completions.create(**body).choices[0]
+    assert answer.message.content == text[: text.index(stop)]
+    raw = [bytes(entry.bytes) for entry in answer.logprobs.content]
+    assert b"".join(raw).decode(errors="replace").startswith(answer.message.content)
+    assert not b"".join(raw[:-1]).decode(errors="replace").startswith(answer.message.content)
+    service.until_idle()
+    assert service.engine._decoding.logprobs == {}
+
+
+def test_the_texts_of_tokens_add_up_to_the_answer() -> None:
+    """Also where one character has several tokens, and where the text ends inside of one."""
+    tokenizer = target().tokenizer
+    token_bytes = TokenBytes(tokenizer)
+    ids = [*tokenizer("the dog né 日").input_ids, EOS_ID, *tokenizer("日x日").input_ids[:-1]]
+    text = decode(tokenizer, ids)
+    assert text.endswith("x�")
+    tokens = AnswerTokens(tokenizer, token_bytes)
+    choice = Choice(0, [1], 0)
+    taken: list[Any] = []
+    for begin in range(0, len(ids), 2):
+        ended = begin + 2 >= len(ids)
+        entries = [TokenLogprob(token, -1.0, ()) for token in ids[begin : begin + 2]]
+        reason = "length" if ended else None
+        tokens.add(NewTokens(choice, ids[begin : begin + 2], reason, entries))
+        end = len(text) if ended else max(len(text) - 9, 0)
+        taken += tokens.take(end, ended=ended)
+    assert "".join(token.text for token in taken) == text
+    assert b"".join(token.raw for token in taken).decode(errors="replace") == text
+    assert len(taken) == len(ids) - 1  # the special token has no text
+    places = [token.start for token in taken]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_trace_says_what_was_drafted(tree: bool) -> None:
+    """The expected one is made from the verdicts on all nodes of each pass, without a service."""
+    small = tiny_model("llama", max_positions=512, layers=1)
+    shape = Static(widths=[3, 2, 1])
+    drafter = SmallLMDrafter(small, shape=shape) if tree else NgramDrafter(1, 2)
+    settings, tokenizer = DecodeSettings(gamma=3), target().tokenizer
+    expected: list[tuple[str, list[str]]] = [("target", [])]
+
+    def observe(step: Verification) -> None:
+        nodes = drafted_tokens(step)[0]
+        at, rejected = -1, []
+        for node in nodes:
+            if node.verdict == "accepted":
+                expected.append(("draft", []))
+                at = node.node
+        below = {at}
+        for node in nodes:
+            if node.parent in below:
+                below.add(node.node)
+                rejected.append(token_bytes[node.token].decode(errors="replace"))
+        expected.append(("target", rejected))
+
+    token_bytes = TokenBytes(tokenizer)
+    decoder = settings.decoder(target(), drafter)[0]
+    decoder.observers.append(observe)
+    tokens = decoder.decode([prompt_ids(QUESTION, tokenizer)], 40).outputs[0]
+    visible = [x for x, token in zip(expected, tokens, strict=False) if token not in (0, 1, 2)]
+    assert any(origin == "draft" for origin, _ in visible)
+    assert any(rejected for _, rejected in visible)
+
+    with serving(target(), drafter, settings) as running, running.client() as http:
+        body = chat(QUESTION[0]["content"], max_tokens=40, draftsmith={"trace": True})
+        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+        body["stream"] = True
+        with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+            *chunks, _ = events(stream.iter_lines())
+        plain = http.post("/v1/chat/completions", json=chat("x", max_tokens=2)).json()
+    traced = choice["draftsmith"]["tokens"]
+    assert "".join(token["text"] for token in traced) == choice["message"]["content"]
+    assert [token["origin"] for token in traced] == [origin for origin, _ in visible]
+    # What was drafted past the end of the text is not judged.
+    assert [token["rejected"] for token in traced][:-1] == [x for _, x in visible][:-1]
+    pieces = [chunk["choices"][0].get("draftsmith", {"tokens": []}) for chunk in chunks]
+    assert [token for piece in pieces for token in piece["tokens"]] == traced
+    assert "draftsmith" not in plain["choices"][0]

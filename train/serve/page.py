@@ -1,0 +1,59 @@
+"""The page at `/`, and the live figures that it plots."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from train.serve.answers import event
+from train.serve.engine import Engine
+
+_STATIC = Path(__file__).parent / "static"
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
+}
+# No secrets are in these files, and without them nobody could enter a key.
+OPEN_PATHS = frozenset(_FILES)
+# Nothing from elsewhere, nothing inline, in no frame.
+_POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+_LIVE_SECONDS = 0.5
+
+
+def page_routes(engine: Engine) -> list[Route]:
+    """The files of the page, and `/live`: the figures of the engine twice a second, as server-sent
+    events."""
+
+    async def live(request: Request) -> Response:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(_figures(engine), media_type="text/event-stream", headers=headers)
+
+    routes = [_file_route(path, *file) for path, file in _FILES.items()]
+    return [*routes, Route("/live", live, methods=["GET"])]
+
+
+async def _figures(engine: Engine) -> AsyncIterator[bytes]:
+    while engine.alive:
+        yield event({"seconds": round(time.monotonic(), 3), **engine.live()})
+        await asyncio.sleep(_LIVE_SECONDS)
+
+
+def _file_route(path: str, name: str, kind: str) -> Route:
+    content = (_STATIC / name).read_bytes()
+
+    async def send(request: Request) -> Response:
+        return Response(content, media_type=kind, headers=_HEADERS)
+
+    return Route(path, send, methods=["GET"])
