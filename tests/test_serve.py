@@ -3,6 +3,7 @@ trace."""
 
 import functools
 import json
+import math
 import random
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
@@ -405,6 +407,46 @@ def test_an_error_in_the_loop_ends_its_texts_only(endless: Any) -> None:
         answer = client.post("/v1/chat/completions", json=chat(QUESTION, max_tokens=8)).json()
         expected = alone(endless, asked(QUESTION), 8)
         assert answer["choices"][0]["message"]["content"] == words(expected)
+
+
+def test_the_texts_of_a_request_that_fail_in_one_pass_are_one_refusal() -> None:
+    broken = tiny_target(max_positions=512, tie=False)
+    with torch.no_grad():
+        (at,) = broken.tokenizer("~", add_special_tokens=False).input_ids
+        broken.model.get_input_embeddings().weight[at] = math.nan
+    with serving(broken) as running, running.client() as client:
+        post = functools.partial(client.post, "/v1/completions")
+        failed = post(json={"model": MODEL, "prompt": "a~", "n": 3, "max_tokens": 4})
+        assert failed.status_code == 500
+        assert "NaN" in failed.json()["error"]["message"]
+        running.until_idle()
+        assert post(json={"model": MODEL, "prompt": "a", "max_tokens": 4}).status_code == 200
+        assert running.metrics()['draftsmith:request_failure_total{reason="failed"}'] == 1
+
+
+def test_a_prompt_that_breaks_the_decode_leaves_no_row_of_a_client_that_has_gone(
+    endless: Any,
+) -> None:
+    with serving(endless) as running, running.client() as client:
+        engine: Any = running.engine
+        begun = begin(client)
+        (gone,) = running.requests
+        held = Held(running)
+
+        def breaks(*args: Any, **options: Any) -> list[int]:
+            # The client goes away after the engine has looked for such clients.
+            gone.cancelled = True
+            raise RuntimeError("no memory")
+
+        engine._decoding.admit = breaks
+        with ThreadPoolExecutor() as pool:
+            post = functools.partial(client.post, "/v1/chat/completions")
+            both = [pool.submit(post, json=chat(QUESTION, max_tokens=4)) for _ in range(2)]
+            until(lambda: engine.held == 3)
+            held.release()
+            assert sorted(answer.result().status_code for answer in both) == [200, 500]
+        begun.close()
+        running.until_idle()
 
 
 # --- settings, and many at once -------------------------------------------------------------------

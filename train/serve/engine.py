@@ -301,13 +301,10 @@ class Engine:
                 self._end(request, choice)
             if not request.cancelled:
                 request.deliver((choice, tokens, choice.reason))
-        for row, error in failed.items():
-            request, _ = self._running[row]
+        requests = [self._running[row][0] for row in failed]
+        for request, (row, error) in zip(requests, failed.items(), strict=True):
             self._decoding.errors.pop(row)
-            if request.cancelled:
-                self._forget(row)
-            else:
-                self._refuse(request, Refusal("failed", str(error)))
+            self._refuse(request, Refusal("failed", str(error)))
 
     def _end(self, request: Request, choice: Choice) -> None:
         """A text has ended, and its row is free."""
@@ -341,11 +338,11 @@ class Engine:
                 self._forget(row)
 
     def _refuse(self, request: Request, refusal: Refusal) -> None:
-        if request.cancelled:
-            return
-        request.cancelled = True
+        """Free all places of a request, and say why, unless nobody waits for it any more."""
+        cancelled, request.cancelled = request.cancelled, True
         self._leave(request)
-        request.deliver(self._count(refusal))
+        if not cancelled:
+            request.deliver(self._count(refusal))
 
     def _count(self, refusal: Refusal) -> Refusal:
         self.metrics.failed(refusal.reason)
