@@ -309,15 +309,22 @@ class Engine:
     def _end(self, request: Request, choice: Choice) -> None:
         """A text has ended, and its row is free."""
         assert choice.row is not None
-        full = len(choice.tokens) == request.max_new_tokens
         room = self.decoder.lm.max_positions - len(choice.prompt)
+        full = len(choice.tokens) >= min(request.max_new_tokens, room)
         is_eos = not request.ignore_eos and choice.tokens[-1] in self.decoder.eos
-        stopped = is_eos or not (full or len(choice.tokens) >= room)
+        stopped = is_eos or not full or self._has_stop_string(request, choice)
         choice.reason = "stop" if stopped else "length"
         self._forget(choice.row)
         self._tokens_per_text = _averaged(self._tokens_per_text, len(choice.tokens))
         self.metrics.ended(choice.reason)
         self.metrics.latency.observe(time.monotonic() - request.arrived)
+
+    def _has_stop_string(self, request: Request, choice: Choice) -> bool:
+        """Whether a stop string ends a text; its last token may also be the last that it may
+        have."""
+        if not request.stop:
+            return False
+        return StopStrings(self._tokenizer, request.stop).cut(0, choice.tokens) is not None
 
     def _forget(self, row: int) -> None:
         with self._changed:
