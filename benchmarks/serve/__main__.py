@@ -6,8 +6,9 @@
 
 Each service is a process of its own, and clients send requests over HTTP, each the next one when it
 has its answer. All requests are greedy and go on to the same number of tokens. The contestants take
-turns with the same prompts, in a rotating order, after a warm-up that does not count. No prompt is
-sent to a contestant twice, so no cache holds more than its system message. Contestants:
+turns with the same prompts, in a rotating order, after a warm-up that does not count; the other
+services are halted meanwhile. No prompt is sent to a contestant twice, so no cache holds more than
+its system message. Contestants:
 
 - our service with the drafter, and without one;
 - the loop of this service in the benchmark's process, one prompt after the other;
@@ -23,6 +24,7 @@ again (`benchmarks.serve.soak`), to a service in float32. The exit status is 1 i
 status, a counter, a thread, a file or a row is not as it should be.
 """
 
+import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -31,6 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import torch
 import typer
 
 import heads  # noqa: F401  (registers its drafters)
@@ -96,6 +99,7 @@ def main(
     if clients is not None and min(clients) < 1:
         raise UserError(f"--clients is {min(clients)}; expected at least 1")
     reporter = start_benchmark()
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # services have as many
     examples = [example for example in read_examples(str(prompts))[0] if example.prompt]
     dtype = dtype if soak_seconds is None else "float32"
     loaded = load_target(target, dtype=dtype, device=device)

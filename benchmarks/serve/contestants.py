@@ -58,12 +58,13 @@ Contestant = Callable[[Sequence[Prompt], int, int], Turn]
 
 
 def over_http(service: ServiceProcess, model: str = MODEL, **fields: Any) -> Contestant:
-    """Clients of a service that stream their answers."""
+    """Clients of a service that stream their answers. Between turns the service is halted."""
 
     def run(prompts: Sequence[Prompt], clients: int, tokens: int) -> Turn:
         common = {"model": model, "max_tokens": tokens, "temperature": 0, "stream": True, **fields}
         bodies = [{**common, "messages": prompt.messages} for prompt in prompts]
-        answers, seconds = ask_all(service.url, bodies, clients)
+        with service.alone():
+            answers, seconds = ask_all(service.url, bodies, clients)
         for answer in answers:
             if answer.status != 200 or answer.error is not None:
                 raise RuntimeError(f"{service.command}: {answer.status} {answer.error}")

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 import psutil
@@ -66,6 +67,15 @@ class ServiceProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let it run within this context only: some services keep a core busy while they wait."""
+        self.signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGSTOP)
 
     def wait(self, seconds: float) -> int:
         """Its exit status. Raises subprocess.TimeoutExpired."""
