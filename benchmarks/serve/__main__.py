@@ -160,17 +160,18 @@ def enter_contestants(
     cannot take part. clients: the most at once; the others of them wait for rows."""
     waiting = ["--max-waiting", str(max(clients, 64)), "--max-wait", "600"]
 
-    def ours(name: str) -> Contestant:
-        command = serve_command(target.name, name, *options, *waiting)
-        return over_http(
-            stack.enter_context(ServiceProcess(command)),
-            ignore_eos=True,
-            stream_options={"include_usage": True},
-        )
-
-    contestants = {"served": ours(drafter)}
-    if drafter != "none":
-        contestants["plain_served"] = ours("none")
+    ours = {"served": drafter} | ({} if drafter == "none" else {"plain_served": "none"})
+    services = {
+        name: ServiceProcess(serve_command(target.name, its_drafter, *options, *waiting))
+        for name, its_drafter in ours.items()
+    }
+    for service in services.values():
+        stack.callback(service.kill)  # they start together; one of them may fail
+    fields: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    contestants = {
+        name: over_http(stack.enter_context(service), **fields)
+        for name, service in services.items()
+    }
     contestants["alone"] = one_after_the_other(target, drafter, settings)
     # Our loop packs the weights of its model, so transformers get another one.
     dtype = str(target.dtype).removeprefix("torch.")

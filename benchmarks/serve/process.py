@@ -35,11 +35,11 @@ def serve_command(target: str, drafter: str, *options: str) -> list[str]:
 
 
 class ServiceProcess:
-    """A service that a command starts, with `--port` and a port added. As a context it ends when
-    the context does.
+    """A service that a command starts, with `--port` and a port added. Its context begins when it
+    listens, and ends it.
 
-    port: None: any that is free. Raises RuntimeError with the end of its output if it ends before
-    it listens, or does not listen in time.
+    port: None: any that is free. The context raises RuntimeError with the end of the service's
+    output if it ends before it listens, or does not listen in time.
     """
 
     def __init__(self, command: Sequence[str], port: int | None = None) -> None:
@@ -54,11 +54,6 @@ class ServiceProcess:
             stderr=subprocess.STDOUT,
             env=environment,
         )
-        try:
-            self._until_it_listens()
-        except BaseException:
-            self.kill()
-            raise
 
     @property
     def process(self) -> psutil.Process:
@@ -109,6 +104,11 @@ class ServiceProcess:
         raise RuntimeError(f"{self.command} does not listen:\n{self.output()}")
 
     def __enter__(self) -> "ServiceProcess":
+        try:
+            self._until_it_listens()
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def __exit__(

@@ -55,6 +55,11 @@ class Job:
     malformed: tuple[bytes, str, str, str, int] | None = None
     hang_up: int | None = None
 
+    @property
+    def name(self) -> str:
+        """What it asks for, in few characters."""
+        return str(self.malformed or self.body)[:300]
+
     def send(self, url: str) -> Answer:
         if self.malformed is not None:
             content, kind, path, method, _ = self.malformed
@@ -112,10 +117,13 @@ def soak(
         dices = [random.Random(f"{seed} {number} {one}") for one in range(clients)]
         with ThreadPoolExecutor(clients) as pool:
             log = [entry for part in pool.map(client, dices) for entry in part]
-        result.faults += [f"{job.body or job.malformed}: {error}" for job, error in _errors(log)]
-        answers = [(job, answer) for job, answer in log if isinstance(answer, Answer)]
-        for job, answer in answers:
-            _judge(job, answer, texts, seeded, result)
+        answers = []
+        for job, outcome in log:
+            if isinstance(outcome, Answer):
+                answers.append((job, outcome))
+                _judge(job, outcome, texts, seeded, result)
+            else:  # the connection broke, though nobody hung up
+                result.faults.append(f"{job.name}: {outcome!r}")
         if not _until(lambda: _held(url) == 0):
             result.faults.append(f"round {number}: {_held(url):g} rows are held when all is done")
         result.faults += [
@@ -140,10 +148,12 @@ def _client(url: str, texts: Texts, dice: random.Random, end: float, hang_ups: b
         try:
             answer = job.send(url)
             log.append((job, answer))
-            if answer.status == 503:
-                time.sleep(0.05)
+            busy = answer.status == 503
         except (OSError, ValueError, http.client.HTTPException) as error:
             log.append((job, error))
+            busy = True
+        if busy:
+            time.sleep(0.05)
     return log
 
 
@@ -176,11 +186,6 @@ def draw_job(texts: Texts, dice: random.Random, hang_ups: bool) -> Job:
     return Job(chat | {"n": dice.choice((1, 1, 2))}, prompts=(prompt,))
 
 
-def _errors(log: Log) -> list[tuple[Job, Exception]]:
-    """Connections that broke, though nobody hung up."""
-    return [(job, error) for job, error in log if isinstance(error, Exception)]
-
-
 def _judge(
     job: Job, answer: Answer, texts: Texts, seeded: dict[str, dict[int, str]], result: Soak
 ) -> None:
@@ -192,7 +197,7 @@ def _judge(
         return
     full = answer.status == 503 and (answer.error or {}).get("code") == "full"
     expected = 200 if job.malformed is None else job.malformed[-1]
-    what = f"{str(job.malformed or job.body)[:300]}: status {answer.status}"
+    what = f"{job.name}: status {answer.status}"
     if answer.status != expected and not full:
         result.faults.append(f"{what}, not {expected}: {answer.error}")
     if answer.status != 200:
