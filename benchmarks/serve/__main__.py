@@ -16,7 +16,8 @@ its system message. Contestants:
 - transformers' `generate_batch()` and `generate()` in the benchmark's process, without HTTP, on as
   many prompts at once as there are clients. Nobody can see the first token of `generate()`.
 
-If a contestant fails or is not installed, the output gives the reason, and it has no ratio. Ratios
+Nothing else may compute on the machine: loops that run in the benchmark's own thread lose much more
+time to it than services do. If a contestant fails or is not installed, the output gives the reason, and it has no ratio. Ratios
 are of tokens a second, ours over theirs: above 1 we are faster.
 
 `--soak SECONDS` measures nothing. Many clients send everything that clients send, hang up and come

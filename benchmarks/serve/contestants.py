@@ -27,7 +27,7 @@ NAMES = {
     "generate_batch": "transformers generate_batch()",
     "generate": "transformers generate(), a batch",
 }
-# Tokens in the blocks of the cache of generate_batch: the default, of which its size is a multiple.
+# Tokens in each block of the cache of generate_batch, by default.
 BLOCK = 256
 
 
@@ -101,9 +101,7 @@ def generate_batch(model: Any) -> Contestant:
     def run(prompts: Sequence[Prompt], clients: int, tokens: int) -> Turn:
         ids = [prompt.ids for prompt in prompts]
         blocks = -(-(max(map(len, ids)) + tokens) // BLOCK)
-        config = ContinuousBatchingConfig(
-            block_size=BLOCK, num_blocks=(clients + 1) * blocks, max_batch_tokens=1024
-        )
+        config = ContinuousBatchingConfig(num_blocks=(clients + 1) * blocks, max_batch_tokens=1024)
         turn = Turn(0, 0.0)
         for at in range(0, len(ids), clients):
             begun = time.perf_counter()
