@@ -16,9 +16,9 @@ its system message. Contestants:
 - transformers' `generate_batch()` and `generate()` in the benchmark's process, without HTTP, on as
   many prompts at once as there are clients. Nobody can see the first token of `generate()`.
 
-Nothing else may compute on the machine: loops that run in the benchmark's own thread lose much more
-time to it than services do. If a contestant fails or is not installed, the output gives the reason, and it has no ratio. Ratios
-are of tokens a second, ours over theirs: above 1 we are faster.
+If a contestant fails or is not installed, the output gives the reason, and it has no ratio. Ratios
+are of tokens a second, ours over theirs: above 1 we are faster. Nothing else may compute on the
+machine: loops in the benchmark's own process lose much more time to it than services do.
 
 `--soak SECONDS` measures nothing. Many clients send everything that clients send, hang up and come
 again (`benchmarks.serve.soak`), to a service in float32. The exit status is 1 if an answer, a
@@ -26,6 +26,8 @@ status, a counter, a thread, a file or a row is not as it should be.
 """
 
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -100,6 +102,7 @@ def main(
     if clients is not None and min(clients) < 1:
         raise UserError(f"--clients is {min(clients)}; expected at least 1")
     reporter = start_benchmark()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the services end with the benchmark
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # services have as many
     examples = [example for example in read_examples(str(prompts))[0] if example.prompt]
     dtype = dtype if soak_seconds is None else "float32"
