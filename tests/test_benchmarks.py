@@ -20,9 +20,12 @@ from benchmarks.decode import (
 )
 from benchmarks.decode_contestants import Models
 from benchmarks.decode_measurements import Setting, hold_contest, long_answers, profile_loop
+from benchmarks.serve import __main__ as serve_main
+from benchmarks.serve import contestants as serve
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.settings import DecodeSettings
 from tests.tiny import save_tiny, tiny_llama, tiny_target
 from train.config import validate_config
 from train.console import Reporter
@@ -359,3 +362,31 @@ def _generate(model: Any, prompt: list[int]) -> list[int]:
     mask = torch.ones_like(ids)
     texts = model.generate(ids, attention_mask=mask, max_new_tokens=6, pad_token_id=0)
     return texts[0, len(prompt) :].tolist()
+
+
+def test_all_contestants_of_the_service_answer_alike_and_their_ratios_have_names():
+    target = tiny_target(max_positions=512)
+    target.model.generation_config.eos_token_id = None
+    prompts = [serve.Prompt([], ids) for ids in TEXTS[:3]]
+    contestants = {
+        "served": serve.one_after_the_other(target, "ngram", DecodeSettings()),
+        "alone": serve.one_after_the_other(target, "none", DecodeSettings()),
+        "generate_batch": serve.generate_batch(target.model),
+        "generate": serve.generate(target.model),
+    }
+    turns = {
+        count: {name: [run(prompts, count, 9)] for name, run in contestants.items()}
+        for count in (1, 2)
+    }
+    for by_name in turns.values():
+        assert {turn.tokens for (turn,) in by_name.values()} == {3 * 9}
+        assert {len(turn.firsts) for (turn,) in by_name.values()} == {0, 3}
+        assert all(
+            0 < first < turn.seconds for (turn,) in by_name.values() for first in turn.firsts
+        )
+    values = serve_main.ratios(turns)
+    assert {"serve_2_vs_1", "serve_1_vs_one_after_the_other"} < set(values)
+    assert {"serve_vs_transformers_generate_batch_2", "serve_vs_transformers_generate_1"} < set(
+        values
+    )
+    assert all(value > 0 for value in values.values())

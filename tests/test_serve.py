@@ -3,17 +3,16 @@ trace."""
 
 import functools
 import json
+import math
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
@@ -24,7 +23,7 @@ from decode.sampling import Sampling  # noqa: E402
 from decode.settings import DecodeSettings  # noqa: E402
 from decode.text_stream import decode  # noqa: E402
 from tests.service import LONG, MODEL, Running, alone, chat, events, serving, until  # noqa: E402
-from tests.tiny import save_tiny, tiny_target  # noqa: E402
+from tests.tiny import tiny_target  # noqa: E402
 from train.serve.answers import AnswerText  # noqa: E402
 from train.serve.schema import LONGEST_STOP, NEUTRAL, ApiError, ChatRequest, parse  # noqa: E402
 
@@ -137,6 +136,21 @@ def test_a_text_ends_before_its_stop_string(service: Running) -> None:
             *chunks, _ = events(stream.iter_lines())
         pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
         assert "".join(pieces) == choice["message"]["content"]
+
+
+def test_a_stop_string_in_the_last_token_is_why_a_text_ends(service: Running) -> None:
+    tokens = alone(target(), asked(QUESTION), 40)
+    limit = next(n for n in range(8, 40) if len(words(tokens[n - 1 : n]).strip()) > 1)
+    stop = words(tokens[:limit])[-2:]
+    assert words(tokens[: limit - 1]).find(stop) < 0
+    name = 'draftsmith:request_success_total{finished_reason="stop"}'
+    before = service.metrics().get(name, 0)
+    with service.client() as client:
+        body = chat(QUESTION, max_tokens=limit, stop=stop)
+        answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == limit
+    assert service.metrics()[name] == before + 1
 
 
 def test_the_beginning_of_a_stop_string_is_held_back() -> None:
@@ -409,6 +423,46 @@ def test_an_error_in_the_loop_ends_its_texts_only(endless: Any) -> None:
         assert answer["choices"][0]["message"]["content"] == words(expected)
 
 
+def test_the_texts_of_a_request_that_fail_in_one_pass_are_one_refusal() -> None:
+    broken = tiny_target(max_positions=512, tie=False)
+    with torch.no_grad():
+        (at,) = broken.tokenizer("~", add_special_tokens=False).input_ids
+        broken.model.get_input_embeddings().weight[at] = math.nan
+    with serving(broken) as running, running.client() as client:
+        post = functools.partial(client.post, "/v1/completions")
+        failed = post(json={"model": MODEL, "prompt": "a~", "n": 3, "max_tokens": 4})
+        assert failed.status_code == 500
+        assert "NaN" in failed.json()["error"]["message"]
+        running.until_idle()
+        assert post(json={"model": MODEL, "prompt": "a", "max_tokens": 4}).status_code == 200
+        assert running.metrics()['draftsmith:request_failure_total{reason="failed"}'] == 1
+
+
+def test_a_prompt_that_breaks_the_decode_leaves_no_row_of_a_client_that_has_gone(
+    endless: Any,
+) -> None:
+    with serving(endless) as running, running.client() as client:
+        engine: Any = running.engine
+        begun = begin(client)
+        (gone,) = running.requests
+        held = Held(running)
+
+        def breaks(*args: Any, **options: Any) -> list[int]:
+            # The client goes away after the engine has looked for such clients.
+            gone.cancelled = True
+            raise RuntimeError("no memory")
+
+        engine._decoding.admit = breaks
+        with ThreadPoolExecutor() as pool:
+            post = functools.partial(client.post, "/v1/chat/completions")
+            both = [pool.submit(post, json=chat(QUESTION, max_tokens=4)) for _ in range(2)]
+            until(lambda: engine.held == 3)
+            held.release()
+            assert sorted(answer.result().status_code for answer in both) == [200, 500]
+        begun.close()
+        running.until_idle()
+
+
 # --- settings, and many at once -------------------------------------------------------------------
 
 
@@ -514,34 +568,3 @@ def test_many_clients_join_and_hang_up(sampled: Running) -> None:
     }.items():
         assert counted(name) == total, name
     assert after["draftsmith:num_requests_running"] == after["draftsmith:num_requests_waiting"] == 0
-
-
-@pytest.mark.slow
-def test_the_command_serves_and_ends_at_sigterm(tmp_path: Path) -> None:
-    model = save_tiny(tmp_path / "model")
-    command = [
-        sys.executable,
-        "-m",
-        "train.cli.main",
-        "serve",
-        "--target",
-        str(model),
-        "--port",
-        "0",
-    ]
-    with subprocess.Popen(
-        [*command, "--port", "0", "--model-name", MODEL, "--device", "cpu", "--dtype", "float32"],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            url = line.split()[-1]
-            assert url.startswith("http://127.0.0.1:"), line
-            answer = httpx2.post(f"{url}/chat/completions", json=chat(QUESTION), timeout=60)
-            assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()

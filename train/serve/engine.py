@@ -348,26 +348,30 @@ class Engine:
             if not request.cancelled:
                 traced, choice._traced = choice._traced, (0, ())
                 request.deliver(NewTokens(choice, tokens, choice.reason, entries, *traced))
-        for row, error in failed.items():
-            request, _ = self._running[row]
+        requests = [self._running[row][0] for row in failed]
+        for request, (row, error) in zip(requests, failed.items(), strict=True):
             self._decoding.errors.pop(row)
-            if request.cancelled:
-                self._forget(row)
-            else:
-                self._refuse(request, Refusal("failed", str(error)))
+            self._refuse(request, Refusal("failed", str(error)))
 
     def _end(self, request: Request, choice: Choice) -> None:
         """A text has ended, and its row is free."""
         assert choice.row is not None
-        full = len(choice.tokens) == request.max_new_tokens
         room = self.decoder.lm.max_positions - len(choice.prompt)
+        full = len(choice.tokens) >= min(request.max_new_tokens, room)
         is_eos = not request.ignore_eos and choice.tokens[-1] in self.decoder.eos
-        stopped = is_eos or not (full or len(choice.tokens) >= room)
+        stopped = is_eos or not full or self._has_stop_string(request, choice)
         choice.reason = "stop" if stopped else "length"
         self._forget(choice.row)
         self._tokens_per_text = _averaged(self._tokens_per_text, len(choice.tokens))
         self.metrics.ended(choice.reason)
         self.metrics.latency.observe(time.monotonic() - request.arrived)
+
+    def _has_stop_string(self, request: Request, choice: Choice) -> bool:
+        """Whether a stop string ends a text; its last token may also be the last that it may
+        have."""
+        if not request.stop:
+            return False
+        return StopStrings(self._tokenizer, request.stop).cut(0, choice.tokens) is not None
 
     def _forget(self, row: int) -> None:
         with self._changed:
@@ -391,11 +395,11 @@ class Engine:
                 self._forget(row)
 
     def _refuse(self, request: Request, refusal: Refusal) -> None:
-        if request.cancelled:
-            return
-        request.cancelled = True
+        """Free all places of a request, and say why, unless nobody waits for it any more."""
+        cancelled, request.cancelled = request.cancelled, True
         self._leave(request)
-        request.deliver(self._count(refusal))
+        if not cancelled:
+            request.deliver(self._count(refusal))
 
     def _count(self, refusal: Refusal) -> Refusal:
         self.metrics.failed(refusal.reason)

@@ -1,0 +1,1 @@
+"""The service under load: its speed beside others, and whether it keeps its promises for long."""

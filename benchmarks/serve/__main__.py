@@ -1,0 +1,389 @@
+"""Measures the service: tokens a second and time to the first token, by clients; or soaks it.
+
+    python -m benchmarks.serve [--quick] [--json FILE] [--plot FILE] [--target T] [--drafter D]
+                               [--gamma N] [--dtype D] [--device D] [--prompts FILE]
+                               [--clients N …] [--soak SECONDS]
+
+Each service is a process of its own, and clients send requests over HTTP, each the next one when it
+has its answer. All requests are greedy and go on to the same number of tokens. The contestants take
+turns with the same prompts, in a rotating order, after a warm-up that does not count; the other
+services are halted meanwhile. No prompt is sent to a contestant twice, so no cache holds more than
+its system message. Contestants:
+
+- our service with the drafter, and without one;
+- the loop of this service in the benchmark's process, one prompt after the other;
+- `transformers serve`, also with `--continuous-batching`, if its packages are installed;
+- transformers' `generate_batch()` and `generate()` in the benchmark's process, without HTTP, on as
+  many prompts at once as there are clients. Nobody can see the first token of `generate()`.
+
+If a contestant fails or is not installed, the output gives the reason, and it has no ratio. Ratios
+are of tokens a second, ours over theirs: above 1 we are faster. Nothing else may compute on the
+machine: loops in the benchmark's own process lose much more time to it than services do.
+
+`--soak SECONDS` measures nothing. Many clients send everything that clients send, hang up and come
+again (`benchmarks.serve.soak`), to a service in float32. The exit status is 1 if an answer, a
+status, a counter, a thread, a file or a row is not as it should be.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import heads  # noqa: F401  (registers its drafters)
+from benchmarks.common import (
+    PROMPTS,
+    TARGET,
+    DeviceOption,
+    JsonOption,
+    PromptsOption,
+    TargetOption,
+    describe_machine,
+    rows_table,
+    run_command,
+    save_figure,
+    start_benchmark,
+    write_json,
+)
+from benchmarks.serve.contestants import (
+    NAMES,
+    Contestant,
+    Prompt,
+    Turn,
+    generate,
+    generate_batch,
+    one_after_the_other,
+    over_http,
+    transformers_command,
+)
+from benchmarks.serve.process import ServiceProcess, serve_command
+from benchmarks.serve.soak import Soak, soak
+from decode.drafters import DRAFTERS
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.settings import DecodeSettings
+from decode.target.loading import Target, load_target
+from decode.text import prompt_ids
+from decode.text_stream import decode
+from train.console import Reporter
+from train.data.read import Example, read_examples, spread
+
+CLIENTS = [1, 4, 16]
+PACKAGES = ("starlette", "uvicorn", "fastapi")
+# {number of clients: {contestant: its turns}}
+Turns = dict[int, dict[str, list[Turn]]]
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="about 3 minutes on 2 cores")] = False,
+    json_file: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="write the plot here")] = None,
+    target: TargetOption = TARGET,
+    drafter: Annotated[str, typer.Option(help="a directory, ngram, or none")] = "ngram",
+    gamma: Annotated[int, typer.Option(min=1, help="depth of drafts")] = 4,
+    dtype: Annotated[str, typer.Option(help="of all models; a soak has float32")] = "bfloat16",
+    device: DeviceOption = "auto",
+    prompts: PromptsOption = PROMPTS / "dev.jsonl",
+    clients: Annotated[list[int] | None, typer.Option(help="clients at once; repeat it")] = None,
+    soak_seconds: Annotated[
+        float | None, typer.Option("--soak", help="soak the service for so many seconds instead")
+    ] = None,
+) -> None:
+    """Measure the service beside others, or soak it."""
+    if clients is not None and min(clients) < 1:
+        raise UserError(f"--clients is {min(clients)}; expected at least 1")
+    reporter = start_benchmark()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the services end with the benchmark
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # services have as many
+    examples = [example for example in read_examples(str(prompts))[0] if example.prompt]
+    dtype = dtype if soak_seconds is None else "float32"
+    loaded = load_target(target, dtype=dtype, device=device)
+    options = ["--dtype", dtype, "--device", str(loaded.device), "--gamma", str(gamma)]
+    figures: dict[str, Any] = {
+        "benchmark": "serve",
+        "quick": quick,
+        "settings": {"target": target, "drafter": drafter, "dtype": dtype, "gamma": gamma},
+    }
+    if soak_seconds is not None:
+        count = max(clients or CLIENTS)
+        result = soak_service(loaded, drafter, options, examples, soak_seconds, count)
+        report_soak(result, reporter)
+        figures["soak"] = {**asdict(result), "growth": result.growth}
+    else:
+        counts = sorted(set(clients or CLIENTS))
+        settings = DecodeSettings(gamma=gamma)
+        with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
+            contestants, unable = enter_contestants(
+                loaded, drafter, options, settings, Path(directory), stack, max(counts)
+            )
+            turns = hold_turns(contestants, loaded, examples, counts, unable, reporter, quick=quick)
+        for name, reason in unable.items():
+            reporter.say(f"not available: {NAMES[name]}: {reason}")
+        figures |= {
+            "ratios": ratios(turns),
+            "unable": unable,
+            "contests": [
+                {
+                    "clients": count,
+                    "contestants": {name: summary(taken) for name, taken in by.items()},
+                }
+                for count, by in turns.items()
+            ],
+        }
+        ratio_rows = [{"what": k, "ratio": f"{v:.2f}"} for k, v in figures["ratios"].items()]
+        reporter.table(rows_table("ratios of tokens a second, ours over theirs", ratio_rows))
+        if plot is not None:
+            plot_turns(turns, plot)
+    machine = describe_machine(PACKAGES)
+    reporter.say(f"machine: {machine['machine']}; {machine['versions']}")
+    if json_file is not None:
+        write_json(json_file, {**figures, "process": machine})
+    if soak_seconds is not None and result.faults:
+        raise typer.Exit(1)
+
+
+def enter_contestants(
+    target: Target,
+    drafter: str,
+    options: Sequence[str],
+    settings: DecodeSettings,
+    directory: Path,
+    stack: ExitStack,
+    clients: int,
+) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """Start the services, which end with the stack, and return all contestants, and why others
+    cannot take part. clients: the most at once; the others of them wait for rows."""
+    waiting = ["--max-waiting", str(max(clients, 64)), "--max-wait", "600"]
+
+    ours = {"served": drafter} | ({} if drafter == "none" else {"plain_served": "none"})
+    services = {
+        name: ServiceProcess(serve_command(target.name, its_drafter, *options, *waiting))
+        for name, its_drafter in ours.items()
+    }
+    for service in services.values():
+        stack.callback(service.kill)  # they start together; one of them may fail
+    fields: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    contestants = {
+        name: over_http(stack.enter_context(service), **fields)
+        for name, service in services.items()
+    }
+    contestants["alone"] = one_after_the_other(target, drafter, settings)
+    # Our loop packs the weights of its model, so transformers get another one.
+    dtype = str(target.dtype).removeprefix("torch.")
+    model = load_target(target.name, dtype=dtype, device=str(target.device)).model
+    model.generation_config.eos_token_id = None
+    unable: dict[str, str] = {}
+
+    def theirs(*more: str) -> Contestant:
+        device = str(target.device)
+        command = transformers_command(model, target.tokenizer, directory, device)
+        service = stack.enter_context(ServiceProcess([*command, *more]))
+        service.warm_up(str(directory))
+        return over_http(service, str(directory))
+
+    for name, more in {
+        "transformers_serve": [],
+        "transformers_serve_continuous": [
+            "--continuous-batching",
+            *("--cb-num-blocks", "256", "--cb-max-batch-tokens", "1024"),
+        ],
+    }.items():
+        try:
+            contestants[name] = theirs(*more)
+        except (UserError, RuntimeError) as error:
+            unable[name] = str(error)
+    contestants |= {"generate_batch": generate_batch(model), "generate": generate(model)}
+    return contestants, unable
+
+
+def hold_turns(
+    contestants: dict[str, Contestant],
+    target: Target,
+    examples: Sequence[Example],
+    clients: Sequence[int],
+    unable: dict[str, str],
+    reporter: Reporter,
+    *,
+    quick: bool,
+) -> Turns:
+    """Let all contestants answer. Who fails leaves `contestants` and gets a reason in `unable`."""
+    tokens, rounds = (32, 2) if quick else (96, 4)
+    turns: Turns = {}
+    sent = 0
+
+    def next_prompts(count: int) -> list[Prompt]:
+        """Prompts that nobody has seen: each begins with a number of its own."""
+        nonlocal sent
+        chosen = [spread(examples, count)[at % len(examples)] for at in range(count)]
+        sent += count
+        return [
+            numbered(f"{sent - count + at}. {example.prompt}", target)
+            for at, example in enumerate(chosen)
+        ]
+
+    def take_turn(name: str, prompts: list[Prompt], count: int, tokens: int) -> Turn | None:
+        try:
+            return contestants[name](prompts, count, tokens)
+        except Exception as error:  # of another package; ours fails the benchmark
+            if name in ("served", "plain_served", "alone"):
+                raise
+            unable[name] = f"{type(error).__name__}: {error}"
+            del contestants[name]
+            return None
+
+    warm = next_prompts(2)
+    for name in list(contestants):
+        take_turn(name, warm, 2, 8)
+    for count in clients:
+        by_name = turns[count] = {name: [] for name in contestants}
+        for number in range(rounds):
+            prompts = next_prompts(max(count, 2 if quick else 4))
+            order = [name for name in contestants if name != "alone" or count == 1]
+            at = number % len(order)
+            for name in order[at:] + order[:at]:
+                turn = take_turn(name, prompts, count, tokens)
+                if turn is not None:
+                    by_name[name].append(turn)
+        turns[count] = {name: taken for name, taken in by_name.items() if len(taken) == rounds}
+        reporter.table(turns_table(count, turns[count], tokens))
+    return turns
+
+
+def numbered(text: str, target: Target) -> Prompt:
+    messages = [{"role": "user", "content": text}]
+    return Prompt(messages, prompt_ids(messages, target.tokenizer))
+
+
+def summary(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Tokens a second over all turns and of each, and the median time to the first token."""
+    firsts = [first for turn in turns for first in turn.firsts]
+    return {
+        "tokens_per_second": sum(turn.tokens for turn in turns)
+        / sum(turn.seconds for turn in turns),
+        "tokens_per_second_of_turns": [turn.speed for turn in turns],
+        "first_token_seconds": median(firsts) if firsts else None,
+        "tokens": sum(turn.tokens for turn in turns),
+    }
+
+
+def ratios(turns: Turns) -> dict[str, float]:
+    """Ratios of tokens a second: of more clients over 1 (or the fewest), of the service with the
+    drafter over the one without, and of ours over the others'."""
+    speeds = {
+        (name, count): summary(taken)["tokens_per_second"]
+        for count, by_name in turns.items()
+        for name, taken in by_name.items()
+    }
+    fewest = min(turns)
+    values = {}
+    for count in turns:
+        served = speeds["served", count]
+        if count != fewest:
+            values[f"serve_{count}_vs_{fewest}"] = served / speeds["served", fewest]
+        if ("plain_served", count) in speeds:
+            values[f"speculative_vs_plain_served_{count}"] = served / speeds["plain_served", count]
+        if ("alone", 1) in speeds:
+            values[f"serve_{count}_vs_one_after_the_other"] = served / speeds["alone", 1]
+        for name in NAMES:
+            if name.startswith(("transformers", "generate")) and (name, count) in speeds:
+                label = name if name.startswith("transformers") else f"transformers_{name}"
+                values[f"serve_vs_{label}_{count}"] = served / speeds[name, count]
+                if ("plain_served", count) in speeds:
+                    values[f"plain_served_vs_{label}_{count}"] = (
+                        speeds["plain_served", count] / speeds[name, count]
+                    )
+    return values
+
+
+def turns_table(count: int, turns: dict[str, list[Turn]], tokens: int) -> Any:
+    rows = []
+    for name, taken in turns.items():
+        figures = summary(taken)
+        first = figures["first_token_seconds"]
+        speeds = figures["tokens_per_second_of_turns"]
+        rows.append(
+            {
+                "contestant": NAMES[name],
+                "tokens/s": f"{figures['tokens_per_second']:.1f}",
+                "of turns": f"{min(speeds):.1f}–{max(speeds):.1f}",
+                "first token, ms": "–" if first is None else f"{1000 * first:.0f}",
+            }
+        )
+    return rows_table(f"clients at once: {count}; answers of {tokens} tokens", rows)
+
+
+def plot_turns(turns: Turns, file: Path) -> None:
+    """Plot tokens a second and time to the first token over the clients."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    speed, first = figure.subplots(1, 2)
+    for name, label in NAMES.items():
+        figures = {
+            count: summary(by_name[name]) for count, by_name in turns.items() if name in by_name
+        }
+        style = "o-" if name in ("served", "plain_served", "alone") else "s--"
+        for panel, key in ((speed, "tokens_per_second"), (first, "first_token_seconds")):
+            points = [(n, one[key]) for n, one in figures.items() if one[key] is not None]
+            if points:
+                panel.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    for panel, label in ((speed, "tokens/s"), (first, "median seconds to the first token")):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(list(turns), [str(count) for count in turns])
+        panel.set_xlabel("clients at once")
+        panel.set_ylabel(label)
+    speed.legend(fontsize=7)
+    save_figure(figure, file)
+
+
+def soak_service(
+    target: Target,
+    drafter: str,
+    options: Sequence[str],
+    examples: Sequence[Example],
+    seconds: float,
+    clients: int,
+) -> Soak:
+    """Soak a service that has fewer rows than clients. The texts that greedy answers must have are
+    those of plain decoding here."""
+    decoder = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
+    limits = (4, 24)
+    texts = {}
+    for example in spread(examples, 6):
+        prompt = numbered(str(example.prompt), target)
+        tokens = decoder.decode([prompt.ids], max(limits)).outputs[0]
+        for limit in limits:
+            texts[str(example.prompt), limit] = decode(target.tokenizer, tokens[:limit])
+    rows = ["--max-rows", str(max(1, clients // 2)), "--max-waiting", str(clients)]
+    command = serve_command(target.name, drafter, *options, *rows)
+    with ServiceProcess(command) as service:
+        service.warm_up()
+        return soak(service.url, service.process, texts, seconds=seconds, clients=clients)
+
+
+def report_soak(result: Soak, reporter: Reporter) -> None:
+    reporter.say(
+        f"{result.clients} clients for {result.seconds:.0f} s; statuses {dict(result.statuses)}; "
+        f"{result.tokens} tokens; {result.hung_up} hung up; texts as alone: "
+        f"{result.same_as_alone}, as before with their seed: {result.same_as_before}"
+    )
+    reporter.say(
+        f"after each round: MiB {[round(size) for size in result.resident]} (grown by "
+        f"{result.growth:.1f}), threads {result.threads}, open files {result.files}"
+    )
+    for fault in result.faults:
+        reporter.say(f"FAULT {fault}")
+    reporter.say(f"faults: {len(result.faults)}")
+
+
+if __name__ == "__main__":
+    run_command(main)

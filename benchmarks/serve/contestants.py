@@ -1,0 +1,167 @@
+"""Who answers the same requests: our service, the loop without it, and transformers."""
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from benchmarks.serve.client import ask_all
+from benchmarks.serve.process import MODEL, ServiceProcess
+from decode.drafters.directory import open_drafter
+from decode.errors import UserError
+from decode.settings import DecodeSettings
+from decode.target.loading import Target
+
+NAMES = {
+    "served": "draftsmith serve, with the drafter",
+    "plain_served": "draftsmith serve, no drafter",
+    "alone": "draftsmith's loop, one after the other",
+    "transformers_serve": "transformers serve",
+    "transformers_serve_continuous": "transformers serve --continuous-batching",
+    "generate_batch": "transformers generate_batch()",
+    "generate": "transformers generate(), a batch",
+}
+# Tokens in each block of the cache of generate_batch, by default.
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """messages, and ids: the same through the chat template."""
+
+    messages: list[dict[str, str]]
+    ids: list[int]
+
+
+@dataclass
+class Turn:
+    """Answers to some prompts. tokens: of all answers. seconds: until the last one. firsts: until
+    the first text of each answer, from its request on; empty where nobody can see it."""
+
+    tokens: int
+    seconds: float
+    firsts: list[float] = field(default_factory=list)
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
+# (prompts, clients, tokens of each answer)
+Contestant = Callable[[Sequence[Prompt], int, int], Turn]
+
+
+def over_http(service: ServiceProcess, model: str = MODEL, **fields: Any) -> Contestant:
+    """Clients of a service that stream their answers. Between turns the service is halted."""
+
+    def run(prompts: Sequence[Prompt], clients: int, tokens: int) -> Turn:
+        common = {"model": model, "max_tokens": tokens, "temperature": 0, "stream": True, **fields}
+        bodies = [{**common, "messages": prompt.messages} for prompt in prompts]
+        with service.alone():
+            answers, seconds = ask_all(service.url, bodies, clients)
+        for answer in answers:
+            if answer.status != 200 or answer.error is not None:
+                raise RuntimeError(f"{service.command}: {answer.status} {answer.error}")
+        tokens_of_all = sum(answer.usage["completion_tokens"] for answer in answers)
+        return Turn(tokens_of_all, seconds, [answer.first for answer in answers])
+
+    return run
+
+
+def one_after_the_other(target: Target, drafter: str, settings: DecodeSettings) -> Contestant:
+    """The loop that the service runs, without the service, one row at a time."""
+    endless = replace(target, eos_token_ids=())
+    decoder, _ = settings.decoder(endless, open_drafter(drafter, target))
+
+    def run(prompts: Sequence[Prompt], clients: int, tokens: int) -> Turn:
+        firsts: list[float] = []
+        begun = time.perf_counter()
+        for prompt in prompts:
+            asked, count = time.perf_counter(), len(firsts)
+
+            def note(row: int, new: list[int], asked: float = asked, count: int = count) -> None:
+                if len(firsts) == count:
+                    firsts.append(time.perf_counter() - asked)
+
+            decoder.decode([prompt.ids], tokens, on_tokens=note)
+        return Turn(len(prompts) * tokens, time.perf_counter() - begun, firsts)
+
+    return run
+
+
+def generate_batch(model: Any) -> Contestant:
+    """transformers' continuous batching, with as many requests at once as there are clients."""
+
+    def run(prompts: Sequence[Prompt], clients: int, tokens: int) -> Turn:
+        ids = [prompt.ids for prompt in prompts]
+        blocks = -(-(max(map(len, ids)) + tokens) // BLOCK)
+        config = ContinuousBatchingConfig(num_blocks=(clients + 1) * blocks, max_batch_tokens=1024)
+        turn = Turn(0, 0.0)
+        for at in range(0, len(ids), clients):
+            begun = time.perf_counter()
+            answers = model.generate_batch(
+                ids[at : at + clients],
+                generation_config=greedy(model, tokens),
+                continuous_batching_config=config,
+                record_timestamps=True,
+            ).values()
+            turn.seconds += time.perf_counter() - begun
+            if len(answers) != len(ids[at : at + clients]) or any(one.error for one in answers):
+                raise RuntimeError("not all requests were answered")
+            turn.tokens += sum(len(answer.generated_tokens) for answer in answers)
+            turn.firsts += [answer.timestamps[0] - begun for answer in answers]
+        return turn
+
+    return run
+
+
+def generate(model: Any) -> Contestant:
+    """`generate()` on batches of as many prompts as there are clients, padded on the left."""
+
+    def run(prompts: Sequence[Prompt], clients: int, tokens: int) -> Turn:
+        turn = Turn(0, 0.0)
+        for at in range(0, len(prompts), clients):
+            ids = [prompt.ids for prompt in prompts[at : at + clients]]
+            width = max(map(len, ids))
+            config = greedy(model, tokens)
+            begun = time.perf_counter()
+            padded = torch.tensor(
+                [[config.pad_token_id] * (width - len(one)) + one for one in ids],
+                device=model.device,
+            )
+            mask = torch.tensor(
+                [[0] * (width - len(one)) + [1] * len(one) for one in ids], device=model.device
+            )
+            texts = model.generate(padded, attention_mask=mask, generation_config=config)
+            turn.seconds += time.perf_counter() - begun
+            turn.tokens += texts[:, width:].numel()
+        return turn
+
+    return run
+
+
+def greedy(model: Any, tokens: int) -> GenerationConfig:
+    """Greedy texts of so many tokens. The model must have no EOS in its own config."""
+    pad = model.generation_config.pad_token_id
+    return GenerationConfig(
+        max_new_tokens=tokens, do_sample=False, pad_token_id=0 if pad is None else pad
+    )
+
+
+def transformers_command(model: Any, tokenizer: Any, directory: Path, device: str) -> list[str]:
+    """The command `transformers serve` for this model, which is stored in the directory. Raises
+    UserError if what it needs is not installed."""
+    for package in ("fastapi", "uvicorn", "openai"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"{package} is not installed; pip install 'transformers[serving]'")
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    main = "from transformers.cli.transformers import main; main()"
+    command = [sys.executable, "-c", main, "serve", str(directory), "--device", device]
+    return [*command, "--dtype", str(model.dtype).removeprefix("torch.")]

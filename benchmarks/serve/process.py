@@ -1,0 +1,121 @@
+"""A service in a process of its own."""
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+import psutil
+
+from benchmarks.serve.client import CHAT, Answer, ask
+
+MODEL = "target"  # what requests call it
+START_SECONDS = 180
+OUTPUT_CHARACTERS = 4000  # the length of the shown end of a failed process's output
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def serve_command(target: str, drafter: str, *options: str) -> list[str]:
+    """The command `draftsmith serve`, which calls its model `MODEL`. The port is added."""
+    command = [sys.executable, "-m", "train.cli.main", "serve", "--target", target]
+    return [*command, "--drafter", drafter, "--model-name", MODEL, *options]
+
+
+class ServiceProcess:
+    """A service that a command starts, with `--port` and a port added. Its context begins when it
+    listens, and ends it.
+
+    port: None: any that is free. The context raises RuntimeError with the end of the service's
+    output if it ends before it listens, or does not listen in time.
+    """
+
+    def __init__(self, command: Sequence[str], port: int | None = None) -> None:
+        self.command, self.port = list(command), port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed in __exit__)
+        # transformers asks the hub about model names. No benchmark may wait for a network.
+        environment = {"HF_HUB_OFFLINE": "1", **os.environ}
+        self._process = subprocess.Popen(
+            [*self.command, "--port", str(self.port)],
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+
+    @property
+    def process(self) -> psutil.Process:
+        """For its memory, threads and files."""
+        return psutil.Process(self._process.pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let it run within this context only: some services keep a core busy while they wait."""
+        self.signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGSTOP)
+
+    def wait(self, seconds: float) -> int:
+        """Its exit status. Raises subprocess.TimeoutExpired."""
+        return self._process.wait(seconds)
+
+    def kill(self) -> None:
+        """End it at once, as a machine that fails does."""
+        self._process.kill()
+        self._process.wait()
+
+    def output(self) -> str:
+        """The end of what it has written."""
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace")[-OUTPUT_CHARACTERS:]
+
+    def warm_up(self, model: str = MODEL) -> Answer:
+        """Ask for a few tokens: a service may load its model at the first request."""
+        message = {"role": "user", "content": "Hello"}
+        return ask(self.url, {"model": model, "messages": [message], "max_tokens": 2}, CHAT)
+
+    def _until_it_listens(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"{self.command} ended with its start:\n{self.output()}")
+            try:
+                if ask(self.url, b"", "/health", method="GET").status == 200:
+                    return
+            except (OSError, http.client.HTTPException):
+                time.sleep(0.1)
+        raise RuntimeError(f"{self.command} does not listen:\n{self.output()}")
+
+    def __enter__(self) -> "ServiceProcess":
+        try:
+            self._until_it_listens()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._output.close()

@@ -1,0 +1,113 @@
+"""The service in a process of its own: under clients that do everything, and when it is killed."""
+
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
+pytest.importorskip("httpx2")
+
+from benchmarks.serve.client import ask, read_metrics
+from benchmarks.serve.process import MODEL, ServiceProcess, serve_command
+from benchmarks.serve.soak import Texts, soak
+from decode.text_stream import decode
+from tests.service import alone, until
+from tests.tiny import save_tiny, tiny_target
+from train.serve.server import bind
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = ("The dog", "She sells sea shells", "What does the drafter propose?", "12 and 30")
+LIMITS = (3, 17, 40)
+CONTEXT = 4096
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    model = save_tiny(tmp_path_factory.mktemp("model"), max_positions=CONTEXT)
+    options = ["--device", "cpu", "--dtype", "float32", "--gamma", "3"]
+    return serve_command(str(model), "ngram", *options, "--max-rows", "4", "--max-waiting", "6")
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    target = tiny_target(max_positions=CONTEXT)
+    longest = {
+        prompt: alone(target, [{"role": "user", "content": prompt}], max(LIMITS))
+        for prompt in PROMPTS
+    }
+    return {
+        (prompt, limit): decode(target.tokenizer, tokens[:limit])
+        for prompt, tokens in longest.items()
+        for limit in LIMITS
+    }
+
+
+def test_clients_that_do_everything_leave_nothing_behind(command: list[str], texts: Texts) -> None:
+    with ServiceProcess(command) as service:
+        service.warm_up()
+        result = soak(service.url, service.process, texts, seconds=12, clients=8, rounds=4)
+    assert result.faults == []
+    assert {"200", "400", "404", "405", "413", "415", "503"} <= set(result.statuses)
+    assert min(result.hung_up, result.same_as_alone, result.same_as_before) > 20
+    assert result.growth < 64
+
+
+def test_what_clients_get_when_the_service_ends_is_killed_and_starts_again(
+    command: list[str], texts: Texts
+) -> None:
+    openai = pytest.importorskip("openai")
+    long = {"messages": [{"role": "user", "content": PROMPTS[0]}], "ignore_eos": True}
+    long |= {"stream_options": {"include_usage": True}}
+    long |= {"model": MODEL, "stream": True, "max_tokens": 1200, "temperature": 0}
+    with ServiceProcess(command) as service, ThreadPoolExecutor() as pool:
+        assert f"is at {service.url}/v1" in service.output()
+        # SIGTERM: what has begun comes to its end, and nothing else begins.
+        streams = [pool.submit(ask, service.url, long) for _ in range(4)]
+        until(lambda: read_metrics(service.url)["num_requests_running"] == 4)
+        service.signal(signal.SIGTERM)
+        until(lambda: ask(service.url, b"", "/health", method="GET").status == 503)
+        late = ask(service.url, long)
+        assert (late.status, late.error and late.error["code"]) == (503, "draining")
+        answers = [stream.result() for stream in streams]
+        assert all(answer.complete for answer in answers)
+        assert {answer.usage["completion_tokens"] for answer in answers} == {1200}
+        assert len({answer.texts[0] for answer in answers}) == 1
+        assert service.wait(30) == 0
+        port = service.port
+
+    def answer_of(prompt: str) -> Any:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=12) as client:
+            messages: Any = [{"role": "user", "content": prompt}]
+            options: Any = {"model": MODEL, "messages": messages, "max_tokens": 40}
+            return client.chat.completions.create(**options, temperature=0)
+
+    # The port is free at once, and so it is after SIGKILL in the midst of answers.
+    with ServiceProcess(command, port) as service, ThreadPoolExecutor(8) as pool:
+        url = service.url
+        done = threading.Event()
+
+        def asking(prompt: str) -> list[str]:
+            gotten = []
+            while not done.is_set() or not gotten:
+                gotten.append(answer_of(prompt).choices[0].message.content)
+            return gotten
+
+        clients = [pool.submit(asking, prompt) for prompt in PROMPTS]
+        until(lambda: read_metrics(url)["generation_tokens_total"] > 200)
+        cut = pool.submit(ask, url, long | {"max_tokens": 3000})
+        until(lambda: read_metrics(url)["num_requests_running"] == 4)
+        service.kill()
+        with pytest.raises((OSError, HTTPException)):
+            cut.result()
+        with ServiceProcess(command, port):
+            done.set()
+            for prompt, client in zip(PROMPTS, clients, strict=True):
+                assert set(client.result(60)) == {texts[prompt, 40]}
+    bind("127.0.0.1", port).close()
