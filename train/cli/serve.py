@@ -1,6 +1,5 @@
 """`serve`: answers over HTTP, in the shape of OpenAI's API."""
 
-import os
 from typing import Annotated
 
 import typer
@@ -10,7 +9,9 @@ from train.cli.command import (
     DecodeOptions,
     DrafterOption,
     Loading,
+    key_from,
     quieten,
+    require_packages,
     shows_errors,
     takes_groups,
 )
@@ -54,24 +55,12 @@ def serve(
 ) -> None:
     """Serve a target with a drafter over HTTP, in the shape of OpenAI's API. The sampling options
     are for requests that say nothing else, --seed for requests without a seed."""
-    key = None if api_key_env is None else os.environ.get(api_key_env)
-    if api_key_env is not None and not key:
-        raise UserError(
-            f"--api-key-env names {api_key_env}, which is not set or empty; expected the name of a "
-            "variable with a key"
-        )
+    key = key_from("--api-key-env", api_key_env)
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}; expected at least 1")
     if drain_seconds < 0:
         raise UserError(f"--drain-seconds is {drain_seconds}; expected seconds ≥ 0")
-    try:
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"{error.name} is not installed; run pip install 'draftsmith[serve]'"
-        ) from None
+    require_packages("prometheus_client", "starlette", "uvicorn")
     import heads  # noqa: F401  (registers its drafters)
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
