@@ -1,21 +1,27 @@
 """Drafting at the edge against a server: texts, shared passes, broken lines, bounds."""
 
+import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
+from typer.testing import CliRunner
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from benchmarks import edge as benchmark
 from benchmarks.relay import Fate, Relay
 from decode.drafters.ngram import NgramDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
 from tests.edge import NEW, PROMPTS, edge, near_drafter, plain_texts, serving, target
+from tests.tiny import save_tiny
+from train.cli.main import app
 from train.edge.client import EdgeClient, summary
 from train.edge.link import Link
 from train.edge.protocol import FRAME_BYTES, UP, VERSION, ProtocolError, decode, encode, hash_ids
@@ -309,3 +315,43 @@ def test_messages_hold_what_they_say() -> None:
     for broken in (b"", b"\x81", msgpack.packb([1]), msgpack.packb({"type": 3})):
         with pytest.raises(ProtocolError):
             decode(broken, UP)
+
+
+# --- the command, the benchmark -------------------------------------------------------------------
+
+
+def test_generate_drafts_here_and_verifies_there(tmp_path: Path) -> None:
+    directory, rounds = save_tiny(tmp_path / "target"), tmp_path / "rounds.jsonl"
+    common = ["generate", "What?", "--target", str(directory), "--drafter", "ngram"]
+    common += ["--max-new-tokens", "12"]
+    alone = CliRunner().invoke(app, common)
+    with serving() as server:
+        options = ["--verifier", server.url]
+        there = CliRunner().invoke(app, [*common, *options, "--rounds", str(rounds)])
+        other = CliRunner().invoke(app, [*common, *options, "--rule", "threshold"])
+        heads_at_edge = CliRunner().invoke(app, [*common, *options, "--trace"])
+    assert alone.exit_code == there.exit_code == 0, there.output
+    assert there.stdout == alone.stdout
+    assert "rule coupled" in there.stderr
+    lines = [json.loads(line) for line in rounds.read_text().splitlines()]
+    assert {"k", "accepted", "la_k", "prefill_ms", "verify_ms", "queue_ms", "rtt_ms"} <= {*lines[0]}
+    assert other.exit_code == 2
+    assert "the verifier judges by coupled" in other.stderr
+    assert heads_at_edge.exit_code == 2
+
+
+def test_the_benchmark_measures_the_same_texts() -> None:
+    rows = benchmark.measure(
+        target(),
+        near_drafter(),
+        PROMPTS[:2],
+        round_trips=(0, 30),
+        tokens=8,
+        gamma=3,
+        policy="fixed",
+        sampling=SAMPLED,
+    )
+    assert all(row["identical"] for row in rows)
+    assert rows[1]["rounds"]["rtt_ms"] - rows[0]["rounds"]["rtt_ms"] > 20
+    for row in rows:
+        assert set(benchmark.shown(row)) > {"round trip, ms", "edge", "formula", "edge pays"}

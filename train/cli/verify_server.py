@@ -44,9 +44,10 @@ def verify_server(
     """Hold the target and verify the drafts of edges: `generate --verifier ws://HOST:PORT`."""
     key = key_from("--api-key-env", api_key_env)
     require_packages("prometheus_client", "starlette", "uvicorn", "websockets", "msgpack")
+    from train.edge.arrived_drafts import make_verified_rule
     from train.edge.server import VerifyServer
     from train.edge.sessions import Bounds
-    from train.edge.verifier import Verifier, make_verified_rule
+    from train.edge.verifier import Verifier
     from train.serve.server import bind
 
     quieten()
