@@ -66,6 +66,8 @@ class Decoded:
 class Decoder:
     """A target, a drafter, a rule and a draft-length policy, ready to decode.
 
+    model: the target, or an object in the place of its `CachedLM`, such as a target on another
+        machine.
     gamma: the depth of every draft, at least 1. Ignored for drafts with a fixed depth
         (`Drafter.max_depth`), and if a policy is given.
     policy, rule: an instance, or a name with options (`decode.parts`). policy None: `fixed`.
@@ -93,7 +95,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | CachedLM,
         drafter: Drafter,
         *,
         eos_token_ids: Sequence[int] = (),
@@ -116,8 +118,9 @@ class Decoder:
         parts.require_sampling([(self.sampling, self.draft_sampling)])
         if prefill_tokens < 1:
             raise UserError(f"prefill_tokens is {prefill_tokens}; expected at least 1")
-        self.lm = CachedLM(model, pass_tokens=prefill_tokens)
-        self.vocab_size: int = model.config.get_text_config().vocab_size
+        is_model = isinstance(model, PreTrainedModel)
+        self.lm = CachedLM(model, pass_tokens=prefill_tokens) if is_model else model
+        self.vocab_size = self.lm.vocab_size
         parts.require_target(self.lm, self.vocab_size)
         self.use(parts)
         self.stop = stop
@@ -317,16 +320,29 @@ class Decoding:
             decoder.policy.start(len(new))
 
     @torch.inference_mode()
-    def step(self) -> None:
-        """One verification pass: draft, verify, commit the accepted tokens, roll back the rest."""
+    def step(self, taking: np.ndarray | None = None) -> None:
+        """One verification pass: draft, verify, commit the accepted tokens, roll back the rest.
+
+        taking: bool [B], the rows that take part. None: all. The others get no token, and their
+        caches, random numbers and policies stay as they are. This costs about as much as feeding
+        one token of each. Raises UserError if rows sit out and the drafter reads hidden states.
+        """
         decoder, rows, clock = self.decoder, self.rows, self.clock
         contexts = rows.contexts
         clock.resume()
         self._passes += 1
-        rows.rng.next_round(contexts.lengths)
+        if taking is not None and decoder.drafter.captured_layers:
+            raise UserError(
+                f"{type(decoder.drafter).__name__} reads hidden states, so no row can sit out a "
+                "pass; let all rows take part"
+            )
+        rows.rng.next_round(contexts.lengths, taking)
         # The pass itself emits a token, so drafting the last one is never worth it. Each row has
         # its own limit. Otherwise its text would depend on the other rows.
         depths = np.minimum(decoder.policy.depths(), rows.ends - contexts.lengths - 1)
+        depths = np.minimum(depths, decoder.lm.credit)
+        if taking is not None:
+            depths = np.where(taking, depths, 0)
         draft = self._draft(depths)
         clock.mark("draft")
         logits = decoder.lm.verify(contexts, draft)
@@ -335,6 +351,8 @@ class Decoding:
         decision = decoder.rule_for(rows.sampling).decide(draft, scores, rows.rng)
         verification = Verification.of(draft, scores, decision)
         verification.number = self._passes
+        if taking is not None:
+            verification.sit_out(~taking)
         if not draft.is_chain:
             kept = verification.accepted + 1
             decoder.lm.commit(contexts.lengths - 1, verification.columns(), kept)
@@ -451,7 +469,8 @@ class Decoding:
             self._drafted = True
         limits = Limits(depths, decoder.policy.stops if decoder.policy.watches else None)
         rows = self.rows
-        draft = decoder.drafter.draft(rows.contexts, limits, rows.draft_sampling, rows.rng)
+        rng = rows.rng.coupled() if decoder.rule_for(rows.sampling).couples else rows.rng
+        draft = decoder.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
         draft = draft.to(decoder.lm.device)
         draft.limit_depth(depths)
         return draft

@@ -96,6 +96,16 @@ class MixedSampling(Sampling):
             picked.index_copy_(0, rows, part)
         return picked
 
+    def race(self, logits: Tensor, keys: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+        if self.greedy:
+            return argmax(logits)
+        winners = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+        for one, rows in self._parts(logits.device):
+            part = logits.index_select(0, rows)
+            part = one.race(part, keys.index_select(0, rows), vocabulary)
+            winners.index_copy_(0, rows, part)
+        return winners
+
     def _parts(self, device: torch.device) -> Iterator[tuple[Sampling, Tensor]]:
         """Each of the settings with its rows, int64 [n]."""
         if device not in self._on_device:

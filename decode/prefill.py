@@ -133,9 +133,10 @@ def read_again(lm: CachedLM, contexts: Contexts, layers: Sequence[int]) -> Featu
 
 def remember(decoder: "Decoder", contexts: Contexts, rows: np.ndarray) -> None:
     """Keep the keys and values of rows, int [n], before they leave."""
-    known, slots = decoder.prefixes, decoder.lm.slots
+    known = decoder.prefixes
     if known is None or decoder.drafter.captured_layers:
         return
+    slots = decoder.lm.slots
     room = known.room(slots.token_bytes)
     for row in rows.tolist():
         # The target has not read the last token.

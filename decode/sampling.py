@@ -105,6 +105,27 @@ class Sampling:
             picked[rows] = drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]
         return picked.view(logits.shape[:-1])
 
+    def race(self, logits: Tensor, keys: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+        """int64 [...]: the argmax if greedy, else one draw per distribution, with random numbers
+        for each token: the token with the largest p/E, where E is exponential. This is the argmax
+        of log p + G with Gumbel noise G. Two distributions p and q that draw with the same keys
+        draw the same token with probability ≥ (1 − TV)/(1 + TV) (2408.07978).
+
+        keys: int64 [...], one for each distribution (`CounterRNG.text_keys`), unused if greedy.
+        vocabulary: int64 [V], the token ids of the columns. None: column i is token i.
+        """
+        if self.greedy:
+            return argmax(logits)
+        flat, flat_keys = logits.reshape(-1, logits.shape[-1]), keys.reshape(-1)
+        columns = torch.arange(flat.shape[1], device=flat.device)[None]
+        winners = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
+        for rows, ids, probs in self._groups(flat):
+            places = columns if ids is None else ids
+            tokens = places if vocabulary is None else vocabulary[places]
+            first = (probs / exponentials(flat_keys[rows], tokens)).argmax(-1)
+            winners[rows] = first if ids is None else ids.gather(-1, first[:, None])[:, 0]
+        return winners.view(logits.shape[:-1])
+
     def _groups(self, logits: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
         """The distributions of logits [n, V] in groups of rows, each row once. A group is (its rows
         [m], the ids [m, k] of the tokens that hold all the mass, ascending, or None for all tokens,
@@ -259,6 +280,20 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & _MASKS[31])
 
 
+def _uniform(bits: Tensor) -> Tensor:
+    """float64 in [0, 1) from the highest 53 of mixed bits, int64."""
+    return ((bits >> 11) & _MASKS[11]).double() * 2.0**-53
+
+
+def exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
+    """float64 [n, k] > 0: exponential random numbers, a function of the key and the token only.
+
+    keys: int64 [n]. tokens: int64 [n or 1, k].
+    """
+    # Half a step up, because the logarithm of 0 is infinite.
+    return -(_uniform(_mix(keys[:, None] ^ (tokens + 1))) + 2.0**-54).log()
+
+
 class CounterRNG:
     """Counter-based random numbers: uniform, a function of (seed, row, round, stream, position)
     only.
@@ -267,8 +302,11 @@ class CounterRNG:
     numbers alone, in any batch, and whenever it joins. Its text is the same if its logits are the
     same. That holds in float32. In bfloat16, the other rows of the batch change the rounding of the
     logits.
+
+    couples: chains are drawn with the same noise as the text (`coupled`).
     """
 
+    couples: bool = False
     # Drafting, accepting and drawing the next token must be independent of each other.
     DRAFT, ACCEPT, NEXT, TEXT = 0, 1, 2, 3
 
@@ -287,16 +325,26 @@ class CounterRNG:
 
     def fork(self, part: int) -> "CounterRNG":
         """The numbers of this round for part 0, 1, … of a drafter with several parts. They are
-        independent of the other parts' numbers and of this object's numbers."""
+        independent of the other parts' numbers and of this object's numbers. Coupled numbers stay
+        those of the text."""
+        if self.couples:
+            return self
         forked = object.__new__(CounterRNG)
         forked._keys = _mix(_mix(self._keys) ^ (part + 1))
         forked._rounds, forked._lengths = self._rounds, self._lengths
         return forked
 
-    def next_round(self, lengths: np.ndarray | None = None) -> None:
-        """Go to the next round of every row. lengths: int [B] on the host, the lengths of the
-        committed texts, for `of_text`."""
-        self._rounds = self._rounds + 1
+    def coupled(self) -> "CounterRNG":
+        """The numbers of this round, for drafts that are drawn with the noise of the text."""
+        coupled = object.__new__(CounterRNG)
+        coupled._keys, coupled._rounds, coupled._lengths = self._keys, self._rounds, self._lengths
+        coupled.couples = True
+        return coupled
+
+    def next_round(self, lengths: np.ndarray | None = None, rows: np.ndarray | None = None) -> None:
+        """Go to the next round of these rows, bool [B], or of all. lengths: int [B] on the host,
+        the lengths of the committed texts, for `of_text` and `text_keys`."""
+        self._rounds = self._rounds + (1 if rows is None else to_device(rows, self.device).long())
         if lengths is not None:
             self._lengths = to_device(lengths, self._keys.device)
 
@@ -319,10 +367,17 @@ class CounterRNG:
         """float64 [B, n] in [0, 1) for tokens after the committed text. depths: int64 [B, n], the
         distance of each token from its end. The number depends on the position in the text, not on
         the round."""
-        return self._at(self.TEXT, self._lengths[:, None] + depths)
+        return _uniform(_mix(self.text_keys(depths)))
+
+    def text_keys(self, depths: Tensor) -> Tensor:
+        """int64 [B, n]: keys for the random numbers of each token id after the committed text.
+        depths: as for `of_text`."""
+        return self._mixed(self.TEXT, self._lengths[:, None] + depths)
 
     def _at(self, stream: Tensor | int, positions: Tensor) -> Tensor:
+        return _uniform(_mix(self._mixed(stream, positions)))
+
+    def _mixed(self, stream: Tensor | int, positions: Tensor) -> Tensor:
         """stream: one number for all rows, or int64 [B]."""
         streams_B1 = _mix(self._keys ^ (stream + 1))[:, None]
-        bits = _mix(_mix(streams_B1 ^ (positions + 1)))
-        return ((bits >> 11) & _MASKS[11]).double() * 2.0**-53
+        return _mix(streams_B1 ^ (positions + 1))

@@ -234,12 +234,13 @@ class Tally:
         judged = Judged.of(verification)
         depth = judged.drafted.shape[1]
         self._grow(depth)
-        self.steps[rows] += 1
+        part = 1 if verification.waits is None else 1 - verification.waits
+        self.steps[rows] += part
         self.emitted[rows] += emitted
         self.drafted[rows, :depth] += judged.drafted
         self.reached[rows, :depth] += judged.reached
         self.accepted[rows, :depth] += judged.accepted
-        self.by_accepted[rows, np.minimum(verification.accepted, emitted)] += 1
+        self.by_accepted[rows, np.minimum(verification.accepted, emitted)] += part
 
     def row(self, row: int) -> Counts:
         """The counts of one row up to now."""

@@ -149,6 +149,8 @@ class Verification:
         nodes_by_depth: int [B, D'], how many of them at depth 1, 2, ….
     emitted: int [B], how many tokens of the block the text got. ended: bool [B], whether it ended.
         A broken row has accepted = reached = emitted = 0, and ends.
+    waits: bool [B], the rows that sat this pass out: they drafted nothing and emitted nothing.
+        None: no row.
     width: tokens fed per row. draft_steps: passes of the drafter.
     features: the target's hidden states of the tokens fed and kept, if the drafter captures layers.
         previous_features: those of the pass before. They end with the text's second-to-last token,
@@ -176,6 +178,7 @@ class Verification:
     drafted: np.ndarray = field(default_factory=_no_rows)
     nodes_by_depth: np.ndarray = field(default_factory=lambda: _no_rows()[:, None])
     emitted: np.ndarray = field(default_factory=_no_rows)
+    waits: np.ndarray | None = None
     ended: np.ndarray = field(default_factory=_no_rows)
     width: int = 1
     draft_steps: int = 0
@@ -231,6 +234,11 @@ class Verification:
         """`positions` on the host: the columns of the last forward that stay in the cache."""
         return _positions(torch.as_tensor(self.nodes))
 
+    def sit_out(self, waits: np.ndarray) -> None:
+        """These rows, bool [B], did not take part. Call it before `cut`. Logits that are not finite
+        count when the row takes part."""
+        self.waits, self.broken = waits, self.broken & ~waits
+
     def cut(
         self,
         room: np.ndarray,
@@ -240,7 +248,8 @@ class Verification:
     ) -> None:
         """Set `emitted` and `ended`: a text ends inside the block after one of the ids `eos`, int64
         [n], except in the rows `ignore_eos`, bool [B], where the row's stop says so, or with its
-        last token of `room`, int [B]. A broken row gets nothing and ends."""
+        last token of `room`, int [B]. A broken row gets nothing and ends. A row that `waits` gets
+        nothing and goes on."""
         block = self.block
         if self.broken.any():
             self.accepted = np.where(self.broken, 0, self.accepted)
@@ -252,8 +261,10 @@ class Verification:
         ended = is_eos.any(1)
         emitted = np.where(ended, is_eos.argmax(1) + 1 if is_eos.size else 0, emitted)
         ended = ended | (emitted == room) | self.broken
+        if self.waits is not None:
+            emitted, ended = np.where(self.waits, 0, emitted), ended & ~self.waits
         for index, stop in enumerate(stops):
-            if stop is None or self.broken[index]:
+            if stop is None or self.broken[index] or not emitted[index]:
                 continue
             tokens = block[index, : emitted[index]].tolist()
             kept = stop.cut(int(self.rows[index]), tokens)

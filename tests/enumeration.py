@@ -40,7 +40,9 @@ class SetNoise(CounterRNG):
         return torch.as_tensor(self.streams[stream][:, first : first + count])
 
     def of_text(self, depths: Tensor) -> Tensor:
-        return torch.as_tensor(self.streams[CounterRNG.NEXT]).gather(1, depths)
+        numbers = torch.as_tensor(self.streams[CounterRNG.NEXT])
+        # One number, for a rule that draws one token.
+        return numbers if numbers.shape[1] == 1 else numbers.gather(1, depths)
 
 
 class Contextual:

@@ -217,6 +217,7 @@ class Watched(Rule):
 
     def __init__(self, rule: Rule) -> None:
         self.rule, self.rounds, self.rejecting = rule, 0, 0
+        self.couples = rule.couples
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         decision = self.rule.decide(draft, scores, rng)

@@ -60,6 +60,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
         # These emit the target's own draws, so there is less to go wrong.
         ("exact", "drawn chain", ROWS // 4),
         ("exact", "fixed tree", ROWS // 4),
+        ("coupled", "drawn chain", ROWS // 4),
+        ("coupled", "fixed tree", ROWS // 4),
         # Enumeration has proven the rules; what is left is how they and the loop fit together.
         ("block", "drawn chain", ROWS // 2),
         ("block", "fixed chain", ROWS // 5),
@@ -110,6 +112,8 @@ CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED}
         ("traversal", "merged models", "plain", 12_000),
         ("traversal", "merged with lookup", "plain", 12_000),
         ("exact", "merged models", "plain", 10_000),
+        ("coupled", "drawn chain", "plain", 20_000),
+        ("coupled", "lookup or model", "penalised", 12_000),
         ("block", "drawn chain", "penalised", 20_000),
         ("multi_round", "merged models", "penalised", 12_000),
         ("traversal", "merged with lookup", "processed", 3_000),

@@ -42,7 +42,7 @@ DRAFTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 CHAINS = ("nothing", "token", "chain")
 SIBLINGS: tuple[Siblings, ...] = get_args(Siblings)
-LOSSLESS = [name for name in RULES if RULES[name].lossless and name != "exact"]
+LOSSLESS = [name for name in RULES if RULES[name].lossless and name not in ("exact", "coupled")]
 
 
 def pairings() -> list[tuple[str, str, Siblings]]:
@@ -438,6 +438,7 @@ NO_TREE: frozenset[str] = frozenset()
     ("rule", "trees"),
     [
         ("exact", EVERY_TREE),
+        ("coupled", EVERY_TREE),
         ("speculative", NO_TREE),
         ("block", NO_TREE),
         ("multi_round", EVERY_TREE),

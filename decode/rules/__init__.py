@@ -22,12 +22,14 @@ class Rule(ABC):
     siblings: the kinds of siblings that the rule judges in trees. A node of a chain has one child,
         drawn or chosen, and every rule judges that.
     exact_when_greedy: at temperature 0 the rule is equal to exact match, which is used instead.
+    couples: chains are to be drawn with the noise of the text (`CounterRNG.coupled`).
     """
 
     lossless: bool
     trees: bool
     siblings: frozenset[Siblings] = frozenset(get_args(Siblings))
     exact_when_greedy: bool = True
+    couples: bool = False
 
     @classmethod
     def judges(cls, branches: bool, siblings: Siblings) -> bool:
@@ -72,6 +74,7 @@ def require_fitting(rule: Rule, drafter: str, branches: bool, siblings: Siblings
 
 from decode.rules import (  # noqa: E402, F401  (each registers itself)
     block,
+    coupled,
     exact,
     multi_round,
     spectr,

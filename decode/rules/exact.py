@@ -46,8 +46,7 @@ class ExactMatch(Rule):
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         rows, nodes = draft.tokens.shape
         device = draft.tokens.device
-        greedy = scores.sampling.greedy
-        emitted = scores.pick(scores.logits if greedy else rng.of_text(_depths(draft)))  # [B, N+1]
+        emitted = self.draw(draft, scores, rng)
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=device)
             return Decision(
@@ -65,8 +64,14 @@ class ExactMatch(Rule):
             next_token=emitted.gather(1, last_row[:, None])[:, 0],
         )
 
+    def draw(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Tensor:
+        """int64 [B, N+1]: the token that the target emits at each position of the draft."""
+        if scores.sampling.greedy:
+            return scores.pick(scores.logits)
+        return scores.pick(rng.of_text(depths_of_rows(draft)))
 
-def _depths(draft: Draft) -> Tensor:
+
+def depths_of_rows(draft: Draft) -> Tensor:
     """int64 [B, N+1]: for each row of p, the offset of its next token from the end of the committed
     text."""
     rows, nodes = draft.tokens.shape

@@ -102,7 +102,10 @@ class CachedLM:
     Each forward stores them in `features`, [B, n, H].
     pass_tokens: see `read`.
     trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.
+    credit: the most draft tokens of a row that it takes now.
     """
+
+    credit: int = 1 << 30
 
     def __init__(
         self,
@@ -118,6 +121,7 @@ class CachedLM:
         self.features: Mapping[int, Tensor] = {}
         self.device = input_device(model)
         config = model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self._windows = layer_windows(model)
         self._slots: Slots | None = None

@@ -21,6 +21,7 @@ from decode.target import gguf_file
 from decode.target.identity import Fingerprint, fingerprint, token_count
 from decode.target.pretrained import (
     LoadOptions,
+    config_and_tokenizer,
     from_pretrained,
     gguf_read_once,
     input_device,
@@ -249,6 +250,25 @@ def load_model_and_tokenizer(
         loaded.model.to(torch_device)
     require_finite(loaded.model, spec)
     return loaded
+
+
+def load_tokenizer(spec: str) -> tuple[Any, Fingerprint]:
+    """The tokenizer of a model and its fingerprint, without the model's weights. spec: as for
+    `load_model_and_tokenizer`, which it raises as. No code that comes with the model runs."""
+    source = spec
+    if spec.startswith(EMBEDDED_PREFIX):
+        embedded = EMBEDDED[spec.removeprefix(EMBEDDED_PREFIX)]
+        source = str(embedded.find() or embedded.hub_id)
+    path = Path(source).expanduser()
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        with no_progress_bars():
+            config, tokenizer = config_and_tokenizer(str(path.parent), gguf_file=path.name)
+        gguf_file.correct_tokenizer(tokenizer, gguf_file.read_header(path))
+        return tokenizer, fingerprint(tokenizer, config)
+    if not path.is_dir():
+        _require_hub_id(source, path)
+    config, tokenizer = config_and_tokenizer(str(path) if path.is_dir() else source)
+    return tokenizer, fingerprint(tokenizer, config)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -55,10 +55,7 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
     where: `revision` for hub ids or `gguf_file` for GGUF files.
     """
     where["trust_remote_code"] = options.trust_remote_code
-    with _explained(source, "config"):
-        config = transformers.AutoConfig.from_pretrained(source, **where)
-    _require_causal(source, config)
-    tokenizer = _load_tokenizer(source, config, where)
+    config, tokenizer = config_and_tokenizer(source, **where)
     if "gguf_file" in where:
         where["quantization_config"] = transformers.GgufConfig(dequantize=True)
     elif getattr(config, "quantization_config", None) is not None:
@@ -83,6 +80,15 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
             f"requires, such as {min(info['missing_keys'])}. Name a complete causal language model."
         )
     return model, tokenizer
+
+
+def config_and_tokenizer(source: str, **where: Any) -> tuple[Any, Any]:
+    """Loads the config and the tokenizer of a causal language model, without its weights. Turns the
+    errors of transformers into UserErrors. where: as for `from_pretrained` of transformers."""
+    with _explained(source, "config"):
+        config = transformers.AutoConfig.from_pretrained(source, **where)
+    _require_causal(source, config)
+    return config, _load_tokenizer(source, config, where)
 
 
 def _load_tokenizer(source: str, config: Any, where: dict[str, Any]) -> Any:

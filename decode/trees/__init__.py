@@ -198,6 +198,7 @@ SHAPES: Registry[type[Shape]] = Registry("shape")
 @SHAPES.register("chain")
 class Chain(Shape):
     """A tree without branches: γ tokens, one after the other, drawn or, if greedy, the argmax.
+    With coupled random numbers the noise of the text chooses them, so there is no q.
 
     The only shape that a draft-length policy can stop while it grows.
     """
@@ -228,6 +229,10 @@ class Chain(Shape):
                         break
             if sampling.greedy:
                 drawn = argmax(logits)
+            elif rng.couples:
+                place = torch.arange(position, position + 1, device=growth.device)
+                keys = rng.text_keys(place)[:, 0]
+                drawn = sampling.race(logits, keys, growth.vocabulary)
             else:
                 probs = sampling.probs(logits)
                 drawn = draw(probs, rng.uniforms(CounterRNG.DRAFT, position, 1)[:, 0])

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -180,6 +181,25 @@ def shows_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(2) from None
 
     return run
+
+
+def key_from(option: str, variable: str | None) -> str | None:
+    """Return the key in an environment variable, None without a variable. Raises UserError if the
+    variable, which the option names, is not set or empty."""
+    key = None if variable is None else os.environ.get(variable)
+    if variable is not None and not key:
+        raise UserError(
+            f"{option} names {variable}, which is not set or empty; expected the name of a "
+            "variable with a key"
+        )
+    return key
+
+
+def require_packages(*names: str) -> None:
+    """Raise UserError if a package of `draftsmith[serve]` is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise UserError(f"{name} is not installed; run pip install 'draftsmith[serve]'")
 
 
 def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:

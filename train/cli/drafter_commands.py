@@ -23,6 +23,7 @@ from train.cli.command import (
     takes_groups,
     tokenized_prompts,
 )
+from train.cli.edge import Verifying, edge_client, remote_target
 
 
 @shows_errors
@@ -129,11 +130,14 @@ def generate(
     trace: Annotated[
         bool, typer.Option("--trace", help="print each step's draft with p, q and the verdict")
     ] = False,
+    verifying: Verifying,
 ) -> None:
-    """Answer one prompt, streaming the text as it becomes certain."""
+    """Answer one prompt, streaming the text as it becomes certain. With --verifier, draft here and
+    verify on a server."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UserError("the prompt is empty; give some text")
+    verifying.check(trace)
     import torch
 
     import heads  # noqa: F401  (registers its drafters)
@@ -147,13 +151,18 @@ def generate(
 
     quieten()
     settings = DecodeSettings(**decoding.settings)
-    target = loading.load()
+    link = verifying.link()
+    target = loading.load() if link is None else remote_target(link, loading)
     message = {"role": "user", "content": text}
     example = Example("prompt", (message,), text, None, None, "the command line")
     ids = prompt_tokens(example, target.tokenizer, system)
     stops = StopStrings(target.tokenizer, stop) if stop else None
     opened_drafter = open_drafter(drafter, target)
-    decoder, _ = settings.decoder(target, opened_drafter, ids, stop=stops)
+    client = None if link is None else edge_client(link, opened_drafter, settings, stops)
+    if client is None:
+        decoder, _ = settings.decoder(target, opened_drafter, ids, stop=stops)
+    else:
+        decoder = client.decoder
 
     pieces = TextPieces(target.tokenizer, lambda piece: typer.echo(piece, nl=False))
 
@@ -164,7 +173,7 @@ def generate(
         decoder.observers.append(
             lambda verification: typer.echo(format_trace(verification, target.tokenizer))
         )
-    decoded = decoder.decode(
+    decoded = (client or decoder).decode(
         [ids],
         max_new_tokens,
         seed=decoding.seed,
@@ -178,12 +187,16 @@ def generate(
     gamma = decoding.gamma
     if gamma is not None and decoder.drafter.max_depth(gamma) != gamma:
         drafts += f" (γ {gamma} does not apply, because the drafter sets the depth)"
+    rule = settings.for_drafter(opened_drafter).rule if link is None else link.welcome["rule"]
     typer.echo(
         f"\n[{len(decoded.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} "
         f"tokens per step, acceptance rate {counts.acceptance_rate:.2f}; drafts: {drafts}; rule "
-        f"{settings.for_drafter(opened_drafter).rule}]",
+        f"{rule}]",
         err=True,
     )
+    if client is not None:
+        verifying.report(client, lambda line: typer.echo(line, err=True))
+        client.close()
 
 
 @shows_errors

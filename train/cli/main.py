@@ -8,6 +8,7 @@ from train.cli.drafter_commands import coverage, evaluate, generate, inspect
 from train.cli.export import export
 from train.cli.serve import serve
 from train.cli.train import train
+from train.cli.verify_server import verify_server
 
 app = typer.Typer(
     help="Trains drafters for speculative decoding and measures what they are worth.",
@@ -24,6 +25,7 @@ for command in (
     inspect,
     export,
     serve,
+    verify_server,
     doctor,
 ):
     app.command()(command)

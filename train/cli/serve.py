@@ -1,6 +1,5 @@
 """`serve`: answers over HTTP, in the shape of OpenAI's API."""
 
-import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +12,9 @@ from train.cli.command import (
     DecodeOptions,
     DrafterOption,
     Loading,
+    key_from,
     quieten,
+    require_packages,
     shows_errors,
     takes_groups,
 )
@@ -127,22 +128,15 @@ def serve(
 ) -> None:
     """Serve a target with a drafter over HTTP, in the shape of OpenAI's API. The sampling options
     are for requests that say nothing else, --seed for requests without a seed."""
-    key = _key("--api-key-env", api_key_env)
-    admin_key = _key("--admin-key-env", admin_key_env)
+    key = key_from("--api-key-env", api_key_env)
+    admin_key = key_from("--admin-key-env", admin_key_env)
     if drafters is not None and not drafters.is_dir():
         raise UserError(f"--drafters is {drafters}, which is no directory; expected one")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}; expected at least 1")
     if drain_seconds < 0:
         raise UserError(f"--drain-seconds is {drain_seconds}; expected seconds ≥ 0")
-    try:
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"{error.name} is not installed; run pip install 'draftsmith[serve]'"
-        ) from None
+    require_packages("prometheus_client", "starlette", "uvicorn")
     import heads  # noqa: F401  (registers its drafters)
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
@@ -187,14 +181,3 @@ def serve(
             server.run(sockets=[bound])
         finally:
             service.close(max(drain_seconds, CLOSING_SECONDS))
-
-
-def _key(option: str, name: str | None) -> str | None:
-    """The key in an environment variable. Raises UserError if there is none."""
-    key = None if name is None else os.environ.get(name)
-    if name is not None and not key:
-        raise UserError(
-            f"{option} names {name}, which is not set or empty; expected the name of a variable "
-            "with a key"
-        )
-    return key

@@ -1,0 +1,101 @@
+"""A verification server over a tiny model, on a loopback port, for tests."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.loop import Decoder
+from decode.parts import Part
+from decode.sampling import Sampling
+from decode.target.loading import Target
+from tests.tiny import tiny_model, tiny_target
+from train.edge.client import EdgeClient
+from train.edge.link import Link
+from train.edge.server import VerifyServer
+from train.edge.sessions import Bounds
+from train.edge.verifier import Verifier
+from train.serve.server import bind
+
+PROMPTS = [[5, 9, 12, 40], [7, 7, 3], [100]]
+NEW = 24
+
+
+@functools.cache
+def target() -> Target:
+    return tiny_target()
+
+
+def near_drafter() -> SmallLMDrafter:
+    """A drafter that is near the target, not equal to it."""
+    model = tiny_model("llama")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.03 * torch.randn(weight.shape, generator=generator)
+    return SmallLMDrafter(model)
+
+
+@dataclass
+class Serving:
+    """A server that runs in threads of its own."""
+
+    server: VerifyServer
+    verifier: Verifier
+
+    @property
+    def port(self) -> int:
+        return self.server.port
+
+    @property
+    def url(self) -> str:
+        return f"ws://127.0.0.1:{self.port}"
+
+
+@contextlib.contextmanager
+def serving(
+    rule: Part = "coupled", *, key: str | None = None, port: int = 0, **bounds: Any
+) -> Iterator[Serving]:
+    with bind("127.0.0.1", port) as bound:
+        verifier = Verifier(target(), rule, Bounds(**bounds))
+        server = VerifyServer(verifier, bound, key)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        server.wait()
+        try:
+            yield Serving(server, verifier)
+        finally:
+            server.stop()
+            thread.join()
+
+
+@contextlib.contextmanager
+def edge(
+    url: str, *, key: str | None = None, stall: float = 1.0, **options: Any
+) -> Iterator[EdgeClient]:
+    link = Link(url, key, patience=20, stall=stall)
+    client = EdgeClient(link, options.pop("drafter", None) or near_drafter(), **options)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def plain_texts(
+    sampling: Sampling, *, seed: int = 0, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> list[list[int]]:
+    """The texts of decoding alone, with a drafter and the rule `coupled`."""
+    decoder = Decoder(
+        target().model,
+        near_drafter(),
+        eos_token_ids=target().eos_token_ids,
+        rule="coupled",
+        sampling=sampling,
+        first_target=False,
+    )
+    return decoder.decode(prompts, NEW, seed=seed).outputs

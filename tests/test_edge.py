@@ -1,0 +1,357 @@
+"""Drafting at the edge against a server: texts, shared passes, broken lines, bounds."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from typer.testing import CliRunner
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from benchmarks import edge as benchmark
+from benchmarks.relay import Fate, Relay
+from decode.drafters.ngram import NgramDrafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.sampling import Sampling
+from tests.edge import NEW, PROMPTS, edge, near_drafter, plain_texts, serving, target
+from tests.tiny import save_tiny
+from train.cli.main import app
+from train.edge.client import EdgeClient, summary
+from train.edge.link import Link
+from train.edge.protocol import FRAME_BYTES, UP, VERSION, ProtocolError, decode, encode, hash_ids
+
+GREEDY, SAMPLED = Sampling(), Sampling(0.9, top_p=0.95, repetition_penalty=1.1)
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_text_is_that_of_decoding_alone(sampling: Sampling) -> None:
+    expected = plain_texts(sampling, seed=3)
+    with serving() as server:
+        with edge(server.url, sampling=sampling) as client:
+            decoded = client.decode(PROMPTS, NEW, seed=3)
+            assert decoded.outputs == expected
+            assert 0 < decoded.counts.acceptance_rate < 1
+            assert sum(one.accepted for one in client.rounds) >= decoded.counts.accepted.sum()
+            figures = summary(client.rounds)
+            assert figures["rounds"] == decoded.counts.steps == server.verifier.drafts
+        for options in (
+            {"drafter": NgramDrafter(), "gamma": 2},
+            {"policy": "entropy:max_depth=6,flat=0.9"},
+            {"policy": "feedback"},
+            {"policy": "cost_model"},
+        ):
+            with edge(server.url, sampling=sampling, **options) as client:
+                assert client.decode(PROMPTS, NEW, seed=3).outputs == expected
+
+
+def test_threshold_texts_are_those_of_threshold_decoding_alone() -> None:
+    rule = "threshold:threshold=0.2"
+    alone = Decoder(
+        target().model,
+        near_drafter(),
+        eos_token_ids=target().eos_token_ids,
+        rule=rule,
+        sampling=SAMPLED,
+        first_target=False,
+    )
+    expected = alone.decode(PROMPTS, NEW, seed=5)
+    with serving(rule) as server, edge(server.url, sampling=SAMPLED) as client:
+        assert client.decode(PROMPTS, NEW, seed=5).outputs == expected.outputs
+        assert not client.decoder.rule.lossless
+    assert expected.outputs != plain_texts(SAMPLED, seed=5)
+
+
+def test_rules_that_need_the_drafters_probabilities_are_refused() -> None:
+    with pytest.raises(UserError, match="choose coupled"), serving("speculative"):
+        pass
+
+
+def test_edges_share_passes() -> None:
+    seeds = range(4)
+    expected = [plain_texts(SAMPLED, seed=seed) for seed in seeds]
+    outputs: dict[int, Any] = {}
+    with serving() as server, Relay(server.port, rtt=0.02) as relay:
+
+        def run(seed: int) -> None:
+            with edge(relay.url, sampling=SAMPLED, gamma=3) as client:
+                outputs[seed] = client.decode(PROMPTS, NEW, seed=seed).outputs
+
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in seeds]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [outputs[seed] for seed in seeds] == expected
+        assert server.verifier.passes < 0.8 * server.verifier.drafts
+
+
+def test_more_texts_than_rows_take_turns() -> None:
+    expected = plain_texts(SAMPLED, seed=1)
+    with serving(max_rows=1) as server, edge(server.url, sampling=SAMPLED) as client:
+        assert client.decode(PROMPTS, NEW, seed=1).outputs == expected
+        # Under load the server asks for tokens without drafts.
+        assert any(one.k == 0 for one in client.rounds)
+
+
+# --- lines that break -----------------------------------------------------------------------------
+
+
+def fate_of(kind: str, number: int, fate: Fate) -> Callable[[bytes, bool], Fate]:
+    """This fate for the given message of a kind (0, 1, …), once; all others pass."""
+    left = [number]
+
+    def choose(frame: bytes, up: bool) -> Fate:
+        if msgpack.unpackb(frame)["type"] != kind:
+            return "pass"
+        left[0] -= 1
+        return fate if left[0] == -1 else "pass"
+
+    return choose
+
+
+@pytest.mark.parametrize("fate", ["cut before", "cut after", "twice"])
+@pytest.mark.parametrize("kind", ["hello", "welcome", "open", "draft", "verdict", "cancel"])
+def test_a_text_is_unbroken_whatever_happens_to_a_message(kind: str, fate: Fate) -> None:
+    expected = plain_texts(SAMPLED, seed=2)
+    number = 3 if kind in ("draft", "verdict") else 0
+    choose = fate_of(kind, number, fate)
+    with (
+        serving() as server,
+        Relay(server.port, fate=choose) as relay,
+        edge(relay.url, sampling=SAMPLED) as client,
+    ):
+        assert client.decode(PROMPTS, NEW, seed=2).outputs == expected
+
+
+def test_a_line_that_stalls_is_made_again() -> None:
+    expected = plain_texts(GREEDY)
+    choose = fate_of("verdict", 2, "stall")
+    with (
+        serving() as server,
+        Relay(server.port, fate=choose) as relay,
+        edge(relay.url, stall=0.3) as client,
+    ):
+        assert client.decode(PROMPTS, NEW).outputs == expected
+        assert max(one.wall_ms for one in client.rounds) > 290
+
+
+def test_a_server_that_starts_again_continues_texts() -> None:
+    expected = plain_texts(SAMPLED, seed=6)
+    with serving() as first:
+        port = first.port
+        link = Link(first.url, patience=20)
+        begun = threading.Event()
+        drafter = near_drafter()
+        outputs = []
+
+        def run() -> None:
+            client = EdgeClient(link, drafter, sampling=SAMPLED)
+
+            def wait(row: int, tokens: list[int]) -> None:
+                begun.set()
+                time.sleep(0.02)
+
+            outputs.extend(client.decode(PROMPTS, NEW, seed=6, on_tokens=wait).outputs)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        begun.wait()
+    with serving(port=port) as second:
+        thread.join()
+        assert outputs == expected
+        assert second.verifier.drafts > 0
+        link.close()
+
+
+def test_keys_and_sessions_expire_and_the_text_goes_on() -> None:
+    expected = plain_texts(SAMPLED, seed=7)
+    with serving(kv_seconds=0.02, session_seconds=0.05) as server:
+        choose = fate_of("draft", 4, "cut before")
+        with Relay(server.port, fate=choose) as relay, edge(relay.url, sampling=SAMPLED) as client:
+            pauses = iter((0.1, 0.1, 0.1))
+
+            def wait(row: int, tokens: list[int]) -> None:
+                time.sleep(next(pauses, 0.0))
+
+            assert client.decode(PROMPTS, NEW, seed=7, on_tokens=wait).outputs == expected
+            read_again = [one for one in client.rounds if one.seq > 1 and one.prefill_ms > 0]
+            assert read_again
+
+
+def test_a_server_without_an_answer_is_one_clear_error() -> None:
+    with pytest.raises(UserError, match="does not answer"):
+        Link("ws://127.0.0.1:9", patience=0.2).ready()
+    with pytest.raises(UserError, match="expected ws://"):
+        Link("http://127.0.0.1:9")
+
+
+# --- what the server refuses ----------------------------------------------------------------------
+
+
+def test_the_key_is_asked_for() -> None:
+    with serving(key="secret") as server:
+        for key in (None, "wrong"):
+            with pytest.raises(UserError, match="refused the key"):
+                Link(server.url, key, patience=1).ready()
+        with edge(server.url, key="secret") as client:
+            assert client.decode(PROMPTS[:1], 2).outputs == [plain_texts(GREEDY)[0][:2]]
+
+
+HELLO = encode("hello", version=VERSION)
+
+
+def opened(**changes: Any) -> bytes:
+    fields = {
+        "req": 0,
+        "seq": 0,
+        "length": 2,
+        "ids": [5, 9],
+        "max_tokens": 9,
+        "seed": 0,
+        "row": 0,
+        "sampling": [0.0, 0.0, 1.0, 0.0, 1.0],
+    }
+    return encode("open", **(fields | changes))
+
+
+def drafted(**changes: Any) -> bytes:
+    fields = {"req": 0, "seq": 1, "length": 2, "hash": hash_ids([5, 9]), "ids": [4]}
+    return encode("draft", **(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ([b"\xc1"], "malformed"),
+        (["text"], "malformed"),
+        ([encode("verdict")], "malformed"),
+        ([encode("hello", version="1")], "malformed"),
+        ([encode("hello", version=VERSION, more=1)], "malformed"),
+        ([encode("hello", version=99)], "version"),
+        ([opened()], "session"),
+        ([encode("resume", version=VERSION, session="x")], "session"),
+        ([HELLO, drafted()], "request"),
+        ([HELLO, opened(length=0, ids=[])], "refused"),
+        ([HELLO, opened(ids=[5, 400])], "refused"),
+        ([HELLO, opened(sampling=[-1.0, 0.0, 1.0, 0.0, 1.0])], "refused"),
+        ([HELLO, opened(ids=[5, 9, 3])], "limit"),
+        ([HELLO, opened(ids=[-5, 9])], "malformed"),
+        ([HELLO, opened(ids=[5]), drafted()], "order"),
+        ([HELLO, opened(), drafted(ids=[1] * 99)], "limit"),
+        ([HELLO, opened(), drafted(ids=[400])], "limit"),
+        ([HELLO, opened(), drafted(hash=1)], "order"),
+        ([HELLO, opened(), drafted(length=3)], "order"),
+        ([HELLO, opened(), drafted(seq=2)], "order"),
+        ([HELLO, opened(seq=5), drafted(seq=4)], "late"),
+        ([HELLO, *[opened(req=number) for number in range(20)]], "limit"),
+    ],
+)
+def test_bad_messages_get_one_clear_error(
+    frames: list[bytes | str], code: str, shared_server: str
+) -> None:
+    with connect(shared_server, proxy=None) as line:
+        for frame in frames:
+            line.send(frame)
+        while (answer := msgpack.unpackb(line.recv(5)))["type"] != "error":
+            assert answer["type"] == "welcome"
+        assert answer["code"] == code
+        assert answer["message"]
+        if code in ("malformed", "version"):
+            with pytest.raises(ConnectionClosed):
+                line.recv(5)
+    # The others are served.
+    with edge(shared_server) as client:
+        assert client.decode(PROMPTS[:1], 4).outputs == [plain_texts(GREEDY)[0][:4]]
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Any:
+    with serving() as server:
+        yield server.url
+
+
+def test_frames_over_the_limit_end_the_connection(shared_server: str) -> None:
+    with connect(shared_server, proxy=None) as line:
+        line.send(b"x" * (FRAME_BYTES + 1))
+        with pytest.raises(ConnectionClosed):
+            line.recv(5)
+
+
+def test_a_repeated_draft_gets_its_stored_verdict(shared_server: str) -> None:
+    with connect(shared_server, proxy=None) as line:
+        for frame in (HELLO, opened(), drafted()):
+            line.send(frame)
+        _, first = [msgpack.unpackb(line.recv(5)) for _ in range(2)]
+        line.send(drafted())
+        assert msgpack.unpackb(line.recv(5)) == first
+        following = hash_ids([4] * first["accepted"] + [first["next"]], hash_ids([5, 9]))
+        assert first["hash"] == following
+        line.send(drafted(seq=2, length=first["length"], hash=following))
+        assert msgpack.unpackb(line.recv(5))["seq"] == 2
+        line.send(drafted())
+        assert msgpack.unpackb(line.recv(5))["code"] == "late"
+
+
+def test_long_prompts_come_in_parts(shared_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.edge.remote_target.FRAME_IDS", 3)
+    prompt = [7, 9, 12, 40, 8, 8, 100]
+    with edge(shared_server) as client:
+        outputs = client.decode([prompt], NEW).outputs
+    assert outputs == plain_texts(GREEDY, prompts=[prompt])
+
+
+def test_messages_hold_what_they_say() -> None:
+    message = decode(drafted(), UP)
+    assert message["ids"] == [4]
+    for broken in (b"", b"\x81", msgpack.packb([1]), msgpack.packb({"type": 3})):
+        with pytest.raises(ProtocolError):
+            decode(broken, UP)
+
+
+# --- the command, the benchmark -------------------------------------------------------------------
+
+
+def test_generate_drafts_here_and_verifies_there(tmp_path: Path) -> None:
+    directory, rounds = save_tiny(tmp_path / "target"), tmp_path / "rounds.jsonl"
+    common = ["generate", "What?", "--target", str(directory), "--drafter", "ngram"]
+    common += ["--max-new-tokens", "12"]
+    alone = CliRunner().invoke(app, common)
+    with serving() as server:
+        options = ["--verifier", server.url]
+        there = CliRunner().invoke(app, [*common, *options, "--rounds", str(rounds)])
+        other = CliRunner().invoke(app, [*common, *options, "--rule", "threshold"])
+        heads_at_edge = CliRunner().invoke(app, [*common, *options, "--trace"])
+    assert alone.exit_code == there.exit_code == 0, there.output
+    assert there.stdout == alone.stdout
+    assert "rule coupled" in there.stderr
+    lines = [json.loads(line) for line in rounds.read_text().splitlines()]
+    assert {"k", "accepted", "la_k", "prefill_ms", "verify_ms", "queue_ms", "rtt_ms"} <= {*lines[0]}
+    assert other.exit_code == 2
+    assert "the verifier judges by coupled" in other.stderr
+    assert heads_at_edge.exit_code == 2
+
+
+def test_the_benchmark_measures_the_same_texts() -> None:
+    rows = benchmark.measure(
+        target(),
+        near_drafter(),
+        PROMPTS[:2],
+        round_trips=(0, 30),
+        tokens=8,
+        gamma=3,
+        policy="fixed",
+        sampling=SAMPLED,
+    )
+    assert all(row["identical"] for row in rows)
+    assert rows[1]["rounds"]["rtt_ms"] - rows[0]["rounds"]["rtt_ms"] > 20
+    for row in rows:
+        assert set(benchmark.shown(row)) > {"round trip, ms", "edge", "formula", "edge pays"}

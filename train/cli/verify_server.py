@@ -1,0 +1,62 @@
+"""`verify-server`: verifies the drafts of edges."""
+
+from typing import Annotated
+
+import typer
+
+from train.cli.command import (
+    Loading,
+    key_from,
+    quieten,
+    require_packages,
+    shows_errors,
+    takes_groups,
+)
+
+
+@shows_errors
+@takes_groups
+def verify_server(
+    *,
+    loading: Loading,
+    rule: Annotated[
+        str,
+        typer.Option(help="coupled (lossless), or threshold:threshold=θ (lossy; see `calibrate`)"),
+    ] = "coupled",
+    host: Annotated[
+        str, typer.Option(help="address to listen on; 0.0.0.0: all of this machine")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free")] = 8100,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="environment variable with the key that edges must send")
+    ] = None,
+    max_rows: Annotated[int, typer.Option(help="texts whose keys and values are kept")] = 16,
+    max_sessions: Annotated[int, typer.Option(help="edges")] = 256,
+    max_texts: Annotated[int, typer.Option(help="texts of one edge")] = 16,
+    max_gamma: Annotated[int, typer.Option(help="longest draft, in tokens")] = 16,
+    kv_seconds: Annotated[
+        float, typer.Option(help="how long keys and values of a text without drafts are kept")
+    ] = 60.0,
+    session_seconds: Annotated[
+        float, typer.Option(help="how long an edge without a line is remembered")
+    ] = 600.0,
+) -> None:
+    """Hold the target and verify the drafts of edges: `generate --verifier ws://HOST:PORT`."""
+    key = key_from("--api-key-env", api_key_env)
+    require_packages("prometheus_client", "starlette", "uvicorn", "websockets", "msgpack")
+    from train.edge.arrived_drafts import make_verified_rule
+    from train.edge.server import VerifyServer
+    from train.edge.sessions import Bounds
+    from train.edge.verifier import Verifier
+    from train.serve.server import bind
+
+    quieten()
+    make_verified_rule(rule)
+    bounds = Bounds(max_rows, max_sessions, max_texts, max_gamma, kv_seconds, session_seconds)
+    # Before the target is loaded: a port that is taken must not cost that time.
+    with bind(host, port) as bound:
+        verifier = Verifier(loading.load(), rule, bounds)
+        server = VerifyServer(verifier, bound, key)
+        shown = f"[{host}]" if ":" in host else host
+        what = f"{loading.target} verifies by {verifier.rule_name} at ws://{shown}:{server.port}"
+        server.run(lambda: typer.echo(what), signals=True)

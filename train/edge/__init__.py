@@ -1,0 +1,1 @@
+"""Drafting at the edge, verification in the cloud."""
