@@ -6,6 +6,7 @@ from train.cli.calibrate import calibrate, calibrate_tree
 from train.cli.doctor import doctor
 from train.cli.drafter_commands import coverage, evaluate, generate, inspect
 from train.cli.export import export
+from train.cli.record import forget, record
 from train.cli.serve import serve
 from train.cli.train import train
 
@@ -24,6 +25,8 @@ for command in (
     inspect,
     export,
     serve,
+    record,
+    forget,
     doctor,
 ):
     app.command()(command)
