@@ -6,6 +6,7 @@ from train.cli.calibrate import calibrate, calibrate_tree
 from train.cli.doctor import doctor
 from train.cli.drafter_commands import coverage, evaluate, generate, inspect
 from train.cli.export import export
+from train.cli.learn import learn
 from train.cli.record import forget, record
 from train.cli.serve import serve
 from train.cli.train import train
@@ -27,6 +28,7 @@ for command in (
     serve,
     record,
     forget,
+    learn,
     doctor,
 ):
     app.command()(command)

@@ -1,5 +1,6 @@
 """`record`: a proxy before an inference engine that records answers; `forget` deletes them."""
 
+import json
 import logging
 import os
 import time
@@ -89,14 +90,25 @@ def forget(
     directory: Annotated[Path, typer.Option("--dir", help="directory of the records")],
     user: Annotated[str | None, typer.Option(help="as requests named the user")] = None,
     request: Annotated[str | None, typer.Option(help="id of the answer")] = None,
+    learner: Annotated[
+        Path | None,
+        typer.Option(
+            help="directory of draftsmith learn, to list the versions that learnt from it"
+        ),
+    ] = None,
 ) -> None:
     """Delete the records of a user or of one request, of all tenants."""
     if (user is None) == (request is None):
         raise UserError("give --user NAME or --request ID, and not both")
     if not directory.is_dir():
         raise UserError(f"{directory} is no directory; expected the --out of draftsmith record")
-    from train.record.records import Records, tenants
+    from train.record.records import LEARNT_FILE, Records, tenants
 
+    forgotten: set[str] = set()
     for tenant in tenants(directory):
         ids = Records(tenant).forget(user=user, request=request)
+        forgotten.update(ids)
         typer.echo(f"{tenant.name}: {len(ids)} records deleted")
+    for file in sorted(learner.glob(f"versions/*/{LEARNT_FILE}")) if learner else ():
+        if count := len(forgotten.intersection(json.loads(file.read_text()))):
+            typer.echo(f"{file.parent} learnt from {count} of them")

@@ -66,7 +66,7 @@ def exchanges(body: dict[str, Any], answer: bytes, *, stream: bool) -> list[Exch
     return [
         Exchange(request, model, messages, text)
         for index, text in sorted(texts.items())
-        if index in ended and text.strip()
+        if index in ended and text.strip() and _is_unicode(text)
     ]
 
 
@@ -83,7 +83,7 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
             content = "\n".join(part["text"] for part in content)
         if role not in ("system", "developer", "user", "assistant") or not isinstance(content, str):
             return None
-        if role in ("user", "assistant") and not content.strip():
+        if (role in ("user", "assistant") and not content.strip()) or not _is_unicode(content):
             return None
         messages.append({"role": role, "content": content})
     return messages if messages and messages[-1]["role"] == "user" else None
@@ -99,3 +99,12 @@ def _events(answer: bytes) -> Iterator[Any]:
             return
         yield json.loads(value)
     raise ValueError("the stream has no end")
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can hold half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

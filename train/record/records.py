@@ -38,6 +38,8 @@ from train.record.redaction import redact
 
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DAY = 86_400.0
+# In a version of a learner: the ids of the records that it learnt from or was judged on.
+LEARNT_FILE = "learnt_from.json"
 _PARTS = 8  # segments that a full journal has at least
 _LONGEST_SEGMENT = 16 << 20  # bytes
 
@@ -134,13 +136,17 @@ class Records:
         if not self.directory.is_dir():
             return []
         with self._locked():
-            records = [r for path in self._segments() for r in _records(path) if r["time"] > after]
+            segments = self._segments()
+            ends = [*map(_begin, segments[1:]), float("inf")]
+            # A segment ends where the next one begins.
+            newer = [path for path, end in zip(segments, ends, strict=True) if end > after]
+            records = [r for path in newer for r in _records(path) if r["time"] > after]
         return sorted(records, key=lambda record: record["time"])
 
     def _append(self, line: bytes, now: float) -> None:
         segments = self._segments()
         newest = segments[-1] if segments else None
-        begins_day = newest is None or now - int(newest.stem.partition("-")[2]) / 1000 > DAY
+        begins_day = newest is None or now - _begin(newest) > DAY
         if newest is None or begins_day or newest.stat().st_size >= self._segment_bytes:
             newest = self.directory / f"records-{int(1000 * now):016d}.jsonl"
         _cut_torn_line(newest)
@@ -181,6 +187,10 @@ class Records:
         with (self.directory / ".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+def _begin(segment: Path) -> float:
+    return int(segment.stem.partition("-")[2]) / 1000
 
 
 def tenants(directory: Path) -> list[Path]:
