@@ -354,7 +354,8 @@ SERVER = "from http.server import *; test(SimpleHTTPRequestHandler, port={port},
 
 def test_engine_processes_are_known_after_a_kill(tmp_path: Path) -> None:
     config = EngineConfig(command=[sys.executable, "-c", SERVER], health="/", ready_seconds=30)
-    url = EngineProcesses(config, 3).start(tmp_path, tmp_path)
+    killed = EngineProcesses(config, 3)
+    url = killed.start(tmp_path, tmp_path)
     process = psutil.Process(int((tmp_path / "engine.pid").read_text()))
     assert process.is_running()
     later = EngineProcesses(config, 3)
@@ -363,6 +364,7 @@ def test_engine_processes_are_known_after_a_kill(tmp_path: Path) -> None:
     assert not process.is_running()
     assert later.stop(tmp_path)
     assert not later.stop(tmp_path)
+    assert not killed.stop(tmp_path)
     # The number of a process that ended may belong to another one.
     (tmp_path / "engine.pid").write_text(str(os.getpid()))
     os.utime(tmp_path / "engine.pid", (1, 1))

@@ -54,35 +54,24 @@ class EngineProcesses(Engines):
         url = f"http://127.0.0.1:{port}"
         with (directory / LOG_FILE).open("w+b") as log:
             process = start_process(command[0], launch, log, os.environ | self.config.env)
+            self._children[directory] = process
             try:
                 self._wait(process, url)
-            except BaseException as error:
+            except UserError as error:
                 self.stop(directory)
-                process.kill()
-                process.wait()
-                if isinstance(error, UserError):
-                    raise UserError(f"{error}. {log_ending(log)}") from None
-                raise
-        self._children[directory] = process
+                raise UserError(f"{error}. {log_ending(log)}") from None
         return url
 
     def stop(self, directory: Path) -> bool:
         process = _engine_of(directory / PID_FILE)
-        if process is None:
-            return False
-        family = [process]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family += process.children(recursive=True)
-            process.terminate()
-        _, alive = psutil.wait_procs(family, STOP_SECONDS)
-        for member in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(alive, STOP_SECONDS)
-        (directory / PID_FILE).unlink(missing_ok=True)
-        if directory in self._children:
-            self._children.pop(directory).wait()
-        return True
+        if process is not None:
+            _stop_family(process)
+            (directory / PID_FILE).unlink(missing_ok=True)
+        child = self._children.pop(directory, None)
+        if child is not None:
+            child.kill()
+            child.wait()
+        return process is not None
 
     def _wait(self, process: "subprocess.Popen[bytes]", url: str) -> None:
         end = time.monotonic() + self.config.ready_seconds
@@ -124,6 +113,19 @@ class RecorderSwitch:
     def _ask(self, body: dict[str, str] | None = None) -> dict[str, object]:
         answer: dict[str, object] = json.loads(ask(self._address, body, self._key, 30))
         return answer
+
+
+def _stop_family(process: psutil.Process) -> None:
+    """Ask a process to end, and kill what is left of it and of the processes that it started."""
+    family = [process]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family += process.children(recursive=True)
+        process.terminate()
+    _, alive = psutil.wait_procs(family, STOP_SECONDS)
+    for member in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(alive, STOP_SECONDS)
 
 
 def _engine_of(file: Path) -> psutil.Process | None:
