@@ -349,11 +349,11 @@ def test_mistakes_are_reported_before_anything_runs(base: Path) -> None:
         pass
 
 
-SERVER = "from http.server import *; test(SimpleHTTPRequestHandler, port={port}, bind='127.0.0.1')"
+SERVER = [sys.executable, "-m", "http.server", "{port}", "--bind", "127.0.0.1"]
 
 
 def test_engine_processes_are_known_after_a_kill(tmp_path: Path) -> None:
-    config = EngineConfig(command=[sys.executable, "-c", SERVER], health="/", ready_seconds=30)
+    config = EngineConfig(command=SERVER, health="/", ready_seconds=30)
     killed = EngineProcesses(config, 3)
     url = killed.start(tmp_path, tmp_path)
     process = psutil.Process(int((tmp_path / "engine.pid").read_text()))
