@@ -114,6 +114,17 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
     Overrides select a stage by name or number: `stages.distill.epochs=3`. Raises UserError with the
     line or the override, the key, and the nearest known spelling.
     """
+    values, root = read_mapping(path, "target, stages")
+    source = ConfigSource(values, path.parent, path, root)
+    for override in overrides:
+        source.override(override)
+    source.check()
+    return source
+
+
+def read_mapping(path: Path, keys: str) -> tuple[dict[str, Any], yaml.Node]:
+    """Read a YAML file: its values and its nodes. keys: some that are expected, for the message.
+    Raises UserError with the line if it holds no mapping, or a key twice."""
     try:
         loader = _Loader(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -125,12 +136,8 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}{line}: not valid YAML: {error.problem}") from error
     if root is None or not isinstance(values, dict):
-        raise UserError(f"{path} contains {_show(values)}; expected keys such as target, stages")
-    source = ConfigSource(values, path.parent, path, root)
-    for override in overrides:
-        source.override(override)
-    source.check()
-    return source
+        raise UserError(f"{path} contains {_show(values)}; expected keys such as {keys}")
+    return values, root
 
 
 class _Loader(yaml.SafeLoader):

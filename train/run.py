@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,8 @@ class Run:
     # Continue a run that began with other settings or another number of ranks. The data must be the
     # same.
     allow_changes: bool = False
-    _target: Target | None = field(default=None, init=False)
+    # The target, if the caller has it already.
+    loaded: Target | None = None
 
     @property
     def directory(self) -> Path:
@@ -71,21 +72,21 @@ class Run:
     @property
     def target(self) -> Target:
         """The target, loaded on first use: a finished run does not need it."""
-        if self._target is None:
+        if self.loaded is None:
             settings = self.config.target
             self.reporter.say(f"loading target {settings.model}")
             rank_device, device = self.accelerator.device, settings.device
             if device == "auto":
                 # Under a launcher each rank has its own device.
                 device = str(rank_device) if rank_device.type == "cuda" else rank_device.type
-            self._target = load_target(
+            self.loaded = load_target(
                 settings.model,
                 dtype=settings.dtype,
                 device=device,
                 revision=settings.revision,
                 trust_remote_code=settings.trust_remote_code,
             )
-        return self._target
+        return self.loaded
 
     def prompts(self, examples: list[Example]) -> list[list[int]]:
         """Token ids of each example's prompt, written with the target's chat template."""

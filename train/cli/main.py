@@ -6,6 +6,8 @@ from train.cli.calibrate import calibrate, calibrate_tree
 from train.cli.doctor import doctor
 from train.cli.drafter_commands import coverage, evaluate, generate, inspect
 from train.cli.export import export
+from train.cli.learn import learn
+from train.cli.record import forget, record
 from train.cli.serve import serve
 from train.cli.train import train
 from train.cli.verify_server import verify_server
@@ -26,6 +28,9 @@ for command in (
     export,
     serve,
     verify_server,
+    record,
+    forget,
+    learn,
     doctor,
 ):
     app.command()(command)

@@ -2,12 +2,17 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from train.cli.command import cores, quieten, shows_errors, table
 from train.config_file import read_config
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from train.config import RunConfig
 
 
 @shows_errors
@@ -32,26 +37,14 @@ def train(
     """
     source = read_config(config, overrides or [])  # before anything heavy is imported
 
-    import torch
-
     from train.config import build_config
     from train.console import Reporter
     from train.run import Run
-    from train.training import parallel
     from train.training.checkpoint import EXIT_STATUS, Stopped
 
     settings = build_config(source)
     quieten()
-    accelerator = parallel.start(
-        # accelerate would choose Apple's mps, which targets do not use (`decode.target.loading`).
-        cpu=settings.target.device == "cpu" or torch.backends.mps.is_available(),
-        mixed_precision=settings.precision,
-        log_with=settings.trackers or None,
-        project_dir=str(settings.run_dir / "logs"),
-    )
-    if accelerator.device.type == "cpu":
-        share = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        torch.set_num_threads(settings.threads or share)
+    accelerator = start_accelerator(settings)
     reporter = Reporter(silent=not accelerator.is_main_process)
     run = Run(settings, accelerator, reporter, allow_changes)
     try:
@@ -66,6 +59,25 @@ def train(
         raise typer.Exit(EXIT_STATUS) from None
     finally:
         accelerator.end_training()
+
+
+def start_accelerator(settings: "RunConfig") -> "Accelerator":
+    """This process's part of the launched engine, with its threads set."""
+    import torch
+
+    from train.training import parallel
+
+    accelerator = parallel.start(
+        # accelerate would choose Apple's mps, which targets do not use (`decode.target.loading`).
+        cpu=settings.target.device == "cpu" or torch.backends.mps.is_available(),
+        mixed_precision=settings.precision,
+        log_with=settings.trackers or None,
+        project_dir=str(settings.run_dir / "logs"),
+    )
+    if accelerator.device.type == "cpu":
+        share = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        torch.set_num_threads(settings.threads or share)
+    return accelerator
 
 
 def print_plan(run: Any, reporter: Any) -> None:

@@ -1,0 +1,425 @@
+"""Learning beside an engine, with small models, a recorder, and services as engines."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
+pytest.importorskip("httpx2", reason="the extra serve is not installed")
+
+import psutil
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from decode.drafters.directory import open_drafter, save_drafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.target.loading import Target, load_target
+from decode.text import prompt_ids
+from decode.text_stream import decode
+from tests.export import SHAPE, needs
+from tests.service import MODEL, serving
+from tests.tiny import EOS_ID, save_tiny, tiny_tokenizer
+from tests.upstream import ADMIN_KEY, read_until, recorded
+from train.console import Reporter
+from train.export import ExportOptions
+from train.export.engines import environment_of
+from train.export.export_directory import export_drafter
+from train.learn.counters import (
+    DraftCounts,
+    parse_counters,
+    read_counters,
+    smoke_counts,
+)
+from train.learn.cycle import Learner, require_ready
+from train.learn.learn_config import EngineConfig, read_learn_config
+from train.learn.learn_state import LearnState, Window, only_learner
+from train.learn.swap import EngineProcesses, Engines, RecorderSwitch
+from train.learn.training_run import split_by_time, usable
+from train.record.answers import Exchange
+from train.record.records import LEARNT_FILE, Records, make_record
+
+WORDS = ["the", "a", "dog", "fox", "sea", "shell", "target", "drafter", "token", "sells", "jumps"]
+RUN = """
+name: replaced
+trackers: []
+threads: 1
+target: {{model: {base}/target, dtype: float32, device: cpu}}
+data: {{train: replaced, test: replaced}}
+stages:
+  - name: distill
+    kind: distill
+    text: data
+    drafter: {{model: "{{serving}}"}}
+    remember_teacher: true
+    loop: {{epochs: 99, max_steps: 120, tokens_per_batch: 512, save_every: 60}}
+    optimizer: {{lr: 3e-3, warmup_steps: 5}}
+"""
+LEARN = """
+records: records/a
+directory: learning
+run: run.yaml
+drafter: drafter
+form: hf
+gamma: 3
+trigger: {records: 20, window: 100}
+held_out: 8
+max_new_tokens: 16
+recorder: {key_env: UNUSED}
+engine: {command: ["false"], drain_seconds: 5}
+watch: {drafted: 300, seconds: 60, tolerance: 0.05}
+poll_seconds: 0.01
+"""
+
+
+class Killed(BaseException):
+    """Stands for a kill: no handler of ours may catch it."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def noisy(path: Path, target: Target, noise: float) -> Path:
+    """A drafter directory: the target with noise on its weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(target.name)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * weight.std() * torch.randn_like(weight)
+
+    def write(directory: Path) -> None:
+        model.save_pretrained(directory)
+        tiny_tokenizer().save_pretrained(directory)
+
+    save_drafter(path, "small_lm", write, target=target, provenance={})
+    return path
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A target, a drafter of it that is often wrong, and records of the target's answers."""
+    target = load_target(str(save_tiny(tmp_path / "target", "llama", layers=2)))
+    noisy(tmp_path / "drafter", target, float(os.environ.get("RECORD_NOISE", "0.15")))
+    (tmp_path / "run.yaml").write_text(RUN.format(base=tmp_path))
+    (tmp_path / "learn.yaml").write_text(LEARN)
+    generator = torch.Generator().manual_seed(0)
+    decoder = Decoder(target.model, open_drafter("ngram", target), gamma=2)
+    prompts = [
+        " ".join(WORDS[i] for i in torch.randint(len(WORDS), (5,), generator=generator).tolist())
+        for _ in range(40)
+    ]
+    messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    answers = decoder.decode([prompt_ids(m, target.tokenizer) for m in messages], 24).outputs
+    records = Records(tmp_path / "records" / "a")
+    for i, (asked, tokens) in enumerate(zip(messages, answers, strict=True)):
+        text = decode(target.tokenizer, tokens)
+        records.append(make_record(Exchange(f"r{i}", MODEL, asked, text), None, 1000.0 + i))
+    return tmp_path
+
+
+class Services(Engines):
+    """Services in this process as engines. drafters: what serves in place of an export."""
+
+    def __init__(self, target: Target, stack: contextlib.ExitStack) -> None:
+        self.target, self._stack = target, stack
+        self.running: dict[Path, contextlib.ExitStack] = {}
+        self.drafters: dict[str, str] = {}
+
+    def start(self, directory: Path, export: Path) -> str:
+        self.stop(directory)
+        assert (export / "export.json").exists()
+        spec = self.drafters.get(directory.name, str(export))
+        mine = self._stack.enter_context(contextlib.ExitStack())
+        service = mine.enter_context(serving(self.target, open_drafter(spec, self.target)))
+        self.running[directory] = mine
+        return service.url
+
+    def stop(self, directory: Path) -> bool:
+        stack = self.running.pop(directory, None)
+        if stack is not None:
+            stack.close()
+        return stack is not None
+
+
+class Site:
+    """A recorder before a first engine, with traffic whenever a learner waits."""
+
+    def __init__(self, base: Path, stack: contextlib.ExitStack) -> None:
+        self.base = base
+        self.config = read_learn_config(base / "learn.yaml")
+        self.target = load_target(str(base / "target"))
+        self.engines = Services(self.target, stack)
+        first = stack.enter_context(
+            serving(self.target, open_drafter(str(base / "drafter"), self.target))
+        )
+        self.first = first.url
+        self.client = stack.enter_context(recorded(first.url, base / "proxied"))
+        self.recorder = RecorderSwitch(str(self.client.base_url), ADMIN_KEY)
+        self.sent = 0
+
+    def learner(self, **changes: Any) -> Learner:
+        return Learner(
+            self.config.model_copy(update=changes),
+            self.engines,
+            self.recorder,
+            Reporter(silent=True),
+            lambda settings: Accelerator(cpu=True),
+            sleep=self.traffic,
+        )
+
+    def traffic(self, seconds: float = 0) -> None:
+        self.sent += 1
+        text = " ".join(WORDS[(self.sent * step) % len(WORDS)] for step in (1, 3, 5, 7))
+        messages = [{"role": "user", "content": text}]
+        body = {"model": self.target.name, "messages": messages, "max_tokens": 24}
+        answer = self.client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture
+def site(base: Path) -> Iterator[Site]:
+    with contextlib.ExitStack() as stack:
+        yield Site(base, stack)
+
+
+def test_a_better_drafter_is_trained_and_swapped_in(site: Site) -> None:
+    """Every step is done twice, as after a kill at its end, by a learner that knows only the
+    state."""
+    steps = []
+    for _ in range(8):
+        site.traffic()
+    learner = site.learner()
+    assert "40 new" in "\n".join(learner.describe())
+    assert learner._due()
+    site.traffic()
+    while not learner.state.history:
+        steps.append(learner.state.step)
+        if steps[-1] in ("start", "switch", "drain", "export", "judge", "train"):
+            killed = site.learner()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(LearnState, "save", _kill)
+                with contextlib.suppress(Killed):
+                    killed.step()
+        learner = site.learner()
+        learner.step()
+    expected = ["wait", "collect", "train", "judge", "export", "start", "switch", "drain", "watch"]
+    assert steps == expected
+    (outcome,) = learner.state.history
+    assert outcome.kept, outcome.reason
+    assert (outcome.records, outcome.held_out) == (32, 8)
+    assert outcome.serving is not None
+    assert outcome.candidate is not None
+    assert outcome.candidate > outcome.serving + 0.02
+    assert outcome.before is not None
+    assert outcome.after is not None
+    assert outcome.after > outcome.before - 0.05
+    state = LearnState.load(learner.directory)
+    assert (state.serving, state.step, state.newest) == (1, "wait", 1039.0)
+    version = learner.directory / "versions/1"
+    assert site.recorder.serving != site.first
+    assert list(site.engines.running) == [version]
+    # No copy of a record is left, only the ids.
+    assert not (version / "work").exists()
+    assert len(json.loads((version / LEARNT_FILE).read_text())) == 40
+    assert learner.once() is None  # nothing is new
+
+
+def _kill(*arguments: Any) -> None:
+    raise Killed
+
+
+def test_a_worse_drafter_is_rolled_back(site: Site) -> None:
+    """It is better on the held-out records, and worse on the traffic: another drafter stands for
+    it in its engine."""
+    site.engines.drafters["1"] = str(noisy(site.base / "worse", site.target, 0.3))
+    learner = site.learner()
+    assert learner._due()
+    for _ in range(4):
+        site.traffic()
+    learner.once()
+    outcome = learner.state.history[-1]
+    assert not outcome.kept
+    assert outcome.reason.startswith("rolled back")
+    assert outcome.after is not None
+    assert outcome.before is not None
+    assert outcome.after < outcome.before - 0.05
+    assert learner.state.serving == 0
+    assert list(site.engines.running) == [learner.directory / "versions/0"]
+    assert site.recorder.serving != site.first
+
+
+def test_an_engine_that_ignores_its_drafter_answers_nobody(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.engines.drafters["1"] = "none"
+    monkeypatch.setattr("train.learn.counters._SETTLE_SECONDS", 0.5)
+    outcome = site.learner().once()
+    assert outcome is not None
+    assert "accepted none" in outcome.reason
+    assert site.recorder.serving == site.first
+    assert not site.engines.running
+
+
+def test_a_drafter_that_is_not_better_is_left(site: Site) -> None:
+    outcome = site.learner(min_gain=0.9).once()
+    assert outcome is not None
+    assert outcome.reason.startswith("not better")
+    version = Path(site.config.directory) / "versions/1"
+    assert [path.name for path in version.iterdir()] == [LEARNT_FILE]
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def test_counters_of_engines() -> None:
+    page = """
+# HELP vllm:spec_decode_num_draft_tokens_total Number of draft tokens.
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 30.0
+vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="m"} 1e1
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 12.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 9.0
+"""
+    assert parse_counters(page) == DraftCounts(40, 12)
+    assert parse_counters(page.replace("vllm:", "llamacpp:")) == DraftCounts(40, 12)
+    assert parse_counters("sglang:spec_accept_length 2.1\n") is None
+    assert (DraftCounts(40, 12) - DraftCounts(30, 10)).rate == 0.2
+    assert DraftCounts(5, 1) - DraftCounts(30, 10) == DraftCounts(5, 1)
+
+
+def test_windows_see_a_drop_and_a_restart() -> None:
+    window = Window()
+    for drafted, accepted in ((50, 20), (149, 60), (150, 70), (250, 90), (350, 100)):
+        window.add(DraftCounts(drafted, accepted), 100)
+    assert (window.first, window.newest) == (0.5, 0.1)
+    assert window.drop == pytest.approx(0.4)
+    window.add(DraftCounts(10, 10), 100)
+    assert (window.begin, window.newest) == (DraftCounts(10, 10), 0.1)
+
+
+def test_a_drop_begins_a_cycle(site: Site) -> None:
+    learner = site.learner(trigger=site.config.trigger.model_copy(update={"records": 1000}))
+    assert not learner._due()
+    learner.state.window = Window(first=0.6, newest=0.5)
+    assert learner._due()
+    learner.state.newest = 1039.0
+    assert not learner._due()
+
+
+def test_held_out_records_are_the_newest_and_no_copies() -> None:
+    records = [
+        make_record(Exchange("r", "m", [{"role": "user", "content": text}], answer), None, float(i))
+        for i, (text, answer) in enumerate(
+            (("a", "x"), ("b", "x"), ("c", "mail a@b.org"), ("a", "y"), ("d", "z"))
+        )
+    ]
+    kept = usable(records)
+    assert [record["time"] for record in kept] == [0, 1, 3, 4]
+    train, judged = split_by_time(kept, 2)
+    assert ([r["time"] for r in train], [r["time"] for r in judged]) == ([1], [3, 4])
+
+
+def test_mistakes_are_reported_before_anything_runs(base: Path) -> None:
+    config = base / "learn.yaml"
+    require_ready(read_learn_config(config))
+    config.write_text(LEARN.replace("gamma: 3", "gama: 3"))
+    with pytest.raises(UserError, match="gama"):
+        read_learn_config(config)
+    config.write_text(LEARN.replace("drafter: drafter", "drafter: elsewhere"))
+    with pytest.raises(UserError, match="elsewhere"):
+        require_ready(read_learn_config(config))
+    with (
+        only_learner(base / "x"),
+        pytest.raises(UserError, match="another learner"),
+        only_learner(base / "x"),
+    ):
+        pass
+
+
+SERVER = [sys.executable, "-m", "http.server", "{port}", "--bind", "127.0.0.1"]
+
+
+def test_engine_processes_are_known_after_a_kill(tmp_path: Path) -> None:
+    config = EngineConfig(command=SERVER, health="/", ready_seconds=30)
+    killed = EngineProcesses(config, 3)
+    url = killed.start(tmp_path, tmp_path)
+    process = psutil.Process(int((tmp_path / "engine.pid").read_text()))
+    assert process.is_running()
+    later = EngineProcesses(config, 3)
+    again = later.start(tmp_path, tmp_path)
+    assert again != url
+    assert not process.is_running()
+    assert later.stop(tmp_path)
+    assert not later.stop(tmp_path)
+    assert not killed.stop(tmp_path)
+    # The number of a process that ended may belong to another one.
+    (tmp_path / "engine.pid").write_text(str(os.getpid()))
+    os.utime(tmp_path / "engine.pid", (1, 1))
+    assert not later.stop(tmp_path)
+    broken = EngineConfig(command=[sys.executable, "-c", "raise SystemExit('no drafter')"])
+    with pytest.raises(UserError, match=r"exit status 1.*\n.*no drafter"):
+        EngineProcesses(broken, 3).start(tmp_path / "b", tmp_path)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(390)
+def test_vllm_behind_the_recorder(tmp_path: Path) -> None:
+    """vLLM serves an export; the recorder records what it answers, and its counters tell that it
+    uses the drafter."""
+    needs("vllm")
+    path = save_tiny(tmp_path / "target", "llama", **SHAPE)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():  # Some of its texts end.
+        model.get_input_embeddings().weight[EOS_ID] *= 3
+    model.save_pretrained(path)
+    target = load_target(str(path))
+    drafter = noisy(tmp_path / "drafter", target, 0.06)
+    export_drafter(drafter, "vllm", tmp_path / "export", ExportOptions(gamma=3))
+    speculative = {"method": "draft_model", "model": "{drafter}", "num_speculative_tokens": 3}
+    command = [str(environment_of("vllm") / "bin/vllm"), "serve", target.name, "--port", "{port}"]
+    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
+    config = EngineConfig(
+        command=[*command, *options, "--speculative-config", json.dumps(speculative)],
+        env={
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        ready_seconds=300,
+    )
+    engines = EngineProcesses(config, 3)
+    url = engines.start(tmp_path / "engine", tmp_path / "export")
+    try:
+        asked = [[{"role": "user", "content": f"The {word}"}] for word in WORDS]
+        counts = smoke_counts(url, asked, 32)
+        assert 0 < counts.accepted <= counts.drafted
+        ended = []
+        with recorded(url, tmp_path / "records") as client:
+            for i, messages in enumerate(asked):
+                body = {"model": target.name, "messages": messages, "max_tokens": 48, "store": True}
+                plain = client.post("/v1/chat/completions", json=body).json()
+                (choice,) = plain["choices"]
+                if choice["finish_reason"] == "stop" and choice["message"]["content"].strip():
+                    ended.append(choice["message"]["content"])
+                    stream = body | {"stream": True}
+                    assert client.post("/v1/chat/completions", json=stream).status_code == 200
+                    records = read_until(tmp_path / "records/default", 2 * len(ended))
+                    assert {r["messages"][1]["content"] for r in records[-2:]} == {ended[-1]}, i
+        assert ended
+        assert read_counters(url).drafted > counts.drafted
+    finally:
+        assert engines.stop(tmp_path / "engine")

@@ -1,0 +1,370 @@
+"""The recorder: bytes pass as they are, and only what may be stored is stored."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+httpx2 = pytest.importorskip("httpx2", reason="the extra serve is not installed")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from decode.errors import UserError  # noqa: E402
+from tests.service import until  # noqa: E402
+from tests.upstream import ADMIN_KEY, FakeEngine, read_until, recorded, served  # noqa: E402
+from train.cli.main import app  # noqa: E402
+from train.data.read import read_examples  # noqa: E402
+from train.record.answers import Exchange, exchanges  # noqa: E402
+from train.record.consent import Keys  # noqa: E402
+from train.record.records import DAY, Records, Retention, make_record, tenants  # noqa: E402
+from train.record.redaction import passes_luhn, redact  # noqa: E402
+
+CHAT = "/v1/chat/completions"
+ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
+
+
+def chat(text: str = "What is a drafter?", **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}]} | fields
+
+
+def record(text: str = "yes", *, at: float, user: str | None = None, request: str = "r") -> Any:
+    messages = [{"role": "user", "content": "say it"}]
+    return make_record(Exchange(request, "tiny", messages, text), user, at)
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def test_bytes_are_the_same_with_and_without_the_proxy(tmp_path: Path) -> None:
+    body = os.urandom(300_000)
+    headers = {"x-trace": "a,b", "authorization": "Bearer secret", "accept-encoding": "gzip"}
+    engine = FakeEngine()
+    with (
+        served(engine.app()) as url,
+        httpx2.Client(base_url=url, trust_env=False) as direct,
+        recorded(url, tmp_path / "records") as proxied,
+    ):
+
+        def seen(client: Any, method: str, path: str, **options: Any) -> Any:
+            with client.stream(method, path, headers=headers, **options) as answer:
+                raw = b"".join(answer.iter_raw())
+                fields = [(n, v) for n, v in answer.headers.multi_items() if n != "connection"]
+                return answer.status_code, sorted(fields), raw
+
+        def chunks() -> Any:
+            yield body[:1000]
+            yield body[1000:]
+
+        path = "/echo/a%2Fb%20c;d?x=%C3%A9&x=2&y="
+        for method, options in (
+            ("GET", {}),
+            ("HEAD", {}),
+            ("POST", {"content": body}),
+            ("PUT", {"content": b""}),
+            ("POST", {"json": chat(store=True)}),
+        ):
+            assert seen(proxied, method, path, **options) == seen(direct, method, path, **options)
+        # The proxy gives a chunked body a length; all else is the same.
+        status, _, raw = seen(proxied, "POST", path, content=chunks())
+        assert status == 203
+        assert json.loads(raw[:-256])["sha256"] == hashlib.sha256(body).hexdigest()
+        for options in (chat(), chat(stream=True), chat(store=True, stream=True)):
+            engine.asked.clear()
+            first = seen(direct, "POST", CHAT, json=options)
+            engine.asked.clear()
+            assert seen(proxied, "POST", CHAT, json=options) == first
+            assert engine.asked == [options]
+
+
+def test_a_hang_up_reaches_the_engine_and_leaves_no_record(tmp_path: Path) -> None:
+    engine = FakeEngine(reply="word " * 400, slow=0.05)
+    with served(engine.app()) as url, recorded(url, tmp_path) as client:
+        with client.stream("POST", CHAT, json=chat(store=True, stream=True)) as answer:
+            next(answer.iter_raw())
+        until(lambda: engine.left == 1, 10)
+        # While the engine has not begun to answer.
+        engine.slow = 3.0
+        with pytest.raises(httpx2.ReadTimeout):
+            client.post(CHAT, json=chat(store=True), timeout=0.3)
+        until(lambda: engine.left > 1, 10)
+        state = client.get("/admin/upstream", headers=ADMIN).json()
+        assert (state["in_flight"], tenants(tmp_path)) == (0, [])
+
+
+def test_an_engine_may_die_and_come_back(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with served(engine.app()) as url, recorded(url, tmp_path) as client:
+        assert client.get("/health").text == "engine"
+        port = int(url.rpartition(":")[2])
+    with recorded(url, tmp_path) as client:
+        for _ in range(2):
+            refused = client.post(CHAT, json=chat(store=True))
+            assert refused.status_code == 502
+            assert url in refused.json()["error"]["message"]
+            with served(engine.app(), port):
+                assert client.post(CHAT, json=chat(store=True)).status_code == 200
+        assert len(read_until(tmp_path / "default", 2)) == 2
+
+
+def test_an_answer_that_breaks_off_has_no_end_and_no_record(tmp_path: Path) -> None:
+    class Broken:
+        """Ends without the end of its answer."""
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            headers = [(b"content-type", b"text/event-stream")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+
+    with served(Broken()) as url, recorded(url, tmp_path) as client:
+        with pytest.raises(httpx2.RemoteProtocolError):
+            client.post(CHAT, json=chat(store=True, stream=True))
+        assert tenants(tmp_path) == []
+
+
+def test_a_switch_lets_answers_end_where_they_began(tmp_path: Path) -> None:
+    old, new = FakeEngine("old", "old words " * 10, slow=0.05), FakeEngine("new")
+    with (
+        served(old.app()) as first,
+        served(new.app()) as second,
+        recorded(first, tmp_path) as client,
+    ):
+        texts: list[bytes] = []
+        running = threading.Thread(
+            target=lambda: texts.append(client.post(CHAT, json=chat(stream=True)).content)
+        )
+        running.start()
+        until(lambda: bool(old.asked))
+        assert client.post("/admin/upstream", json={"url": second}).status_code == 401
+        bad = client.post("/admin/upstream", headers=ADMIN, json={"url": "ftp://x/y"})
+        assert (bad.status_code, "http://HOST:PORT" in bad.text) == (400, True)
+        state = client.post("/admin/upstream", headers=ADMIN, json={"url": second}).json()
+        assert state["url"] == second
+        assert state["draining"] == [{"url": first, "in_flight": 1}]
+        assert client.get("/health").text == "new"
+        running.join()
+        assert texts[0].count(b"words") == 10
+        assert texts[0].endswith(b"[DONE]\n\n")
+
+        def drained() -> bool:
+            return not client.get("/admin/upstream", headers=ADMIN).json()["draining"]
+
+        until(drained, 10)
+
+
+# --- what is recorded -----------------------------------------------------------------------------
+
+
+def test_only_what_asks_is_recorded_and_is_training_data(tmp_path: Path) -> None:
+    engine = FakeEngine(reply="Write to ann@example.org now.")
+    with served(engine.app()) as url, recorded(url, tmp_path) as client:
+        assert client.post(CHAT, json=chat()).status_code == 200
+        for options in (chat(store=False), chat(store="true"), chat(stream=True)):
+            client.post(CHAT, json=options)
+        for fields in ({"stop": ["."]}, {"tools": [{}]}, {"response_format": {"type": "json"}}):
+            client.post(CHAT, json=chat(store=True) | fields)
+        engine.finish = "length"
+        client.post(CHAT, json=chat(store=True))
+        engine.finish = "stop"
+        headers = {"authorization": "Bearer sk-secret"}
+        asked = chat("Call +49 30 1234567", store=True, user="ann")
+        client.post(CHAT, json=asked, headers=headers)
+        client.post(CHAT, json=chat(store=True, stream=True))
+        first, second = read_until(tmp_path / "default", 2)
+    assert [path.name for path in tenants(tmp_path)] == ["default"]
+    assert first["messages"] == [
+        {"role": "user", "content": "Call [redacted: phone]"},
+        {"role": "assistant", "content": "Write to [redacted: mail] now."},
+    ]
+    assert first["redacted"] == {"prompt": {"phone": 1}, "answer": {"mail": 1}}
+    assert first["user"] == hashlib.sha256(b"ann").hexdigest()
+    assert second["user"] is None
+    assert second["messages"][1] == first["messages"][1]
+    assert first["request"].startswith("chatcmpl-")
+    (segment,) = (tmp_path / "default").glob("*.jsonl")
+    stored = segment.read_text()
+    assert not [word for word in ("secret", "ann@", "1234567", '"ann"') if word in stored]
+    examples, _ = read_examples(str(segment))
+    assert [example.messages[-1]["role"] for example in examples] == ["assistant"] * 2
+
+
+def test_keys_decide_and_keep_tenants_apart(tmp_path: Path) -> None:
+    names = {"one": {"tenant": "a", "record": "all"}, "two": {"tenant": "b", "record": "asked"}}
+    file = tmp_path / "keys.json"
+    hashes = {hashlib.sha256(key.encode()).hexdigest(): value for key, value in names.items()}
+    file.write_text(json.dumps(hashes))
+    with (
+        served(FakeEngine().app()) as url,
+        recorded(url, tmp_path / "records", Keys.of_file(file)) as client,
+    ):
+        for key, store in (
+            *(("one", None), ("one", False), ("one", True), ("two", None), ("two", True)),
+            *(("three", True), ("", True)),
+        ):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            client.post(CHAT, json=chat(f"{key} {store}", store=store), headers=headers)
+        texts = {
+            name: [r["messages"][0]["content"] for r in read_until(tmp_path / "records" / name, n)]
+            for name, n in (("a", 2), ("b", 1))
+        }
+    assert texts == {"a": ["one None", "one True"], "b": ["two True"]}
+    assert [path.name for path in tenants(tmp_path / "records")] == ["a", "b"]
+    for bad in ('{"sk-key": {}}', json.dumps({key: {"tenant": "../x"} for key in hashes}), "[]"):
+        file.write_text(bad)
+        with pytest.raises(UserError, match="--record-keys") as error:
+            Keys.of_file(file)
+        assert "sk-key" not in str(error.value)
+
+
+def test_reasoning_images_and_several_choices() -> None:
+    def answer(*messages: dict[str, Any]) -> bytes:
+        choices = [
+            {"index": i, "message": message, "finish_reason": "stop"}
+            for i, message in enumerate(messages)
+        ]
+        return json.dumps({"id": "x", "model": "m", "choices": choices}).encode()
+
+    plain = {"role": "assistant", "content": "yes", "reasoning": None}
+    found = exchanges(chat(), answer(plain, plain | {"content": "no"}), stream=False)
+    assert [exchange.answer for exchange in found] == ["yes", "no"]
+    assert exchanges(chat(), answer(plain | {"reasoning": "hm"}), stream=False) == []
+    assert exchanges(chat(), b"data: {}\n\n", stream=True) == []
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (found_one,) = exchanges(chat(parts), answer(plain), stream=False)  # type: ignore[arg-type]
+    assert found_one.messages == [{"role": "user", "content": "a\nb"}]
+    image = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    assert exchanges(chat(image), answer(plain), stream=False) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Mail ann.b+c@mail.example.co.uk, please", "mail"),
+        ("My card is 4111 1111 1111 1111.", "card"),
+        ("or 378282246310005", "card"),
+        ("Call +1 (415) 555-0132 today", "phone"),
+        ("Call (415) 555-0132", "phone"),
+        ("030/1234567 is it", "phone"),
+        ("key sk-proj-abcdefghijklmnop1234", "secret"),
+        ("AKIAIOSFODNN7EXAMPLE is", "secret"),
+        ('password = "hunter22hunter"', "secret"),
+        ("postgres://me:pass@host/db", "secret"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc_def", "secret"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----", "secret"),
+    ],
+)
+def test_redaction(text: str, kind: str) -> None:
+    cleaned, counts = redact(text)
+    assert dict(counts) == {kind: 1}
+    assert f"[redacted: {kind}]" in cleaned
+    assert redact(cleaned) == (cleaned, {})
+
+
+def test_redaction_leaves_other_text() -> None:
+    for text in (
+        "In 2024 there were 1234567890 people, 3.14159265358979 and 4111 1111 1111 1112.",
+        "def f(x): return x @ y  # token: a word",
+        "The years 1990-1999, page 12-34, version 1.2.3",
+    ):
+        assert redact(text) == (text, {})
+    assert passes_luhn("79927398713")
+    assert not passes_luhn("79927398714")
+
+
+# --- the journal ----------------------------------------------------------------------------------
+
+
+def test_a_torn_line_is_skipped_and_cut_off(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    records.append(record("one", at=1.0))
+    (segment,) = tmp_path.glob("*.jsonl")
+    complete = segment.read_bytes()
+    for length in (1, 20, 60):
+        segment.write_bytes(complete + record_line()[:length])
+        assert [r["messages"][1]["content"] for r in records.read()] == ["one"]
+    records.append(record("two", at=2.0))
+    assert len(read_examples(str(segment))[0]) == 2
+
+
+def record_line() -> bytes:
+    return json.dumps(record(at=3.0)).encode()
+
+
+def test_retention_deletes_the_oldest(tmp_path: Path) -> None:
+    by_age = Records(tmp_path / "age", Retention(days=2))
+    for day in range(5):
+        by_age.append(record(at=day * DAY))
+    assert by_age.prune(5 * DAY) == 3
+    assert [r["time"] / DAY for r in by_age.read()] == [3, 4]
+
+    limit = 8000
+    by_size = Records(tmp_path / "size", Retention(bytes=limit))
+    for i in range(100):
+        by_size.append(record("x" * 100, at=float(i)))
+    size = sum(path.stat().st_size for path in (tmp_path / "size").glob("*.jsonl"))
+    times = [r["time"] for r in by_size.read()]
+    assert limit / 2 < size <= limit
+    assert times == list(range(100 - len(times), 100))
+    with pytest.raises(UserError, match="--keep-days"):
+        Retention(days=0)
+
+
+def test_forget_by_user_and_by_request(tmp_path: Path) -> None:
+    for tenant in ("a", "b"):
+        records = Records(tmp_path / tenant)
+        records.append(record("x", at=1.0, user="ann", request="r1"))
+        records.append(record("y", at=2.0, user="bob", request="r2"))
+        records.append(record("z", at=2 * DAY, user="ann", request="r3"))
+
+    def left() -> list[str]:
+        texts = (r["messages"][1]["content"] for t in "ab" for r in Records(tmp_path / t).read())
+        return list(texts)
+
+    def forget(*options: str) -> Any:
+        return CliRunner().invoke(app, ["forget", "--dir", str(tmp_path), *options])
+
+    assert forget().exit_code == 2
+    assert "b: 1 records deleted" in forget("--request", "r3").output
+    assert left() == ["x", "y"] * 2
+    assert forget("--user", "ann").exit_code == 0
+    assert left() == ["y"] * 2
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"ann" in _bytes(path)]
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def test_the_command_records_and_ends_its_answers(tmp_path: Path) -> None:
+    """As a process: it says where it is, answers, and ends at SIGTERM with what it has written."""
+    with served(FakeEngine().app()) as url:
+        command = [sys.executable, "-m", "train.cli.main", "record", "--upstream", url]
+        process = subprocess.Popen(
+            [*command, "--out", str(tmp_path), "--port", "0", "--keep-days", "1"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[3].rstrip(";")
+            with httpx2.Client(trust_env=False, timeout=30) as client:
+                begin = time.time()
+                assert client.post(f"{address}/chat/completions", json=chat(store=True)).json()
+                hidden = client.get(address.replace("/v1", "/admin/upstream"), headers=ADMIN)
+                assert hidden.status_code == 404
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) in (0, -signal.SIGTERM)
+            (stored,) = read_until(tmp_path / "default", 1)
+            assert begin <= stored["time"] <= time.time()
+        finally:
+            process.kill()
+            process.communicate()

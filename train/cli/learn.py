@@ -1,0 +1,63 @@
+"""`learn`: a drafter beside an inference engine learns from what the engine answers."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from decode.errors import UserError
+from train.cli.command import quieten, shows_errors
+
+
+@shows_errors
+def learn(
+    config: Annotated[Path, typer.Argument(help="a config of learning (YAML)")],
+    once: Annotated[
+        bool, typer.Option("--once", help="do one cycle if it is due, and end")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what would be done, and stop")
+    ] = False,
+) -> None:
+    """Train a better drafter from recorded answers, and swap it into a running engine.
+
+    A command that was killed goes on where it stopped. Exit status 3: --once found that no cycle is
+    due.
+    """
+    from train.learn.learn_config import read_learn_config
+
+    settings = read_learn_config(config)
+    key = os.environ.get(settings.recorder.key_env)
+    if not key:
+        raise UserError(
+            f"recorder.key_env names {settings.recorder.key_env}, which is not set or empty; "
+            "expected the name of the variable with the recorder's key"
+        )
+    from train.cli.train import start_accelerator
+    from train.console import Reporter
+    from train.learn.cycle import Learner, require_ready
+    from train.learn.learn_state import only_learner
+    from train.learn.swap import EngineProcesses, RecorderSwitch
+    from train.training.checkpoint import EXIT_STATUS, Stopped
+
+    quieten()
+    require_ready(settings)
+    reporter = Reporter()
+    recorder = RecorderSwitch(settings.recorder.url, key)
+    engines = EngineProcesses(settings.engine, settings.gamma)
+    learner = Learner(settings, engines, recorder, reporter, start_accelerator)
+    if dry_run:
+        for line in learner.describe():
+            reporter.say(line)
+        return
+    with only_learner(Path(settings.directory)):
+        try:
+            if not once:
+                learner.follow()
+            elif learner.once() is None:
+                reporter.say("no cycle is due")
+                raise typer.Exit(3)
+        except Stopped as stopped:
+            reporter.say(f"{stopped}; run the same command again to continue")
+            raise typer.Exit(EXIT_STATUS) from None

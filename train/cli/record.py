@@ -1,0 +1,114 @@
+"""`record`: a proxy before an inference engine that records answers; `forget` deletes them."""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from decode.errors import UserError
+from train.cli.command import shows_errors
+
+
+@shows_errors
+def record(
+    *,
+    upstream: Annotated[str, typer.Option(help="address of the engine: http://HOST:PORT")],
+    out: Annotated[Path, typer.Option(help="directory of the records, one directory per tenant")],
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free")] = 8080,
+    record_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file with the tenants of keys; default: everybody is one tenant, and "
+            "requests with store: true are recorded"
+        ),
+    ] = None,
+    keep_days: Annotated[
+        float | None, typer.Option(help="delete records that are older; default: none")
+    ] = None,
+    keep_bytes: Annotated[
+        int | None,
+        typer.Option(help="size of a tenant's records; the oldest are deleted; default: any"),
+    ] = None,
+    admin_key_env: Annotated[
+        str | None,
+        typer.Option(help="environment variable with the key that switches the engine"),
+    ] = None,
+    drain_seconds: Annotated[
+        int, typer.Option(help="seconds that running answers have to end after SIGTERM")
+    ] = 30,
+) -> None:
+    """Pass requests on to an inference engine, and record answers to learn from.
+
+    Bytes pass untouched. Only answers to requests that allow it are recorded.
+    """
+    key = None if admin_key_env is None else os.environ.get(admin_key_env)
+    if admin_key_env is not None and not key:
+        raise UserError(
+            f"--admin-key-env names {admin_key_env}, which is not set or empty; expected the name "
+            "of a variable with a key"
+        )
+    try:
+        import httpx2  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is not installed; run pip install 'draftsmith[serve]'"
+        ) from None
+    from train.record.consent import Keys
+    from train.record.proxy import Recorder
+    from train.record.records import Retention
+    from train.record.upstream import Upstreams
+    from train.serve.server import bind
+
+    keys = Keys() if record_keys is None else Keys.of_file(record_keys)
+    retention = Retention(keep_days, keep_bytes)
+    recorder = Recorder(Upstreams(upstream), out, keys, retention, time.time, key)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    with bind(host, port) as bound:
+        config = uvicorn.Config(
+            recorder,
+            log_level="warning",
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=drain_seconds,
+        )
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{bound.getsockname()[1]}/v1"
+        typer.echo(f"{upstream} is behind {address}; records are in {out}")
+        uvicorn.Server(config).run(sockets=[bound])
+
+
+@shows_errors
+def forget(
+    *,
+    directory: Annotated[Path, typer.Option("--dir", help="directory of the records")],
+    user: Annotated[str | None, typer.Option(help="as requests named the user")] = None,
+    request: Annotated[str | None, typer.Option(help="id of the answer")] = None,
+    learner: Annotated[
+        Path | None,
+        typer.Option(
+            help="directory of draftsmith learn, to list the versions that learnt from it"
+        ),
+    ] = None,
+) -> None:
+    """Delete the records of a user or of one request, of all tenants."""
+    if (user is None) == (request is None):
+        raise UserError("give --user NAME or --request ID, and not both")
+    if not directory.is_dir():
+        raise UserError(f"{directory} is no directory; expected the --out of draftsmith record")
+    from train.record.records import LEARNT_FILE, Records, tenants
+
+    forgotten: set[str] = set()
+    for tenant in tenants(directory):
+        ids = Records(tenant).forget(user=user, request=request)
+        forgotten.update(ids)
+        typer.echo(f"{tenant.name}: {len(ids)} records deleted")
+    for file in sorted(learner.glob(f"versions/*/{LEARNT_FILE}")) if learner else ():
+        if count := len(forgotten.intersection(json.loads(file.read_text()))):
+            typer.echo(f"{file.parent} learnt from {count} of them")

@@ -1,0 +1,94 @@
+"""Reads an engine's own counters of drafted and accepted tokens, and asks it for a few answers."""
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decode.errors import UserError
+
+ASK_SECONDS = 300.0
+# vLLM, llama-server and draftsmith have the same names, each behind its prefix.
+_SAMPLE = re.compile(
+    r"^(?:vllm|llamacpp|draftsmith):spec_decode_num_(draft|accepted)_tokens(?:_total)?"
+    r"(?:\{[^}]*\})?\s+([0-9.eE+-]+)",
+    re.MULTILINE,
+)
+# An engine may add to its counters a moment after its answer.
+_SETTLE_SECONDS = 10.0
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """Drafted and accepted tokens, since an engine's start or between two readings."""
+
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+    def __sub__(self, earlier: "DraftCounts") -> "DraftCounts":
+        """What was counted since an earlier reading; all of it if the engine began again."""
+        if self.drafted < earlier.drafted:
+            return self
+        return DraftCounts(self.drafted - earlier.drafted, self.accepted - earlier.accepted)
+
+    @property
+    def rate(self) -> float | None:
+        """Accepted ÷ drafted; None: nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+
+def parse_counters(text: str) -> DraftCounts | None:
+    """The sums over all labels in a page for Prometheus; None: it has no such counters."""
+    sums: dict[str, float] = {}
+    for name, value in _SAMPLE.findall(text):
+        sums[name] = sums.get(name, 0.0) + float(value)
+    return DraftCounts(sums["draft"], sums["accepted"]) if len(sums) == 2 else None
+
+
+def read_counters(url: str) -> DraftCounts:
+    """The counters of the engine at `url`. Raises UserError if it does not answer or has none."""
+    counts = parse_counters(ask(f"{url}/metrics", seconds=30).decode(errors="replace"))
+    if counts is None:
+        raise UserError(
+            f"{url}/metrics has no spec_decode counters; expected those of vLLM, llama-server "
+            "(--metrics) or draftsmith serve, started with a drafter"
+        )
+    return counts
+
+
+def ask(
+    url: str, body: Mapping[str, Any] | None = None, key: str = "", seconds: float = ASK_SECONDS
+) -> bytes:
+    """POST `body` as JSON, or GET without one; the body of the answer. Raises UserError."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with _OPENER.open(request, timeout=seconds) as answer:
+            return bytes(answer.read())
+    except (OSError, ValueError) as error:
+        reason = str(error)
+        if isinstance(error, urllib.error.HTTPError):
+            reason += f": {error.read()[:300].decode(errors='replace')}"
+        raise UserError(f"{url} does not answer: {reason}") from error
+
+
+def smoke_counts(
+    url: str, conversations: Sequence[Sequence[Mapping[str, str]]], tokens: int
+) -> DraftCounts:
+    """Ask the engine for a few answers, and return what it drafted and accepted meanwhile."""
+    before = read_counters(url)
+    model = json.loads(ask(f"{url}/v1/models"))["data"][0]["id"]
+    for messages in conversations:
+        body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0}
+        ask(f"{url}/v1/chat/completions", body)
+    end = time.monotonic() + _SETTLE_SECONDS
+    while (counts := read_counters(url) - before).accepted == 0 and time.monotonic() < end:
+        time.sleep(0.5)
+    return counts

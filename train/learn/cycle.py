@@ -1,0 +1,337 @@
+"""The cycle of learning beside an engine.
+
+    wait      until there are enough new records, or the engine accepts less than it did
+    collect   the tenant's records become rows to learn from and rows to judge with
+    train     a run, from the serving drafter
+    judge     both drafters on the held-out rows
+    export    the new drafter in the engine's layout, measured and, if asked, verified
+    start     a second engine with it, which must accept something
+    switch    the recorder sends new requests there
+    drain     the old engine's answers end, and it is stopped
+    watch     the new engine's counters against the old one's; if they are worse, the same way back
+
+The state is saved after each step, and each step can be done twice. So a kill costs at most one
+step, and a run of stages goes on from its newest checkpoint.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from decode.artifact import write_file
+from decode.drafters.directory import describe_drafter
+from decode.errors import UserError
+from decode.target.loading import Target, load_target
+from train.config import RunConfig
+from train.console import Reporter
+from train.export import ExportOptions
+from train.export.engines import ENGINES, EngineTask
+from train.export.export_directory import Measuring, check_export, export_drafter
+from train.export.verify_export import engine_for, verify_export
+from train.learn.counters import read_counters, smoke_counts
+from train.learn.learn_config import LearnConfig
+from train.learn.learn_state import LearnState, Outcome, Step, Swap, Window
+from train.learn.swap import Engines, RecorderSwitch
+from train.learn.training_run import HELD_OUT, TrainingRun, run_settings, usable
+from train.record.records import LEARNT_FILE, Records
+
+SMOKE_PROMPTS, SMOKE_TOKENS = 4, 32
+
+
+class EngineRefused(Exception):
+    """A new engine that must not answer requests."""
+
+
+class Learner:
+    """One tenant's learner. sleep, clock: of `time`, for tests."""
+
+    def __init__(
+        self,
+        config: LearnConfig,
+        engines: Engines,
+        recorder: RecorderSwitch,
+        reporter: Reporter,
+        accelerator: Callable[[RunConfig], Accelerator],
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.config, self.engines, self.recorder = config, engines, recorder
+        self.reporter, self._accelerator = reporter, accelerator
+        self._sleep, self._clock = sleep, clock
+        self.directory = Path(config.directory)
+        self.state = LearnState.load(self.directory)
+        self._records = Records(Path(config.records))
+        self._target: Target | None = None
+
+    # --- what a command calls ---------------------------------------------------------------------
+
+    def once(self) -> Outcome | None:
+        """Finish the current cycle, or do one if it is due. Returns how it ended; None: none was
+        due. Raises UserError; the next call goes on with the step that failed."""
+        if self.state.step == "wait" and not self._due():
+            return None
+        ended = len(self.state.history)
+        while len(self.state.history) == ended:
+            self.step()
+        return self.state.history[-1]
+
+    def follow(self) -> None:
+        """Do one cycle after the other until the process ends."""
+        while True:
+            if self.once() is None:
+                self._sleep(self.config.poll_seconds)
+
+    def describe(self) -> list[str]:
+        """What the next step would be, and why, in lines. Changes nothing."""
+        state, window = self.state, self.state.window
+        records = self._new_records()
+        lines = [
+            f"serving: version {state.serving}, {self._drafter(state.serving)}",
+            f"records: {len(records)} new; a cycle begins at {self.config.trigger.records}",
+            f"accepted ÷ drafted: {_rate(window.first)} in the first window, "
+            f"{_rate(window.newest)} in the newest; a cycle begins at a drop of "
+            f"{self.config.trigger.drop}",
+            f"next step: {state.step}",
+        ]
+        return lines + [f"version {x.version}: {x.reason}" for x in state.history[-3:]]
+
+    def step(self) -> None:
+        """Do the current step and save the state."""
+        step: Callable[[], Step] = getattr(self, f"_{self.state.step}")
+        self.reporter.say(f"learning: {self.state.step}")
+        self.state.step = step()
+        self.state.save(self.directory)
+        if self.state.step == "wait":
+            self._tidy()
+
+    # --- the steps: each returns the next one -----------------------------------------------------
+
+    def _wait(self) -> Step:
+        self._tidy()
+        return "collect"
+
+    def _collect(self) -> Step:
+        state = self.state
+        version = state.versions + 1
+        # Only what was learnt from before may be gone by now: it was deleted.
+        records = usable(self._records.read())[-self.config.max_records :]
+        work = self._directory(version) / "work"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        training, judging = self._run(version).write(records)
+        ids = json.dumps([record["id"] for record in records])
+        write_file(self._directory(version) / LEARNT_FILE, ids)
+        state.versions, state.cycle_newest = version, records[-1]["time"]
+        state.cycle = Outcome(
+            version=version, kept=False, reason="", records=training, held_out=judging
+        )
+        return "train"
+
+    def _train(self) -> Step:
+        version = self._cycle.version
+        self._run(version).train(self._drafter(version))
+        return "judge"
+
+    def _judge(self) -> Step:
+        cycle, run = self._cycle, self._run(self._cycle.version)
+        cycle.serving = run.efficiency(self._drafter(self.state.serving))
+        cycle.candidate = run.efficiency(self._drafter(cycle.version))
+        figures = f"{cycle.candidate:.3f} on held-out records, the serving one {cycle.serving:.3f}"
+        self.reporter.say(f"draft efficiency of the new drafter: {figures}")
+        if cycle.candidate <= cycle.serving + self.config.min_gain:
+            return self._finish(False, f"not better: {figures}")
+        return "export"
+
+    def _export(self) -> Step:
+        version = self._cycle.version
+        for number in {self.state.serving, version}:
+            out = self._directory(number) / "export"
+            if number == version or not out.exists():
+                shutil.rmtree(out, ignore_errors=True)
+                try:
+                    self._write_export(self._drafter(number), out)
+                except UserError as error:
+                    return self._finish(False, f"version {number} is not exported: {error}")
+        if self.config.verify is not None:
+            failures = self._verify(self._directory(version) / "export", self.config.verify)
+            if failures:
+                return self._finish(False, f"the engine does not use it: {'; '.join(failures)}")
+        self.state.swap = Swap(old=self.state.serving, new=version)
+        return "start"
+
+    def _start(self) -> Step:
+        swap = self._swap
+        directory = self._directory(swap.new)
+        try:
+            swap.url = self.engines.start(directory, directory / "export")
+            if not swap.back:
+                self._require_acceptance(swap.url)
+        except (UserError, EngineRefused) as error:
+            self.engines.stop(directory)
+            if swap.back:
+                raise
+            return self._finish(False, f"its engine was not taken: {error}")
+        return "switch"
+
+    def _switch(self) -> Step:
+        swap, window = self._swap, self.state.window
+        serving = self.recorder.serving
+        if serving != swap.url:
+            swap.old_url = serving
+            counts = read_counters(serving)
+            window.add(counts, self.config.trigger.window)
+            swap.before = window.rate(counts)
+            try:
+                swap.begin = read_counters(swap.url)
+            except UserError as error:
+                self.reporter.say(f"the new engine ended meanwhile: {error}")
+                return "start"
+            swap.time = self._clock()
+            # Saved first: after a kill behind the switch, the old engine is still known.
+            self.state.save(self.directory)
+            self.recorder.switch(swap.url)
+        self.state.serving = swap.new
+        self.state.window = Window()
+        return "drain"
+
+    def _drain(self) -> Step:
+        swap = self._swap
+        if not self.recorder.drain(swap.old_url, self.config.engine.drain_seconds, self._sleep):
+            self.reporter.say(f"{swap.old_url} still answers; it is stopped all the same")
+        if not self.engines.stop(self._directory(swap.old)):
+            self.reporter.say(f"{swap.old_url} was not started by draftsmith learn; stop it")
+        if swap.back:
+            before, after = _rate(self._cycle.before), _rate(self._cycle.after)
+            return self._finish(False, f"rolled back: {after} in the engine after {before}")
+        return "watch"
+
+    def _watch(self) -> Step:
+        swap, cycle, limits = self._swap, self._cycle, self.config.watch
+        while True:
+            counts = read_counters(swap.url)
+            passed = counts - swap.begin
+            self.state.window.add(counts, self.config.trigger.window)
+            late = self._clock() - swap.time > limits.seconds
+            if passed.drafted >= limits.drafted or late:
+                break
+            self._sleep(self.config.poll_seconds)
+        cycle.before = swap.before
+        cycle.after = passed.rate if passed.drafted >= limits.drafted else None
+        if cycle.after is None or cycle.before is None:
+            return self._finish(True, "kept; too little traffic to compare")
+        if cycle.after + limits.tolerance < cycle.before:
+            self.state.swap = Swap(old=swap.new, new=swap.old, back=True)
+            return "start"
+        return self._finish(True, f"kept: {cycle.after:.3f} in the engine after {cycle.before:.3f}")
+
+    # --- what they share --------------------------------------------------------------------------
+
+    def _finish(self, kept: bool, reason: str) -> Step:
+        """End the cycle."""
+        state, cycle = self.state, self._cycle
+        cycle.kept, cycle.reason, cycle.time = kept, reason, self._clock()
+        state.history.append(cycle)
+        state.newest, state.cycle, state.swap = state.cycle_newest, None, None
+        self.reporter.say(f"version {cycle.version}: {reason}")
+        return "wait"
+
+    def _tidy(self) -> None:
+        """Delete the copies of records of all cycles that ended, and the drafters that were not
+        kept. This is done once the state says so: a step that is done again needs its files."""
+        for cycle in self.state.history:
+            for name in ("work",) if cycle.kept else ("work", "drafter", "export"):
+                shutil.rmtree(self._directory(cycle.version) / name, ignore_errors=True)
+
+    def _due(self) -> bool:
+        """Take a reading of the counters, and say whether a cycle is due."""
+        window, trigger = self.state.window, self.config.trigger
+        window.add(read_counters(self.recorder.serving), trigger.window)
+        self.state.save(self.directory)
+        records = self._new_records()
+        if len(records) < trigger.records and (window.drop < trigger.drop or not records):
+            return False
+        return len(usable(self._records.read())) > self.config.held_out
+
+    def _new_records(self) -> list[dict[str, Any]]:
+        return usable(self._records.read(self.state.newest))
+
+    def _require_acceptance(self, url: str) -> None:
+        """Ask the new engine for a few answers. An engine that cannot use a drafter answers all the
+        same, and only its counters tell."""
+        rows = (self._directory(self._cycle.version) / "work" / HELD_OUT).read_text().splitlines()
+        messages = [json.loads(row)["messages"][:-1] for row in rows[:SMOKE_PROMPTS]]
+        counts = smoke_counts(url, messages, SMOKE_TOKENS)
+        if not counts.accepted:
+            raise EngineRefused(f"it accepted none of {counts.drafted:.0f} drafted tokens")
+
+    def _write_export(self, drafter: Path, out: Path) -> None:
+        run = self._run(self._cycle.version)
+        measuring = Measuring(lambda target: run.prompts(), self.config.max_new_tokens)
+        options = ExportOptions(target=run.run.config.target.model, gamma=self.config.gamma)
+        export_drafter(
+            drafter, self.config.form, out, options, measuring=measuring, say=self.reporter.say
+        )
+
+    def _verify(self, export: Path, engine: str) -> list[str]:
+        engine_for(engine, check_export(export)["layout"])
+        run = self._run(self._cycle.version)
+        spec = run.run.config.target.model
+        task = EngineTask(
+            load_target(spec, dtype="float32"),
+            spec,
+            export,
+            run.prompts(),
+            self.config.gamma,
+            self.config.max_new_tokens,
+            self.reporter.say,
+        )
+        return verify_export(engine, task).failures
+
+    def _run(self, version: int) -> TrainingRun:
+        run = TrainingRun(
+            self.config,
+            self._directory(version) / "work",
+            self._drafter(self.state.serving),
+            f"version-{version}",
+            self.reporter,
+            self._accelerator,
+            self._target,
+        )
+        self._target = run.run.target
+        return run
+
+    def _directory(self, version: int) -> Path:
+        return self.directory / "versions" / str(version)
+
+    def _drafter(self, version: int) -> Path:
+        return self._directory(version) / "drafter" if version else Path(self.config.drafter)
+
+    @property
+    def _cycle(self) -> Outcome:
+        assert self.state.cycle is not None
+        return self.state.cycle
+
+    @property
+    def _swap(self) -> Swap:
+        assert self.state.swap is not None
+        return self.state.swap
+
+
+def require_ready(config: LearnConfig) -> None:
+    """Raise UserError for what would stop a cycle after hours: a damaged drafter, a run that does
+    not fit, an engine to verify with that is not installed."""
+    drafter = Path(config.drafter)
+    describe_drafter(drafter)
+    run_settings(config, Path(config.directory), drafter, "version-1")
+    if config.verify is not None and (missing := ENGINES[config.verify].missing()):
+        raise UserError(f"{missing}. Install it with: {ENGINES[config.verify].install}")
+
+
+def _rate(rate: float | None) -> str:
+    return "unknown" if rate is None else f"{rate:.3f}"

@@ -1,0 +1,69 @@
+"""Takes personal data and secrets out of a text before it is stored.
+
+A match becomes `[redacted: KIND]`. The patterns are simple and find only what looks like one of the
+kinds; docs/learning.md lists them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+_SECRETS = (
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}",  # OpenAI, Anthropic, Stripe
+    r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|npm_|pypi-|xox[abeoprs]-)[A-Za-z0-9_-]{16,}",
+    r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",  # AWS
+    r"\bAIza[A-Za-z0-9_-]{30,}",  # Google
+    r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*",  # JSON web tokens
+    r"\bBearer\s+[A-Za-z0-9._~+/-]{16,}=*",
+    r"(?<=://)[^\s/:@]+:[^\s/@]+(?=@)",  # USER:PASSWORD in an address
+    r"(?i:\b(?:password|passwd|pwd|secret|token|api[_-]?key)\b[\"']?\s*[:=]\s*)[\"']?[^\s\"',;]{6,}",
+)
+_MAIL = r"(?<![\w.+-])[\w.+%-]+@[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?(?:\.[A-Za-z0-9-]+)+"
+_CARD = r"(?<![\w.])\d(?:[ -]?\d){12,18}(?![\w])"
+# With a + or a leading 0 and separators, or as (123) 456-7890 and 123-456-7890.
+_PHONE = (
+    r"(?<![\w+])(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d(?:[ .-]?\d){5,12}"
+    r"|0\d{1,4}[ /-]\d(?:[ -]?\d){4,9}"
+    r"|\(\d{3}\) ?\d{3}[ .-]\d{4}"
+    r"|\d{3}[.-]\d{3}[.-]\d{4})(?!\w)"
+)
+
+
+def passes_luhn(digits: str) -> bool:
+    """Whether the last digit is the check digit of the others (ISO/IEC 7812-1)."""
+    doubled = [int(digit) * (1 + i % 2) for i, digit in enumerate(reversed(digits))]
+    return sum(n - 9 if n > 9 else n for n in doubled) % 10 == 0
+
+
+def _is_card(text: str) -> bool:
+    return passes_luhn(re.sub(r"\D", "", text))
+
+
+def _always(text: str) -> bool:
+    return True
+
+
+# Secrets come first: a password may hold digits that look like a phone number.
+_KINDS: tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...] = (
+    ("secret", re.compile("|".join(_SECRETS), re.DOTALL), _always),
+    ("mail", re.compile(_MAIL), _always),
+    ("card", re.compile(_CARD), _is_card),
+    ("phone", re.compile(_PHONE), _always),
+)
+
+
+def redact(text: str) -> tuple[str, Counter[str]]:
+    """Return the text without its personal data and secrets, and how many of each kind it had."""
+    counts: Counter[str] = Counter()
+    for kind, pattern, confirms in _KINDS:
+
+        def mark(match: re.Match[str], kind: str = kind, confirms: object = confirms) -> str:
+            assert callable(confirms)
+            if not confirms(match[0]):
+                return match[0]
+            counts[kind] += 1
+            return f"[redacted: {kind}]"
+
+        text = pattern.sub(mark, text)
+    return text, counts
