@@ -1,0 +1,93 @@
+"""A picture of the page of `draftsmith serve`, with an answer of the embedded target.
+
+    python -m benchmarks.serve_page --drafter DIR --out docs/serving_page.png
+
+Needs the extras serve and benchmarks, and a Chromium or Chrome.
+"""
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.common import TARGET, DeviceOption, TargetOption, run_command, start_benchmark
+from decode.drafters.directory import open_drafter
+from decode.errors import UserError
+from decode.settings import DecodeSettings
+from decode.target.loading import load_target
+from train.serve.requests import Bounds
+from train.serve.server import Server, bind, make_service
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+QUESTION = "Why is the sky blue?"
+LONGEST_MS = 300_000  # for one answer
+TOKENS = 160  # of the answer
+
+
+def find_browser() -> str:
+    """The path of a browser. Raises UserError if there is none."""
+    for name in BROWSERS:
+        if path := shutil.which(name):
+            return path
+    raise UserError(f"no browser is installed; expected one of {', '.join(BROWSERS)}")
+
+
+def take_picture(url: str, out: Path, question: str) -> None:
+    """Ask a question on the page at this address, and write what it looks like as a PNG file."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as session:
+        browser = session.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 760}, device_scale_factor=2)
+        page.set_default_timeout(LONGEST_MS)
+        page.goto(url)
+        page.wait_for_selector("#setting-gamma")
+        page.check("#show-rejected")
+        page.fill("#max-tokens", str(TOKENS))
+        page.fill("#prompt", question)
+        page.press("#prompt", "Enter")
+        page.wait_for_selector(".assistant .figures")
+        page.screenshot(path=out)
+        browser.close()
+
+
+def main(
+    drafter: Annotated[str, typer.Option(help="a name, or a directory with a trained drafter")],
+    out: Annotated[Path, typer.Option(help="the PNG file to write")],
+    target: TargetOption = TARGET,
+    question: Annotated[str, typer.Option(help="what the page asks")] = QUESTION,
+    gamma: Annotated[int, typer.Option(help="the draft length")] = 4,
+    device: DeviceOption = "auto",
+) -> None:
+    """Serve the target, ask it a question on its page, and write a picture of that."""
+    start_benchmark()
+    find_browser()
+    import heads  # noqa: F401  (registers its drafters)
+
+    loaded = load_target(target, device=device)
+    service = make_service(
+        loaded,
+        open_drafter(drafter, loaded),
+        DecodeSettings(gamma=gamma),
+        Bounds(),
+        drafter_name=Path(drafter).name,
+        model_name=target.rpartition(":")[2],
+    )
+    listening = threading.Event()
+    server = Server(service, 0, listening.set)
+    with bind("127.0.0.1", 0) as bound:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            listening.wait(60)
+            take_picture(f"http://127.0.0.1:{bound.getsockname()[1]}", out, question)
+        finally:
+            service.engine.drain(0)
+            service.engine.join(30)
+            thread.join(30)
+
+
+if __name__ == "__main__":
+    run_command(main)
