@@ -141,7 +141,6 @@ def serve(
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
     from train.serve.dynamic_lenience import require_low
-    from train.serve.learner import open_learning_drafter
     from train.serve.requests import Bounds
     from train.serve.server import Server, bind, make_service
 
@@ -156,6 +155,8 @@ def serve(
         if learn is None:
             student, opened = None, open_drafter(drafter, target)
         else:
+            from train.serve.learner import open_learning_drafter
+
             student, opened = open_learning_drafter(drafter, target, learn)
         service = make_service(
             target,

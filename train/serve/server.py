@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -18,10 +19,12 @@ from decode.text import prompt_ids
 from distill.replay.online_student import OnlineStudent
 from train.serve.api import Service
 from train.serve.engine import Engine
-from train.serve.learner import Learner, LearnOptions
 from train.serve.metrics import Metrics
 from train.serve.requests import Bounds
 from train.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from train.serve.learner import LearnOptions
 
 # To measure costs on, for a policy or a shape that uses them.
 _SOME_TEXT = "A drafter proposes tokens, and the target verifies them in one forward pass."
@@ -43,7 +46,7 @@ def make_service(
     dynamic_lenience: float = 1.0,
     drafters: Path | None = None,
     student: OnlineStudent | None = None,
-    learning: LearnOptions | None = None,
+    learning: "LearnOptions | None" = None,
 ) -> Service:
     """A service whose engine runs. settings: sampling is the default of requests. model_name: what
     requests call it; default: the target's name. seed: for requests that name none.
@@ -54,6 +57,9 @@ def make_service(
     decoder.prefixes = prefix_cache(target.model)
     learner = None
     if student is not None:
+        # Training is not loaded for a service that does not learn.
+        from train.serve.learner import Learner, LearnOptions
+
         options = learning or LearnOptions()
         learner = Learner(decoder.drafter, student, target, drafter_name, options)
         decoder.observers.append(learner.observe)

@@ -9,7 +9,7 @@ import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import open_drafter
@@ -25,8 +25,10 @@ from decode.settings import DecodeSettings
 from decode.target.loading import Target
 from train.serve.dynamic_lenience import DynamicLenience, require_low
 from train.serve.engine import Engine
-from train.serve.learner import Learner
 from train.serve.schema import SettingsChange
+
+if TYPE_CHECKING:
+    from train.serve.learner import Learner
 
 
 class Settings:
@@ -48,7 +50,7 @@ class Settings:
         costs: Costs | None = None,
         dynamic_lenience: float = 1.0,
         drafters: Path | None = None,
-        learner: Learner | None = None,
+        learner: "Learner | None" = None,
     ) -> None:
         self.engine, self.target, self.decode, self.name = engine, target, decode, name
         self.drafters, self.learner = drafters, learner
