@@ -15,7 +15,7 @@ round, seconds of a draft token and of a pass at the server, as measured in that
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,7 +73,7 @@ def main(
     reporter = start_benchmark()
     loaded = load_target(target, dtype=dtype, device="cpu")
     examples = read_examples(str(prompts))[0]
-    texts = tokenized_prompts(examples, loaded, 2 if quick else 8)
+    texts = tokenized_prompts(examples, loaded, 1 if quick else 8)
     rows = measure(
         loaded,
         open_drafter(drafter, loaded),
@@ -83,6 +83,7 @@ def main(
         gamma=gamma,
         policy=policy,
         sampling=Sampling(temperature),
+        say=reporter.say,
     )
     reporter.table(rows_table(f"tokens per second, {drafter}", [shown(row) for row in rows]))
     for row in rows:
@@ -108,9 +109,12 @@ def measure(
     gamma: int,
     policy: Part,
     sampling: Sampling,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Return a row for each round trip, in milliseconds: tokens per second of each way, the figures
-    of the edge's rounds, and whether the edge's texts are those in the cloud."""
+    of the edge's rounds, and whether the edge's texts are those in the cloud. say: is told what is
+    measured next."""
+    say("measuring in the cloud")
     alone = _decoder(target, DRAFTERS["none"](), 1, "fixed", sampling)
     beside = _decoder(target, drafter, gamma, policy, sampling)
     alone.decode(prompts[:1], 2)
@@ -119,6 +123,7 @@ def measure(
     rows = []
     with _serving(target) as port:
         for rtt in round_trips:
+            say(f"measuring at the edge, round trip {rtt:g} ms")
             with Relay(port, rtt=rtt / 1e3) as relay:
                 client = EdgeClient(
                     Link(relay.url), drafter, gamma=gamma, policy=policy, sampling=sampling

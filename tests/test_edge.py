@@ -301,6 +301,17 @@ def test_a_repeated_draft_gets_its_stored_verdict(shared_server: str) -> None:
         assert msgpack.unpackb(line.recv(5))["code"] == "late"
 
 
+def test_messages_that_come_twice_take_one_session_and_one_row() -> None:
+    with serving() as server, connect(server.url, proxy=None) as line:
+        more = encode("ids", req=0, ids=[])
+        for frame in (HELLO, HELLO, opened(), more, more, drafted()):
+            line.send(frame)
+        answers = [msgpack.unpackb(line.recv(5)) for _ in range(3)]
+        assert answers[0]["session"] == answers[1]["session"]
+        assert answers[2]["type"] == "verdict"
+        assert len(server.verifier._decoding.rows) == 1
+
+
 def test_long_prompts_come_in_parts(shared_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.edge.remote_target.FRAME_IDS", 3)
     prompt = [7, 9, 12, 40, 8, 8, 100]

@@ -1,6 +1,7 @@
 """The WebSocket around a verifier: connections, keys, limits on frames."""
 
 import asyncio
+import contextlib
 import hmac
 import http
 import signal
@@ -17,6 +18,8 @@ from train.edge.verifier import Verifier
 
 # Frames that wait for the verifier. If there are more, the next ones stay in their sockets.
 WAITING_FRAMES = 256
+# Answers that an edge has not read. If there are more, the line ends.
+UNREAD_FRAMES = 1024
 POLICY_VIOLATION = 1008
 
 
@@ -34,10 +37,14 @@ class Line:
         self._put(None)
 
     def _put(self, frame: bytes | None) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._outbox.put_nowait, frame)
-        except RuntimeError:  # the server has ended
-            return
+        with contextlib.suppress(RuntimeError):  # the server has ended
+            self._loop.call_soon_threadsafe(self._add, frame)
+
+    def _add(self, frame: bytes | None) -> None:
+        if self._outbox.qsize() < UNREAD_FRAMES:
+            self._outbox.put_nowait(frame)
+        else:
+            self.socket.transport.abort()
 
     async def write(self) -> None:
         """Send what the verifier gives, until it closes the line or the line is broken."""

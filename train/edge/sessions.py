@@ -193,7 +193,10 @@ class Sessions:
         return self._by_connection[connection]
 
     def begin(self, connection: Connection) -> Session:
-        """A new session. Raises ProtocolError if there is no room."""
+        """A new session, or the one that this connection has. Raises ProtocolError if there is no
+        room."""
+        if connection in self._by_connection:
+            return self._by_connection[connection]
         if len(self._by_token) >= self._bounds.max_sessions:
             raise ProtocolError("full", f"{len(self)} sessions are open", retry_ms=1000)
         session = Session(secrets.token_urlsafe(16), connection)
@@ -206,6 +209,8 @@ class Sessions:
         session = self._by_token.get(token)
         if session is None:
             raise ProtocolError("session", "the session is unknown or has expired; say hello")
+        if self._by_connection.get(connection) is not session:
+            self.lose(connection)
         old = session.connection
         if old is not None and old is not connection:
             self._by_connection.pop(old, None)

@@ -208,7 +208,8 @@ class Verifier:
 
     def _begin(self, session: Session, text: Text) -> None:
         """Read a text that has arrived, if a row is free: the edge drafts meanwhile."""
-        if text.complete and len(self._rows) < self.bounds.max_rows:
+        waits = text.complete and text.row is None and not text.ended
+        if waits and len(self._rows) < self.bounds.max_rows:
             self._admit(session, text)
 
     def _window(self) -> int:
