@@ -118,8 +118,8 @@ class Decoder:
         parts.require_sampling([(self.sampling, self.draft_sampling)])
         if prefill_tokens < 1:
             raise UserError(f"prefill_tokens is {prefill_tokens}; expected at least 1")
-        is_model = isinstance(model, PreTrainedModel)
-        self.lm = CachedLM(model, pass_tokens=prefill_tokens) if is_model else model
+        cached = isinstance(model, CachedLM)
+        self.lm = model if cached else CachedLM(model, pass_tokens=prefill_tokens)
         self.vocab_size = self.lm.vocab_size
         parts.require_target(self.lm, self.vocab_size)
         self.use(parts)

@@ -102,7 +102,7 @@ CHILDREN = {"train/export/engines/vllm_child.py", "train/export/engines/openvino
 # Extras that a part of the repository needs beside the dependencies.
 EXTRAS = {
     "train": ["deepspeed", "serve"],
-    "benchmarks": ["benchmarks"],
+    "benchmarks": ["benchmarks", "serve"],
     "tests": ["deepspeed", "dev", "serve"],
 }
 # Used without being imported: accelerate starts the tracker.

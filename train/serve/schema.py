@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
 from decode.errors import UserError, nearest
 from decode.policies import POLICIES
@@ -158,7 +157,7 @@ class ChatRequest(_Asked):
     @classmethod
     def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise PydanticCustomError("alone", "it needs logprobs: true beside it")
+            raise ValueError("it needs logprobs: true beside it")
         return value
 
     @property
@@ -270,7 +269,9 @@ def _as_api_error(error: ValidationError, kind: type[_Part], values: Any) -> Api
         message = f"{param} is not supported with this value by this service; leave it out.{hint}"
         return ApiError(400, message, param=param, code="unsupported_parameter")
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-    return ApiError(400, f"{param}: {first['msg']}", param=param, code=code)
+    return ApiError(
+        400, f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param, code=code
+    )
 
 
 def _kind(value: Any) -> str:

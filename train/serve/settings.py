@@ -93,6 +93,7 @@ class Settings:
             "drafter": self.name,
             "drafter_version": engine.drafter_version,
             "rule": self.rule,
+            "lenience": self.lenience,
             "dynamic_lenience": self.dynamic_lenience,
             "lossy": self.lossy,
             "sampling": vars(decode.sampling),
@@ -103,7 +104,9 @@ class Settings:
     @property
     def fingerprint(self) -> str:
         """Of all that a text with a seed depends on."""
-        facts = {key: value for key, value in self.to_dict().items() if key != "learning"}
+        # The rule has the lenience, but for what traffic makes of it.
+        left_out = ("learning", "lenience")
+        facts = {key: value for key, value in self.to_dict().items() if key not in left_out}
         return f"fp_{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"
 
     def change(self, asked: SettingsChange) -> Future[None]:

@@ -161,6 +161,10 @@ function control(name, schema) {
     return element("select", { name }, ...options);
   }
   if (schema.type === "boolean") return element("input", { name, type: "checkbox" });
+  if (schema.maximum !== undefined) {
+    const step = schema.maximum / 20;
+    return element("input", { name, type: "range", step, min: step, max: schema.maximum });
+  }
   if (schema.type === "integer" || schema.type === "number") {
     const step = schema.type === "integer" ? 1 : "any";
     return element("input", { name, type: "number", step, min: schema.minimum ?? "" });
@@ -175,7 +179,12 @@ function control(name, schema) {
 
 function valueOf(input) {
   if (input.type === "checkbox") return input.checked;
-  return input.type === "number" ? Number(input.value) : input.value;
+  return ["number", "range"].includes(input.type) ? Number(input.value) : input.value;
+}
+
+function nameOf(input) {
+  const value = input.type === "range" ? ` ${input.value}` : "";
+  return input.name.replaceAll("_", " ") + value;
 }
 
 function showSettings(settings, inputs, changed) {
@@ -184,6 +193,7 @@ function showSettings(settings, inputs, changed) {
     if (input === document.activeElement && input !== changed) continue;
     if (input.type === "checkbox") input.checked = Boolean(settings[input.name]);
     else input.value = settings[input.name] ?? "";
+    input.labels[0].textContent = nameOf(input);
   }
   const plain = Object.entries(settings).filter(
     ([name, value]) => ["string", "number"].includes(typeof value) && !inputs.some((x) => x.name === name),
@@ -204,15 +214,18 @@ async function prepareSettings() {
     input.id = `setting-${name}`;
     input.onchange = async () => {
       $("problem").textContent = "";
+      const sent = valueOf(input);
       try {
-        const changed = await call("admin/settings", { [name]: valueOf(input) });
+        const changed = await call("admin/settings", { [name]: sent });
         Object.assign(settings, await changed.json());
       } catch (error) {
         complain(error);
       }
-      showSettings(settings, inputs, input);
+      // Not over what was typed in the meantime.
+      showSettings(settings, inputs, valueOf(input) === sent ? input : null);
     };
-    const label = element("label", { htmlFor: input.id, textContent: name.replaceAll("_", " ") });
+    const label = element("label", { htmlFor: input.id });
+    input.oninput = () => (label.textContent = nameOf(input));
     $("controls").append(label, input);
   }
   showSettings(settings, inputs);
