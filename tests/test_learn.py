@@ -40,7 +40,6 @@ from train.learn.counters import (
     DraftCounts,
     parse_counters,
     read_counters,
-    smoke_counts,
 )
 from train.learn.cycle import Learner, require_ready
 from train.learn.learn_config import EngineConfig, read_learn_config
@@ -385,10 +384,10 @@ def answered(body: str, streamed: bool) -> tuple[str, str | None]:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(390)
-def test_vllm_behind_the_recorder(tmp_path: Path) -> None:
-    """vLLM serves an export; the recorder records what it answers, and its counters tell that it
-    uses the drafter."""
+@pytest.mark.timeout(560)
+def test_a_whole_cycle_with_vllm(tmp_path: Path) -> None:
+    """vLLM serves an export behind the recorder, which records what it answers. A better drafter is
+    learnt from that and swapped in, and vLLM's own counters say that it is accepted more."""
     needs("vllm")
     path = save_tiny(tmp_path / "target", "llama", **SHAPE)
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
@@ -396,16 +395,14 @@ def test_vllm_behind_the_recorder(tmp_path: Path) -> None:
         model.get_input_embeddings().weight[EOS_ID] *= 3
     model.save_pretrained(path)
     target = load_target(str(path))
-    drafter = noisy(tmp_path / "drafter", target, 0.06)
-    export_drafter(drafter, "vllm", tmp_path / "export", ExportOptions(gamma=3))
-    speculative = {"method": "draft_model", "model": "{drafter}", "num_speculative_tokens": 3}
-    # The program `vllm` asks for the version of a package that its build for the CPU renames.
-    python = str(environment_of("vllm") / "bin/python")
-    server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", target.name]
-    command = [*server, "--port", "{port}"]
-    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
-    config = EngineConfig(
-        command=[*command, *options, "--speculative-config", json.dumps(speculative)],
+    export_drafter(
+        noisy(tmp_path / "drafter", target, 0.2),
+        "vllm",
+        tmp_path / "export",
+        ExportOptions(gamma=3),
+    )
+    engine = EngineConfig(
+        command=[*vllm_server(target), "--port", "{port}"],
         env={
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -413,24 +410,63 @@ def test_vllm_behind_the_recorder(tmp_path: Path) -> None:
             "HF_HUB_OFFLINE": "1",
         },
         ready_seconds=300,
+        drain_seconds=10,
     )
-    engines = EngineProcesses(config, 3)
+    (tmp_path / "run.yaml").write_text(RUN.format(base=tmp_path))
+    (tmp_path / "learn.yaml").write_text(LEARN.replace("records/a", "records/default"))
+    config = read_learn_config(tmp_path / "learn.yaml")
+    config = config.model_copy(update={"engine": engine, "form": "vllm"})
+    engines = EngineProcesses(engine, 3)
     url = engines.start(tmp_path / "engine", tmp_path / "export")
     try:
-        asked = [[{"role": "user", "content": f"The {word}"}] for word in WORDS]
-        counts = smoke_counts(url, asked, 32)
-        assert 0 < counts.accepted <= counts.drafted
-        ended = []
         with recorded(url, tmp_path / "records") as client:
-            for messages, streamed in itertools.product(asked, (False, True)):
+            ended: list[str] = []
+            sent, tried = itertools.count(), itertools.count()
+
+            def traffic(seconds: float = 0) -> None:
+                number = next(sent)
+                words = " ".join(WORDS[number * step % len(WORDS)] for step in (1, 2, 4))
+                messages = [{"role": "user", "content": f"The {words} {number}"}]
                 body = {"model": target.name, "messages": messages, "max_tokens": 48, "store": True}
-                sent = client.post("/v1/chat/completions", json=body | {"stream": streamed})
-                content, reason = answered(sent.text, streamed)
+                streamed = number % 2 == 1
+                answer = client.post("/v1/chat/completions", json=body | {"stream": streamed})
+                content, reason = answered(answer.text, streamed)
                 if reason == "stop" and content.strip():
                     ended.append(content)
                     records = read_until(tmp_path / "records/default", len(ended))
                     assert records[-1]["messages"][1]["content"] == content
-        assert ended
-        assert read_counters(url).drafted > counts.drafted
+
+            learner = Learner(
+                config,
+                engines,
+                RecorderSwitch(str(client.base_url), ADMIN_KEY),
+                Reporter(silent=True),
+                lambda settings: Accelerator(cpu=True),
+                sleep=traffic,
+            )
+            assert not learner._due()
+            while len(ended) < 30 and next(tried) < 300:
+                traffic()
+            assert len(ended) == 30
+            outcome = learner.once()
+            assert outcome is not None
+            assert outcome.kept, outcome.reason
+            assert outcome.before is not None
+            assert outcome.after is not None
+            assert outcome.after > outcome.before
+            assert learner.recorder.serving != url
+            assert read_counters(learner.recorder.serving).accepted > 0
     finally:
-        assert engines.stop(tmp_path / "engine")
+        for directory in (tmp_path / "learning/versions/1", tmp_path / "engine"):
+            engines.stop(directory)
+
+
+def vllm_server(target: Target) -> list[str]:
+    # The program `vllm` asks for the version of a package that its build for the CPU renames.
+    python = str(environment_of("vllm") / "bin/python")
+    speculative = {"method": "draft_model", "model": "{drafter}", "num_speculative_tokens": 3}
+    return [
+        *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", target.name),
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "128"),
+        *("--speculative-config", json.dumps(speculative)),
+    ]
