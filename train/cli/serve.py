@@ -20,6 +20,7 @@ from train.cli.command import (
 )
 
 if TYPE_CHECKING:
+    from train.serve.api import Service
     from train.serve.learner import LearnOptions
 
 CLOSING_SECONDS = 10.0  # for what was learnt, at least
@@ -138,6 +139,7 @@ def serve(
         raise UserError(f"--drain-seconds is {drain_seconds}; expected seconds ≥ 0")
     require_packages("prometheus_client", "starlette", "uvicorn")
     import heads  # noqa: F401  (registers its drafters)
+    from decode.device import compute_apart
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
     from train.serve.dynamic_lenience import require_low
@@ -149,8 +151,8 @@ def serve(
     bounds = Bounds(max_rows, max_waiting, max_wait, max_seconds)
     require_low(dynamic_lenience)
     learn = learning.options
-    # Before the target is loaded: a port that is taken must not cost that time.
-    with bind(host, port) as bound:
+
+    def prepare() -> "Service":
         target = loading.load()
         if learn is None:
             student, opened = None, open_drafter(drafter, target)
@@ -158,7 +160,7 @@ def serve(
             from train.serve.learner import open_learning_drafter
 
             student, opened = open_learning_drafter(drafter, target, learn)
-        service = make_service(
+        return make_service(
             target,
             opened,
             settings,
@@ -174,6 +176,10 @@ def serve(
             student=student,
             learning=learn,
         )
+
+    # Before the target is loaded: a port that is taken must not cost that time.
+    with bind(host, port) as bound:
+        service = compute_apart(prepare)
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{bound.getsockname()[1]}/v1"
         what = f"{service.model_name} with the drafter {drafter}"

@@ -44,6 +44,7 @@ def verify_server(
     """Hold the target and verify the drafts of edges: `generate --verifier ws://HOST:PORT`."""
     key = key_from("--api-key-env", api_key_env)
     require_packages("prometheus_client", "starlette", "uvicorn", "websockets", "msgpack")
+    from decode.device import compute_apart
     from train.edge.arrived_drafts import make_verified_rule
     from train.edge.server import VerifyServer
     from train.edge.sessions import Bounds
@@ -55,7 +56,7 @@ def verify_server(
     bounds = Bounds(max_rows, max_sessions, max_texts, max_gamma, kv_seconds, session_seconds)
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:
-        verifier = Verifier(loading.load(), rule, bounds)
+        verifier = compute_apart(lambda: Verifier(loading.load(), rule, bounds))
         server = VerifyServer(verifier, bound, key)
         shown = f"[{host}]" if ":" in host else host
         what = f"{loading.target} verifies by {verifier.rule_name} at ws://{shown}:{server.port}"

@@ -6,7 +6,8 @@ thread then exchanges the parts between two passes.
 
 import hashlib
 import json
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Settings:
-    """The settings in use. `change` runs in a thread of its own, one change after the other.
+    """The settings in use. `change` runs in a thread of its own, one change at a time.
 
     drafter: the one that the engine's decoder began with, called `name`. costs: measured with it,
     for policies. dynamic_lenience: the lower bound of l; 1: off. drafters: the directory with those
@@ -58,7 +59,7 @@ class Settings:
         self.rule = ""  # with its options, set by the first change
         self.dynamic_lenience = 1.0
         self._costs = costs
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="settings")
+        self._changing = threading.Lock()
         engine.metrics.lenience.set_function(lambda: self.lenience)
         require_low(dynamic_lenience)
         self.change(SettingsChange(dynamic_lenience=dynamic_lenience)).result()
@@ -113,7 +114,19 @@ class Settings:
         """Change what is asked for, all of it or nothing. The result arrives once it is in use. It
         is a UserError if the settings do not exist or do not fit each other, the target or the
         running texts, and a Refusal if the service is ending."""
-        return self._thread.submit(self._change, asked)
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                with self._changing:
+                    self._change(asked)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        # A thread that ends, for the reason that `compute_apart` gives.
+        threading.Thread(target=run, name="settings", daemon=True).start()
+        return done
 
     def _change(self, asked: SettingsChange) -> None:
         decode, engine = self._asked_decode(asked), self.engine
