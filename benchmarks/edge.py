@@ -6,14 +6,16 @@
 
 Three ways to the same texts, one text at a time: the target alone in the cloud, which streams its
 tokens; the drafter beside the target in the cloud; the drafter at the edge, which waits for every
-verdict. The edge talks to a verification server in this process, through a relay that delays each
-message by half a round trip. The first two ways are measured without a line, and pay one round trip
-for a text. Beside the edge stands the formula E/(k·t_d + t_v + rtt): tokens and draft tokens of a
-round, seconds of a draft token and of a pass at the server, as measured in that run.
+verdict. The edge talks to a verification server, a process of its own, through a relay that delays
+each message by half a round trip. The first two ways are measured without a line, and pay one round
+trip for a text. Beside the edge stands the formula E/(k·t_d + t_v + rtt): tokens and draft tokens of
+a round, seconds of a draft token and of a pass at the server, as measured in that run.
 """
 
 import contextlib
-import threading
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -47,9 +49,6 @@ from train.cli.command import tokenized_prompts
 from train.data.read import read_examples
 from train.edge.client import EdgeClient, summary
 from train.edge.link import Link
-from train.edge.server import VerifyServer
-from train.edge.verifier import Verifier
-from train.serve.server import bind
 
 ROUND_TRIPS = (0, 5, 20, 50, 100, 200)  # milliseconds
 QUICK = (0, 20, 100)
@@ -74,17 +73,19 @@ def main(
     loaded = load_target(target, dtype=dtype, device="cpu")
     examples = read_examples(str(prompts))[0]
     texts = tokenized_prompts(examples, loaded, 1 if quick else 8)
-    rows = measure(
-        loaded,
-        open_drafter(drafter, loaded),
-        texts,
-        round_trips=QUICK if quick else ROUND_TRIPS,
-        tokens=min(tokens, 24) if quick else tokens,
-        gamma=gamma,
-        policy=policy,
-        sampling=Sampling(temperature),
-        say=reporter.say,
-    )
+    with _serving(target, dtype) as port:
+        rows = measure(
+            loaded,
+            open_drafter(drafter, loaded),
+            texts,
+            port,
+            round_trips=QUICK if quick else ROUND_TRIPS,
+            tokens=min(tokens, 24) if quick else tokens,
+            gamma=gamma,
+            policy=policy,
+            sampling=Sampling(temperature),
+            say=reporter.say,
+        )
     reporter.table(rows_table(f"tokens per second, {drafter}", [shown(row) for row in rows]))
     for row in rows:
         if not row["identical"]:
@@ -103,6 +104,7 @@ def measure(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
+    port: int,
     *,
     round_trips: Sequence[float],
     tokens: int,
@@ -112,8 +114,8 @@ def measure(
     say: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Return a row for each round trip, in milliseconds: tokens per second of each way, the figures
-    of the edge's rounds, and whether the edge's texts are those in the cloud. say: is told what is
-    measured next."""
+    of the edge's rounds, and whether the edge's texts are those in the cloud. port: of a
+    verification server on this machine. say: is told what is measured next."""
     say("measuring in the cloud")
     alone = _decoder(target, DRAFTERS["none"](), 1, "fixed", sampling)
     beside = _decoder(target, drafter, gamma, policy, sampling)
@@ -121,36 +123,35 @@ def measure(
     cloud = [_timed(alone, prompt, tokens) for prompt in prompts]
     drafted = [_timed(beside, prompt, tokens) for prompt in prompts]
     rows = []
-    with _serving(target) as port:
-        for rtt in round_trips:
-            say(f"measuring at the edge, round trip {rtt:g} ms")
-            with Relay(port, rtt=rtt / 1e3) as relay:
-                client = EdgeClient(
-                    Link(relay.url), drafter, gamma=gamma, policy=policy, sampling=sampling
-                )
-                edge = [_timed(client, prompt, tokens) for prompt in prompts]
-                client.close()
-            ways = {CLOUD: cloud, CLOUD_DRAFTER: drafted, EDGE: edge}
-            trips = {CLOUD: rtt / 1e3, CLOUD_DRAFTER: rtt / 1e3, EDGE: 0.0}
-            speeds = {
-                name: sum(len(text) for text, _, _ in runs)
-                / sum(seconds + trips[name] for _, seconds, _ in runs)
-                for name, runs in ways.items()
-            }
-            figures = summary(client.rounds)
-            emitted = sum(len(text) for text, _, _ in edge) / len(client.rounds)
-            draft_s = sum(drafts for _, _, drafts in edge) / len(client.rounds)
-            server_s = float(np.mean([one.wall_ms - one.rtt_ms for one in client.rounds])) / 1e3
-            rows.append(
-                {
-                    "rtt_ms": rtt,
-                    **speeds,
-                    FORMULA: emitted / (draft_s + server_s + rtt / 1e3),
-                    "tokens_per_round": emitted,
-                    "rounds": figures,
-                    "identical": [text for text, _, _ in edge] == [text for text, _, _ in drafted],
-                }
+    for rtt in round_trips:
+        say(f"measuring at the edge, round trip {rtt:g} ms")
+        with Relay(port, rtt=rtt / 1e3) as relay:
+            client = EdgeClient(
+                Link(relay.url), drafter, gamma=gamma, policy=policy, sampling=sampling
             )
+            edge = [_timed(client, prompt, tokens) for prompt in prompts]
+            client.close()
+        ways = {CLOUD: cloud, CLOUD_DRAFTER: drafted, EDGE: edge}
+        trips = {CLOUD: rtt / 1e3, CLOUD_DRAFTER: rtt / 1e3, EDGE: 0.0}
+        speeds = {
+            name: sum(len(text) for text, _, _ in runs)
+            / sum(seconds + trips[name] for _, seconds, _ in runs)
+            for name, runs in ways.items()
+        }
+        figures = summary(client.rounds)
+        emitted = sum(len(text) for text, _, _ in edge) / len(client.rounds)
+        draft_s = sum(drafts for _, _, drafts in edge) / len(client.rounds)
+        server_s = float(np.mean([one.wall_ms - one.rtt_ms for one in client.rounds])) / 1e3
+        rows.append(
+            {
+                "rtt_ms": rtt,
+                **speeds,
+                FORMULA: emitted / (draft_s + server_s + rtt / 1e3),
+                "tokens_per_round": emitted,
+                "rounds": figures,
+                "identical": [text for text, _, _ in edge] == [text for text, _, _ in drafted],
+            }
+        )
     return rows
 
 
@@ -179,18 +180,22 @@ def _timed(
 
 
 @contextlib.contextmanager
-def _serving(target: Target) -> Iterator[int]:
-    """The port of a verification server in this process."""
-    with bind("127.0.0.1", 0) as bound:
-        server = VerifyServer(Verifier(target), bound)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        server.wait()
+def _serving(target: str, dtype: str) -> Iterator[int]:
+    """The port of a verification server in a process of its own: in one process, edge and server
+    would share their threads."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+    server = [sys.executable, "-m", "train.cli.main", "verify-server", "--target", target]
+    command = [*server, "--dtype", dtype, "--device", "cpu", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield server.port
+            assert process.stdout is not None
+            if not any("verifies by" in line for line in process.stdout):
+                raise RuntimeError(f"{command} did not start")
+            yield port
         finally:
-            server.stop()
-            thread.join()
+            process.terminate()
 
 
 def shown(row: dict[str, Any]) -> dict[str, str]:

@@ -351,17 +351,27 @@ def test_generate_drafts_here_and_verifies_there(tmp_path: Path) -> None:
     assert heads_at_edge.exit_code == 2
 
 
+def test_a_server_without_texts_rests() -> None:
+    with serving() as server:
+        begin = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - begin < 0.25
+    assert server.verifier.passes == 0
+
+
 def test_the_benchmark_measures_the_same_texts() -> None:
-    rows = benchmark.measure(
-        target(),
-        near_drafter(),
-        PROMPTS[:2],
-        round_trips=(0, 30),
-        tokens=8,
-        gamma=3,
-        policy="fixed",
-        sampling=SAMPLED,
-    )
+    with serving() as server:
+        rows = benchmark.measure(
+            target(),
+            near_drafter(),
+            PROMPTS[:2],
+            server.server.port,
+            round_trips=(0, 30),
+            tokens=8,
+            gamma=3,
+            policy="fixed",
+            sampling=SAMPLED,
+        )
     assert all(row["identical"] for row in rows)
     assert rows[1]["rounds"]["rtt_ms"] - rows[0]["rounds"]["rtt_ms"] > 20
     for row in rows:

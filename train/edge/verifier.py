@@ -106,16 +106,15 @@ class Verifier:
     def _take_all(self) -> None:
         """Serve all frames that are here. Wait for one if there is nothing else to do."""
         waits = not any(text.draft is not None for _, text in self._texts())
-        timeout = self._next_expiry() if waits else 0.0
         while True:
             try:
-                entry = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()
+                entry = self._inbox.get(waits, self._next_expiry() if waits else None)
             except queue.Empty:
                 return
             if entry is None:
                 self._ending = True
                 return
-            timeout = 0.0
+            waits = False
             self._serve(*entry)
 
     def _serve(self, connection: Connection, frame: bytes | str | None, arrived: float) -> None:
