@@ -8,8 +8,8 @@ Three ways to the same texts, one text at a time: the target alone in the cloud,
 tokens; the drafter beside the target in the cloud; the drafter at the edge, which waits for every
 verdict. The edge talks to a verification server, a process of its own, through a relay that delays
 each message by half a round trip. The first two ways are measured without a line, and pay one round
-trip for a text. Beside the edge stands the formula E/(k·t_d + t_v + rtt): tokens and draft tokens of
-a round, seconds of a draft token and of a pass at the server, as measured in that run.
+trip for a text. Beside the edge stands the formula E/(k·t_d + t_v + rtt): tokens and draft tokens
+of a round, seconds of a draft token and of a pass at the server, as measured in that run.
 """
 
 import contextlib
