@@ -771,6 +771,7 @@ def some_rows(done: Verification, count: int) -> Verification:
         path=done.path[:count],
         accepted=done.accepted[:count],
         reached=done.reached[:count],
+        broken=done.broken[:count],
         block=done.block[:count],
         previous_features=features and features.keep_rows(np.arange(min(count, len(done.rows)))),
     )
