@@ -185,12 +185,12 @@ def test_controls_change_the_settings_of_the_engine(service: Running, browser: A
     page.fill("#setting-policy", "nothing")
     page.press("#setting-policy", "Tab")
     page.wait_for_selector("#problem:has-text('nothing')")
-    assert page.input_value("#setting-policy") == "heuristic:first=2"
+    until(lambda: page.input_value("#setting-policy") == "heuristic:first=2")
     assert service.engine.decoder.policy.max_depth == 5
     assert page.input_value("#setting-drafter") == "ngram"
     page.fill("#setting-lenience", "0.5")
     until(lambda: service.service.settings.lenience == 0.5)
-    assert page.text_content("label[for=setting-lenience]") == "lenience 0.5"
+    until(lambda: page.text_content("label[for=setting-lenience]") == "lenience 0.5")
     page.fill("#setting-lenience", "1")
     until(lambda: service.service.settings.lossy is None)
     page.context.close()
