@@ -13,7 +13,6 @@ of a round, seconds of a draft token and of a pass at the server, as measured in
 """
 
 import contextlib
-import socket
 import subprocess
 import sys
 import time
@@ -49,6 +48,7 @@ from train.cli.command import tokenized_prompts
 from train.data.read import read_examples
 from train.edge.client import EdgeClient, summary
 from train.edge.link import Link
+from train.export.engines.child_process import free_port
 
 ROUND_TRIPS = (0, 5, 20, 50, 100, 200)  # milliseconds
 QUICK = (0, 20, 100)
@@ -183,9 +183,7 @@ def _timed(
 def _serving(target: str, dtype: str) -> Iterator[int]:
     """The port of a verification server in a process of its own: in one process, edge and server
     would share their threads."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
+    port = free_port()
     server = [sys.executable, "-m", "train.cli.main", "verify-server", "--target", target]
     command = [*server, "--dtype", dtype, "--device", "cpu", "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -46,8 +46,8 @@ def settled(open_: Tensor) -> bool:
     return reads_are_free(open_.device) and not open_.any()
 
 
-def compute_apart(work: Callable[[], T]) -> T:
-    """Do `work` in a thread that ends with it, and return its result.
+def compute_apart(work: Callable[[], T], name: str = "prepare") -> "Future[T]":
+    """Do `work` in a thread that ends with it. name: of the thread.
 
     For what prepares a decode that another thread runs. A thread that has computed on a CPU keeps
     its OpenMP threads until it ends. While two threads have some, there are more of them than
@@ -62,10 +62,8 @@ def compute_apart(work: Callable[[], T]) -> T:
         except BaseException as error:
             done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="prepare", daemon=True)
-    thread.start()
-    thread.join()
-    return done.result()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 # The fields of a record that get the time of a part.

@@ -179,7 +179,7 @@ def serve(
 
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:
-        service = compute_apart(prepare)
+        service = compute_apart(prepare).result()
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{bound.getsockname()[1]}/v1"
         what = f"{service.model_name} with the drafter {drafter}"

@@ -56,7 +56,7 @@ def verify_server(
     bounds = Bounds(max_rows, max_sessions, max_texts, max_gamma, kv_seconds, session_seconds)
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:
-        verifier = compute_apart(lambda: Verifier(loading.load(), rule, bounds))
+        verifier = compute_apart(lambda: Verifier(loading.load(), rule, bounds)).result()
         server = VerifyServer(verifier, bound, key)
         shown = f"[{host}]" if ":" in host else host
         what = f"{loading.target} verifies by {verifier.rule_name} at ws://{shown}:{server.port}"

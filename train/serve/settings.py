@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from decode.device import compute_apart
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
@@ -114,19 +115,12 @@ class Settings:
         """Change what is asked for, all of it or nothing. The result arrives once it is in use. It
         is a UserError if the settings do not exist or do not fit each other, the target or the
         running texts, and a Refusal if the service is ending."""
-        done: Future[None] = Future()
 
-        def run() -> None:
-            try:
-                with self._changing:
-                    self._change(asked)
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
+        def work() -> None:
+            with self._changing:
+                self._change(asked)
 
-        # A thread that ends, for the reason that `compute_apart` gives.
-        threading.Thread(target=run, name="settings", daemon=True).start()
-        return done
+        return compute_apart(work, "settings")
 
     def _change(self, asked: SettingsChange) -> None:
         decode, engine = self._asked_decode(asked), self.engine
