@@ -47,8 +47,8 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.decode_contestants import NAMES, Models
-from benchmarks.decode_measurements import (
+from benchmarks.parts.decode_contestants import NAMES, Models
+from benchmarks.parts.decode_measurements import (
     OURS,
     PACKAGES,
     Contest,

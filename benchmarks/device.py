@@ -6,10 +6,10 @@ Needs no download: the models are llamas with random weights in bfloat16. On CUD
 shape of a 1B llama and the drafter 0.1B parameters. With --quick, and on a CPU, both are much
 smaller. The output states all shapes.
 
-Random models agree on nothing, so both are given a script (`benchmarks.device_parts`): they compute
-as usual and then say the text that the script names. The drafter's script is right in a fixed share
-of the positions. So every loop emits the same tokens, accepts the same drafts, and differs only in
-time. In the other parts only the time of passes matters, not what they predict.
+Random models agree on nothing, so both are given a script (`benchmarks.parts.device_parts`): they
+compute as usual and then say the text that the script names. The drafter's script is right in a
+fixed share of the positions. So every loop emits the same tokens, accepts the same drafts, and
+differs only in time. In the other parts only the time of passes matters, not what they predict.
 
 A part that fails (out of memory, TRL not installed) is reported in one line, and the others go on.
 Ratios of times are theirs over ours; of throughput and memory, ours over theirs.
@@ -37,7 +37,7 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.decode import contest_table
-from benchmarks.device_parts import (
+from benchmarks.parts.device_parts import (
     FULL,
     SMALL,
     Bench,

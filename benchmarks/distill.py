@@ -48,7 +48,7 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
-from benchmarks.distill_contestants import MANY_TEXTS, NAMES, EagerDistillation, Settings
+from benchmarks.parts.distill_contestants import MANY_TEXTS, NAMES, EagerDistillation, Settings
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model
@@ -102,7 +102,7 @@ def main(
     }
     curves = _curves(reporter, precision, quick)
     padding = in_fresh_process(
-        "benchmarks.distill_contestants:padding_of_many", settings=asdict(settings)
+        "benchmarks.parts.distill_contestants:padding_of_many", settings=asdict(settings)
     )
     values = ratios(results)
     for title, contest in results.items():
@@ -172,7 +172,7 @@ def _contest(
         for name in names:
             reporter.say(f"{length}, {number + 1} of {repeats}: {NAMES[name]}")
             figures = in_fresh_process(
-                "benchmarks.distill_contestants:measure",
+                "benchmarks.parts.distill_contestants:measure",
                 contestant=name,
                 settings=asdict(settings),
             )

@@ -37,7 +37,7 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.relay import Relay
+from benchmarks.parts.relay import Relay
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import open_drafter
 from decode.loop import Decoder

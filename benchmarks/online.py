@@ -46,7 +46,7 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.online_runs import (
+from benchmarks.parts.online_runs import (
     BATCH,
     DOMAINS,
     FAMILIES,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import device, device_parts, exact, heads, objectives, online, online_runs, repeat
+from benchmarks import device, exact, heads, objectives, online, repeat
 from benchmarks.common import PROMPTS, in_fresh_process, require
 from benchmarks.decode import (
     contest_table,
@@ -18,8 +18,9 @@ from benchmarks.decode import (
     profile_table,
     ratios,
 )
-from benchmarks.decode_contestants import Models
-from benchmarks.decode_measurements import Setting, hold_contest, long_answers, profile_loop
+from benchmarks.parts import device_parts, online_runs
+from benchmarks.parts.decode_contestants import Models
+from benchmarks.parts.decode_measurements import Setting, hold_contest, long_answers, profile_loop
 from benchmarks.serve import __main__ as serve_main
 from benchmarks.serve import contestants as serve
 from decode.drafters import DRAFTERS

@@ -14,7 +14,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from benchmarks import edge as benchmark
-from benchmarks.relay import Fate, Relay
+from benchmarks.parts.relay import Fate, Relay
 from decode.drafters.ngram import NgramDrafter
 from decode.errors import UserError
 from decode.loop import Decoder

@@ -1,4 +1,4 @@
-"""The contestants of `benchmarks.distill`, with ours; TRL's are in `benchmarks.distill_trl`.
+"""The contestants of `benchmarks.distill`, with ours; TRL's are in `benchmarks.parts.distill_trl`.
 
 All train the same student on the same texts in the same number of optimizer steps, with the same
 loss, the forward KL(teacher‖student) per predicted token, AdamW and gradient clipping. B: rows of a
@@ -177,7 +177,7 @@ def measure(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
     train = train_ours
     if contestant in TRL:
         # Import before reading memory: the size of a library is not part of its training memory.
-        from benchmarks.distill_trl import train_trl as train
+        from benchmarks.parts.distill_trl import train_trl as train
     target = options.load()
     return measure_training(contestant, train, target, options.make_student(target), options)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import in_fresh_process
-from benchmarks.decode_contestants import NAMES, Contestant, Models, Passes, makers
+from benchmarks.parts.decode_contestants import NAMES, Contestant, Models, Passes, makers
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
@@ -220,7 +220,7 @@ def cold_starts(
         reporter.say(f"cold start: {NAMES[name]}")
         try:
             seconds[name] = in_fresh_process(
-                "benchmarks.decode_measurements:first_token",
+                "benchmarks.parts.decode_measurements:first_token",
                 name=name,
                 prompt=list(prompt),
                 gamma=gamma,

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.common import PROMPTS, in_fresh_process, require, start_process
 from benchmarks.decode import ratios as decode_ratios
-from benchmarks.decode_contestants import Models
-from benchmarks.decode_measurements import Setting, hold_contest
 from benchmarks.distill import TRL_REQUIREMENT
-from benchmarks.distill_contestants import Meter, Settings, fit, measure_training
+from benchmarks.parts.decode_contestants import Models
+from benchmarks.parts.decode_measurements import Setting, hold_contest
+from benchmarks.parts.distill_contestants import Meter, Settings, fit, measure_training
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
@@ -311,7 +311,7 @@ def train_here(bench: Bench, contestant: str) -> dict[str, Any]:
 
 
 def measure_heads(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """As `benchmarks.distill_contestants.measure`, for a kind of heads on the target."""
+    """As `benchmarks.parts.distill_contestants.measure`, for a kind of heads on the target."""
     start_process()
     options = Settings(**settings)
     target = options.load()

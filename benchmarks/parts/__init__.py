@@ -1,0 +1,1 @@
+"""What several benchmarks measure with: contestants, runs, a relay."""
