@@ -28,10 +28,15 @@ def free_port() -> int:
         return int(bound.getsockname()[1])
 
 
+def command(*words: str) -> list[str]:
+    """The command `draftsmith` with these words, of this Python."""
+    return [sys.executable, "-m", "train.cli.main", *words]
+
+
 def serve_command(target: str, drafter: str, *options: str) -> list[str]:
     """The command `draftsmith serve`, which calls its model `MODEL`. The port is added."""
-    command = [sys.executable, "-m", "train.cli.main", "serve", "--target", target]
-    return [*command, "--drafter", drafter, "--model-name", MODEL, *options]
+    words = ("serve", "--target", target, "--drafter", drafter, "--model-name", MODEL)
+    return command(*words, *options)
 
 
 class ServiceProcess:

