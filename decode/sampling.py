@@ -334,6 +334,20 @@ class CounterRNG:
         forked._rounds, forked._lengths = self._rounds, self._lengths
         return forked
 
+    def continued(self, part: int, lengths: np.ndarray) -> "CounterRNG":
+        """The numbers of this round for part 0, 1, … of a draft, which continues texts of these
+        lengths, int [B] on the host: those committed, with tokens that other parts drafted.
+
+        As with `fork`, parts are independent. Numbers by position (`of_text`) are new in each
+        round too, because a draft can be rejected and its positions drafted again."""
+        if self.couples:
+            continued = self.coupled()
+        else:
+            continued = self.fork(part)
+            continued._keys = _mix(continued._keys ^ (self._rounds + 1))
+        continued._lengths = to_device(lengths, self.device)
+        return continued
+
     def coupled(self) -> "CounterRNG":
         """The numbers of this round, for drafts that are drawn with the noise of the text."""
         coupled = object.__new__(CounterRNG)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from decode.drafters import Drafter
+from decode.drafters.cascade import VerticalCascade
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.rules import RULES, Rule
@@ -24,7 +25,9 @@ from tests.mutants import (
     ColdDrafter,
     FirstReject,
     JudgedAsDistinct,
+    LenientCascade,
     NotRenormalised,
+    SharedCascade,
     SharedStreams,
     StaleCache,
     TakenForOneQ,
@@ -121,6 +124,10 @@ def _lookup_and_model() -> Drafter:
     return merged(NgramDrafter(1, 2), case=LONGER)
 
 
+def _small_and_smaller() -> tuple[SmallLMDrafter, SmallLMDrafter]:
+    return small_lm(case=LONGER), SmallLMDrafter(LONGER.model(0.6))
+
+
 CONTROLS = [
     _of_drafter(
         Control,
@@ -187,6 +194,22 @@ CONTROLS = [
         3_000,
         "speculative",
         PENALISED,
+    ),
+    _of_drafter(
+        Control,
+        lambda: SharedCascade(*_small_and_smaller()),
+        lambda: VerticalCascade(*_small_and_smaller()),
+        "a cascade's inner rule with the numbers of the target's",
+        LONGER,
+        8_000,
+    ),
+    _of_drafter(
+        Control,
+        lambda: LenientCascade(*_small_and_smaller(), rule="lenience:lenience=0.3"),
+        lambda: VerticalCascade(*_small_and_smaller()),
+        "a cascade's inner rule lossy",
+        LONGER,
+        1_500,
     ),
     _of_drafter(
         OfDrafting,

@@ -9,7 +9,7 @@ Shapes: M drafts, N valid nodes, V = TOKENS, P = 2ᴺ patterns of nodes that pas
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -162,6 +162,20 @@ def _context(draft: Sequence[int], parents: Sequence[int], node: int) -> tuple[i
     return () if node < 0 else (*_context(draft, parents, parents[node]), int(draft[node]))
 
 
+def enumerate_chains(
+    rule: Rule, p: Contextual, q: Contextual, depth: int, longest: int
+) -> dict[tuple[int, ...], float]:
+    """The tokens that one round emits, at most `longest`, each text with its probability, for
+    chains of this depth, 1 or 2, drawn from q."""
+    draft, chances = _drafts(q, range(-1, depth - 1), "independent", ())
+    texts: dict[tuple[int, ...], float] = {}
+    for path, following, weight in _Probe(rule, p, draft).outcomes(chances):
+        for token in np.flatnonzero(following):
+            text = (*path, int(token))[:longest]
+            texts[text] = texts.get(text, 0.0) + weight * float(following[token])
+    return texts
+
+
 class _Probe:
     """Asks the rule about rows of a draft, each with one more node of padding, which would pass if
     it were judged."""
@@ -191,6 +205,14 @@ class _Probe:
         )
 
     def run(self, chances: np.ndarray) -> Enumerated:
+        joint, emitted = np.zeros((TOKENS,) * 3), 0.0
+        for path, following, weight in self.outcomes(chances):
+            add_outcome(joint, self.p, path, following, weight)
+            emitted += weight * (len(path) + 1)
+        return Enumerated(joint, emitted)
+
+    def outcomes(self, chances: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray, float]]:
+        """Accepted tokens, the law of the token after them, [V], and their probability."""
         nodes, all_rows = self.nodes, np.arange(len(chances))
         patterns = np.array(list(itertools.product([False, True], repeat=nodes)), dtype=bool)
         patterns = patterns.reshape(2**nodes, nodes)
@@ -207,8 +229,11 @@ class _Probe:
         accept = np.where(patterns[pattern_of], LOW, HIGH)
         below = self._next_cdf(draft_of, accept)
         verdict = self._judge(draft_of)(accept, np.zeros(len(draft_of)))
-        weight = weight[draft_of, pattern_of]
-        return self._pool(self.tokens[draft_of], weight, verdict, np.diff(below, axis=1))
+        weight, following = weight[draft_of, pattern_of], np.diff(below, axis=1)
+        paths, accepted = verdict.path.numpy(), verdict.accepted
+        for row, draft in enumerate(self.tokens[draft_of]):
+            path = tuple(int(draft[node]) for node in paths[row, : accepted[row]])
+            yield path, following[row], float(weight[row])
 
     def _threshold(self, rows: np.ndarray, patterns: np.ndarray, i: int) -> np.ndarray:
         """[M, P']: up to where node i passes. 0 where it makes no difference."""
@@ -265,17 +290,6 @@ class _Probe:
             return verify(self.rule, draft, scores, SetNoise(padded, following[:, None]))
 
         return judge
-
-    def _pool(
-        self, drafts: np.ndarray, weight: np.ndarray, verdict: Verification, following: np.ndarray
-    ) -> Enumerated:
-        joint = np.zeros((TOKENS,) * 3)
-        paths = verdict.path.numpy()
-        accepted = verdict.accepted
-        for row in range(len(drafts)):
-            path = tuple(int(drafts[row, node]) for node in paths[row, : accepted[row]])
-            add_outcome(joint, self.p, path, following[row], float(weight[row]))
-        return Enumerated(joint, float((weight * (accepted + 1)).sum()))
 
 
 def add_outcome(

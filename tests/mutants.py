@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draft import Contexts, Draft, Limits
+from decode.draft import Contexts, Draft, Limits, Siblings
+from decode.drafters.cascade import VerticalCascade
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
@@ -145,6 +146,23 @@ class _DraftersOwn(CounterRNG):
         return self.rng.uniforms(
             CounterRNG.DRAFT if stream == CounterRNG.ACCEPT else stream, first, count
         )
+
+
+class SharedCascade(VerticalCascade):
+    """Its inner rule accepts and draws by the very random numbers that the target's rule uses."""
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        with mock.patch.object(CounterRNG, "continued", lambda rng, part, lengths: rng):
+            return super().draft(contexts, limits, sampling, rng)
+
+
+class LenientCascade(VerticalCascade):
+    """Has a lossy inner rule, and declares the q of a lossless one."""
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return "independent"
 
 
 class ColdDrafter(SmallLMDrafter):

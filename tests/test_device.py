@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.ngram import NgramDrafter, StoreDrafter
 from decode.drafters.small_lm import SmallLMDrafter
@@ -153,6 +154,21 @@ def test_processors_read_the_texts_once_more() -> None:
 )
 def test_drafters_that_look_up_on_the_host(build: Build, reads: int) -> None:
     require_waits(build, reads, sampling=Sampling())
+
+
+def in_rounds(drafters: list[Drafter]) -> Drafter:
+    model, inner = drafters
+    assert isinstance(model, SmallLMDrafter)
+    return VerticalCascade(model, inner, gamma=2, rounds=1)
+
+
+def in_depths(drafters: list[Drafter]) -> Drafter:
+    return HorizontalCascade(*drafters)
+
+
+def test_a_cascade_reads_once_for_each_pass_of_its_parts() -> None:
+    require_waits(combined(in_rounds, small(), small()), 2)
+    require_waits(combined(in_depths, small(), ngram), 2)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from decode.drafters import DRAFTERS
+from decode.drafters.combinations import COMBINATIONS
 from decode.policies import POLICIES
 from decode.rules import RULES
 from decode.trees import SHAPES
@@ -34,6 +35,7 @@ def table(title: str) -> dict[str, list[str]]:
         ("Draft length", list(POLICIES)),
         # Trained ones are named by their directories.
         ("Drafters", [name for name in DRAFTERS if not DRAFTERS[name].trained]),
+        ("Combinations", list(COMBINATIONS)),
     ],
 )
 def test_tables_list_what_is_registered(title: str, names: list[str]) -> None:
@@ -59,6 +61,15 @@ def test_the_table_of_drafters_says_their_options() -> None:
         }
         parameters = inspect.signature(DRAFTERS[name]).parameters.values()
         assert said == {p.name: p.default for p in parameters}, name
+
+
+def test_the_table_of_combinations_says_their_options() -> None:
+    for name, (_, options) in table("Combinations").items():
+        said = dict(re.findall(r"`(\w+)`(?: ([\w.]+))?", options))
+        parameters = inspect.signature(COMBINATIONS[name]).parameters.values()
+        assert said == {
+            p.name: "" if p.default is p.empty else str(p.default).lower() for p in parameters
+        }, name
 
 
 def test_the_readme_lists_the_rules_as_what_they_are() -> None:

@@ -13,8 +13,11 @@ import torch
 
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.measured import MeasuredComposite
 from decode.drafters.ngram import NgramDrafter, StoreDrafter
+from decode.drafters.routed import RoutedDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.policies import POLICIES
@@ -49,6 +52,10 @@ def looked_up() -> Drafter:
     return CompositeDrafter([NgramDrafter(2, 3), small_lm(case=LONGER)])
 
 
+def by_first(text: np.ndarray) -> int:
+    return int(text[0] % 2)
+
+
 # Chains, trees, and heads with and without a state of the whole text.
 KINDS: dict[str, Callable[[], Drafter]] = {
     "none": lambda: DRAFTERS["none"](),
@@ -57,6 +64,16 @@ KINDS: dict[str, Callable[[], Drafter]] = {
     "tree": lambda: small_lm("distinct", LONGER),
     "in turn": looked_up,
     "merged": lambda: SeveralDrafters([NgramDrafter(), small_lm(case=LONGER)]),
+    "vertical": lambda: VerticalCascade(small_lm(case=LONGER), NgramDrafter(), gamma=2),
+    "horizontal": lambda: HorizontalCascade(small_lm(case=LONGER), NgramDrafter(1, 2)),
+    "heads, then lookup": lambda: HorizontalCascade(
+        heads_drafter("eagle1", None, LONGER), NgramDrafter(1, 2), depth=4
+    ),
+    "medusa, then a model": lambda: HorizontalCascade(
+        heads_drafter("medusa", None, LONGER), small_lm(case=LONGER), depth=2
+    ),
+    "measured": lambda: MeasuredComposite([NgramDrafter(), small_lm(case=LONGER)], [0, 0.2]),
+    "routed": lambda: RoutedDrafter([NgramDrafter(), small_lm(case=LONGER)], by_first),
     "medusa": lambda: heads_drafter("medusa", None, LONGER),
     "hydra": lambda: heads_drafter("hydra", static(), LONGER),
     "hydra_plus": lambda: heads_drafter("hydra_plus", static(), LONGER),

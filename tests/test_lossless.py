@@ -6,13 +6,16 @@ found.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from decode.draft import Draft
 from decode.drafters import Drafter
+from decode.drafters.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.combined import CompositeDrafter
+from decode.drafters.measured import MeasuredComposite
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.rules import RULES
@@ -86,12 +89,28 @@ def test_texts_have_the_targets_distribution(rule: str, drafter: str, rows: int)
     assert counts.by_accepted[2] / counts.steps >= 0.05
 
 
+def vertical(case: Case, **options: Any) -> VerticalCascade:
+    """A cascade whose inner drafts are often wrong."""
+    inner = SmallLMDrafter(case.model(0.6))
+    return VerticalCascade(small_lm(case=case), inner, **({"gamma": 2} | options))
+
+
 # How each drafts in a case.
 LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "drawn chain": lambda case: small_lm(case=case),
     "independent": lambda case: small_lm("independent", case),
     "distinct": lambda case: small_lm("distinct", case),
     "lookup or model": lambda case: CompositeDrafter([NgramDrafter(1, 2), small_lm(case=case)]),
+    "vertical": lambda case: vertical(case),
+    "vertical in blocks": lambda case: vertical(case, rule="block", rounds=1),
+    "vertical of three": lambda case: VerticalCascade(small_lm(case=case), vertical(case), gamma=2),
+    "horizontal": lambda case: HorizontalCascade(small_lm(case=case), NgramDrafter(1, 2), depth=2),
+    "horizontal models": lambda case: HorizontalCascade(
+        small_lm(case=case), SmallLMDrafter(case.model(0.6)), depth=1
+    ),
+    "measured": lambda case: MeasuredComposite(
+        [NgramDrafter(1, 2), small_lm(case=case)], [0.0, 0.1], memory=0.5
+    ),
     "merged models": lambda case: merged(SmallLMDrafter(case.model(0.6)), case=case),
     "merged with lookup": lambda case: merged(NgramDrafter(1, 2), case=case),
 }
@@ -104,6 +123,15 @@ CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED}
     [
         ("speculative", "drawn chain", "plain", 20_000),
         ("speculative", "lookup or model", "plain", 20_000),
+        ("speculative", "vertical", "plain", 20_000),
+        ("speculative", "vertical in blocks", "plain", 20_000),
+        ("block", "vertical in blocks", "plain", 20_000),
+        ("traversal", "vertical of three", "plain", 12_000),
+        ("coupled", "vertical", "penalised", 12_000),
+        ("block", "vertical", "penalised", 20_000),
+        ("speculative", "horizontal", "plain", 20_000),
+        ("block", "horizontal models", "penalised", 12_000),
+        ("speculative", "measured", "plain", 12_000),
         ("block", "drawn chain", "plain", 20_000),
         ("spectr", "independent", "plain", 12_000),
         ("traversal", "distinct", "plain", 12_000),

@@ -7,6 +7,7 @@ verification rules, and only the vocabulary of the target.
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from decode.draft import Contexts, Draft, Limits, Siblings
@@ -96,6 +97,17 @@ class Drafter(ABC):
         last token come with the next call. They are None if the prefill fed nothing."""
         return None
 
+    def rewind(self, lengths: np.ndarray) -> None:
+        """Only the first lengths[b] tokens, int [B], of the text of row b still stand: a larger
+        drafter showed it tokens that are drafted, and some were rejected. The right tokens follow.
+
+        Raises UserError for a drafter that keeps state of each row and does not define this."""
+        if type(self).keep_rows is not Drafter.keep_rows:
+            raise UserError(
+                f"{type(self).__name__} keeps state of each row and takes back no tokens, so it "
+                "cannot continue the drafts of another drafter; use another one, or define `rewind`"
+            )
+
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keeps only these rows (int64 [B']), in this order."""
         return None
@@ -129,4 +141,4 @@ class NoDrafter(Drafter):
         return Draft.none(len(contexts.lengths), "cpu")
 
 
-from decode.drafters import ngram, small_lm  # noqa: E402, F401  (each registers itself)
+from decode.drafters import max_gram, ngram, small_lm  # noqa: E402, F401  (each registers itself)

@@ -55,6 +55,10 @@ class Group(Drafter):
         for drafter in self.drafters:
             drafter.observe(verification)
 
+    def rewind(self, lengths: np.ndarray) -> None:
+        for drafter in self.drafters:
+            drafter.rewind(lengths)
+
     def keep_rows(self, rows: torch.Tensor) -> None:
         for drafter in self.drafters:
             drafter.keep_rows(rows)
@@ -74,6 +78,10 @@ class CompositeDrafter(Group):
     trees, siblings are mixed. Raises UserError as `Group` does, and if one drafter draws the
     siblings of its trees without replacement and another makes trees in a different way.
     """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        super().__init__(drafters)
+        self._took = np.zeros(0, dtype=np.int64)  # [B]: which drafter drafted last, −1 for none
 
     @property
     def branches(self) -> bool:
@@ -111,19 +119,32 @@ class CompositeDrafter(Group):
                 refused.append(error)
         if len(refused) == len(shaped):
             raise refused[0]
-        return CompositeDrafter(shaped)
+        return self.with_drafters(shaped)
+
+    def with_drafters(self, drafters: Sequence[Drafter]) -> "CompositeDrafter":
+        """The same with these drafters in the place of its own."""
+        return CompositeDrafter(drafters)
+
+    def asked(self, depths: np.ndarray) -> np.ndarray:
+        """bool [B, M]: which of its M drafters a row asks. depths: int [B], the max depth of each
+        row. It may depend on anything that is known before the draft."""
+        return np.ones((len(depths), len(self.drafters)), dtype=bool)
 
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
         depths = limits.depths.copy()
+        asked = self.asked(limits.depths)
+        self._took = np.full(len(depths), -1)
         drafts: list[Draft] = []
-        for drafter in self.drafters:
-            if not depths.any():
-                break
-            draft = drafter.draft(contexts, Limits(depths.copy(), limits.stops), sampling, rng)
-            # Drop drafts in rows that already have one.
-            draft.cut(np.where(depths > 0, draft.sizes, 0))
+        for member, drafter in enumerate(self.drafters):
+            open_depths = np.where(asked[:, member], depths, 0)
+            if not open_depths.any():
+                continue
+            draft = drafter.draft(contexts, Limits(open_depths, limits.stops), sampling, rng)
+            # Drop drafts in rows that already have one, or that do not ask for one.
+            draft.cut(np.where(asked[:, member] & (depths > 0), draft.sizes, 0))
+            self._took[draft.sizes > 0] = member
             depths[draft.sizes > 0] = 0
             if draft.sizes.any():
                 drafts.append(draft)
@@ -152,7 +173,7 @@ def _merged(drafts: list[Draft]) -> Draft:
     """Joins drafts that have nodes in different rows into one draft."""
     if len(drafts) == 1:
         return drafts[0]
-    device = _common_device(drafts)
+    device = common_device(drafts)
     drafts = [draft.to(device) for draft in drafts]
     rows = len(drafts[0].sizes)
     nodes = max(draft.tokens.shape[1] for draft in drafts)
@@ -231,13 +252,13 @@ class SeveralDrafters(Group):
         ]
         if not any(draft.sizes.any() for draft in drafts):
             return Draft.none(len(limits.depths), "cpu")
-        device = _common_device(drafts)
+        device = common_device(drafts)
         drafts = [draft.to(device) for draft in drafts if draft.sizes.any()]
         depth = limits.max_depth
         tokens, parents = _joined(drafts)
         keep = torch.cat([draft.valid() for draft in drafts], 1)
         depths = torch.cat([draft.ancestors().sum(2) for draft in drafts], 1)
-        q, q_rows = _joined_q(drafts)
+        q, q_rows = joined_q(drafts)
 
         # Shallow nodes first; at one depth, in the order of the drafters.
         by_depth = torch.where(keep, depths, depth + 1).sort(dim=1, stable=True).indices
@@ -255,7 +276,7 @@ class SeveralDrafters(Group):
         return pack(keep, above).draft(tokens, q, q_rows, drawn)
 
 
-def _common_device(drafts: list[Draft]) -> torch.device:
+def common_device(drafts: list[Draft]) -> torch.device:
     """An accelerator if a draft is on one: a copy from there would wait."""
     devices = [draft.tokens.device for draft in drafts]
     return next((device for device in devices if device.type != "cpu"), devices[0])
@@ -272,7 +293,7 @@ def _joined(drafts: list[Draft]) -> tuple[Tensor, Tensor]:
     return torch.cat([draft.tokens for draft in drafts], 1), torch.cat(parents, 1)
 
 
-def _joined_q(drafts: list[Draft]) -> tuple[Tensor | None, Tensor | None]:
+def joined_q(drafts: list[Draft]) -> tuple[Tensor | None, Tensor | None]:
     """(q [B, R, V], q_rows int64 [B, N]). (None, None) if no token was drawn."""
     drawn = next((draft.q for draft in drafts if draft.q is not None), None)
     if drawn is None:

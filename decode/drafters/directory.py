@@ -13,6 +13,7 @@ import torch
 
 from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.combinations import COMBINATIONS, Combination
 from decode.drafters.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError, nearest
@@ -79,12 +80,17 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     - any smaller causal LM with the same tokenizer (directory, GGUF file or hub id). Its output
       layer may be padded to another size than the target's;
     - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are called in that order;
-    - several joined by `++`: their drafts become one tree.
+    - several joined by `++`: their drafts become one tree;
+    - a combination with options, such as `horizontal:first=runs/x/drafter,later=ngram,depth=2`
+      (`decode.drafters.combinations`). All that follows its name is its options.
 
     dtype: the dtype of the drafter's weights; default the target's. Raises UserError if the
     drafter's vocabulary is not the target's, its directory is damaged, or an option is unknown.
     """
     path = Path(spec).expanduser()
+    if _kind(spec) in COMBINATIONS and not path.exists():
+        combination: Combination = COMBINATIONS.make(spec)
+        return combination.open(lambda part: open_drafter(part, target, dtype=dtype), target)
     first, plus, others = spec.partition("+")
     if plus and _kind(first) in DRAFTERS and not path.exists():
         merge = others.startswith("+")

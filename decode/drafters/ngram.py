@@ -14,12 +14,12 @@ from decode.verification import Verification
 
 
 class NgramIndex:
-    """The last end of each n-gram of one text, for n in min_n … max_n. Grows token by token."""
+    """The ends of each n-gram of one text, for n in min_n … max_n. Grows token by token."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self.sizes = range(max_n, min_n - 1, -1)
         self.text: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}
+        self._ends: dict[tuple[int, ...], list[int]] = {}
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -28,16 +28,25 @@ class NgramIndex:
             end = len(self.text)
             for n in self.sizes:
                 if n <= end:
-                    self._ends[tuple(self.text[end - n :])] = end
+                    self._ends.setdefault(tuple(self.text[end - n :]), []).append(end)
             self.text.append(token)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens but the first `length`."""
+        while len(self.text) > length:
+            self.text.pop()
+            end = len(self.text)
+            for n in self.sizes:
+                if n <= end:
+                    self._ends[tuple(self.text[end - n :])].pop()
 
     def continuation(self, count: int) -> list[int]:
         """At most `count` tokens that follow the last earlier match of the longest known suffix."""
         for n in self.sizes:
             if n < len(self.text):
-                end = self._ends.get(tuple(self.text[-n:]))
-                if end is not None:
-                    return self.text[end : end + count]
+                ends = self._ends.get(tuple(self.text[-n:]))
+                if ends:
+                    return self.text[ends[-1] : ends[-1] + count]
         return []
 
 
@@ -70,6 +79,10 @@ class NgramDrafter(Drafter):
             index.extend(tokens[len(index.text) : length].tolist())
             chains.append(index.continuation(int(depth)))
         return Draft.chosen(chains)
+
+    def rewind(self, lengths: np.ndarray) -> None:
+        for index, length in zip(self._rows, lengths.tolist(), strict=True):
+            index.truncate(length)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self._rows = [self._rows[row] for row in rows.tolist()]
@@ -187,7 +200,10 @@ class StoreDrafter(Drafter):
         rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
         logits = verification.scores.logits[rows_B1, positions]
         likeliest = top(logits, min(self.top_k, logits.shape[-1]))[1].tolist()
+        waits = verification.waits
         for row, length in enumerate(verification.lengths):
+            if waits is not None and waits[row]:
+                continue
             text = verification.contexts.tokens[row, max(length - self.max_n, 0) : length].tolist()
             known, accepted = len(text), int(verification.accepted[row])
             text += verification.block[row, :accepted].tolist()
@@ -204,6 +220,9 @@ class StoreDrafter(Drafter):
             for end in range(filed - begin, length - begin):
                 self.store.file(text[max(end - self.max_n, 0) : end], text[end : end + 1])
         self._filed = contexts.lengths.copy()
+
+    def rewind(self, lengths: np.ndarray) -> None:
+        self._filed = np.minimum(self._filed, lengths)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self._filed = self._filed[rows.cpu().numpy()]

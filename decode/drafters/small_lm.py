@@ -24,6 +24,9 @@ from decode.verification import Verification
 
 logger = logging.getLogger(__name__)
 
+# At most so many tokens of the text are fed with a chain: each takes a row of logits.
+CATCH_UP = 8
+
 
 @DRAFTERS.register("small_lm")
 class SmallLMDrafter(ShapedDrafter):
@@ -157,16 +160,38 @@ class SmallLMDrafter(ShapedDrafter):
         self._cached = np.where(missing <= lacking, ends, self._cached)
         return logits[:, 0]
 
+    def verify(self, contexts: Contexts, draft: Draft, drafting: np.ndarray) -> Tensor:
+        """The logits after each text and after each node of a chain, [B, N+1, V]: this model in the
+        place of the target. −inf for tokens that it never drafts.
+
+        One pass feeds what the cache lacks of the texts, and the chain. drafting: as for `feed`.
+        The cache then holds the chain. `rewind` takes back what is not accepted."""
+        lengths, read = contexts.lengths, contexts.lengths - self._begin
+        lacking = int((lengths - self._cached)[drafting].max())
+        if lacking > min(CATCH_UP, int(read.min())):
+            self.feed(contexts, lengths - 1, drafting)
+            lacking = 1
+        columns = np.arange(-lacking, 0)[None, :] + lengths[:, None]
+        ids = np.take_along_axis(contexts.tokens, columns, axis=1)
+        fed = torch.cat([to_device(ids, self.lm.device), draft.tokens], 1).clamp(max=self.known - 1)
+        logits = self.lm.forward(fed, read - lacking)[:, lacking - 1 :]
+        reached = lengths - self._cached <= lacking
+        self._cached = np.where(reached, lengths + draft.tokens.shape[1], self._cached)
+        logits = logits[..., : self.rows]
+        if self.vocabulary is None and self.rows == self.vocab_size:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        full[..., slice(self.rows) if self.vocabulary is None else self.vocabulary] = logits
+        return full
+
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
         lengths = contexts.lengths
         # A row that must not draft gets meaningless input, and its draft is not used.
-        depths = np.minimum(self._capacity - 1, limits.depths)
-        depths = np.where(self._knows(contexts), depths, 0)
+        depths = self.make_room(contexts, limits.depths)
         if not depths.any():
             return Draft.none(len(lengths), self.lm.device)
-        self._make_room(lengths, depths)
         growth = _LMGrowth(self, contexts, sampling, depths > 0)
         draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, rng)
         # The last token of a chain was not fed. Tree nodes are not always in their text slots.
@@ -177,8 +202,15 @@ class SmallLMDrafter(ShapedDrafter):
         self._cached = np.where(self._cached == lengths, lengths + fed_B, self._cached)
         return draft
 
-    def _make_room(self, lengths: np.ndarray, depths: np.ndarray) -> None:
-        """Moves `_begin` on in rows whose text and draft (depths: int [B]) do not fit."""
+    def make_room(self, contexts: Contexts, depths: np.ndarray) -> np.ndarray:
+        """int [B]: how deep each row can be drafted, at most `depths`, int [B]. In rows whose text
+        and draft do not fit into the context, the part that is read begins later."""
+        depths = np.minimum(self._capacity - 1, depths)
+        depths = np.where(self._knows(contexts), depths, 0)
+        self._move_begin(contexts.lengths, depths)
+        return depths
+
+    def _move_begin(self, lengths: np.ndarray, depths: np.ndarray) -> None:
         over = lengths + depths - self._capacity
         if not (over > self._begin).any():
             return
@@ -218,6 +250,9 @@ class SmallLMDrafter(ShapedDrafter):
         columns = lengths[:, None] + np.arange(fed.shape[1])
         same = np.take_along_axis(contexts.tokens, columns, axis=1) == fed
         self._cached = np.minimum(self._cached, lengths + same.cumprod(1).sum(1))
+
+    def rewind(self, lengths: np.ndarray) -> None:
+        self._cached, self._fed = np.minimum(self._cached, lengths), None
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self.lm.keep_rows(rows.to(self.lm.device))

@@ -1,0 +1,289 @@
+"""Cascades of drafters (Cascade Speculative Drafting, 2312.11462): a drafter that is itself sped up
+by a smaller one, and a chain that one drafter begins and a cheaper one continues.
+
+Shapes: B rows, D draft tokens, N tokens of an inner draft, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.device import to_device
+from decode.draft import Contexts, Draft, Limits, Siblings
+from decode.drafters import Drafter
+from decode.drafters.combined import Group, common_device, joined_q
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.rules import RULES, Rule, used_rule
+from decode.sampling import CounterRNG, Sampling
+from decode.trees import require_whole
+from decode.verification import Scores, Verification
+
+
+@dataclass
+class Tail:
+    """What a drafter was shown after the committed texts: tokens, int64 [B, D], after the first
+    lengths[b] tokens of each row."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+    def standing(self, contexts: Contexts) -> np.ndarray:
+        """int [B]: how many tokens of the texts now are as they were shown, from the first on."""
+        columns = self.lengths[:, None] + np.arange(self.tokens.shape[1])
+        same = np.take_along_axis(contexts.tokens, columns, axis=1) == self.tokens
+        return np.minimum(self.lengths + same.cumprod(1).sum(1), contexts.lengths)
+
+
+def require_chains(drafter: Drafter, place: str) -> None:
+    """Raises UserError for a drafter of trees. place: what it is in the cascade."""
+    if drafter.branches:
+        raise UserError(
+            f"{type(drafter).__name__} drafts trees, and the {place} of a cascade drafts chains; "
+            "give it the shape chain"
+        )
+
+
+def require_tokens_only(drafter: Drafter, place: str) -> None:
+    """Raises UserError for a drafter that reads the target's hidden states, which drafted tokens
+    do not have yet."""
+    if drafter.captured_layers:
+        raise UserError(
+            f"{type(drafter).__name__} reads the target's hidden states, and the {place} of a "
+            "cascade reads tokens that the target has not read; use a lookup or a small model there"
+        )
+
+
+class VerticalCascade(Group):
+    """A small language model that drafts by speculative decoding: `inner` drafts for it, and it
+    verifies several tokens in one pass (2312.11462, section 3; staged speculation, 2308.04623).
+
+    The inner rule is lossless for the distribution m that the model draws from (under the drafts'
+    sampling parameters). So each token of the draft has the law m, given the tokens before it and
+    given that it was drafted at all. q = m therefore holds at every place, also where the inner
+    rule replaced a token.
+
+    model: it always drafts chains. inner: any drafter of chains that reads tokens only, also
+    another cascade. gamma: the max depth of its drafts. rule: the inner rule, by name or as an
+    object. rounds: the most passes of the model per draft, which then ends where that pass ended;
+    None: as many as the draft's depth needs. Where the target's rule couples random numbers
+    (`coupled`), the inner rule does too, whatever its name.
+
+    An inner rule that is lossy has no q that could be computed. It is refused unless drafts are
+    greedy, and drafts then count as chosen. Differences from the papers: both draft until a set
+    number of tokens is there, and 2312.11462 is greedy only; 2308.04623 drafts trees. A policy that
+    stops drafts (`Limits.stops`) sees the model's logits after each pass, so an inner draft may
+    have gone further than needed.
+
+    Raises UserError as `Group` does, for an inner drafter that does not fit, for an unknown rule,
+    and for sizes below 1.
+    """
+
+    def __init__(
+        self,
+        model: SmallLMDrafter,
+        inner: Drafter,
+        *,
+        gamma: int = 4,
+        rule: str | Rule = "speculative",
+        rounds: int | None = None,
+    ) -> None:
+        super().__init__([model, inner])
+        require_chains(inner, "inner drafter")
+        require_tokens_only(inner, "inner drafter")
+        require_whole(gamma=gamma, rounds=1 if rounds is None else rounds)
+        self.model, self.inner, self.gamma, self.rounds = model, inner, gamma, rounds
+        self.rule: Rule = rule if isinstance(rule, Rule) else RULES.make(rule)
+        self._tail: Tail | None = None
+
+    def max_depth(self, gamma: int) -> int:
+        return gamma
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        if not sampling.greedy and not self.rule.lossless:
+            raise UserError(
+                f"the inner rule {type(self.rule).__name__} of a cascade is lossy, so the "
+                "distribution of its drafts is not known; use speculative or block there, or draft "
+                "greedily (draft_temperature 0)"
+            )
+        return "chosen" if sampling.greedy else "independent"
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        before, device = contexts.lengths, self.model.lm.device
+        sizes = self.model.make_room(contexts, limits.depths)
+        width = int(sizes.max(initial=0))
+        if not width:
+            return Draft.none(len(before), device)
+        texts = Contexts(contexts.tokens.copy(), before)
+        rule = RULES["coupled"]() if rng.couples else used_rule(self.rule, sampling)
+        drawn = not sampling.greedy and not rng.couples
+        q = torch.zeros(len(before), width, self.model.vocab_size, device=device) if drawn else None
+        for index in range(self.rounds or width):
+            room, offset = before + sizes - texts.lengths, texts.lengths - before
+            if not (room > 0).any():
+                break
+            noise = rng.continued(index, texts.lengths)
+            done = self._pass(texts, room, sampling, rule, noise, index + 1)
+            sizes = np.where(done.broken, offset, sizes)
+            if limits.stops is not None:
+                sizes = _stopped(limits, done, offset, sizes)
+            if q is not None:
+                row, column = np.nonzero(np.arange(done.block.shape[1]) < done.emitted[:, None])
+                at, place, from_ = (
+                    to_device(x, device) for x in (row, offset[row] + column, column)
+                )
+                q[at, place] = done.scores.probs()[at, from_]
+        sizes = np.minimum(sizes, texts.lengths - before)
+        columns = before[:, None] + np.arange(width)
+        self._tail = Tail(np.take_along_axis(texts.tokens, columns, axis=1), before)
+        return Draft(to_device(self._tail.tokens, device), sizes, q)
+
+    def _pass(
+        self,
+        texts: Contexts,
+        room: np.ndarray,
+        sampling: Sampling,
+        rule: Rule,
+        noise: CounterRNG,
+        number: int,
+    ) -> Verification:
+        """One pass of the model over an inner draft. Rows with `room`, int [B], for more tokens get
+        one or more, which are appended to their texts."""
+        drafting, lengths = room > 0, texts.lengths
+        # A pass emits a token more than was accepted. So a draft never has more than its depth.
+        depths = np.clip(room - 1, 0, self.gamma)
+        inner_noise = noise.coupled() if rule.couples else noise
+        draft = self.inner.draft(texts, Limits(depths.copy()), sampling, inner_noise)
+        draft = draft.to(self.model.lm.device)
+        draft.limit_depth(depths)
+        scores = Scores(self.model.verify(texts, draft, drafting), sampling, draft, texts)
+        done = Verification.of(draft, scores, rule.decide(draft, scores, noise))
+        done.number, done.rows, done.lengths = number, np.arange(len(lengths)), lengths
+        done.sit_out(~drafting)
+        nothing = np.zeros(0, dtype=np.int64)
+        done.cut(room, nothing, np.zeros(len(lengths), dtype=bool))
+        texts.append(done.block, done.emitted)
+        done.contexts = texts
+        self.model.rewind(texts.lengths - 1)
+        self.inner.observe(done)
+        return done
+
+    def observe(self, verification: Verification) -> None:
+        tail, self._tail = self._tail, None
+        if tail is not None:
+            self.rewind(tail.standing(verification.contexts))
+        super().observe(verification)
+
+
+def _stopped(
+    limits: Limits, done: Verification, offset: np.ndarray, sizes: np.ndarray
+) -> np.ndarray:
+    """The sizes, int [B], with drafts ended where `limits.stops` ends them before a token of this
+    pass. offset: int [B], the index of each row's first token of the pass. The stop depends on the
+    tokens before, and so leaves the law of each token as it is."""
+    assert limits.stops is not None
+    logits, reached = done.scores.logits, offset + done.emitted
+    rows = torch.arange(len(offset), device=logits.device)
+    begin = int(offset[done.emitted > 0].min(initial=reached.max(initial=0)))
+    for position in range(begin, int(reached.max())):
+        here = (offset <= position) & (position < np.minimum(reached, sizes))
+        column = to_device(np.clip(position - offset, 0, logits.shape[1] - 1), logits.device)
+        drafting = to_device(here, logits.device)
+        ended = limits.stops(position, logits[rows, column], drafting) & drafting
+        sizes = np.where(ended.cpu().numpy(), position, sizes)
+    return sizes
+
+
+class HorizontalCascade(Group):
+    """One chain from two drafters: `first` drafts its first tokens, at most `depth`, and `later`
+    continues (2312.11462, section 3: the earlier a token, the more often it is accepted, so the
+    better drafter is worth its cost there). `later` can be another such cascade.
+
+    Each token keeps the q that it was drawn from, and chosen tokens have q 1. `first` can be any
+    drafter of chains, also heads; `later` reads tokens only. Where a policy ends a row's draft
+    inside the part of `first`, the row's draft ends; it does not watch the part of `later`. A row
+    for which `first` has no draft, or a shorter one, is continued from where it ends.
+
+    Raises UserError as `Group` does, for drafters that do not fit, and for a depth below 1.
+    """
+
+    def __init__(self, first: Drafter, later: Drafter, *, depth: int = 1) -> None:
+        super().__init__([first, later])
+        for drafter, place in ((first, "first drafter"), (later, "later drafter")):
+            require_chains(drafter, place)
+        require_tokens_only(later, "later drafter")
+        require_whole(depth=depth)
+        self.first, self.later, self.depth = first, later, depth
+        self._tail: Tail | None = None
+
+    def max_depth(self, gamma: int) -> int:
+        return gamma
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        kinds = {drafter.siblings(sampling) for drafter in self.drafters}
+        return "chosen" if kinds == {"chosen"} else "independent"
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        before, stopped = contexts.lengths, np.zeros(len(contexts.lengths), dtype=bool)
+        depths = np.minimum(limits.depths, self.depth)
+        seen: list[Tensor] = []
+
+        def stops(position: int, logits: Tensor, drafting: Tensor) -> Tensor:
+            assert limits.stops is not None
+            seen.append(limits.stops(position, logits, drafting) & drafting)
+            return seen[-1]
+
+        watched = None if limits.stops is None else stops
+        head = self.first.draft(contexts, Limits(depths, watched), sampling, rng.fork(0))
+        head.limit_depth(depths)
+        if seen:
+            stopped = torch.stack(seen).any(0).cpu().numpy()
+        texts = Contexts(contexts.tokens.copy(), before)
+        texts.append(head.tokens.cpu().numpy(), head.sizes)
+        self._tail = Tail(_after(texts, before, limits.max_depth), before)
+        left = np.where(stopped, 0, limits.depths - head.sizes)
+        if not left.any():
+            return head
+        noise = rng.continued(1, texts.lengths)
+        rest = self.later.draft(texts, Limits(left.copy()), sampling, noise)
+        rest.limit_depth(left)
+        texts.append(rest.tokens.cpu().numpy(), rest.sizes)
+        self._tail = Tail(_after(texts, before, limits.max_depth), before)
+        return _one_chain(head, rest)
+
+    def observe(self, verification: Verification) -> None:
+        tail, self._tail = self._tail, None
+        if tail is not None:
+            self.later.rewind(tail.standing(verification.contexts))
+        super().observe(verification)
+
+
+def _after(texts: Contexts, lengths: np.ndarray, count: int) -> np.ndarray:
+    """int64 [B, count]: the tokens of each text after its first lengths[b]."""
+    return np.take_along_axis(texts.tokens, lengths[:, None] + np.arange(count), axis=1)
+
+
+def _one_chain(head: Draft, rest: Draft) -> Draft:
+    """The chains of `rest` after those of `head`."""
+    if not head.tokens.shape[1] or not rest.tokens.shape[1]:
+        return head if head.tokens.shape[1] else rest
+    device = common_device([head, rest])
+    parts = [head.to(device), rest.to(device)]
+    sizes = head.sizes + rest.sizes
+    place = torch.arange(int(sizes.max()), device=device)
+    first = to_device(head.sizes, device)[:, None]
+    order = torch.where(place < first, place, place - first + head.tokens.shape[1])
+    order = order.clamp(max=head.tokens.shape[1] + rest.tokens.shape[1] - 1)
+    q, q_rows = joined_q(parts)
+    return Draft(
+        torch.cat([part.tokens for part in parts], 1).gather(1, order),
+        sizes,
+        q,
+        q_rows=None if q_rows is None else q_rows.gather(1, order),
+    )

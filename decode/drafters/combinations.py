@@ -1,0 +1,112 @@
+"""Drafters made of other drafters, by name and options: `vertical:model=DIRECTORY,inner=ngram`.
+
+`A+B` and `A++B` (`decode.drafters.combined`) have no options and are read by `open_drafter`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from decode.drafters import Drafter
+from decode.drafters.cascade import HorizontalCascade, VerticalCascade
+from decode.drafters.measured import MeasuredComposite
+from decode.drafters.routed import RoutedDrafter, TokenProfiles
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.registry import Registry
+from decode.target.loading import Target
+
+# Opens a drafter by its name.
+Opening = Callable[[str], Drafter]
+
+
+class Combination(ABC):
+    """The options of a combination. Drafters are options too, by name."""
+
+    @abstractmethod
+    def open(self, opened: Opening, target: Target) -> Drafter:
+        """The drafter, for this target. Raises UserError as `opened` does, and for parts that do
+        not fit."""
+
+
+COMBINATIONS: Registry[type[Combination]] = Registry("combination of drafters")
+
+
+@COMBINATIONS.register("vertical")
+@dataclass(frozen=True, kw_only=True)
+class Vertical(Combination):
+    """See `decode.drafters.cascade.VerticalCascade`."""
+
+    model: str
+    inner: str = "ngram"
+    gamma: int = 4
+    rule: str = "speculative"
+    rounds: int | None = None
+
+    def open(self, opened: Opening, target: Target) -> Drafter:
+        model = opened(self.model)
+        if not isinstance(model, SmallLMDrafter):
+            raise UserError(
+                f"the model of a vertical cascade is {self.model}, a {type(model).__name__}; "
+                "expected a small language model"
+            )
+        inner = opened(self.inner)
+        return VerticalCascade(model, inner, gamma=self.gamma, rule=self.rule, rounds=self.rounds)
+
+
+@COMBINATIONS.register("horizontal")
+@dataclass(frozen=True, kw_only=True)
+class Horizontal(Combination):
+    """See `decode.drafters.cascade.HorizontalCascade`."""
+
+    first: str
+    later: str = "ngram"
+    depth: int = 1
+
+    def open(self, opened: Opening, target: Target) -> Drafter:
+        return HorizontalCascade(opened(self.first), opened(self.later), depth=self.depth)
+
+
+@COMBINATIONS.register("measured")
+@dataclass(frozen=True, kw_only=True)
+class Measured(Combination):
+    """See `decode.drafters.measured.MeasuredComposite`."""
+
+    drafters: list[str]
+    costs: list[float]
+    prior: float = 0.7
+    memory: float = 0.95
+
+    def open(self, opened: Opening, target: Target) -> Drafter:
+        drafters = [opened(name) for name in self.drafters]
+        return MeasuredComposite(drafters, self.costs, prior=self.prior, memory=self.memory)
+
+
+@COMBINATIONS.register("routed")
+@dataclass(frozen=True, kw_only=True)
+class Routed(Combination):
+    """See `decode.drafters.routed.RoutedDrafter`. examples: for each drafter, a UTF-8 text file of
+    its domain, for `TokenProfiles`."""
+
+    drafters: list[str]
+    examples: list[str]
+
+    def open(self, opened: Opening, target: Target) -> Drafter:
+        if len(self.examples) != len(self.drafters):
+            raise UserError(
+                f"there are {len(self.examples)} examples for {len(self.drafters)} drafters; "
+                "expected a text file for each"
+            )
+        texts = []
+        for name in self.examples:
+            try:
+                text = Path(name).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(
+                    f"the example {name} of a domain cannot be read ({error}); give a UTF-8 text "
+                    "file"
+                ) from error
+            texts.append(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+        profiles = TokenProfiles(texts, target.vocab_size)
+        return RoutedDrafter([opened(name) for name in self.drafters], profiles)

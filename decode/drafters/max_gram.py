@@ -1,0 +1,61 @@
+"""Max-Gram (Cascade Speculative Drafting, 2312.11462, section 3): a drafter without a model."""
+
+import numpy as np
+
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS
+from decode.drafters.ngram import StoreDrafter
+from decode.sampling import CounterRNG, Sampling
+
+
+def longest_match(text: np.ndarray) -> int:
+    """The index of the token that follows the longest earlier match of the end of a text, int64
+    [L]. L if its last token stands nowhere else. Of several matches the last one counts.
+
+    >>> longest_match(np.array([1, 2, 3, 9, 2, 3, 1, 2, 3]))
+    3
+    """
+    size = len(text)
+    ends = np.flatnonzero(text[:-1] == text[-1])  # where the last token stands
+    matches = ends
+    for back in range(1, size):
+        ends = ends[ends >= back]
+        ends = ends[text[ends - back] == text[size - 1 - back]]
+        if not len(ends):
+            break
+        matches = ends
+    return int(matches[-1]) + 1 if len(matches) else size
+
+
+@DRAFTERS.register("max_gram")
+class MaxGramDrafter(StoreDrafter):
+    """Drafts what followed the longest earlier match of the text's end, at any length; after that,
+    and without a match, the token that most often followed the last one in all texts so far.
+
+    It looks through each row's text in every round, with one comparison per token, and keeps no
+    index of it. The bigrams are a `store` of endings of one token, which also learns the target's
+    likeliest tokens. In the paper they come from a corpus. As with `store`, drafts depend on other
+    rows and earlier requests, and lossless text keeps its distribution. `top_k`, `capacity` and
+    `width` are those of `store`. Raises UserError as `store` does.
+    """
+
+    def __init__(self, top_k: int = 3, capacity: int = 200_000, width: int = 8) -> None:
+        super().__init__(1, 1, top_k, capacity, width)
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        chains = []
+        for tokens, length, depth in zip(
+            contexts.tokens, contexts.lengths, limits.depths, strict=True
+        ):
+            chain: list[int] = []
+            if depth:
+                begin = longest_match(tokens[:length])
+                chain = tokens[begin : min(begin + depth, length)].tolist()
+            last = chain[-1:] or tokens[length - 1 : length].tolist()
+            while len(chain) < depth and (token := self.store.next(last)) is not None:
+                chain.append(token)
+                last = [token]
+            chains.append(chain)
+        return Draft.chosen(chains)

@@ -1,0 +1,445 @@
+"""Cascades: drafters that speed up a drafter, and drafters that continue one another's chains."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.cascade import HorizontalCascade, VerticalCascade
+from decode.drafters.combined import CompositeDrafter
+from decode.drafters.directory import open_drafter
+from decode.drafters.max_gram import MaxGramDrafter, longest_match
+from decode.drafters.measured import MeasuredComposite
+from decode.drafters.ngram import NgramDrafter, NgramIndex, StoreDrafter
+from decode.drafters.routed import RoutedDrafter, TokenProfiles
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoded, Decoder
+from decode.rules import RULES
+from decode.sampling import CounterRNG, Sampling
+from decode.trees import SHAPES
+from tests.enumeration import TOKENS, Contextual, enumerate_chains, enumerate_drafts
+from tests.lossless import FixedDraft
+from tests.tiny import padded, save_tiny, tiny_model, tiny_target
+
+GREEDY = Sampling()
+PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13, 14] * 3, [30] * 9]
+model = functools.cache(tiny_model)
+
+
+@functools.cache
+def near(seed: int, apart: float) -> Any:
+    """The target with weights moved a little, so that it often agrees."""
+    lm = tiny_model("llama")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter += apart * torch.randn(parameter.shape, generator=generator)
+    return lm
+
+
+def middle(**options: Any) -> SmallLMDrafter:
+    return SmallLMDrafter(near(1, 0.02), **options)
+
+
+INNER: dict[str, Callable[[], Drafter]] = {
+    "ngram": lambda: NgramDrafter(1, 3),
+    "store": lambda: StoreDrafter(1, 3),
+    "max_gram": MaxGramDrafter,
+    "model": lambda: SmallLMDrafter(near(2, 0.03)),
+    "cascade": lambda: VerticalCascade(SmallLMDrafter(near(2, 0.03)), NgramDrafter(), gamma=2),
+    "horizontal": lambda: HorizontalCascade(SmallLMDrafter(near(2, 0.03)), NgramDrafter()),
+    "nothing": DRAFTERS["none"],
+}
+
+
+def run(drafter: Drafter, new: int = 24, **options: Any) -> Decoded:
+    return Decoder(model("llama"), drafter, **({"gamma": 5} | options)).decode(PROMPTS, new)
+
+
+def accepted(done: Decoded) -> list[list[int]]:
+    return [step.accepted.tolist() for step in done.steps]
+
+
+# --- vertical -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        ("speculative", "speculative"),
+        ("speculative", "block"),
+        ("block", "speculative"),
+        ("block", "block"),
+        ("block", "multi_round"),
+        ("block", "traversal"),
+        ("lenience", "speculative"),
+    ],
+)
+def test_drafts_that_end_with_an_inner_block_are_judged_exactly(
+    inner: str, outer: str, depth: int
+) -> None:
+    """Every outcome of a round of the inner drafter, then every outcome of the outer rule, where q
+    is the middle model at each place."""
+    random = np.random.default_rng(depth)
+    off = 0.0
+    for _ in range(3):
+        p, m, q = (Contextual(random, least=2) for _ in range(3))
+        texts = enumerate_chains(RULES[inner](), m, q, depth, longest=2)
+        tokens = np.array([(*text, 0)[:2] for text in texts])
+        declared = np.array([[m(), m(x)] for x, _ in tokens])
+        draft = Draft(
+            torch.as_tensor(tokens),
+            np.array([len(text) for text in texts]),
+            torch.as_tensor(declared, dtype=torch.float32),
+            torch.tensor([[-1, 0]]).expand(len(tokens), -1),
+        )
+        judged = enumerate_drafts(RULES[outer](), p, draft, np.array(list(texts.values())))
+        off = max(off, np.abs(judged.joint - p.joint()).max())
+    assert judged.joint.shape == (TOKENS,) * 3
+    if RULES[inner].lossless:
+        assert {len(text) for text in texts} == {1, 2}
+        assert off < 1e-5
+    else:  # the error that this test must find
+        assert off > 0.01
+
+
+@pytest.mark.parametrize("rounds", [None, 2])
+@pytest.mark.parametrize("inner", INNER)
+def test_a_vertical_cascade_drafts_what_its_model_drafts(inner: str, rounds: int | None) -> None:
+    """Greedy drafts, and drafts with the noise of the text, are those of the model alone: also over
+    many rounds, in ragged rows, and where drafts were rejected at any place."""
+    for sampling, rule in ((GREEDY, None), (Sampling(0.7), "coupled")):
+        options = {"sampling": sampling, "rule": rule}
+        alone = run(middle(), **options)
+        both = run(VerticalCascade(middle(), INNER[inner](), gamma=3, rounds=rounds), **options)
+        assert both.outputs == alone.outputs
+        assert 0.1 < both.counts.acceptance_rate < 1
+        if rounds is None:
+            assert accepted(both) == accepted(alone)
+        else:
+            assert both.counts.drafted.sum() < alone.counts.drafted.sum()
+
+
+def test_a_vertical_cascade_takes_fewer_passes_of_its_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = []
+    sped = middle()
+    forward = sped.lm.forward
+    monkeypatch.setattr(sped.lm, "forward", lambda *a, **k: passes.append(1) or forward(*a, **k))
+    same = SmallLMDrafter(sped.lm.model)
+    drafter = VerticalCascade(sped, same, gamma=3)
+    done = Decoder(model("llama"), drafter, gamma=8).decode(PROMPTS[:1], 33)
+    # All inner drafts are accepted: 8 tokens take two passes, and the prompt one.
+    assert len(passes) <= 1 + 2 * len(done.steps)
+    assert done.counts.drafted.sum() > 3 * len(passes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("vertical", "speculative"),
+        ("vertical", "exact"),
+        ("vertical", "coupled"),
+        ("horizontal", "speculative"),
+        ("measured", "speculative"),
+    ],
+)
+def test_a_row_says_the_same_alone(kind: str, rule: str) -> None:
+    makes: dict[str, Callable[[], Drafter]] = {
+        "vertical": lambda: VerticalCascade(middle(), INNER["model"](), rule=rule),
+        "horizontal": lambda: HorizontalCascade(middle(), NgramDrafter(1, 2), depth=2),
+        "measured": lambda: MeasuredComposite([NgramDrafter(1, 2), middle()], [0.0, 0.2]),
+    }
+    sampling = Sampling(0.8, repetition_penalty=1.1)
+    decoder = Decoder(model("llama"), makes[kind](), gamma=5, sampling=sampling)
+    together = decoder.decode(PROMPTS, 20)
+    assert together.counts.acceptance_rate > 0.05
+    for row, prompt in enumerate(PROMPTS):
+        assert decoder.decode([prompt], 20, row_ids=[row]).outputs == [together.outputs[row]]
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_model_with_fewer_rows_and_a_short_context(reduced: bool) -> None:
+    """Rows past the model's vocabulary are never drafted, whatever the inner drafter says, and a
+    text longer than its context is read in part."""
+    small = tiny_model("llama", layers=1, seed=7, max_positions=16)
+    target = padded(model("llama"), 310, std=0.5)
+    ids = None
+    if reduced:
+        ids = torch.arange(0, 300, 2)
+        small.set_output_embeddings(torch.nn.Linear(32, 150, bias=False))
+    lm = SmallLMDrafter(small, ids, vocab_size=310)
+    cascade = VerticalCascade(lm, FixedDraft((308, 4)), gamma=2)
+    plain = Decoder(target, DRAFTERS["none"]()).decode(PROMPTS, 30)
+    done = Decoder(target, cascade, gamma=4).decode(PROMPTS, 30)
+    assert done.outputs == plain.outputs
+    contexts = Contexts.of(PROMPTS, 40)
+    cascade.start(contexts)
+    noise = CounterRNG(0, torch.arange(len(PROMPTS)))
+    draft = cascade.draft(contexts, Limits(np.array([4, 3, 0, 1])), Sampling(1.0), noise)
+    assert draft.sizes.tolist() == [4, 3, 0, 1]
+    assert draft.q is not None
+    assert not draft.q[..., 300:].any()
+    if ids is not None:
+        assert not draft.q[..., 1::2].any()
+    for row, size in enumerate(draft.sizes):
+        torch.testing.assert_close(draft.q[row, :size].sum(-1), torch.ones(size))
+
+
+def test_a_policy_stops_a_cascade_where_it_stops_its_model() -> None:
+    for policy in ("heuristic", "confidence:threshold=0.3", "entropy"):
+        options = {"policy": policy, "gamma": 5}
+        alone = run(middle(), **options)
+        both = run(VerticalCascade(middle(), NgramDrafter(1, 2), gamma=3), **options)
+        assert both.outputs == alone.outputs
+        assert [step.drafted.tolist() for step in both.steps] == [
+            step.drafted.tolist() for step in alone.steps
+        ]
+        assert [step.signals.keys() for step in both.steps] == [
+            step.signals.keys() for step in alone.steps
+        ]
+
+
+def test_a_lossy_inner_rule_serves_greedy_drafts_only() -> None:
+    lenient = VerticalCascade(middle(), INNER["model"](), rule="top_k:k=3")
+    plain = run(DRAFTERS["none"]())
+    done = run(lenient)
+    assert done.outputs == plain.outputs
+    assert accepted(done) != accepted(run(middle()))
+    with pytest.raises(UserError, match=r"inner rule TopK.* is lossy.*draft_temperature 0"):
+        run(lenient, sampling=Sampling(1.0))
+    # Chosen tokens need no q, whatever the target draws.
+    sampled = run(lenient, sampling=Sampling(1.0), draft_sampling=GREEDY, rule="exact")
+    expected = run(DRAFTERS["none"](), sampling=Sampling(1.0), rule="exact")
+    assert sampled.outputs == expected.outputs
+
+
+def test_what_a_cascade_refuses() -> None:
+    tree = middle(shape=SHAPES.make("static:widths=[2,1]"))
+    for make in (
+        lambda: VerticalCascade(middle(), tree),
+        lambda: HorizontalCascade(tree, NgramDrafter()),
+    ):
+        with pytest.raises(UserError, match="drafts trees, and the"):
+            make()
+    other = SmallLMDrafter(tiny_model("llama", layers=1, vocab=280))
+    with pytest.raises(UserError, match=r"vocabularies of \[280, 300\]"):
+        VerticalCascade(middle(), other)
+
+    class Reading(NgramDrafter):
+        captured_layers = (1,)
+
+    HorizontalCascade(Reading(), NgramDrafter())
+    with pytest.raises(UserError, match="reads the target's hidden states, and the later"):
+        HorizontalCascade(NgramDrafter(), Reading())
+    with pytest.raises(UserError, match="reads the target's hidden states, and the inner"):
+        VerticalCascade(middle(), Reading())
+    with pytest.raises(UserError, match="gamma is 0"):
+        VerticalCascade(middle(), NgramDrafter(), gamma=0)
+    with pytest.raises(UserError, match="unknown verification rule"):
+        VerticalCascade(middle(), NgramDrafter(), rule="spekulative")
+
+    class Stateful(NgramDrafter):
+        rewind = Drafter.rewind
+
+    with pytest.raises(UserError, match="takes back no tokens"):
+        run(VerticalCascade(middle(), Stateful()))
+
+
+# --- horizontal -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_horizontal_cascade_of_one_model_is_that_model(depth: int) -> None:
+    for sampling, rule in ((GREEDY, None), (Sampling(0.7), "coupled")):
+        options = {"sampling": sampling, "rule": rule}
+        alone = run(middle(), **options)
+        both = run(HorizontalCascade(middle(), middle(), depth=depth), **options)
+        assert both.outputs == alone.outputs
+        assert accepted(both) == accepted(alone)
+        lookups = run(
+            HorizontalCascade(middle(), HorizontalCascade(NgramDrafter(), MaxGramDrafter())),
+            **options,
+        )
+        assert lookups.outputs == alone.outputs
+        assert lookups.counts.by_accepted[2:].sum() > 0
+
+
+def test_each_token_of_a_horizontal_cascade_has_its_q() -> None:
+    both = HorizontalCascade(middle(), NgramDrafter(1, 2), depth=2)
+    assert both.siblings(Sampling(1.0)) == "independent"
+    contexts = Contexts.of([[1, 2, 3, 1, 2], [4, 5], [6]], 20)
+    both.start(contexts)
+    limits = Limits(np.array([4, 1, 0]))
+    noise = CounterRNG(0, torch.arange(3))
+    # So that the lookup has a match after any drawn token.
+    both.later.start(contexts)
+    for index in both.later._rows:  # type: ignore[attr-defined]
+        index.extend([*range(300), *range(300)])
+    draft = both.draft(contexts, limits, Sampling(1.0), noise)
+    assert draft.sizes.tolist()[1:] == [1, 0]
+    assert draft.sizes[0] >= 2
+    q_x = draft.q_of_tokens()
+    assert (q_x[0, :2] < 1).all()
+    assert (q_x[0, 2 : draft.sizes[0]] == 1).all()
+    assert q_x[1, 0] < 1
+    assert contexts.tokens[0, 5:].sum() == 0  # it writes into no text
+
+
+def test_a_policy_that_stops_the_first_drafter_stops_the_draft() -> None:
+    both = HorizontalCascade(middle(), MaxGramDrafter(), depth=2)
+    done = run(both, policy="confidence:threshold=0.9,min_depth=1", gamma=5)
+    plain = run(DRAFTERS["none"]())
+    assert done.outputs == plain.outputs
+    drafted = np.concatenate([step.drafted[step.depths > 1] for step in done.steps])
+    assert (drafted == 1).sum() > 3
+
+
+# --- lookups --------------------------------------------------------------------------------------
+
+
+def test_an_index_that_is_truncated_is_the_index_of_the_shorter_text() -> None:
+    random = np.random.default_rng(0)
+    index = NgramIndex(1, 3)
+    for _ in range(20):
+        text = index.text[: int(random.integers(len(index.text) + 1))]
+        index.truncate(len(text))
+        new = random.integers(0, 3, 7).tolist()
+        index.extend(new)
+        fresh = NgramIndex(1, 3)
+        fresh.extend([*text, *new])
+        assert index.continuation(4) == fresh.continuation(4)
+        assert {k: v for k, v in index._ends.items() if v} == fresh._ends
+
+
+def test_max_gram_follows_the_longest_match_then_bigrams() -> None:
+    random = np.random.default_rng(1)
+    for _ in range(50):
+        text = random.integers(0, 3, int(random.integers(1, 15)))
+        size = len(text)
+        best = max(
+            (
+                (n, end)
+                for end in range(1, size)
+                for n in range(1, end + 1)
+                if (text[end - n : end] == text[size - n :]).all()
+            ),
+            default=(0, size),
+        )
+        assert longest_match(text) == best[1]
+    drafter = MaxGramDrafter()
+    contexts = Contexts.of([[1, 2, 3, 8, 1, 2], [9, 3], [40, 41, 40]], 20)
+    drafter.start(contexts)
+    noise = CounterRNG(0, torch.arange(3))
+    draft = drafter.draft(contexts, Limits(np.array([5, 2, 3])), GREEDY, noise)
+    chains = [row[:size].tolist() for row, size in zip(draft.tokens, draft.sizes, strict=True)]
+    # After the match 3 8 1 2 comes the bigram 2 3; after 9 3, which stands once, 3 8.
+    assert chains == [[3, 8, 1, 2, 3], [8, 1], [41, 40, 41]]
+    assert run(MaxGramDrafter()).outputs == run(DRAFTERS["none"]()).outputs
+
+
+# --- the composite that chooses by worth ----------------------------------------------------------
+
+
+def test_a_composite_learns_which_drafter_is_worth_its_cost() -> None:
+    wrong = FixedDraft((299,))
+    both = MeasuredComposite([wrong, SmallLMDrafter(model("llama"))], [0.0, 0.3])
+    done = run(both, 40, gamma=4)
+    assert done.outputs == run(DRAFTERS["none"](), 40).outputs
+    lengths = [step.accepted.sum() for step in done.steps]
+    # At first it asks the free one, then the one that is right; the free one gets other chances.
+    assert lengths[0] == 0
+    assert sum(length > 0 for length in lengths) > len(lengths) / 2
+    assert sum(length == 0 for length in lengths[2:]) >= 1
+    costly = MeasuredComposite([SmallLMDrafter(model("llama")), NgramDrafter()], [5.0, 0.0])
+    assert run(costly, 8).steps[0].drafted.max() < 5
+
+
+def test_worth_is_expected_tokens_per_cost() -> None:
+    both = MeasuredComposite([NgramDrafter(), middle()], [0.0, 0.25], prior=0.5)
+    both.start(Contexts.of(PROMPTS[:2], 20))
+    np.testing.assert_allclose(
+        both.worth(np.array([2, 0])), [[1.75, 1.75 / 1.5], [1.0, 1.0]], rtol=1e-12
+    )
+    assert both.asked(np.array([2, 2])).tolist() == [[True, True]] * 2
+    both._counts[1, 0, 0, 0] = 19  # judged, and none accepted: 0.5/20, also at depth 2
+    worth = both.worth(np.array([2, 2]))
+    assert worth[1, 0] == pytest.approx(1 + 0.025 + 0.025**2)
+    assert both.asked(np.array([2, 2])).tolist() == [[True, True], [False, True]]
+
+
+def test_what_a_measured_composite_refuses() -> None:
+    for costs, options, message in (
+        ([0.0], {}, "1 costs for 2 drafters"),
+        ([0.0, -1.0], {}, "numbers ≥ 0"),
+        ([0.0, 1.0], {"memory": 1.0}, "memory 1.0; expected"),
+    ):
+        with pytest.raises(UserError, match=message):
+            MeasuredComposite([NgramDrafter(), middle()], costs, **options)
+
+
+# --- routes ---------------------------------------------------------------------------------------
+
+
+def test_a_row_is_drafted_by_the_drafter_of_its_domain() -> None:
+    profiles = TokenProfiles([[5, 6, 7] * 3, [11, 12, 13, 7]], 300)
+    assert [profiles(np.array(text)) for text in ([5, 7], [7], [11, 5, 12])] == [0, 0, 1]
+    low = RoutedDrafter(
+        [FixedDraft((299,)), SmallLMDrafter(model("llama"))], lambda text: int(text[0] < 10)
+    )
+    done = run(low, gamma=3)
+    assert done.outputs == run(DRAFTERS["none"]()).outputs
+    # The texts that begin with 5 and 7 have the drafter that is right.
+    rates = [done.tally.row(row).acceptance_rate for row in range(4)]
+    assert [rate > 0.9 for rate in rates] == [True, True, False, False]
+    with pytest.raises(UserError, match="names drafter 2; expected 0 to 1"):
+        run(RoutedDrafter(low.drafters, lambda text: 2))
+    with pytest.raises(UserError, match="domain 1 has no tokens"):
+        TokenProfiles([[1], []], 300)
+
+
+# --- by name --------------------------------------------------------------------------------------
+
+
+def test_combinations_are_opened_by_name(tmp_path: Path) -> None:
+    target = tiny_target()
+    small = str(save_tiny(tmp_path / "small", layers=1, seed=7))
+    cascade = open_drafter(f"vertical:model={small},inner=ngram+store,rounds=2", target)
+    assert isinstance(cascade, VerticalCascade)
+    assert isinstance(cascade.inner, CompositeDrafter)
+    assert (cascade.gamma, cascade.rounds) == (4, 2)
+    both = open_drafter(f"ngram+horizontal:first={small},later='max_gram:top_k=2',depth=3", target)
+    assert isinstance(both, CompositeDrafter)
+    later = both.drafters[1]
+    assert isinstance(later, HorizontalCascade)
+    assert later.depth == 3
+    assert isinstance(later.later, MaxGramDrafter)
+    assert later.later.top_k == 2
+    named = f'drafters=["ngram","{small}"]'
+    measured = open_drafter(f"measured:{named},costs=[0,0.2]", target)
+    assert isinstance(measured, MeasuredComposite)
+    for domain, text in (("one", "The quick brown fox"), ("two", "What is the sum of 12 and 30?")):
+        (tmp_path / domain).write_text(text)
+    files = f'["{tmp_path}/one","{tmp_path}/two"]'
+    routed = open_drafter(f"routed:{named},examples={files}", target)
+    assert isinstance(routed, RoutedDrafter)
+    ids = target.tokenizer("12 and 30 is the sum")["input_ids"]
+    assert routed.classify(np.array(ids)) == 1
+    for spec, message in (
+        ("vertical:inner=ngram", "needs the option model"),
+        ("vertical:model=ngram", "expected a small language model"),
+        (f"vertical:model={small},gama=3", r"no option 'gama'.*gamma"),
+        (f"routed:{named},examples=[]", "0 examples for 2 drafters"),
+        (f'routed:{named},examples=["{tmp_path}/none","{tmp_path}/two"]', "cannot be read"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_drafter(spec, target)
