@@ -5,8 +5,10 @@ Shapes: B rows, n nodes at one depth, N drafted nodes, V vocabulary.
 
 import functools
 import itertools
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from torch import Tensor
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.drafters.combined import SeveralDrafters
+from decode.drafters.datastore import Datastore, write_datastore
+from decode.drafters.rest import RestDrafter, RestOptions
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoded, Decoder
 from decode.rules import Rule
@@ -345,3 +349,14 @@ def small_lm(siblings: Siblings | None = None, case: Case = SHORT) -> SmallLMDra
 def merged(*others: Drafter, case: Case = SHORT) -> SeveralDrafters:
     """One tree of that drafter's chains and those of others."""
     return SeveralDrafters([*others, small_lm(case=case)])
+
+
+def looked_up(case: Case = SHORT) -> RestDrafter:
+    """A drafter with a datastore of a few texts, some with the prompts of the case in front."""
+    texts = np.random.default_rng(0).integers(0, case.vocab, (20, case.new + 4)).tolist()
+    documents = [[*prompt, *text] for prompt in case.prompts for text in texts] + texts
+    with tempfile.TemporaryDirectory() as directory:
+        write_datastore(Path(directory), documents)
+        # What is mapped stays readable after the files are deleted.
+        store = Datastore(Path(directory))
+    return RestDrafter(store, RestOptions(min_n=1, tree_nodes=8))

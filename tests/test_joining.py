@@ -15,9 +15,11 @@ from decode.draft import Contexts
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.measured import MeasuredComposite
 from decode.drafters.ngram import NgramDrafter, StoreDrafter
 from decode.drafters.routed import RoutedDrafter
+from decode.drafters.suffix import SuffixDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.policies import POLICIES
@@ -60,6 +62,10 @@ def by_first(text: np.ndarray) -> int:
 KINDS: dict[str, Callable[[], Drafter]] = {
     "none": lambda: DRAFTERS["none"](),
     "ngram": NgramDrafter,
+    # Without the outputs of others: sampled texts would depend on them.
+    "suffix": lambda: SuffixDrafter(max_cached_requests=0),
+    "suffix tree": lambda: SuffixDrafter(max_cached_requests=0, tree_nodes=4),
+    "lookahead": lambda: LookaheadDrafter(3, 3, 2),
     "chain": lambda: small_lm(case=LONGER),
     "tree": lambda: small_lm("distinct", LONGER),
     "in turn": looked_up,
@@ -168,8 +174,15 @@ def test_the_first_token_drafted_too(kind: str) -> None:
     assert staggered(which, LIMITS).result().outputs == alone(which, LIMITS)
 
 
-def test_a_store_learns_from_all_rows_and_changes_no_greedy_text() -> None:
-    which = decoder(StoreDrafter(1, 3), sampling=GREEDY)
+@pytest.mark.parametrize(
+    "drafter",
+    [lambda: StoreDrafter(1, 3), SuffixDrafter, lambda: SuffixDrafter(tree_nodes=4)],
+    ids=["store", "suffix", "suffix tree"],
+)
+def test_a_store_learns_from_all_rows_and_changes_no_greedy_text(
+    drafter: Callable[[], Drafter],
+) -> None:
+    which = decoder(drafter(), sampling=GREEDY)
     run = staggered(which, LIMITS)
     assert run.result().outputs == alone(decoder(KINDS["none"]()), LIMITS)
     assert run.result().counts.accepted.sum() > 5

@@ -15,9 +15,11 @@ from decode.draft import Draft
 from decode.drafters import Drafter
 from decode.drafters.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.combined import CompositeDrafter
+from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.measured import MeasuredComposite
 from decode.drafters.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.suffix import SuffixDrafter
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import CounterRNG, draw
@@ -34,6 +36,7 @@ from tests.lossless import (
     Watched,
     decode,
     decode_runs,
+    looked_up,
     merged,
     small_lm,
 )
@@ -111,6 +114,10 @@ LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "measured": lambda case: MeasuredComposite(
         [NgramDrafter(1, 2), small_lm(case=case)], [0.0, 0.1], memory=0.5
     ),
+    "suffix": lambda case: SuffixDrafter(min_token_prob=0.0, max_spec_factor=4.0),
+    "suffix tree": lambda case: SuffixDrafter(tree_nodes=6, min_token_prob=0.0, max_spec_offset=5),
+    "datastore": lambda case: looked_up(case),
+    "lookahead": lambda case: LookaheadDrafter(3, 4, 3),
     "merged models": lambda case: merged(SmallLMDrafter(case.model(0.6)), case=case),
     "merged with lookup": lambda case: merged(NgramDrafter(1, 2), case=case),
 }
@@ -145,6 +152,12 @@ CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED}
         ("block", "drawn chain", "penalised", 20_000),
         ("multi_round", "merged models", "penalised", 12_000),
         ("traversal", "merged with lookup", "processed", 3_000),
+        ("speculative", "suffix", "plain", 12_000),
+        ("multi_round", "suffix tree", "plain", 12_000),
+        ("multi_round", "datastore", "plain", 12_000),
+        ("traversal", "datastore", "plain", 12_000),
+        ("multi_round", "lookahead", "penalised", 12_000),
+        ("exact", "lookahead", "penalised", 12_000),
     ],
 )
 def test_ragged_texts_of_many_rounds(rule: str, drafter: str, case: str, rows: int) -> None:

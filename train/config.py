@@ -264,12 +264,21 @@ def _check_evaluation(config: RunConfig) -> None:
             f"evaluation.split is {settings.split}, but data has no such split; set "
             f"data.{settings.split}, or set evaluation.split: test"
         )
-    if settings.shape is not None:
-        return  # the protocol has already checked it against rule and policy
     protocol = settings.protocol()
-    for stage in stages:
-        judged = settings.stages is None or stage.name in settings.stages
-        if not judged or not _drafts_trees(stage, stages):
+    judged = [s for s in stages if settings.stages is None or s.name in settings.stages]
+    if settings.shape is not None:
+        # The protocol has already checked it against rule and policy.
+        looked_up = [stage.name for stage in judged if stage.kind == "datastore"]
+        if looked_up and protocol.branches:
+            raise UserError(
+                f"evaluation.shape is {settings.shape}, but the drafter of stage {looked_up[0]} "
+                "looks its tokens up and has no distributions for a shape; leave "
+                "evaluation.shape out, set it to chain, or leave the stage out of "
+                "evaluation.stages"
+            )
+        return
+    for stage in judged:
+        if not _drafts_trees(stage, stages):
             continue
         name = f"the drafter of stage {stage.name}"
         make_rule(protocol.rule, protocol.sampling, name, True, "chosen")
@@ -286,7 +295,7 @@ def _drafts_trees(stage: StageConfig, stages: Sequence[StageConfig]) -> bool:
     settings: Any = stage
     if stage.kind == "online" and settings.drafter.stage is not None:
         stage = heads_stage(settings.drafter.stage, stages[: list(stages).index(stage)]) or stage
-    return getattr(stage, "tree", None) is not None
+    return any(getattr(stage, name, None) is not None for name in ("tree", "tree_nodes"))
 
 
 def dump_config(config: RunConfig) -> dict[str, Any]:

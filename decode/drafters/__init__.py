@@ -108,6 +108,11 @@ class Drafter(ABC):
                 "cannot continue the drafts of another drafter; use another one, or define `rewind`"
             )
 
+    def forget(self) -> None:
+        """Drop what was learnt from earlier requests. An evaluation calls this between decodes, so
+        that no prompt is decoded by a drafter that has seen its answer."""
+        return None
+
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keeps only these rows (int64 [B']), in this order."""
         return None
@@ -141,4 +146,11 @@ class NoDrafter(Drafter):
         return Draft.none(len(contexts.lengths), "cpu")
 
 
-from decode.drafters import max_gram, ngram, small_lm  # noqa: E402, F401  (each registers itself)
+from decode.drafters import (  # noqa: E402  (each registers itself)
+    lookahead,  # noqa: F401
+    max_gram,  # noqa: F401
+    ngram,  # noqa: F401
+    rest,  # noqa: F401
+    small_lm,  # noqa: F401
+    suffix,  # noqa: F401
+)

@@ -59,6 +59,10 @@ class Group(Drafter):
         for drafter in self.drafters:
             drafter.rewind(lengths)
 
+    def forget(self) -> None:
+        for drafter in self.drafters:
+            drafter.forget()
+
     def keep_rows(self, rows: torch.Tensor) -> None:
         for drafter in self.drafters:
             drafter.keep_rows(rows)

@@ -75,7 +75,7 @@ def describe_drafter(path: Path) -> dict[str, Any]:
 def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
     """Opens a drafter by name. `spec` is one of:
 
-    - `none`, `ngram` or `store`, with or without options: `ngram:max_n=4`;
+    - `none`, `ngram`, `store`, `suffix` or `lookahead`, with or without options: `ngram:max_n=4`;
     - a drafter directory;
     - any smaller causal LM with the same tokenizer (directory, GGUF file or hub id). Its output
       layer may be padded to another size than the target's;
@@ -112,7 +112,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         return drafter
     if (path / DRAFTER_FILE).exists():
         description = describe_drafter(path)
-        padding = description["kind"] == "small_lm"
+        padding = description["kind"] in ("rest", "small_lm")
         require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
         try:
             loader = DRAFTERS[description["kind"]]

@@ -134,6 +134,9 @@ class NgramStore:
                 return max(known, key=known.__getitem__)
         return None
 
+    def clear(self) -> None:
+        self._followers.clear()
+
 
 @DRAFTERS.register("store")
 class StoreDrafter(Drafter):
@@ -223,6 +226,9 @@ class StoreDrafter(Drafter):
 
     def rewind(self, lengths: np.ndarray) -> None:
         self._filed = np.minimum(self._filed, lengths)
+
+    def forget(self) -> None:
+        self.store.clear()
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self._filed = self._filed[rows.cpu().numpy()]

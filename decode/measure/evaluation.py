@@ -43,8 +43,9 @@ def evaluate(
 
     Acceptance is measured on all prompts, in batches. Times are measured on the timed prompts, in
     batches of `timed_batch_size`: plain and speculative decoding take turns of a few tokens, and
-    `generate()` runs after both. Raises UserError as `Decoder` does, and if the prompts do not fill
-    one timed batch.
+    `generate()` runs after both. A drafter that learns from requests starts both measurements with
+    nothing learnt, and learns while they run. Raises UserError as `Decoder` does, and if the
+    prompts do not fill one timed batch.
     """
     if not prompts:
         raise UserError("there are no prompts to evaluate on")
@@ -55,6 +56,7 @@ def evaluate(
     rule, max_depth = protocol.for_drafter(drafter).rule, speculative.policy.max_depth
     protocol = replace(protocol, rule=rule, gamma=max_depth)
     plain, _ = replace(protocol, policy=None, shape=None).decoder(target, DRAFTERS["none"]())
+    speculative.drafter.forget()  # what the costs were measured on
     outputs, counts, steps = _decode_all(speculative, prompts, protocol, report)
     short = replace(protocol, timed_tokens=min(WARM_UP, protocol.timed_tokens))
     for batch in batches[:1]:  # warm-up, not part of any figure
@@ -63,6 +65,7 @@ def evaluate(
             which.decode(texts, short.timed_tokens)
         if protocol.generate:
             time_generate(target, texts, short)
+    speculative.drafter.forget()  # the timed prompts are among those of the acceptance run
     runs: dict[str, list[Decoded]] = {"plain": [], "drafted": []}
     generated: list[tuple[float, int]] = []
     watch = OtherProcesses()
@@ -247,6 +250,7 @@ def fastest_gamma(
         for place, batch in enumerate(batches):
             for by in range(len(gammas)):
                 which = (by + place + turn) % len(gammas)
+                decoders[which].drafter.forget()  # all of them decode the same prompts
                 run = decoders[which].decode(batch, protocol.timed_tokens, seed=protocol.seed)
                 emitted[which] += sum(map(len, run.outputs)) / GAMMA_TURNS
                 seconds[which, place] = min(seconds[which, place], run.timing.total)

@@ -207,15 +207,18 @@ def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]
 
     description = describe_drafter(drafter)
     config = json.loads((drafter / "config.json").read_text())
-    size = sum(file.stat().st_size for file in drafter.glob("*.safetensors"))
+    files = [*drafter.glob("*.safetensors"), *drafter.glob("*.npy")]
+    size = sum(file.stat().st_size for file in files)
     sizes = ", ".join(
         f"{key} {config[key]}"
-        for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")
+        for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "max_n")
         if key in config
     )
-    typer.echo(f"{drafter}: complete, {size / 1e6:.1f} MB of weights ({sizes})")
-    shape = stored_shape(drafter)
-    typer.echo(f"drafts in a {shape.describe() if shape else 'chain'} by default")
+    what = "tokens and suffixes" if description["kind"] == "rest" else "weights"
+    typer.echo(f"{drafter}: complete, {size / 1e6:.1f} MB of {what} ({sizes})")
+    shape, nodes = stored_shape(drafter), config.get("tree_nodes")
+    plain = f"tree of at most {nodes} nodes" if nodes else "chain"
+    typer.echo(f"drafts in a {shape.describe() if shape else plain} by default")
     typer.echo(json.dumps(description, indent=2))
 
 

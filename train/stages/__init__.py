@@ -1,6 +1,23 @@
 """The stages, one file for each kind. Each file registers its stage."""
 
 from train.stage import STAGES
-from train.stages import distill, feature_cache, generate, heads, online, teacher_cache
+from train.stages import (
+    datastore,
+    distill,
+    feature_cache,
+    generate,
+    heads,
+    online,
+    teacher_cache,
+)
 
-__all__ = ["STAGES", "distill", "feature_cache", "generate", "heads", "online", "teacher_cache"]
+__all__ = [
+    "STAGES",
+    "datastore",
+    "distill",
+    "feature_cache",
+    "generate",
+    "heads",
+    "online",
+    "teacher_cache",
+]

@@ -1,0 +1,156 @@
+"""Lookahead decoding: n-grams that the target itself makes, in the passes that verify them.
+
+Shapes: B rows, W columns of the window, N tokens of an n-gram, M = (N−1)·W window tokens, V
+vocabulary.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from decode.device import to_device
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.lookup_tree import LookupTree, as_draft
+from decode.sampling import CounterRNG, Sampling
+from decode.trees import require_whole
+from decode.verification import Verification
+
+
+@dataclass
+class _Row:
+    """window: int64 [N−1, W], one line per level; entry (0, 0) is the last token of the text. None:
+    nothing was drafted yet. nodes: int64 [N−1, W], where they stand in the last draft, −1 for the
+    last token of the text; parents: the same of their parents. pool: by its first token, the rest
+    of each n-gram, the one made last at the end."""
+
+    window: np.ndarray | None = None
+    nodes: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    parents: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
+
+
+@DRAFTERS.register("lookahead")
+class LookaheadDrafter(Drafter):
+    """Jacobi iterations over a window of guessed tokens become n-grams, and n-grams that begin with
+    the text's last token are the drafts (2402.02057). Needs no training and no other model.
+
+    The window has N−1 = `ngram` − 1 levels of `window` columns. Token (ℓ, j) stands ℓ + j places
+    after the text's last token, which is (0, 0). It sees the text, level 0 up to column j, and
+    column j up to level ℓ. So the window is a tree: level 0 is a path, and column j hangs on it.
+    The draft is this tree, merged with at most `guesses` n-grams of the pool. The target's argmax
+    after the last level, in the same pass, is the newest token of each column: with the column it
+    is an n-gram for the pool. Then every level becomes the one before. The pool keeps the
+    `guesses` newest n-grams of each first token.
+
+    All tokens are fixed before a pass draws any, so they are chosen, and every rule for trees is
+    exact. γ does not apply. Each pass feeds at most (N−1)·(window + guesses) tokens. Window tokens
+    count as drafted tokens, so the acceptance rate is low.
+
+    Different from the paper: the window starts with n-grams of the text, evenly spread (there: with
+    random tokens of the prompt). Where the window and a guess agree, they share nodes, so window
+    tokens can be accepted too. A window that was cut near the end of a text stays as it is. Raises
+    UserError for sizes out of range.
+    """
+
+    def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7) -> None:
+        require_whole(window=window, guesses=guesses, **{"ngram - 1": ngram - 1})
+        self.window, self.ngram, self.guesses = window, ngram, guesses
+        self._rows: list[_Row] = []
+
+    @property
+    def branches(self) -> bool:
+        return True
+
+    def max_depth(self, gamma: int) -> int:
+        return max(self.window + self.ngram - 3, self.ngram - 1)
+
+    def max_nodes(self, gamma: int) -> int:
+        return (self.ngram - 1) * (self.window + self.guesses) - 1
+
+    def start(self, contexts: Contexts) -> None:
+        self._rows = [_Row() for _ in contexts.lengths]
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        trees = []
+        for row, tokens, length in zip(self._rows, contexts.tokens, contexts.lengths, strict=True):
+            if row.window is None:
+                starts = np.arange(self.window) * length // self.window
+                row.window = tokens[(starts + np.arange(self.ngram - 1)[:, None]) % length]
+            row.window[0, 0] = tokens[length - 1]
+            trees.append(self._tree(row, row.window))
+        return as_draft(trees, branches=True)
+
+    def _tree(self, row: _Row, window: np.ndarray) -> LookupTree:
+        """The n-grams of the pool, newest first, and the window. Keeps where its tokens stand."""
+        tree, known = LookupTree(), {}
+
+        def node_of(token: int, parent: int) -> int:
+            if (parent, token) not in known:
+                known[parent, token] = tree.add(token, parent)
+            return known[parent, token]
+
+        for guess in reversed(row.pool.get(int(window[0, 0]), {})):
+            parent = -1
+            for token in guess:
+                parent = node_of(token, parent)
+        nodes, parents = np.full_like(window, -1), np.full_like(window, -1)
+        for level, line in enumerate(window.tolist()):
+            for column, token in enumerate(line):
+                if level or column:
+                    above = nodes[level - 1, column] if level else nodes[0, column - 1]
+                    parents[level, column] = above
+                    nodes[level, column] = node_of(token, int(above))
+        places = tree.places()
+        row.nodes, row.parents = places[nodes], places[parents]
+        return tree
+
+    def observe(self, verification: Verification) -> None:
+        draft, rows = verification.draft, self._rows
+        windows = [row.window.ravel() for row in rows if row.window is not None]
+        if not draft.tokens.shape[1] or len(windows) < len(rows):
+            return
+        window_BM, nodes_BM, parents_BM = (
+            np.stack(arrays)
+            for arrays in (
+                windows,
+                [row.nodes.ravel() for row in rows],
+                [row.parents.ravel() for row in rows],
+            )
+        )
+        index = np.minimum(nodes_BM, draft.tokens.shape[1] - 1)
+        columns = to_device(index, draft.tokens.device)
+        rows_B1 = torch.arange(len(rows), device=columns.device)[:, None]
+        newest = verification.scores.raw[rows_B1, columns[:, -self.window :] + 1].argmax(-1)
+        tokens = draft.tokens.gather(1, columns.clamp(min=0))
+        tokens_BM, newest_BW = np.split(
+            torch.cat([tokens, newest], 1).cpu().numpy(), [index.shape[1]], axis=1
+        )
+        # Nodes may be cut, or another drafter's draft may have taken the place of this one.
+        parents = np.take_along_axis(draft.parents_on_host(), index.clip(min=0), axis=1)
+        stands_BM = (tokens_BM == window_BM) & (parents == parents_BM)
+        stands_BM &= nodes_BM < draft.sizes[:, None]
+        for number in np.flatnonzero((stands_BM | (nodes_BM < 0)).all(1)):
+            self._advance(rows[number], newest_BW[number])
+
+    def _advance(self, row: _Row, newest: np.ndarray) -> None:
+        """Put the window's n-grams into the pool, and make every level the one before. newest:
+        int64 [W], the tokens after the last level."""
+        assert row.window is not None
+        ngrams = np.vstack([row.window, newest])
+        for first, *rest in ngrams.T.tolist():
+            known = row.pool.setdefault(first, {})
+            known.pop(tuple(rest), None)
+            known[tuple(rest)] = None
+            if len(known) > self.guesses:
+                del known[next(iter(known))]
+        row.window = ngrams[1:]
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        self._rows = [self._rows[row] for row in rows.tolist()]
+
+    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
+        self._rows += [_Row() for _ in verification.lengths]

@@ -1,0 +1,99 @@
+"""Trees of tokens that were looked up: the likeliest continuations by counts."""
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from decode.draft import Draft
+
+P = TypeVar("P")
+
+# The tokens that were seen after a place: (token, its share of them, the place after it).
+Followers = Callable[[P], Sequence[tuple[int, float, P]]]
+
+
+@dataclass
+class LookupTree:
+    """The nodes of one row's draft, parents before children. parents: −1 is the last committed
+    token. depths: 1 for its children. score: the sum of the nodes' estimated probabilities, which
+    is the number of tokens that are expected to be accepted."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    score: float = 0.0
+
+    def add(self, token: int, parent: int) -> int:
+        """Appends a node and returns its number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
+        return len(self.tokens) - 1
+
+    def places(self) -> np.ndarray:
+        """int [N+1]: where each node stands in a draft, which has shallow nodes first. The last
+        entry, −1, is the root's, so that a parent's number is an index."""
+        return np.append(np.argsort(np.argsort(self.depths, kind="stable")), -1)
+
+
+def grow_likeliest(
+    start: P,
+    followers: Followers[P],
+    *,
+    nodes: int,
+    depth: int,
+    least: float = 0.0,
+    branches: bool = True,
+) -> LookupTree:
+    """The `nodes` likeliest nodes after a place, at most `depth` deep, by best-first search.
+
+    The probability of a node is the product of the shares on its path, so a node never comes before
+    its parent. Of equal nodes, shallow ones come first, then those that `followers` gives first.
+    Nodes with a probability below `least` are left out. branches: False: only the likeliest
+    follower of each node, which gives a path.
+    """
+    tree, order = LookupTree(), itertools.count()
+    heap: list[tuple[float, int, int, int, int, P]] = []
+
+    def offer(probability: float, parent: int, level: int, place: P) -> None:
+        options = followers(place)
+        if not branches:
+            options = [max(options, key=lambda option: option[1])] if options else []
+        elif len(options) > nodes:
+            options = heapq.nlargest(nodes, options, key=lambda option: option[1])
+        for token, share, after in options:
+            if probability * share >= least:
+                entry = (-probability * share, level, next(order), parent, token, after)
+                heapq.heappush(heap, entry)
+
+    if nodes and depth:
+        offer(1.0, -1, 1, start)
+    while heap and len(tree.tokens) < nodes:
+        minus, level, _, parent, token, place = heapq.heappop(heap)
+        node = tree.add(token, parent)
+        tree.score -= minus
+        if level < depth:
+            offer(-minus, node, level + 1, place)
+    return tree
+
+
+def as_draft(trees: Sequence[LookupTree], branches: bool) -> Draft:
+    """One tree per row, on the host, of tokens that were chosen and not drawn. branches: False: all
+    of them are paths, and the draft is one of chains."""
+    if not branches:
+        return Draft.chosen([tree.tokens for tree in trees])
+    sizes = np.array([len(tree.tokens) for tree in trees])
+    tokens = np.zeros((len(trees), int(sizes.max())), dtype=np.int64)
+    parents = np.full_like(tokens, -1)
+    for row, tree in enumerate(trees):
+        places = tree.places()
+        tokens[row, places[:-1]] = tree.tokens
+        parents[row, places[:-1]] = places[np.array(tree.parents, dtype=np.int64)]
+    return Draft(
+        torch.as_tensor(tokens), sizes, parents=torch.as_tensor(parents), _host_parents=parents
+    )

@@ -1,0 +1,92 @@
+"""`datastore`: a text as tokens with a suffix array, from which the drafter `rest` drafts."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from decode.drafters.datastore import require_memory_to_sort
+from decode.drafters.directory import describe_drafter, save_drafter
+from decode.drafters.rest import RestOptions, write_rest
+from train.schema import StageConfig
+from train.stage import STAGES, Outcome, StagePlan
+from train.text_stages import TextConfig, TextStage, size
+
+# Bytes of a finished datastore per token: at most four for the token and its position each, up to
+# two billion tokens.
+STORED_BYTES = 8
+
+
+class DatastoreConfig(TextConfig):
+    """A text as tokens with a suffix array, for drafts that are looked up (REST, 2311.08252). The
+    text is the train split or answers, never the test split."""
+
+    kind: Literal["datastore"] = "datastore"
+    max_length: int = Field(1_000_000, ge=2)
+    """The maximum length of a document in tokens, prompt included."""
+    min_n: int = 2
+    """The shortest end of a text that is looked up, in tokens."""
+    max_n: int = 16
+    """The longest end of a text that is looked up, in tokens: at most 16."""
+    max_hits: int = 5000
+    """How many places of a match are read. More of them are thinned out evenly."""
+    tree_nodes: int | None = 64
+    """The number of nodes of a draft. None: a path. The paper's 64 suit accelerators; on a CPU
+    fewer are faster."""
+
+    @property
+    def options(self) -> RestOptions:
+        return RestOptions(self.min_n, self.max_n, self.max_hits, self.tree_nodes)
+
+
+@STAGES.register("datastore")
+class DatastoreStage(TextStage[DatastoreConfig]):
+    """Writes `drafter`, a directory of the drafter `rest`, complete or not at all."""
+
+    Config = DatastoreConfig
+
+    @classmethod
+    def check(cls, config: DatastoreConfig, earlier: Sequence[StageConfig]) -> None:
+        config.options  # noqa: B018  # refuses options out of range
+        super().check(config, earlier)
+
+    def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
+        tokens = self.planned_tokens(plans)
+        require_memory_to_sort(tokens)
+        return StagePlan(
+            f"a datastore of responses of {tokens:,} tokens and their prompts: "
+            f"{STORED_BYTES} bytes a token on disk",
+            tokens=tokens,
+        )
+
+    def run(self) -> Outcome:
+        begin, directory = time.perf_counter(), self.directory / "drafter"
+        if self.accelerator.is_main_process and not directory.exists():
+            self._write(directory)
+        self.accelerator.wait_for_everyone()
+        summary = describe_drafter(directory)["provenance"]["datastore"]
+        stored = sum(file.stat().st_size for file in directory.glob("*.npy"))
+        self.reporter.say(
+            f"  {summary['documents']} documents, {summary['tokens']:,} tokens, {size(stored)}"
+        )
+        seconds = time.perf_counter() - begin
+        return Outcome(directory, summary | {"datastore_bytes": stored, "seconds": seconds})
+
+    def _write(self, directory: Path) -> None:
+        config = self.config
+        samples, counts = self.fitting_samples()
+        documents = [sample.tokens for sample in samples]
+        tokens = sum(map(len, documents))
+        provenance = {
+            "stage": config.name,
+            "run": self.run_name,
+            "settings": config.model_dump(mode="json"),
+            "datastore": {"samples": counts, "documents": len(documents), "tokens": tokens},
+        }
+
+        def write(path: Path) -> None:
+            write_rest(path, documents, config.options)
+
+        save_drafter(directory, "rest", write, target=self.target, provenance=provenance)
