@@ -73,10 +73,12 @@ class Limits:
         The logits of rows that are not drafting mean nothing. It is never called for a token that
         is already chosen: dropping a token because of its own probability would change the
         distribution of the text.
+    stops_after: the draft ends after that token, which is still drafted, and not before it.
     """
 
     depths: np.ndarray
     stops: Callable[[int, Tensor, Tensor], Tensor] | None = None
+    stops_after: bool = False
 
     @property
     def max_depth(self) -> int:

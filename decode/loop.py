@@ -228,6 +228,7 @@ class Decoding:
         rows: int = 0,
         slots: int = 0,
     ) -> None:
+        decoder.drafter.attach(decoder.lm)
         self.clock = Clock(decoder.lm.device, Timing())
         self.decoder, self.seed = decoder, seed
         self.on_tokens, self.on_end, self.on_error = on_tokens, on_end, on_error
@@ -467,7 +468,8 @@ class Decoding:
             decoder.drafter.prefill(self.rows.contexts)
             self.clock.mark("draft_prefill")
             self._drafted = True
-        limits = Limits(depths, decoder.policy.stops if decoder.policy.watches else None)
+        policy = decoder.policy
+        limits = Limits(depths, policy.stops if policy.watches else None, policy.stops_after)
         rows = self.rows
         rng = rows.rng.coupled() if decoder.rule_for(rows.sampling).couples else rows.rng
         draft = decoder.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)

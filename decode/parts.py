@@ -69,8 +69,9 @@ class Parts:
             make_rule(self.rule, sampling, name, branches, self.drafter.siblings(drafts))
 
     def require_target(self, lm: CachedLM, vocab_size: int) -> None:
-        """Raises UserError if the drafts do not fit into the target's context, or if the drafter
-        has another vocabulary."""
+        """Attaches the drafter to the target. Raises UserError if the drafts do not fit into the
+        target's context, or if the drafter does not fit the target, or has another vocabulary."""
+        self.drafter.attach(lm)
         if self.policy.max_depth >= lm.max_positions:
             raise UserError(
                 f"drafts of depth {self.policy.max_depth} do not fit into the target's context of "

@@ -8,6 +8,7 @@ Shapes: B rows, n tokens, m missing cache entries, F features of a token, H hidd
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -42,6 +43,7 @@ class HeadsDrafter(ShapedDrafter):
     """
 
     trained = True
+    vocab_size: int
 
     def __init__(self, heads: Heads, vocab_size: int, shape: Shape | None = None) -> None:
         super().__init__(vocab_size, shape, depth_limit=heads.depth)
@@ -102,7 +104,7 @@ class HeadsDrafter(ShapedDrafter):
         depths = np.where(self._has_features, np.minimum(limits.depths, self.heads.depth), 0)
         if not depths.any():
             return Draft.none(len(contexts.lengths), "cpu")
-        head_limits = Limits(depths, limits.stops)
+        head_limits = replace(limits, depths=depths)
         growth = self.growth(contexts, sampling, head_limits.max_depth)
         return self.shape.grow(growth, head_limits, sampling, rng)
 

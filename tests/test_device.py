@@ -177,6 +177,7 @@ def test_a_cascade_reads_once_for_each_pass_of_its_parts() -> None:
         ("confidence:threshold=0.2", 2),
         ("entropy:ema=0.3", 2),
         ("adaptive_confidence:threshold=0.2", 2),
+        ("draft_exit:threshold=0.2", 2),
         ("heuristic", 1),
         ("feedback", 1),
     ],

@@ -56,11 +56,12 @@ def test_the_table_of_rules_says_what_they_judge() -> None:
 def test_the_table_of_drafters_says_their_options() -> None:
     for name, (_, options) in table("Drafters").items():
         said = {
-            option: None if value == "none" else float(value.replace(",", ""))
+            option: "none" if value == "none" else float(value.replace(",", ""))
             for option, value in re.findall(r"`(\w+)` (none|[\d,.]*\d)", options)
         }
         parameters = inspect.signature(DRAFTERS[name]).parameters.values()
-        assert said == {p.name: p.default for p in parameters}, name
+        defaults = {p.name: "none" if p.default in (None, "") else p.default for p in parameters}
+        assert said == defaults, name
 
 
 def test_the_table_of_combinations_says_their_options() -> None:

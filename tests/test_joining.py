@@ -19,6 +19,7 @@ from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.measured import MeasuredComposite
 from decode.drafters.ngram import NgramDrafter, StoreDrafter
 from decode.drafters.routed import RoutedDrafter
+from decode.drafters.skip import SkipDrafter
 from decode.drafters.suffix import SuffixDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
@@ -68,6 +69,8 @@ KINDS: dict[str, Callable[[], Drafter]] = {
     "lookahead": lambda: LookaheadDrafter(3, 3, 2),
     "chain": lambda: small_lm(case=LONGER),
     "tree": lambda: small_lm("distinct", LONGER),
+    "skip": lambda: SkipDrafter(attention=1),
+    "skip tree": lambda: SkipDrafter(mlp="0").with_shape(static()),
     "in turn": looked_up,
     "merged": lambda: SeveralDrafters([NgramDrafter(), small_lm(case=LONGER)]),
     "vertical": lambda: VerticalCascade(small_lm(case=LONGER), NgramDrafter(), gamma=2),
@@ -157,7 +160,14 @@ def test_rounds_are_counted_for_each_row(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     "policy",
-    ["heuristic", "feedback", "entropy:ema=0.5", "adaptive_confidence:window=8", "by_batch"],
+    [
+        "heuristic",
+        "feedback",
+        "entropy:ema=0.5",
+        "adaptive_confidence:window=8",
+        "draft_exit:threshold=0.6",
+        "by_batch",
+    ],
 )
 def test_policies_count_from_a_rows_own_beginning(policy: str) -> None:
     made: Any = POLICIES["by_batch"]({1: 3, 3: 1, 4: 0}) if policy == "by_batch" else policy

@@ -18,6 +18,7 @@ from decode.drafters.combined import CompositeDrafter
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.measured import MeasuredComposite
 from decode.drafters.ngram import NgramDrafter
+from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.suffix import SuffixDrafter
 from decode.rules import RULES
@@ -33,6 +34,7 @@ from tests.lossless import (
     VOCAB,
     Case,
     FixedDraft,
+    Pairs,
     Watched,
     decode,
     decode_runs,
@@ -54,6 +56,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "chosen": lambda: small_lm("chosen"),
     "independent": lambda: small_lm("independent"),
     "distinct": lambda: small_lm("distinct"),
+    "self-drafted chain": lambda: SkipDrafter(attention=0),
+    "self-drafted tree": lambda: SkipDrafter(attention=0).with_shape(Pairs("distinct")),
 }
 
 
@@ -80,6 +84,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
         ("traversal", "chosen", ROWS // 5),
         ("spectr", "independent", ROWS // 4),
         ("spectr", "drawn chain", ROWS // 5),
+        ("speculative", "self-drafted chain", ROWS // 5),
+        ("multi_round", "self-drafted tree", ROWS // 5),
     ],
 )
 def test_texts_have_the_targets_distribution(rule: str, drafter: str, rows: int) -> None:
@@ -103,6 +109,8 @@ LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "drawn chain": lambda case: small_lm(case=case),
     "independent": lambda case: small_lm("independent", case),
     "distinct": lambda case: small_lm("distinct", case),
+    "self-drafted chain": lambda case: SkipDrafter(attention=1),
+    "self-drafted tree": lambda case: SkipDrafter(mlp="0").with_shape(Pairs("distinct")),
     "lookup or model": lambda case: CompositeDrafter([NgramDrafter(1, 2), small_lm(case=case)]),
     "vertical": lambda case: vertical(case),
     "vertical in blocks": lambda case: vertical(case, rule="block", rounds=1),
@@ -129,6 +137,8 @@ CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED}
     ("rule", "drafter", "case", "rows"),
     [
         ("speculative", "drawn chain", "plain", 20_000),
+        ("speculative", "self-drafted chain", "plain", 20_000),
+        ("traversal", "self-drafted tree", "plain", 12_000),
         ("speculative", "lookup or model", "plain", 20_000),
         ("speculative", "vertical", "plain", 20_000),
         ("speculative", "vertical in blocks", "plain", 20_000),

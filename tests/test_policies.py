@@ -13,6 +13,7 @@ from decode.draft import Contexts, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.combined import CompositeDrafter
 from decode.drafters.ngram import NgramDrafter
+from decode.drafters.skip import SelfDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -22,6 +23,7 @@ from decode.policies.confidence import AdaptiveConfidence
 from decode.policies.cost_model import CostModel
 from decode.policies.feedback import Heuristic
 from decode.sampling import CounterRNG, Sampling
+from decode.target.sublayers import Sublayers
 from decode.verification import Verification
 from tests import lossless
 from tests.tiny import tiny_model, verification
@@ -221,9 +223,38 @@ def test_adaptive_confidence_maximises_its_criterion() -> None:
     assert worth(policy.thresholds[0]) == pytest.approx(best)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_draft_exit_ends_after_an_unlikely_token_and_moves_its_threshold(
+    temperature: float,
+) -> None:
+    """The rule of the paper's code, replayed on the record of a decode that accepts everything."""
+    which = Decoder(
+        model("llama"),
+        SelfDrafter(Sublayers()),
+        policy="draft_exit:max_depth=2,threshold=0.4,goal=0.6",
+        sampling=Sampling(temperature),
+    )
+    run = which.decode([[5, 6, 7]], 60, seed=1)
+    theta, rate = 0.4, 0.0
+    seen = set()
+    for done in run.steps:
+        drafted, limit = int(done.drafted[0]), int(done.depths[0])
+        if not drafted:
+            continue
+        likely = done.signals["confidence"][0]
+        below = np.flatnonzero(likely[:limit] < np.float32(theta))
+        assert drafted == (below[0] + 1 if len(below) else limit)
+        rate = 0.5 * rate + 0.5 * done.accepted[0] / drafted
+        change = 0.01 if rate < 0.6 else 0.0 if drafted == 2 else -0.01
+        theta += 0.1 * change
+        seen.add(change)
+    assert seen == {0.01, 0.0, -0.01}
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ("draft_exit:goal=2", "goal is 2"),
         ("heuristic:first=9", "first is 9; expected a length from 1 to max_depth, 8"),
         ("heuristic:max_depth=0", "gamma is 0"),
         ("confidence:threshold=1.5", "threshold is 1.5"),
@@ -254,6 +285,7 @@ SPECS = {
     "by_batch": "by_batch:table={1:4,3:2,4:0}",
     "confidence": "confidence:max_depth=5,threshold=0.5",
     "cost_model": "cost_model:max_depth=4",
+    "draft_exit": "draft_exit:max_depth=5,threshold=0.3",
     "entropy": "entropy:max_depth=5,ema=0.5,flat=0.5",
     "feedback": "feedback:max_depth=5",
     "fixed": "fixed:max_depth=3",
@@ -314,7 +346,7 @@ WATCHERS = [name for name in SPECS if POLICIES[name].watches]
 
 
 def test_there_are_policies_that_watch() -> None:
-    assert WATCHERS == ["adaptive_confidence", "confidence", "entropy"]
+    assert WATCHERS == ["adaptive_confidence", "confidence", "draft_exit", "entropy"]
 
 
 def short_lm() -> SmallLMDrafter:

@@ -14,6 +14,7 @@ from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.errors import UserError
 from decode.registry import Registry
 from decode.sampling import CounterRNG, Sampling
+from decode.target.cached_model import CachedLM
 from decode.target.loading import Target
 from decode.trees import Shape
 from decode.verification import Verification
@@ -22,7 +23,7 @@ from decode.verification import Verification
 class Drafter(ABC):
     """Base class of drafters.
 
-    Order of the calls in one decode: start → observe → prefill → (draft → observe)*, with
+    Order of the calls in one decode: attach → start → observe → prefill → (draft → observe)*, with
     keep_rows and add_rows in between. If passes without drafts come first, `observe` is called more
     than once before `prefill`. If all rows have left and others come, `start` follows again.
 
@@ -67,6 +68,11 @@ class Drafter(ABC):
     def with_shape(self, shape: Shape) -> "Drafter":
         """The same drafter with another shape. Raises UserError if it has no choice of shape."""
         raise UserError(f"{type(self).__name__} does not take a shape; leave the shape out")
+
+    def attach(self, lm: CachedLM) -> None:
+        """Receives the target before a decode, and when a decoder is made. For drafters that run
+        layers of the target. Raises UserError if the drafter does not fit it."""
+        return None
 
     @abstractmethod
     def start(self, contexts: Contexts) -> None:
@@ -151,6 +157,8 @@ from decode.drafters import (  # noqa: E402  (each registers itself)
     max_gram,  # noqa: F401
     ngram,  # noqa: F401
     rest,  # noqa: F401
+    skip,  # noqa: F401
     small_lm,  # noqa: F401
     suffix,  # noqa: F401
+    swift,  # noqa: F401
 )

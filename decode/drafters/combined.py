@@ -4,6 +4,7 @@ Shapes: B rows, N nodes of all drafts together, R rows of q, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from decode.draft import Contexts, Draft, Drawn, Limits, Siblings, first_equal, 
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
+from decode.target.cached_model import CachedLM
 from decode.trees import Shape
 from decode.verification import Verification
 
@@ -42,6 +44,10 @@ class Group(Drafter):
 
     def max_depth(self, gamma: int) -> int:
         return max(drafter.max_depth(gamma) for drafter in self.drafters)
+
+    def attach(self, lm: CachedLM) -> None:
+        for drafter in self.drafters:
+            drafter.attach(lm)
 
     def start(self, contexts: Contexts) -> None:
         for drafter in self.drafters:
@@ -145,7 +151,7 @@ class CompositeDrafter(Group):
             open_depths = np.where(asked[:, member], depths, 0)
             if not open_depths.any():
                 continue
-            draft = drafter.draft(contexts, Limits(open_depths, limits.stops), sampling, rng)
+            draft = drafter.draft(contexts, replace(limits, depths=open_depths), sampling, rng)
             # Drop drafts in rows that already have one, or that do not ask for one.
             draft.cut(np.where(asked[:, member] & (depths > 0), draft.sizes, 0))
             self._took[draft.sizes > 0] = member

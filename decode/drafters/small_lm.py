@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ class SmallLMDrafter(ShapedDrafter):
     """
 
     trained = True
+    vocab_size: int
 
     def __init__(
         self,
@@ -193,7 +195,7 @@ class SmallLMDrafter(ShapedDrafter):
         if not depths.any():
             return Draft.none(len(lengths), self.lm.device)
         growth = _LMGrowth(self, contexts, sampling, depths > 0)
-        draft = self.shape.grow(growth, Limits(depths, limits.stops), sampling, rng)
+        draft = self.shape.grow(growth, replace(limits, depths=depths), sampling, rng)
         # The last token of a chain was not fed. Tree nodes are not always in their text slots.
         fed = 0 if self.shape.branches else growth.fed.shape[1]
         self._fed = (draft, growth.fed, lengths) if fed else None
@@ -269,33 +271,54 @@ class SmallLMDrafter(ShapedDrafter):
         self._cached = self._begin.copy()
 
 
-class _LMGrowth(Growth):
-    def __init__(
-        self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, drafting: np.ndarray
-    ) -> None:
-        """drafting: bool [B], the rows that draft."""
-        super().__init__(
-            contexts, sampling, drafter.lm.device, drafter.vocab_size, drafter.vocabulary
-        )
-        self.drafter, self.drafting = drafter, drafting
-        self.lengths = contexts.lengths - drafter._begin  # of the part that is read
+class CachedGrowth(Growth):
+    """Feeds the nodes to a model over slots.
 
-    def _first(self) -> Tensor:
-        logits = self.drafter.feed(self.contexts, self.contexts.lengths, self.drafting)
-        assert logits is not None  # the last committed token is never in the cache
-        return self._of_tokens(logits)
+    lm: the model. lengths: int [B], the slot of each row's first node. vocabulary: as for `Growth`.
+    """
+
+    def __init__(
+        self,
+        lm: CachedLM,
+        lengths: np.ndarray,
+        contexts: Contexts,
+        sampling: Sampling,
+        vocab_size: int,
+        vocabulary: Tensor | None = None,
+    ) -> None:
+        super().__init__(contexts, sampling, lm.device, vocab_size, vocabulary)
+        self.lm, self.lengths = lm, lengths
 
     def _extend(self, count: int) -> Tensor:
         before = self.fed.shape[1] - count
         new = self.fed[:, before:]
         start = self.lengths + before
         if self.ancestors is None:
-            return self._of_tokens(self.drafter.lm.forward(new, start))
+            return self.of_tokens(self.lm.forward(new, start))
         seen = self.ancestors[:, before:]
-        return self._of_tokens(
-            self.drafter.lm.forward(new, start, depth_BN=seen.sum(2) - 1, ancestors_BNM=seen)
+        return self.of_tokens(
+            self.lm.forward(new, start, depth_BN=seen.sum(2) - 1, ancestors_BNM=seen)
         )
 
-    def _of_tokens(self, logits: Tensor) -> Tensor:
-        """The logits without the padding rows of the output layer."""
+    def of_tokens(self, logits: Tensor) -> Tensor:
+        """The logits of the tokens that may be drafted: the first rows of the output layer."""
+        return logits
+
+
+class _LMGrowth(CachedGrowth):
+    def __init__(
+        self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, drafting: np.ndarray
+    ) -> None:
+        """drafting: bool [B], the rows that draft."""
+        lengths = contexts.lengths - drafter._begin  # of the part that is read
+        vocabulary = drafter.vocabulary
+        super().__init__(drafter.lm, lengths, contexts, sampling, drafter.vocab_size, vocabulary)
+        self.drafter, self.drafting = drafter, drafting
+
+    def _first(self) -> Tensor:
+        logits = self.drafter.feed(self.contexts, self.contexts.lengths, self.drafting)
+        assert logits is not None  # the last committed token is never in the cache
+        return self.of_tokens(logits)
+
+    def of_tokens(self, logits: Tensor) -> Tensor:
         return logits[..., : self.drafter.rows]

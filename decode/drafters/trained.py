@@ -20,9 +20,9 @@ class ShapedDrafter(Drafter):
     """
 
     def __init__(
-        self, vocab_size: int, shape: Shape | None = None, depth_limit: int | None = None
+        self, vocab_size: int | None, shape: Shape | None = None, depth_limit: int | None = None
     ) -> None:
-        self.vocab_size: int = vocab_size
+        self.vocab_size = vocab_size
         self.shape = shape or Chain()
         self.depth_limit = depth_limit
 

@@ -27,6 +27,7 @@ class Policy(ABC):
     add_rows in between.
 
     max_depth: of a draft. watches: the drafter calls `stops` before each token of a chain.
+    stops_after: a draft that `stops` ends still gets that token, and ends after it.
     constant: all drafts have the same depth, so figures per draft length are meaningful. watched:
     the number of tokens of the last draft for which `stops` was called; the drafter computed logits
     for each of them. needs_costs: `use_costs` is worth the seconds that measuring takes.
@@ -35,6 +36,7 @@ class Policy(ABC):
     """
 
     watches: bool = False
+    stops_after: bool = False
     constant: bool = False
     needs_costs: bool = False
     reads_times: bool = False
@@ -57,8 +59,9 @@ class Policy(ABC):
         """int [B], 0 … max_depth: the max depth of each row's next draft. All 0 is a plain step."""
 
     def stops(self, position: int, logits: Tensor, drafting: Tensor) -> Tensor:
-        """bool [B]: the rows whose draft ends before its token number `position` (0, 1, …), given
-        the drafter's logits for that token, [B, V']. Called only if `watches`.
+        """bool [B]: the rows whose draft ends before its token number `position` (0, 1, …), or
+        after it if `stops_after`, given the drafter's logits for that token, [B, V']. Called only
+        if `watches`.
 
         drafting: bool [B] on the same device, the rows that are still drafting. The logits of the
         other rows mean nothing: their draft has ended, or another drafter serves them. On an
@@ -120,8 +123,8 @@ class Watcher(Policy):
 
     @abstractmethod
     def ends(self, position: int, value: Tensor) -> Tensor:
-        """bool [B]: the rows whose draft ends before this position. value: the number there, [B],
-        NaN in rows that are not drafting."""
+        """bool [B]: the rows whose draft ends before this position, or after it if `stops_after`.
+        value: the number there, [B], NaN in rows that are not drafting."""
 
     def learn(self, verification: Verification, values: np.ndarray, watched: np.ndarray) -> None:
         """values: float64 [B, D], the number at each position. watched: int [B], at how many
@@ -143,7 +146,8 @@ class Watcher(Policy):
         self._on_host[position:] = [copy, *self._on_host[position + 1 :]]
         self.watched = len(self._seen)
         ended = self.ends(position, value) & drafting
-        return ended if position >= self.min_depth else torch.zeros_like(ended)
+        shortest = position + self.stops_after  # the draft, if it ends here
+        return ended if shortest >= self.min_depth else torch.zeros_like(ended)
 
     def observe(self, verification: Verification) -> None:
         if not self._seen:
@@ -173,6 +177,7 @@ from decode.policies import (  # noqa: E402, F401  (each registers itself)
     by_batch,
     confidence,
     cost_model,
+    draft_exit,
     entropy,
     feedback,
 )

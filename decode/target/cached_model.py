@@ -21,6 +21,7 @@ from decode.target.memory import require_memory
 from decode.target.prepare_model import prepare, refresh_packed
 from decode.target.pretrained import input_device
 from decode.target.slots import Slots
+from decode.target.sublayers import Sublayers, forward_without
 from decode.target.tree_support import reason_against_trees
 
 # How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
@@ -132,6 +133,16 @@ class CachedLM:
         """Capture these layers from now on. Raises UserError for a layer that the model lacks."""
         captured_modules(self.model, layers)
         self.captured_layers = tuple(layers)
+
+    @property
+    def layers(self) -> int:
+        """The number of its layers."""
+        return len(self._windows)
+
+    def view(self, skipped: Sublayers) -> "LayerView":
+        """The model without some sublayers, over the same slots. Raises UserError as
+        `decode.target.sublayers.forward_without` does."""
+        return LayerView(self, skipped)
 
     def reset(self, rows: int, capacity: int) -> None:
         """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots` and
@@ -302,6 +313,25 @@ class CachedLM:
         """Keep only these rows (int64 [B']), in this order."""
         assert self._slots is not None
         self._slots.keep_rows(rows)
+
+
+class LayerView(CachedLM):
+    """A model without some sublayers, over the slots of that model.
+
+    It reads the keys and values that the complete model made, and it writes its own into the same
+    slots. That is sound where it feeds the tokens after a text, from the text's last token on:
+    every verification writes these slots again, in all layers, and what lies beyond is masked.
+    `Slots.restored` leaves no trace. Rows join and leave in the complete model, not here.
+    """
+
+    def __init__(self, lm: CachedLM, skipped: Sublayers) -> None:
+        super().__init__(lm.model, pass_tokens=lm.pass_tokens)
+        self.lm, self.skipped = lm, skipped
+        self.forward_pass = forward_without(lm.forward_pass, skipped)
+
+    @property
+    def slots(self) -> Slots:
+        return self.lm.slots
 
 
 def _with_rows(x: Tensor, rows: int) -> Tensor:

@@ -12,8 +12,9 @@ Shapes: B rows, n tokens fed per row, N query heads, K key heads, G = N / K, S s
 H hidden size.
 """
 
+import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -230,6 +231,16 @@ class LeanLayer(nn.Module):
     ) -> Tensor:
         """[B, n, H] → [B, n, H]. attention_input: [B, n, R], if attention does not read the normed
         states."""
+        return self.feed_forward(self.attention(states, rotation, attend, attention_input))
+
+    def attention(
+        self,
+        states: Tensor,
+        rotation: Rotation | None,
+        attend: Attend,
+        attention_input: Tensor | None = None,
+    ) -> Tensor:
+        """The states after attention was added to them. As `forward`."""
         parts = self.parts
         if attention_input is None:
             attention_input = states if parts.attention_in is None else parts.attention_in(states)
@@ -244,12 +255,11 @@ class LeanLayer(nn.Module):
         query, key = rotating.transpose(1, 2).split((parts.query_heads, parts.key_heads), 1)
         outputs = attend(query, key, value.transpose(1, 2)).transpose(1, 2).flatten(2)
         if parts.attention_out is None:
-            states = self.out.combined(outputs, states, "add")
-        else:
-            states = states + parts.attention_out(self.out(outputs))
-        return self._feed_forward(states)
+            return self.out.combined(outputs, states, "add")
+        return states + parts.attention_out(self.out(outputs))
 
-    def _feed_forward(self, states: Tensor) -> Tensor:
+    def feed_forward(self, states: Tensor) -> Tensor:
+        """[B, n, H] → [B, n, H]: the states after the feed-forward network was added to them."""
         parts = self.parts
         normed = states if parts.mlp_in is None else parts.mlp_in(states)
         if len(self.gate_up) == 2:
@@ -296,9 +306,12 @@ class LeanForward(nn.Module):
 
     packed: for a CPU, with packed products. Else for any device: a pass is tensors in, tensors out,
     over static slots (`decode.target.slots`).
+    skipped_attention, skipped_mlps: the layers that run without this part (`without`).
     """
 
     has_our_attention = True
+    skipped_attention: frozenset[int] = frozenset()
+    skipped_mlps: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -320,6 +333,13 @@ class LeanForward(nn.Module):
         self.layers = nn.ModuleList(LeanLayer(parts, packed=packed) for parts in layers)
         self.output = product(output, packed=packed)
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
+
+    def without(self, attention: Iterable[int], mlps: Iterable[int]) -> "LeanForward":
+        """The same forward without the attention and the MLPs of these layers. Shares all
+        modules."""
+        other = copy.copy(self)
+        other.skipped_attention, other.skipped_mlps = frozenset(attention), frozenset(mlps)
+        return other
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, n, H]: the input of the first layer, for ids int64 [B, n]."""
@@ -359,8 +379,11 @@ class LeanForward(nn.Module):
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, LeanLayer)
             parts, mask, slot_layer = layer.parts, masks[number], slots[number]
-            attend = SlotAttention(slot_layer, mask, parts.scale, parts.softcap)
-            states = layer(states, shared or rotations[parts.kind], attend)
+            if number not in self.skipped_attention:
+                attend = SlotAttention(slot_layer, mask, parts.scale, parts.softcap)
+                states = layer.attention(states, shared or rotations[parts.kind], attend)
+            if number not in self.skipped_mlps:
+                states = layer.feed_forward(states)
             if number in captured_layers:
                 features[number] = states
         if FINAL in captured_layers:

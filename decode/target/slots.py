@@ -16,9 +16,10 @@ Static slots are for passes that are one graph of tensors (`CachedLM.run`). The 
 many slots attention gets, in steps. Where the tokens go is a tensor on the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -92,6 +93,16 @@ class _Store:
             source, target = (to_device(y, x.device) for y in (rows[moved], moved))
             for layer in range(len(x)):
                 x[layer].index_copy_(0, target, x[layer].index_select(0, source))
+
+    def copy(self, rows_B1: Tensor, slots_BN: Tensor) -> list[Tensor]:
+        """A copy of these slots."""
+        return [x[:, rows_B1.to(x.device), :, slots_BN.to(x.device)] for x in self._tensors]
+
+    def write(self, rows_B1: Tensor, slots_BN: Tensor, copied: Sequence[Tensor]) -> None:
+        """Write a copy back. Tensors that did not exist yet get zeros."""
+        for x, old in zip_longest(self._tensors, copied, fillvalue=0.0):
+            assert isinstance(x, Tensor)
+            x[:, rows_B1.to(x.device), :, slots_BN.to(x.device)] = old
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Have memory for at least so many rows and slots."""
@@ -360,6 +371,22 @@ class Slots:
         for layer in self.layers:
             layer.is_initialized = True
         self._look_up(self._fed.start, self._fed.stop)
+
+    @contextmanager
+    def restored(self, start: np.ndarray, n: int) -> Iterator[None]:
+        """After this context, the n slots of each row from `start` on, int [B], are as before it.
+
+        Stale slots are masked, but a NaN in one of them would still spoil the row: 0·NaN is NaN.
+        """
+        rows_B1 = torch.arange(len(start), device=self.device)[:, None]
+        slots_BN = to_device(start, self.device)[:, None] + torch.arange(n, device=self.device)
+        slots_BN = slots_BN.clamp(max=self.allocated[1] - 1)
+        copies = [store.copy(rows_B1, slots_BN) for store in self._stores]
+        try:
+            yield
+        finally:
+            for store, copied in zip(self._stores, copies, strict=True):
+                store.write(rows_B1, slots_BN, copied)
 
     @contextmanager
     def only(self, first: int, end: int) -> Iterator[None]:

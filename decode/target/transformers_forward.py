@@ -70,13 +70,16 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class TransformersForward(nn.Module):
-    """The same interface as `LeanForward`. The model may have our attention and packed layers."""
+    """The same interface as `LeanForward`. The model may have our attention and packed layers.
+
+    layers: the numbers of its layers among those that have masks. None: all, in order.
+    """
 
     static_slots = False
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.layers = model, layers
         self.has_our_attention = model.config._attn_implementation == ATTENTION
         self.slot_step = SLOT_STEP if self.has_our_attention else 1
         self._recorder = functools.cache(functools.partial(Recorder, model))
@@ -91,6 +94,8 @@ class TransformersForward(nn.Module):
         captured_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
         """See `LeanForward.forward`."""
+        if self.layers is not None:
+            masks = [masks[number] for number in self.layers]
         recording: AbstractContextManager[Mapping[int, Tensor]] = nullcontext({})
         if captured_layers:
             recording = self._recorder(tuple(captured_layers)).recording()

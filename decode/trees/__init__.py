@@ -221,7 +221,7 @@ class Chain(Shape):
             if limits.stops is not None:
                 drafting = lengths > position
                 ended = limits.stops(position, logits, drafting) & drafting
-                lengths = lengths.masked_fill(ended, position)
+                lengths = lengths.masked_fill(ended, position + limits.stops_after)
                 # A tensor on an accelerator is read once, at the end. Tokens past it are left out.
                 if reads_are_free(lengths.device):
                     sizes = lengths.numpy()

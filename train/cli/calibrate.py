@@ -1,4 +1,4 @@
-"""`calibrate` and `calibrate-tree`: choose settings by measurement on dev prompts."""
+"""`calibrate` and its kin: choose settings by measurement on dev prompts."""
 
 import json
 from dataclasses import dataclass
@@ -186,3 +186,59 @@ def calibrate_tree(
         reporter.say(f"tree stored as {directory / TREE}; this drafter now uses it by default")
     if trials.json_file:
         write_file(trials.json_file, json.dumps(figures | {"paths": structure.paths}, indent=2))
+
+
+@shows_errors
+@takes_groups
+def calibrate_layers(
+    *,
+    loading: Loading,
+    trials: Trials,
+    out: Annotated[Path, typer.Option(help="write the set of sublayers to this file")],
+    depth: Annotated[int, typer.Option(min=1, help="longest chain that is compared")] = 8,
+    max_trials: Annotated[int, typer.Option(min=1, help="number of sets that are tried")] = 300,
+    drawing: Drawing,
+) -> None:
+    """Choose the sublayers that a target skips to draft for itself, by its acceptance on dev
+    prompts and measured costs. `--drafter skip:file=FILE` then drafts without them."""
+    from decode.artifact import write_file
+    from decode.measure.calibrate_layers import calibrate_layers as calibrate
+    from train.console import Reporter
+    from train.data.read import read_examples
+    from train.report.format_figures import format_number
+
+    quieten()
+    examples, _ = read_examples(str(trials.prompts))
+    reporter = Reporter()
+    target = loading.load()
+    prompts = tokenized_prompts(examples, target, trials.limit)
+    with reporter.bar("searching", max_trials) as bar:
+        calibration = calibrate(
+            target,
+            prompts,
+            depth=depth,
+            max_trials=max_trials,
+            sampling=drawing.sampling,
+            max_new_tokens=trials.max_new_tokens,
+            seed=drawing.seed,
+            progress=lambda tried: bar.update(tried, what="searching"),
+        )
+    best = sorted(calibration.trials, key=lambda trial: -trial.speed)[:8]
+    rows = [
+        [str(trial.skipped), str(trial.gamma)]
+        + [format_number(x) for x in (trial.c, float(trial.acceptance[0]), trial.speed)]
+        for trial in best
+    ]
+    columns = ("skipped", "γ", "cost of a draft step", "first token accepted", "predicted speed")
+    title = f"the best of {len(calibration.trials)} sets, on {len(prompts)} dev prompts"
+    reporter.table(table(title, columns, rows, left=0))
+    reporter.say(calibration.verdict)
+    figures = calibration.to_dict() | {
+        "target": target.name,
+        "prompts_file": str(trials.prompts),
+    }
+    about = {key: figures[key] for key in ("target", "layers", "gamma", "speed", "c")}
+    calibration.chosen.skipped.save(out, about)
+    reporter.say(f"set written to {out}; use it with --drafter skip:file={out}")
+    if trials.json_file:
+        write_file(trials.json_file, json.dumps(figures, indent=2))

@@ -2,7 +2,7 @@
 
 import typer
 
-from train.cli.calibrate import calibrate, calibrate_tree
+from train.cli.calibrate import calibrate, calibrate_layers, calibrate_tree
 from train.cli.doctor import doctor
 from train.cli.drafter_commands import coverage, evaluate, generate, inspect
 from train.cli.export import export
@@ -23,6 +23,7 @@ for command in (
     generate,
     calibrate,
     calibrate_tree,
+    calibrate_layers,
     coverage,
     inspect,
     export,

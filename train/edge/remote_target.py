@@ -16,7 +16,8 @@ from decode.draft import Contexts, Draft
 from decode.errors import UserError
 from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM
+from decode.target.cached_model import CachedLM, LayerView
+from decode.target.sublayers import Sublayers
 from decode.verification import Decision, Scores
 from train.edge.link import Link, LinkLost
 from train.edge.protocol import FRAME_IDS, Message, hash_ids
@@ -111,6 +112,12 @@ class RemoteLM(CachedLM):
                 "the drafter reads the target's hidden states, which are not sent to the edge; "
                 "choose a drafter that reads only tokens"
             )
+
+    def view(self, skipped: Sublayers) -> LayerView:
+        raise UserError(
+            "the drafter runs layers of the target, which is on another machine; choose a drafter "
+            "that runs at the edge"
+        )
 
     def reset(self, rows: int, capacity: int) -> None:
         self.keep_rows(torch.zeros(0, dtype=torch.int64))

@@ -1,0 +1,105 @@
+"""The target drafts itself without some of its sublayers (Draft & Verify, 2309.08168)."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from decode.device import to_device
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS
+from decode.drafters.small_lm import CachedGrowth
+from decode.drafters.trained import ShapedDrafter
+from decode.errors import UserError
+from decode.sampling import CounterRNG, Sampling
+from decode.target.cached_model import CachedLM, LayerView
+from decode.target.sublayers import Sublayers
+from decode.trees import Shape
+
+
+class SelfDrafter(ShapedDrafter):
+    """Draws tokens from the target without the sublayers `skipped`, in any shape.
+
+    A draft reads the target's keys and values of the text. It needs no second model, no cache and
+    no pass over the prompt. Its slots are restored after the draft, so there is nothing to roll
+    back.
+    """
+
+    def __init__(self, skipped: Sublayers, shape: Shape | None = None) -> None:
+        super().__init__(None, shape)  # the target's vocabulary, which it gets with the target
+        self.skipped = skipped
+        self.lm: CachedLM | None = None
+        self._view: LayerView | None = None
+
+    def attach(self, lm: CachedLM) -> None:
+        if self.lm is not lm:
+            self._view, self.lm = lm.view(self.skipped), lm
+            self.vocab_size = lm.vocab_size
+
+    def use(self, skipped: Sublayers) -> None:
+        """Draft without these sublayers from now on."""
+        assert self.lm is not None
+        self._view, self.skipped = self.lm.view(skipped), skipped
+
+    def with_shape(self, shape: Shape) -> "SelfDrafter":
+        other = copy.copy(self)
+        other.shape = shape
+        return other
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        view = self._view
+        assert view is not None, "attach() comes before draft()"
+        if not limits.depths.any():
+            return Draft.none(len(contexts.lengths), view.device)
+        room = self.max_nodes(limits.max_depth) + 1
+        with view.slots.restored(contexts.lengths - 1, room):
+            return self.shape.grow(_SelfGrowth(view, contexts, sampling), limits, sampling, rng)
+
+
+class _SelfGrowth(CachedGrowth):
+    """Feeds the last token of the text, and then the nodes, to a view of the target."""
+
+    def __init__(self, view: LayerView, contexts: Contexts, sampling: Sampling) -> None:
+        super().__init__(view, contexts.lengths, contexts, sampling, view.vocab_size)
+
+    def _first(self) -> Tensor:
+        start = self.lengths - 1
+        last = np.take_along_axis(self.contexts.tokens, start[:, None], axis=1)
+        return self.lm.forward(to_device(last, self.device), start)[:, 0]
+
+
+@DRAFTERS.register("skip")
+class SkipDrafter(SelfDrafter):
+    """The target without the attention and the MLP of some layers (Draft & Verify, 2309.08168).
+
+    attention, mlp: the layers, from 0, whose attention or MLP is skipped: `3-8/12`, or a list of
+    numbers. file: instead of both, a set that `draftsmith calibrate-layers` wrote.
+
+    In the paper's code, sampled drafts are by default the likeliest tokens, but their softmax is
+    declared as q, and the text does not have the target's distribution. Here q is the distribution
+    that was drawn from. Raises UserError for a set without sublayers, and when it meets the target,
+    for a set with other layers than the target's, or with all of them.
+    """
+
+    def __init__(
+        self,
+        attention: str | int | list[int] = "",
+        mlp: str | int | list[int] = "",
+        file: str | None = None,
+    ) -> None:
+        named = Sublayers.of(attention, mlp)
+        if file is not None and len(named):
+            raise UserError("give skip either a file or layers, not both")
+        skipped = named if file is None else Sublayers.load(Path(file).expanduser())
+        if not len(skipped):
+            raise UserError(
+                "skip needs layers to skip: without them, a draft costs as much as the target's "
+                "own tokens; give attention=3-8/12 or mlp=…, or file=FILE from calibrate-layers"
+            )
+        super().__init__(skipped)

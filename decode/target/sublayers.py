@@ -1,0 +1,219 @@
+"""Sublayers of a model, its attention and MLP blocks by layer, and the model without some of them.
+
+A skipped sublayer adds nothing to the residual stream.
+"""
+
+import copy
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.artifact import write_file
+from decode.errors import UserError
+from decode.target.hidden_states import layer_list_name
+from decode.target.lean_forward import LeanForward
+from decode.target.pretrained import is_hooked
+from decode.target.transformers_forward import TransformersForward
+
+FORMAT = 1
+EXPECTED = "expected layer numbers and ranges, such as 3-8/12, or a list of numbers"
+
+
+@dataclass(frozen=True)
+class Sublayers:
+    """attention, mlp: the layers, from 0, whose attention or MLP is meant.
+
+    >>> Sublayers.of("1-3/5", [2])
+    Sublayers(attention=frozenset({1, 2, 3, 5}), mlp=frozenset({2}))
+    >>> str(Sublayers.of("1-3/5", [2]))
+    'attention=1-3/5,mlp=2'
+    """
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls, attention: str | int | Sequence[int], mlp: str | int | Sequence[int]
+    ) -> "Sublayers":
+        """From layer numbers: `3-8/12`, one number, or a list. Raises UserError for anything
+        else."""
+        return cls(_numbers("attention", attention), _numbers("mlp", mlp))
+
+    @classmethod
+    def all(cls, layers: int) -> "Sublayers":
+        """All sublayers of so many layers."""
+        return cls(frozenset(range(layers)), frozenset(range(layers)))
+
+    @classmethod
+    def load(cls, path: Path) -> "Sublayers":
+        """Read a file written by `save`. Raises UserError if it is not one."""
+        try:
+            content = json.loads(path.read_text())
+            file_format, attention, mlp = (content[key] for key in ("format", "attention", "mlp"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} is not a set of sublayers ({error}); write one with draftsmith "
+                "calibrate-layers"
+            ) from None
+        if file_format != FORMAT:
+            raise UserError(
+                f"{path} has format {file_format}; this version of draftsmith reads format {FORMAT}"
+            )
+        return cls.of(attention, mlp)
+
+    def save(self, path: Path, about: dict[str, Any]) -> None:
+        """Write the set as JSON, with what is known about it."""
+        content = {"format": FORMAT, **self.to_dict(), **about}
+        write_file(path, json.dumps(content, indent=2))
+
+    def to_dict(self) -> dict[str, list[int]]:
+        """As JSON values."""
+        return {"attention": sorted(self.attention), "mlp": sorted(self.mlp)}
+
+    def __len__(self) -> int:
+        return len(self.attention) + len(self.mlp)
+
+    def __str__(self) -> str:
+        parts = {"attention": self.attention, "mlp": self.mlp}
+        return ",".join(f"{name}={_ranges(layers)}" for name, layers in parts.items() if layers)
+
+    def __xor__(self, other: "Sublayers") -> "Sublayers":
+        """The sublayers that are in one of the two sets only."""
+        return Sublayers(self.attention ^ other.attention, self.mlp ^ other.mlp)
+
+    def singles(self) -> list["Sublayers"]:
+        """A set for each sublayer, layer by layer."""
+        layers = sorted(self.attention | self.mlp)
+        both = [
+            single
+            for layer in layers
+            for single in (Sublayers(frozenset([layer])), Sublayers(mlp=frozenset([layer])))
+        ]
+        return [single for single in both if single <= self]
+
+    def __le__(self, other: "Sublayers") -> bool:
+        return self.attention <= other.attention and self.mlp <= other.mlp
+
+    def require_fit(self, layers: int) -> None:
+        """Raises UserError unless a model of so many layers has them all, and keeps others."""
+        outside = sorted(layer for layer in self.attention | self.mlp if layer >= layers)
+        if outside:
+            raise UserError(
+                f"the set {self} has layer {outside[0]}, but the target has {layers} layers; "
+                f"expected 0 to {layers - 1}"
+            )
+        if len(self) == 2 * layers:
+            raise UserError(
+                f"the set {self} skips all {layers} layers of the target, so nothing is left to "
+                "draft with; keep some"
+            )
+
+
+def _numbers(name: str, spec: str | int | Sequence[int]) -> frozenset[int]:
+    if isinstance(spec, str):
+        parts = [part.split("-") for part in spec.split("/")] if spec else []
+        if not all(len(part) <= 2 and all(map(str.isdecimal, part)) for part in parts):
+            raise UserError(f"{name} is {spec!r}; {EXPECTED}")
+        ranges = [range(int(part[0]), int(part[-1]) + 1) for part in parts]
+        if not all(ranges):
+            raise UserError(f"{name} is {spec!r}, which has a range without layers; {EXPECTED}")
+        return frozenset(layer for one in ranges for layer in one)
+    layers = [spec] if isinstance(spec, int) else spec
+    whole = isinstance(layers, Sequence) and all(type(x) is int and x >= 0 for x in layers)
+    if not whole:
+        raise UserError(f"{name} is {spec!r}; {EXPECTED}")
+    return frozenset(layers)
+
+
+def _ranges(layers: Iterable[int]) -> str:
+    """Layer numbers as `_numbers` reads them."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], layer]
+        else:
+            runs.append([layer])
+    return "/".join("-".join(map(str, run)) for run in runs)
+
+
+def forward_without(
+    forward: LeanForward | TransformersForward, skipped: Sublayers
+) -> LeanForward | TransformersForward:
+    """The forward without these sublayers. It shares all weights with the forward.
+
+    Raises UserError if the set does not fit the model, or if the model's sublayers cannot be told
+    apart.
+    """
+    if isinstance(forward, LeanForward):
+        skipped.require_fit(len(forward.layers))
+        return forward.without(skipped.attention, skipped.mlp)
+    model, kept = _model_without(forward.model, skipped)
+    return TransformersForward(model, kept)
+
+
+def _model_without(model: PreTrainedModel, skipped: Sublayers) -> tuple[PreTrainedModel, list[int]]:
+    """A copy of the model without these sublayers, and the numbers of its layers in the model. All
+    modules are shared, except the layers themselves and what holds them."""
+    name, kind = layer_list_name(model), type(model).__name__
+    if name is None or is_hooked(model):
+        raise UserError(
+            f"the layers of {kind} cannot be skipped: it has no single list of layers, or another "
+            "library has wrapped it; use a drafter that does not run the target's layers"
+        )
+    layers: Any = model.get_submodule(name)
+    skipped.require_fit(len(layers))
+    parts = name.split(".")
+    holders = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
+    copied = {id(module) for module in [*holders, *layers]}
+    # Everything else is shared: packed weights cannot be copied.
+    shared: list[Any] = [x for x in model.modules() if id(x) not in copied]
+    shared += [*model.parameters(), *model.buffers()]
+    other: PreTrainedModel = copy.deepcopy(model, {id(x): x for x in shared})
+    new_layers: Any = other.get_submodule(name)
+    dropped = skipped.attention & skipped.mlp
+    for number, layer in enumerate(new_layers):
+        if number in dropped:
+            continue
+        if number in skipped.attention:
+            setattr(layer, _block(layer, "Attention", kind), _NoAttention())
+        if number in skipped.mlp:
+            setattr(layer, _block(layer, "MLP", kind), _NoMLP())
+    kept = [number for number in range(len(layers)) if number not in dropped]
+    holder = other.get_submodule(".".join(parts[:-1]))
+    setattr(holder, parts[-1], nn.ModuleList(new_layers[number] for number in kept))
+    config = other.config.get_text_config()
+    types = getattr(config, "layer_types", None)
+    config.num_hidden_layers = len(kept)
+    if types:
+        config.layer_types = [types[number] for number in kept]
+    return other, kept
+
+
+def _block(layer: nn.Module, ending: str, model: str) -> str:
+    """The name of a layer's only part whose class has this ending."""
+    names = [n for n, child in layer.named_children() if type(child).__name__.endswith(ending)]
+    if len(names) != 1:
+        raise UserError(
+            f"the layers of {model} have no single module of a class …{ending}, so it cannot be "
+            "skipped; skip attention and MLP of the same layers"
+        )
+    return names[0]
+
+
+class _NoAttention(nn.Module):
+    def forward(
+        self, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, None]:
+        return torch.zeros_like(hidden_states), None
+
+
+class _NoMLP(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return torch.zeros_like(hidden_states)
