@@ -27,6 +27,7 @@ from tests.mutants import (
     JudgedAsDistinct,
     LenientCascade,
     NotRenormalised,
+    NotRestricted,
     SharedCascade,
     SharedStreams,
     StaleCache,
@@ -35,6 +36,7 @@ from tests.mutants import (
     path_one_slot_off,
     processors_see_the_row,
 )
+from tests.other_tokenizers import shared_small_lm
 
 SEEDS = 20
 
@@ -136,6 +138,14 @@ CONTROLS = [
         "q of another temperature",
         SHORT,
         70_000,
+    ),
+    _of_drafter(
+        Control,
+        lambda: shared_small_lm(kind=NotRestricted),
+        shared_small_lm,
+        "q of shared tokens, not renormalised",
+        LONGER,
+        6_000,
     ),
     _of_rule("residual of the wrong row", WrongResidualRow, small_lm, 10_000, "speculative"),
     _of_rule("bonus of the wrong row", BonusOffByOne, small_lm, 20_000, "speculative"),

@@ -320,7 +320,7 @@ class Pairs(Shape):
                 logits = growth.extend(drawn, parents[-1])
         chosen = self._siblings == "chosen"
         draft = Draft(
-            torch.cat(tokens, 1),
+            growth.ids(torch.cat(tokens, 1)),
             np.full(growth.rows, nodes),
             None if chosen else torch.cat(q, 1),
             torch.cat(parents, 1),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters.cascade import VerticalCascade
+from decode.drafters.shared_vocabulary import SharedVocabularyDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
@@ -218,3 +219,22 @@ class _NoPath(Draft):
 class _RowsText(Scores):
     def __init__(self, logits: Tensor, sampling: Sampling, draft: Draft, *rest: Any) -> None:
         super().__init__(logits, sampling, _NoPath(draft.tokens, draft.sizes), *rest)
+
+
+class NotRestricted(SharedVocabularyDrafter):
+    """Draws from the shared tokens, and declares their q among all of the drafter's tokens."""
+
+    def draft_logits(self, logits: Tensor) -> Tensor:
+        shared = super().draft_logits(logits)
+        share = shared.float().logsumexp(-1) - logits.float().logsumexp(-1)
+        self._shares.append(share.exp().reshape(len(logits), -1))
+        return shared
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        self._shares: list[Tensor] = []
+        draft = super().draft(contexts, limits, sampling, rng)
+        if draft.q is not None:
+            draft.q = draft.q * torch.cat(self._shares, 1)[:, : draft.q.shape[1], None]
+        return draft

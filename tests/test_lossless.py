@@ -43,6 +43,7 @@ from tests.lossless import (
     small_lm,
 )
 from tests.mutants import PlainSpeculative
+from tests.other_tokenizers import shared_small_lm, text_small_lm
 from tests.tiny import verify
 
 ROWS = 500_000
@@ -111,6 +112,9 @@ LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "distinct": lambda case: small_lm("distinct", case),
     "self-drafted chain": lambda case: SkipDrafter(attention=1),
     "self-drafted tree": lambda case: SkipDrafter(mlp="0").with_shape(Pairs("distinct")),
+    "shared tokens": shared_small_lm,
+    "text": text_small_lm,
+    "pairs of shared tokens": lambda case: shared_small_lm(case).with_shape(Pairs("distinct")),
     "lookup or model": lambda case: CompositeDrafter([NgramDrafter(1, 2), small_lm(case=case)]),
     "vertical": lambda case: vertical(case),
     "vertical in blocks": lambda case: vertical(case, rule="block", rounds=1),
@@ -149,6 +153,10 @@ CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED}
         ("speculative", "horizontal", "plain", 20_000),
         ("block", "horizontal models", "penalised", 12_000),
         ("speculative", "measured", "plain", 12_000),
+        ("speculative", "shared tokens", "plain", 20_000),
+        ("block", "shared tokens", "penalised", 12_000),
+        ("speculative", "text", "penalised", 12_000),
+        ("traversal", "pairs of shared tokens", "plain", 12_000),
         ("block", "drawn chain", "plain", 20_000),
         ("spectr", "independent", "plain", 12_000),
         ("traversal", "distinct", "plain", 12_000),

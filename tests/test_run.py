@@ -516,6 +516,13 @@ def test_the_command_line_from_plan_to_text(base):
     )
     assert covered.exit_code == 0, covered.stderr
     assert [row["size"] for row in json.loads((base / "coverage.json").read_text())] == [9, 200]
+    shared = command(
+        "coverage",
+        *("--target", str(base / "target"), str(base / "responses.jsonl")),
+        *("--drafter", str(base / "target"), "--json", str(base / "coverage.json")),
+    )
+    assert shared.exit_code == 0, shared.stderr
+    assert json.loads((base / "coverage.json").read_text())[0]["of_text"] == 1
 
     trained = command("train", config)
     assert trained.exit_code == 0, trained.stderr

@@ -5,7 +5,8 @@ with hashes, and `drafter.json`: its kind, the target it was made for and how it
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_d
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.combinations import COMBINATIONS, Combination
 from decode.drafters.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.other_tokenizer import OtherTokenizerDrafter
+from decode.drafters.retokenised import RetokenisedDrafter
+from decode.drafters.shared_vocabulary import SharedVocabularyDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError, nearest
 from decode.target.identity import describe_target, require_same_target, require_same_vocabulary
@@ -22,6 +26,12 @@ from decode.target.loading import DTYPES, Target, load_model_and_tokenizer
 
 DRAFTER_FILE = "drafter.json"
 FORMAT = 1
+# What `DIRECTORY:vocabulary=NAME` opens, for a model with another tokenizer than the target's.
+OTHER_VOCABULARIES: dict[str, type[OtherTokenizerDrafter]] = {
+    "shared": SharedVocabularyDrafter,
+    "text": RetokenisedDrafter,
+}
+_VOCABULARY = ":vocabulary="
 
 
 def save_drafter(
@@ -79,6 +89,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     - a drafter directory;
     - any smaller causal LM with the same tokenizer (directory, GGUF file or hub id). Its output
       layer may be padded to another size than the target's;
+    - such a model with another tokenizer, with `:vocabulary=shared` or `:vocabulary=text` after its
+      name (`decode.drafters.shared_vocabulary`, `decode.drafters.retokenised`);
     - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are called in that order;
     - several joined by `++`: their drafts become one tree;
     - a combination with options, such as `horizontal:first=runs/x/drafter,later=ngram,depth=2`
@@ -102,6 +114,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if name is None:
         raise UserError(f"the drafter's dtype is {dtype}; expected one of {', '.join(DTYPES)}")
     device = str(target.device)
+    if _VOCABULARY in spec and not path.exists():
+        return _open_other_vocabulary(spec, target, name)
     kind = _kind(spec)
     if kind in DRAFTERS and not path.exists():
         if DRAFTERS[kind].trained:
@@ -113,7 +127,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if (path / DRAFTER_FILE).exists():
         description = describe_drafter(path)
         padding = description["kind"] in ("rest", "small_lm")
-        require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
+        with _naming_options(spec, padding):
+            require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
         try:
             loader = DRAFTERS[description["kind"]]
         except UserError as error:
@@ -130,9 +145,49 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         loaded = load_model_and_tokenizer(spec, dtype=name, device=device)
     except UserError as error:
         raise UserError(f"{error}{nearest(spec, DRAFTERS)}") from error
-    require_same_vocabulary(loaded.fingerprint, target.fingerprint, f"drafter {spec}", padding=True)
+    with _naming_options(spec, True):
+        require_same_vocabulary(
+            loaded.fingerprint, target.fingerprint, f"drafter {spec}", padding=True
+        )
     return SmallLMDrafter.of_target(loaded.model, target)
 
 
 def _kind(spec: str) -> str:
     return spec.partition(":")[0]
+
+
+def _open_other_vocabulary(spec: str, target: Target, dtype: str) -> Drafter:
+    model, _, choice = spec.rpartition(_VOCABULARY)
+    if choice not in OTHER_VOCABULARIES:
+        raise UserError(
+            f"vocabulary is {choice!r} in {spec!r}; expected one of "
+            f"{', '.join(OTHER_VOCABULARIES)}.{nearest(choice, OTHER_VOCABULARIES)}"
+        )
+    path = Path(model).expanduser()
+    if _kind(model) in DRAFTERS and not path.exists():
+        raise UserError(
+            f"{model} has no option 'vocabulary'; it is for a small language model, named by its "
+            "directory, file or hub id"
+        )
+    if (path / DRAFTER_FILE).exists():
+        kind = describe_drafter(path)["kind"]
+        if kind != "small_lm":
+            raise UserError(
+                f"{path} is a drafter of the kind {kind}, which works only with the target it was "
+                "trained for; vocabulary= is for a small language model"
+            )
+    return OTHER_VOCABULARIES[choice].open(model, target, dtype=dtype)
+
+
+@contextmanager
+def _naming_options(spec: str, small_lm: bool) -> Iterator[None]:
+    """Adds to an error about another vocabulary how to use a small language model all the same."""
+    try:
+        yield
+    except UserError as error:
+        if not small_lm:
+            raise
+        raise UserError(
+            f"{error} Or name it {spec}{_VOCABULARY}shared: then it drafts the tokens that both "
+            f"have, and with {_VOCABULARY[1:]}text it drafts text"
+        ) from error

@@ -109,8 +109,26 @@ class SmallLMDrafter(ShapedDrafter):
         sizes = {"vocab_size": self.vocab_size, "tokens": self.tokens}
         return SmallLMDrafter(self.lm.model, self.vocabulary, shape, **sizes)
 
+    def read(self, contexts: Contexts) -> Contexts:
+        """The texts in the model's tokens, in as much space as the model needs slots. Here they are
+        the target's tokens."""
+        return contexts
+
+    def unchanged(self, text: Contexts) -> np.ndarray:
+        """int [B]: how many tokens at the start of each text, as read, are surely the same as when
+        the last draft was made, or were drafted. All but the target's last token."""
+        return text.lengths - 1
+
+    def to_read(self, ids: Tensor) -> Tensor:
+        """The model's tokens for draft tokens, int64."""
+        return ids
+
+    def draft_logits(self, logits: Tensor) -> Tensor:
+        """The logits of the tokens that may be drafted, [..., V'], of the model's logits."""
+        return logits[..., : self.rows]
+
     def start(self, contexts: Contexts) -> None:
-        rows, slots = contexts.tokens.shape
+        rows, slots = self.read(contexts).tokens.shape
         self._capacity = min(slots, self.lm.max_positions)
         self.lm.reset(rows, slots)
         if self.shape.branches:
@@ -120,7 +138,7 @@ class SmallLMDrafter(ShapedDrafter):
         self._fed = None
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
-        rows, slots = contexts.tokens.shape
+        rows, slots = self.read(contexts).tokens.shape
         new = rows - len(self._begin)
         self._capacity = min(slots, self.lm.max_positions)
         self.lm.add_rows(new, slots)
@@ -129,7 +147,7 @@ class SmallLMDrafter(ShapedDrafter):
 
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
         # Only these rows: otherwise the others would feed as many tokens again.
-        part = contexts.since(first)
+        part = self.read(contexts).since(first)
         begin, cached = self._begin, self._cached
         self._begin, self._cached = begin[first:], cached[first:]
         with self.lm.only(first, len(contexts.lengths)):
@@ -137,7 +155,8 @@ class SmallLMDrafter(ShapedDrafter):
         self._begin, self._cached = begin, np.concatenate([cached[:first], self._cached])
 
     def feed(self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray) -> Tensor | None:
-        """Feeds the first `ends` (int [B]) tokens of the texts, as far as the cache lacks them.
+        """Feeds the first `ends` (int [B]) tokens of the texts, as read, as far as the cache lacks
+        them.
 
         It does so for the rows that draft (`drafting`, bool [B]), and for other rows that lack no
         more than those. Returns the logits after the last of these tokens, [B, V'], valid in the
@@ -189,16 +208,17 @@ class SmallLMDrafter(ShapedDrafter):
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
-        lengths = contexts.lengths
+        text = self.read(contexts)
+        lengths = text.lengths
         # A row that must not draft gets meaningless input, and its draft is not used.
-        depths = self.make_room(contexts, limits.depths)
+        depths = self.make_room(text, limits.depths)
         if not depths.any():
             return Draft.none(len(lengths), self.lm.device)
         growth = _LMGrowth(self, contexts, sampling, depths > 0)
         draft = self.shape.grow(growth, replace(limits, depths=depths), sampling, rng)
         # The last token of a chain was not fed. Tree nodes are not always in their text slots.
         fed = 0 if self.shape.branches else growth.fed.shape[1]
-        self._fed = (draft, growth.fed, lengths) if fed else None
+        self._fed = (draft, self.to_read(growth.fed), lengths) if fed else None
         # In a row that does not draft, the next committed tokens may differ from those fed.
         fed_B = fed * (depths > 0)
         self._cached = np.where(self._cached == lengths, lengths + fed_B, self._cached)
@@ -241,16 +261,15 @@ class SmallLMDrafter(ShapedDrafter):
         return np.logical_not(((contexts.tokens >= self.known) & inside).any(axis=1))
 
     def observe(self, verification: Verification) -> None:
-        # All committed tokens except the last one, which is the target's, were drafted or cached.
-        contexts = verification.contexts
-        self._cached = np.minimum(self._cached, contexts.lengths - 1)
+        text = self.read(verification.contexts)
+        self._cached = np.minimum(self._cached, self.unchanged(text))
         last, self._fed = self._fed, None
         if last is None or verification.draft is last[0]:
             return
         # Beside another drafter, that one's tokens may have been accepted, and not those fed.
         fed, lengths = last[1].cpu().numpy(), last[2]
         columns = lengths[:, None] + np.arange(fed.shape[1])
-        same = np.take_along_axis(contexts.tokens, columns, axis=1) == fed
+        same = np.take_along_axis(text.tokens, columns, axis=1) == fed
         self._cached = np.minimum(self._cached, lengths + same.cumprod(1).sum(1))
 
     def rewind(self, lengths: np.ndarray) -> None:
@@ -291,7 +310,7 @@ class CachedGrowth(Growth):
 
     def _extend(self, count: int) -> Tensor:
         before = self.fed.shape[1] - count
-        new = self.fed[:, before:]
+        new = self.to_read(self.fed[:, before:])
         start = self.lengths + before
         if self.ancestors is None:
             return self.of_tokens(self.lm.forward(new, start))
@@ -304,21 +323,29 @@ class CachedGrowth(Growth):
         """The logits of the tokens that may be drafted: the first rows of the output layer."""
         return logits
 
+    def to_read(self, ids: Tensor) -> Tensor:
+        """The model's tokens for draft tokens, int64."""
+        return ids
+
 
 class _LMGrowth(CachedGrowth):
     def __init__(
         self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, drafting: np.ndarray
     ) -> None:
         """drafting: bool [B], the rows that draft."""
-        lengths = contexts.lengths - drafter._begin  # of the part that is read
+        self.text = drafter.read(contexts)
+        lengths = self.text.lengths - drafter._begin  # of the part that is read
         vocabulary = drafter.vocabulary
         super().__init__(drafter.lm, lengths, contexts, sampling, drafter.vocab_size, vocabulary)
         self.drafter, self.drafting = drafter, drafting
 
     def _first(self) -> Tensor:
-        logits = self.drafter.feed(self.contexts, self.contexts.lengths, self.drafting)
+        logits = self.drafter.feed(self.text, self.text.lengths, self.drafting)
         assert logits is not None  # the last committed token is never in the cache
         return self.of_tokens(logits)
 
     def of_tokens(self, logits: Tensor) -> Tensor:
-        return logits[..., : self.drafter.rows]
+        return self.drafter.draft_logits(logits)
+
+    def to_read(self, ids: Tensor) -> Tensor:
+        return self.drafter.to_read(ids)

@@ -231,14 +231,20 @@ def coverage(
     sizes: Annotated[str, typer.Option(help="draft vocabularies to try, in tokens")] = (
         "1000,2000,4000,8000,16000,32000"
     ),
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="a model with another tokenizer: show which tokens it shares instead"),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
-    """Show how much of a text a reduced draft vocabulary covers, by its size."""
+    """Show how much of a text a reduced draft vocabulary covers, by its size, or how much of it is
+    in the tokens that a drafter with another tokenizer shares."""
     vocabulary_sizes = numbers(sizes, "sizes", int)
     from dataclasses import asdict
 
     from decode.artifact import write_file
-    from decode.target.loading import load_target
+    from decode.drafters.token_texts import shared_coverage
+    from decode.target.loading import load_target, load_tokenizer
     from distill.choose_vocabulary import coverage as vocabulary_coverage
     from train.console import Reporter
     from train.data.chat import to_sample
@@ -246,6 +252,7 @@ def coverage(
     from train.data.read import read_examples
 
     quieten()
+    other = None if drafter is None else load_tokenizer(drafter)
     loaded = load_target(target, device="cpu")
     if text.is_dir():
         texts = [answer["tokens"] for answer in read_answers(text)]
@@ -256,12 +263,22 @@ def coverage(
             [token for token, response in zip(s.tokens, s.mask, strict=True) if response]
             for s in samples
         ]
-    reduced_sizes = [size for size in vocabulary_sizes if size < loaded.vocab_size]
     texts = [tokens for tokens in texts if tokens]
-    shares = vocabulary_coverage(texts, reduced_sizes, loaded.vocab_size)
-    rows = [[f"{row.size:,}", f"{row.of_text:.2%}", f"{row.of_unseen:.2%}"] for row in shares]
-    columns = ("draft vocabulary", "covered", "covered of unseen text")
+    if other is None:
+        reduced_sizes = [size for size in vocabulary_sizes if size < loaded.vocab_size]
+        shares = vocabulary_coverage(texts, reduced_sizes, loaded.vocab_size)
+        figures = [asdict(row) for row in shares]
+        rows = [[f"{row.size:,}", f"{row.of_text:.2%}", f"{row.of_unseen:.2%}"] for row in shares]
+        columns: tuple[str, ...] = ("draft vocabulary", "covered", "covered of unseen text")
+    else:
+        tokenizer, identity = other
+        ours = loaded.tokenizer, loaded.vocab_size
+        shared = shared_coverage(texts, ours, (tokenizer, identity.vocab_size))
+        figures = [asdict(shared)]
+        of = (shared.of_target, shared.of_drafter, shared.of_text)
+        rows = [[f"{shared.tokens:,}", *(f"{share:.2%}" for share in of)]]
+        columns = ("shared tokens", "of the target's", "of the drafter's", "of the text")
     title = f"{text}: {sum(map(len, texts)):,} tokens"
     Reporter().table(table(title, columns, rows, left=0))
     if json_file:
-        write_file(json_file, json.dumps([asdict(row) for row in shares], indent=2))
+        write_file(json_file, json.dumps(figures, indent=2))
