@@ -23,8 +23,22 @@ from decode.draft import Contexts
 from decode.sampling import Sampling
 from decode.trees import Growth
 from heads.heads_drafter import AttendingDrafter, AttendingHeads
-from heads.heads_module import HeadBatch, Prediction, TokenHeads, shift_left, trained_positions
-from heads.llama_layer import Attend, Rotary, UnrolledAttention, layer_config
+from heads.heads_module import (
+    HeadBatch,
+    HeadOptions,
+    Prediction,
+    TokenHeads,
+    shift_left,
+    trained_positions,
+)
+from heads.llama_layer import Attend, LayerSettings, Rotary, UnrolledAttention, layer_config
+
+
+class AutoregressiveOptions(HeadOptions):
+    """Options of all autoregressive heads."""
+
+    layer: LayerSettings | None = None
+    """Settings of the decoder layer that differ from the target's. None: it has the target's."""
 
 
 class AutoregressiveHeads(TokenHeads, AttendingHeads):
@@ -40,7 +54,7 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None
     ) -> None:
         super().__init__(options, depth, model, vocabulary)
-        self.config = layer_config(model)
+        self.config = layer_config(model, options.layer)
         self._rotary = Rotary(self.config)
 
     @abstractmethod

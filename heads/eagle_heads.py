@@ -5,6 +5,8 @@ EAGLE-3 (2503.01840) reads features of several layers and trains on its own stat
 Shapes: B rows, n tokens, T tokens of a text, F features of a token, H hidden size.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -17,12 +19,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL
-from heads.autoregressive_heads import AutoregressiveDrafter, AutoregressiveHeads
-from heads.heads_module import HEADS, HeadBatch, HeadOptions, shift_left
+from heads.autoregressive_heads import (
+    AutoregressiveDrafter,
+    AutoregressiveHeads,
+    AutoregressiveOptions,
+)
+from heads.heads_module import HEADS, HeadBatch, shift_left
 from heads.llama_layer import Attend, DraftLayer
 
 
-class Eagle1Options(HeadOptions):
+class Eagle1Options(AutoregressiveOptions):
     """Options of EAGLE-1 heads (2401.15077). The token loss is one of the stage's `losses` (the
     paper's w_cls: `forward_kl: 0.1`)."""
 
@@ -35,6 +41,8 @@ class Eagle1Options(HeadOptions):
     """w_reg, the loss weight of the feature loss."""
     noise: float = Field(0.1, ge=0)
     """a; training adds noise from U(−a, a) to the features."""
+    bias: bool = False
+    """A bias in `fc`. vLLM reads no drafter with one; SGLang reads only those."""
 
 
 @HEADS.register("eagle1")
@@ -58,7 +66,7 @@ class Eagle1Heads(AutoregressiveHeads):
         self, options: Eagle1Options, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.depth, model, vocabulary)
-        self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=False)
+        self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=options.bias)
         self.layers = nn.ModuleList([DraftLayer(self.config, self.hidden_size)])
 
     @torch.no_grad()
@@ -69,6 +77,8 @@ class Eagle1Heads(AutoregressiveHeads):
         layer.init_weights(self.config.initializer_range)
         self.fc.weight.zero_()
         self.fc.weight[:, self.hidden_size :] = torch.eye(self.hidden_size)
+        if self.options.bias:
+            self.fc.bias.zero_()
 
     def loss_weights(self, uniform: float) -> dict[int, float]:
         return {1: 1.0}
@@ -105,7 +115,7 @@ class Eagle1Drafter(AutoregressiveDrafter):
     """EAGLE, in any shape: EAGLE-1 with `static` trees, EAGLE-2 (2406.16858) with `dynamic`."""
 
 
-class Eagle3Options(HeadOptions):
+class Eagle3Options(AutoregressiveOptions):
     """Options of EAGLE-3 heads (2503.01840). The losses are the stage's `losses`; the paper trains
     on the target's distribution, `forward_kl: 1`."""
 
@@ -122,6 +132,14 @@ class Eagle3Options(HeadOptions):
     """Of EAGLE-3.1 (2605.09992): a norm for each of the three features before `fc`."""
     norm_output: bool = False
     """Of EAGLE-3.1: the next step reads the state after the final norm. EAGLE-3: before it."""
+    norm_before_fc: bool = False
+    """One norm for the concatenated features before `fc`, as in drafters published for gpt-oss."""
+    norm_before_residual: bool = False
+    """The residual stream of the layer starts with the normed state, as in drafters that the
+    library speculators trained. EAGLE-3: with the state itself."""
+    captured_layers: list[int] | None = Field(None, min_length=1)
+    """The layers of the target whose outputs are read, counted from 0. None: the outputs of 1,
+    n // 2 − 1 and n − 4, which engines read by default."""
 
 
 def auxiliary_layers(layers: int) -> tuple[int, int, int]:
@@ -144,6 +162,21 @@ def auxiliary_layers(layers: int) -> tuple[int, int, int]:
             "least 7 layers. Train eagle1 heads instead"
         )
     return low - 1, middle - 1, high - 1
+
+
+def captured_outputs(named: Sequence[int] | None, layers: int) -> tuple[int, ...]:
+    """Return the layers whose outputs EAGLE-3 captures. named: None stands for
+    `auxiliary_layers`. Raises UserError for layers that a target with n layers does not have, and
+    for layers that are not in ascending order."""
+    if named is None:
+        return auxiliary_layers(layers)
+    ascending = all(low < high for low, high in pairwise(named))
+    if not ascending or named[0] < 0 or named[-1] >= layers:
+        raise UserError(
+            f"captured_layers are {list(named)}; expected numbers from 0 to {layers - 1} in "
+            f"ascending order, because the target has {layers} layers"
+        )
+    return tuple(named)
 
 
 class Eagle3Layer(DraftLayer):
@@ -184,9 +217,13 @@ class Eagle3Heads(AutoregressiveHeads):
         self, options: Eagle3Options, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.steps, model, vocabulary)
-        self.captured_layers = auxiliary_layers(model.config.get_text_config().num_hidden_layers)
+        layers = model.config.get_text_config().num_hidden_layers
+        self.captured_layers = captured_outputs(options.captured_layers, layers)
         size = self.hidden_size
-        self.fc = nn.Linear(len(self.captured_layers) * size, size, bias=False)
+        read = len(self.captured_layers) * size
+        self.fc = nn.Linear(read, size, bias=False)
+        if options.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(read, eps=self.config.rms_norm_eps)
         self.fc_norm = nn.ModuleList(
             LlamaRMSNorm(size, eps=self.config.rms_norm_eps)
             for _ in (self.captured_layers if options.fc_norm else ())
@@ -202,6 +239,8 @@ class Eagle3Heads(AutoregressiveHeads):
         self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
         for norm in (self.norm, *self.fc_norm):
             norm.weight.fill_(1.0)
+        if self.options.norm_before_fc:
+            self.input_norm.weight.fill_(1.0)
         target_norm: Any = getattr(model.base_model, "norm", None)
         if type(target_norm).__name__.endswith("RMSNorm"):
             # Its output for ones is its scale, also for norms that add 1 to the stored weight.
@@ -212,6 +251,8 @@ class Eagle3Heads(AutoregressiveHeads):
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
 
     def fuse(self, features: Tensor) -> Tensor:
+        if self.options.norm_before_fc:
+            features = self.input_norm(features)
         if len(self.fc_norm):
             taps = features.chunk(len(self.fc_norm), -1)
             features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, taps, strict=True)], -1)
@@ -226,8 +267,10 @@ class Eagle3Heads(AutoregressiveHeads):
         attend: Attend,
     ) -> Tensor:
         layer = self.midlayer
-        inputs = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
-        next_states: Tensor = layer(states, inputs, position_embeddings, attend)
+        normed = layer.hidden_norm(states)
+        inputs = torch.cat([layer.input_layernorm(embedded), normed], -1)
+        residual = normed if self.options.norm_before_residual else states
+        next_states: Tensor = layer(residual, inputs, position_embeddings, attend)
         return self.norm(next_states) if self.options.norm_output else next_states
 
     def readout(self, states: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A llama decoder layer, as engines serve it, whatever layers the target has.
 
-It has the target's sizes. The caller chooses the attention. In the decode loop it covers the text
-so far (`decode.target.lean_forward.SlotAttention`). In training it covers a text and the drafter's
-steps from each of its tokens (`UnrolledAttention`).
+It has the target's sizes, unless `LayerSettings` says otherwise. The caller chooses the attention.
+In the decode loop it covers the text so far (`decode.target.lean_forward.SlotAttention`). In
+training it covers a text and the drafter's steps from each of its tokens (`UnrolledAttention`).
 
 Shapes: B rows, n tokens, T tokens of a text, H hidden size, N heads, G key heads, D head size,
 R width of the attention input.
@@ -11,6 +11,7 @@ R width of the attention input.
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, PreTrainedModel
@@ -21,6 +22,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from decode.errors import UserError
 from decode.target.lean_forward import Attend, LayerParts, LeanLayer, rotation_of
 from decode.target.lean_parts import LeanNorm, Packed
 from decode.target.prepare_model import refresh_packed
@@ -31,27 +33,72 @@ def feed_forward_size(config: Any) -> int:
     return getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
 
 
-def layer_config(model: PreTrainedModel) -> LlamaConfig:
-    """Config of a one-layer llama with the target's sizes. Missing settings get llama's values."""
+class LayerSettings(BaseModel):
+    """Settings of a drafter's decoder layer that differ from its target's, as published drafters
+    have them. None: the target's."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
+
+    intermediate_size: int | None = Field(None, ge=1)
+    """The width of the feed-forward network."""
+    num_attention_heads: int | None = Field(None, ge=1)
+    """The number of query heads."""
+    num_key_value_heads: int | None = Field(None, ge=1)
+    """The number of key heads; it divides the number of query heads."""
+    head_dim: int | None = Field(None, ge=2)
+    """The size of a head."""
+    rms_norm_eps: float | None = Field(None, gt=0)
+    """ε of the norms."""
+    rope_parameters: dict[str, Any] | None = None
+    """The rotary positions, as in transformers' configs: `rope_type`, `rope_theta` and others."""
+
+    @classmethod
+    def difference(cls, config: LlamaConfig, usual: LlamaConfig) -> "LayerSettings | None":
+        """Return the settings of `config` that `usual` has not; None if there are none."""
+        changed = {
+            name: getattr(config, name)
+            for name in cls.model_fields
+            if getattr(config, name) != getattr(usual, name)
+        }
+        return cls(**changed) if changed else None
+
+
+def layer_config(model: PreTrainedModel, settings: LayerSettings | None = None) -> LlamaConfig:
+    """Config of a one-layer llama with the target's sizes, except those in `settings`. Missing
+    settings get llama's values. Raises UserError for key heads that do not divide the query heads.
+    """
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in rope:  # no rotary settings, or several kinds
         rope = {"rope_type": "default", "rope_theta": 10000.0}
+    values: dict[str, Any] = {
+        "intermediate_size": feed_forward_size(config),
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        "rope_parameters": dict(rope),
+    }
+    if settings is not None:
+        values |= settings.model_dump(exclude_none=True)
+    counts = values["num_attention_heads"], values["num_key_value_heads"]
+    if counts[0] % counts[1]:
+        raise UserError(
+            f"the drafter's layer has {counts[0]} query heads and {counts[1]} key heads; expected "
+            "a number of key heads that divides the number of query heads"
+        )
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=feed_forward_size(config),
         num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or 1 << 30,
-        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-        rope_parameters=dict(rope),
         pad_token_id=config.pad_token_id,
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
+        **values,
     )
 
 

@@ -275,7 +275,7 @@ def test_nothing_is_overwritten(tmp_path: Path, target: Target) -> None:
     export_drafter(tmp_path / "drafter", "hf", tmp_path / "out")
     for taken in (tmp_path / "out", tmp_path / "drafter" / "config.json"):
         before = taken.stat().st_mtime_ns
-        with pytest.raises(UserError, match="exists, and an export overwrites nothing"):
+        with pytest.raises(UserError, match="exists, and nothing is overwritten"):
             export_drafter(tmp_path / "drafter", "hf", taken)
         assert taken.stat().st_mtime_ns == before
     (tmp_path / "empty").mkdir()

@@ -117,7 +117,7 @@ def test_refusals(moved: Path, tmp_path: Path) -> None:
     refused("trained together with its target.*give --backbone DIR")
     refused("overlap", backbone=out / "target")
     refused("overlap", backbone=out)
-    with pytest.raises(UserError, match="overwrites nothing; give another --backbone"):
+    with pytest.raises(UserError, match="nothing is overwritten; give another --backbone"):
         export_drafter(drafter, "vllm", out, ExportOptions(backbone=moved / "target"))
     other = save_tiny(tmp_path / "other", seed=5, **SHAPE)
     refused("has other weights than the target in use", backbone=new, target=str(other))

@@ -34,6 +34,13 @@ from train.export.verify_export import count_drafts, verify_export
 EAGLE1 = {"type": "eagle1", "depth": 3}
 EAGLE3 = {"type": "eagle3", "steps": 3}
 EAGLE31 = EAGLE3 | {"fc_norm": True, "norm_output": True}
+# What published layers have that ours have not.
+OTHER3 = EAGLE3 | {
+    "norm_before_fc": True,
+    "norm_before_residual": True,
+    "captured_layers": [1, 3, 5],
+    "layer": {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3},
+}
 KINDS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
     "eagle1": (EAGLE1, None),
     "eagle3": (EAGLE3, None),
@@ -41,6 +48,7 @@ KINDS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
     "eagle3-reduced": (EAGLE3, KEPT),
     "eagle3-target-reduced": (EAGLE3 | {"output": "target"}, KEPT),
     "eagle3.1-reduced": (EAGLE31, KEPT),
+    "eagle3-other-reduced": (OTHER3, KEPT),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -103,7 +111,6 @@ def test_what_layers_cannot_be_exported(tmp_path: Path, target: Target) -> None:
     make_heads(tmp_path / "hydra_plus", target, {"type": "hydra_plus", "heads": 3})
     refused = {
         ("eagle1", "gguf"): r"llama\.cpp has no EAGLE-1; serve it with vLLM",
-        ("eagle1", "sglang"): "cannot hold a eagle1 drafter; use --format eagle1",
         ("eagle3", "tgi"): "cannot hold a eagle3 drafter; use --format eagle3",
         ("hydra", "vllm"): "no engine supports Hydra heads",
         ("hydra_plus", "vllm"): r"no engine supports Hydra\+\+ heads",
@@ -202,8 +209,8 @@ def test_the_schema_finds(what: str, sound: dict[str, Path], tmp_path: Path) -> 
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("options", "reduced"),
-    [(EAGLE1, False), (EAGLE3, True), (EAGLE31, True)],
-    ids=["eagle1", "eagle3-reduced", "eagle3.1-reduced"],
+    [(EAGLE1, False), (EAGLE3, True), (EAGLE31, True), (OTHER3, True)],
+    ids=["eagle1", "eagle3-reduced", "eagle3.1-reduced", "eagle3-other-reduced"],
 )
 def test_vllm_accepts_what_our_loop_accepts(
     options: dict[str, Any], reduced: bool, tmp_path: Path, target: Target

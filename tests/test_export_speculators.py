@@ -101,8 +101,8 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         "which is not valid",
     ),
     "another normed residual": (
-        edit_json("config.json", norm_before_residual=True),
-        "norm_before_residual is True, expected False",
+        edit_json("config.json", norm_before_residual="after"),
+        "norm_before_residual is 'after', which is not valid",
     ),
     "no layer": (edit_json("config.json", transformer_layer_config=[]), "transformer_layer_config"),
     "another layer": (
@@ -116,8 +116,8 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         "tensor layers.0.hidden_norm.weight is missing",
     ),
     "two layers to read": (
-        edit_json("config.json", eagle_aux_hidden_state_layer_ids=[2, 3]),
-        "eagle_aux_hidden_state_layer_ids is [2, 3]",
+        edit_nested(eagle_aux_hidden_state_layer_ids=[2, 3]),
+        "tensor fc.weight has shape [64, 192], expected [64, 128]",
     ),
     "a type": (edit_json("config.json", model_type="llama"), "model_type, which is not expected"),
     "no map": (edit_weights(lambda found: found.pop("d2t")), "tensor d2t is missing"),

@@ -6,6 +6,7 @@ from train.cli.calibrate import calibrate, calibrate_layers, calibrate_tree
 from train.cli.doctor import doctor
 from train.cli.drafter_commands import coverage, evaluate, generate, inspect
 from train.cli.export import export
+from train.cli.import_drafter import import_drafter
 from train.cli.learn import learn
 from train.cli.record import forget, record
 from train.cli.serve import serve
@@ -27,6 +28,7 @@ for command in (
     coverage,
     inspect,
     export,
+    import_drafter,
     serve,
     verify_server,
     record,
@@ -34,7 +36,8 @@ for command in (
     learn,
     doctor,
 ):
-    app.command()(command)
+    # `import` is a word of Python, so the function has another name.
+    app.command("import" if command is import_drafter else None)(command)
 
 
 def main() -> None:

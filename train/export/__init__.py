@@ -1,6 +1,7 @@
-"""Drafters in the layouts that inference engines read, and the proof that the engines use them.
+"""Drafters in the layouts that inference engines read: written, proven in the engines, and read.
 
-The options of an export are here, so the command line can read them without loading torch.
+The options of exports and imports are here, so the command line can read them without loading
+torch.
 """
 
 from dataclasses import dataclass
@@ -46,4 +47,32 @@ class ExportOptions:
     repository: Annotated[
         str | None,
         typer.Option("--push-to-hub", help="upload it to this repository (org/name)"),
+    ] = None
+
+
+# What the numbers of captured layers in a published config may mean.
+LAYER_ID_MEANINGS = ("inputs", "outputs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """How to read a published drafter. The annotations are those of the command line."""
+
+    form: Annotated[
+        str | None, typer.Option("--format", help="its layout; default: the one that it has")
+    ] = None
+    depth: Annotated[
+        int | None,
+        typer.Option(help="max depth of an EAGLE drafter's drafts; default: what it names, or 7"),
+    ] = None
+    layer_ids: Annotated[
+        str | None,
+        typer.Option(help="what its numbers of captured layers mean: inputs or outputs"),
+    ] = None
+    pickled: Annotated[
+        bool,
+        typer.Option("--allow-pickle", help="read pickled weights, with tensors and nothing else"),
+    ] = False
+    revision: Annotated[
+        str | None, typer.Option(help="a branch, tag or commit of a hub repository")
     ] = None

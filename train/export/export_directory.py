@@ -68,7 +68,7 @@ def export_drafter(
     the export must be measured. Raises UserError if a measured export loses more than LOSS_ALLOWED
     of draft efficiency, if the drafter cannot be exported, and for a target of another vocabulary.
     """
-    out = _vacant(out, "--out")
+    out = vacant(out, "--out")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UserError(f"unknown dtype {options.dtype!r}; expected one of {', '.join(DTYPES)}")
     if options.gamma is not None and options.gamma < 1:
@@ -158,7 +158,7 @@ def _backbone_to_export(
             f"{drafter} was trained together with its target and does not work with the original "
             "model; give --backbone DIR to export the new target too"
         )
-    backbone_out = _vacant(options.backbone, "--backbone")
+    backbone_out = vacant(options.backbone, "--backbone")
     if backbone_out == out or backbone_out in out.parents or out in backbone_out.parents:
         raise UserError(
             f"--backbone {backbone_out} and --out {out} overlap; give two directories, neither "
@@ -167,12 +167,12 @@ def _backbone_to_export(
     return find_backbone(drafter, options.target)
 
 
-def _vacant(path: Path, option: str) -> Path:
+def vacant(path: Path, option: str) -> Path:
     """Return the absolute path of an output. Raises UserError unless it is missing or an empty
     directory."""
     path = Path(os.path.abspath(path))
     if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path} exists, and an export overwrites nothing; give another {option}")
+        raise UserError(f"{path} exists, and nothing is overwritten; give another {option}")
     return path
 
 

@@ -164,9 +164,9 @@ def evaluation_in_run(path: Path) -> dict[str, Any] | None:
 
 
 def read_heads_for(layout: str, path: Path, target: Target) -> Heads:
-    """Return the heads in a drafter directory in float32, with the modules they borrow from the
-    target. Raises UserError if the target's output layer has a bias, which no layout of heads can
-    hold."""
+    """Return the heads in a drafter directory in their stored dtype, with the modules that they
+    borrow from the target in float32. Raises UserError if the target's output layer has a bias,
+    which no layout of heads can hold."""
     if output_layer(target.model).bias is not None:
         raise UserError(
             f"the output layer of {target.name} has a bias, which format {layout} cannot hold"
@@ -184,10 +184,24 @@ def heads_drafter(
     target: Target,
 ) -> HeadsDrafter:
     """Build a drafter from exported heads. vocabulary: token ids of a reduced draft vocabulary."""
-    heads = build_heads(options, target, vocabulary, "meta")
-    heads.load_state_dict(state, assign=True)
+    heads = rebuild_heads(options, vocabulary, state, target)
     make_ready(heads, target, target.dtype)
     return kind(heads, target.vocab_size)
+
+
+def rebuild_heads(
+    options: HeadOptions, vocabulary: Tensor | None, state: Mapping[str, Tensor], target: Target
+) -> Heads:
+    """Build heads from their stored weights, which keep their dtype."""
+    heads = build_heads(options, target, vocabulary, "meta")
+    heads.load_state_dict(state, assign=True)
+    return heads
+
+
+def stored_dtype(heads: Heads) -> str:
+    """Return the name of the dtype that the weights of heads are stored in."""
+    dtype = next(heads.parameters()).dtype
+    return next(name for name, value in DTYPES.items() if value == dtype)
 
 
 def require_fitting_target(config: Mapping[str, Any], directory: Path, target: Target) -> None:

@@ -25,7 +25,13 @@ from distill.drift import Drift
 from distill.teacher.feature_sources import FeatureSource, LiveFeatures
 from distill.teacher.teacher_signal import split_model
 from heads.head_training import HeadTraining, JointTraining
-from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
+from heads.heads_directory import (
+    build_heads,
+    make_ready,
+    new_heads,
+    read_heads,
+    save_heads,
+)
 from heads.heads_module import HEADS, HeadOptions, Heads
 from train.data.batches import Inputs
 from train.data.chat import Sample
@@ -36,6 +42,7 @@ from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import LossConfig, TrainingStage
 from train.training.backbone import Backbone, BackboneConfig, FrozenBackbone, TrainedBackbone
 from train.training.dev_slice import DevConfig, DevSlice, Judging
+from train.training.head_start import check_start
 from train.training.head_tree import TreeConfig, calibrated_tree, require_tree
 from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import open_features
@@ -54,8 +61,8 @@ class HeadsConfig(LossConfig):
     heads: AnyHeads
     """The type of heads and its options, as {type: medusa, heads: 5}; see `heads`."""
     start: str | None = None
-    """An earlier heads stage on the same target; this stage continues to train its heads. None: new
-    heads."""
+    """An earlier heads stage on the same target, or the directory of a drafter, such as an imported
+    one; this stage continues to train its heads. None: new heads."""
     backbone: BackboneConfig | None = None
     """Train the target too and write the new target to `target/`. None: the target does not
     change."""
@@ -102,7 +109,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         for name in stages_of(config.dev.text) if config.dev else []:
             closest_stage(name, earlier, "generate")
         if config.start is not None:
-            _check_start(config, config.start, earlier)
+            check_start(config, config.start, earlier)
         if config.backbone is not None:
             _check_backbone(config, config.backbone, earlier)
         if config.features != "live":
@@ -116,7 +123,10 @@ class HeadsStage(TrainingStage[HeadsConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, target = self.config, self.target
-        heads = build_heads(config.heads, target, self._planned_vocabulary(), "meta")
+        if config.start is None or config.start in plans:
+            heads = build_heads(config.heads, target, self._planned_vocabulary(), "meta")
+        else:
+            heads = read_heads(self._start_directory(), target)
         self._require_ready(heads)
         if config.place_smoothing is not None and len(heads.loss_weights(0.0)) < 2:
             raise UserError(
@@ -125,12 +135,12 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 "out"
             )
         trained = sum(p.numel() for p in heads.parameters())
-        if config.start is not None:
+        if config.start is not None and config.start in plans:
             trained = plans[config.start].trained_parameters
         # float32 weights, gradients and AdamW's two moments; the target; the logits of heads and
         # target for one chunk.
         memory = 16 * trained + self.target_bytes + 2 * 4 * config.chunk_tokens * heads.rows
-        options = config.heads.model_dump(exclude={"type"})
+        options = config.heads.model_dump(exclude={"type"}, exclude_none=True)
         what = f"{config.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
         if config.backbone is not None:
             trained_backbone = config.backbone.trained_parameters(target)
@@ -185,11 +195,17 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         if config.start is None:
             heads = new_heads(config.heads, self.target, vocabulary)
         else:
-            path = self.earlier[config.start] / "drafter"
+            path = self._start_directory()
             start = describe_drafter(path)["provenance"]
-            heads = read_heads(path, self.target)
+            # Published weights may have another dtype; training needs float32.
+            heads = read_heads(path, self.target).float()
         self._require_ready(heads)
         return heads, start, coverage
+
+    def _start_directory(self) -> Path:
+        """The directory of the drafter that this stage continues."""
+        start = self.config.start or ""
+        return self.earlier[start] / "drafter" if start in self.earlier else Path(start)
 
     def _prepare(self, heads: Heads) -> HeadTraining:
         """The heads with their losses, on the accelerator's device."""
@@ -392,26 +408,6 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             f"lookup {lookup:.1%}"
         )
         return {"bigram_top1": bigram, "lookup_top1": lookup}
-
-
-def _check_start(config: HeadsConfig, start: str, earlier: Sequence[StageConfig]) -> None:
-    first: Any = closest_stage(start, earlier, "heads")
-    if first.backbone is not None:
-        raise UserError(
-            f"stage {config.name} starts from the heads of {start}, but {start} also trained the "
-            "target, and its heads belong to that new target; name a stage that does not train "
-            "the target, or start a run with the new target"
-        )
-    if first.heads != config.heads:
-        raise UserError(
-            f"stage {config.name} continues to train the heads of {start}. Their settings are "
-            f"{first.heads}, but this stage has {config.heads}; set the same type and options"
-        )
-    if config.draft_vocabulary is not None:
-        raise UserError(
-            f"stage {config.name}: draft_vocabulary cannot be set here: the heads of {start} "
-            "keep their draft vocabulary; leave it out"
-        )
 
 
 def _check_backbone(

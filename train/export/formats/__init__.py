@@ -5,7 +5,9 @@ A user may name an engine instead, and gets the layout that this engine reads fo
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +15,9 @@ from decode.drafters import Drafter
 from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target.loading import Target
+from heads.heads_directory import write_heads
+from heads.heads_module import Heads
+from train.export.checkpoint import Checkpoint
 from train.export.trained_drafter import public_name, target_hub_id
 
 EXPORT_FILE = "export.json"
@@ -51,6 +56,56 @@ class ExportJob:
         """The target's name for readers: its hub id, or its local name."""
         name = str(self.description["target"]["name"])
         return self.backbone or target_hub_id(name) or public_name(name)
+
+
+@dataclass
+class ImportJob:
+    """The input of `Format.restored`.
+
+    target: the model that the drafter was published for. depth: the max depth of a draft, None for
+    the one that the checkpoint names or the usual one. layer_ids: `inputs` or `outputs`, what the
+    numbers of captured layers mean; None for the convention of the layout.
+    """
+
+    checkpoint: Checkpoint
+    target: Target
+    depth: int | None = None
+    layer_ids: str | None = None
+
+    def require(self, problems: list[str], layout: str) -> None:
+        """Raise UserError with all problems of the checkpoint, if there are any."""
+        if problems:
+            listed = "\n".join(f"- {problem}" for problem in problems)
+            raise UserError(
+                f"{self.checkpoint.source} is not a {layout} drafter for "
+                f"{self.target.name}:\n{listed}"
+            )
+
+
+@dataclass
+class Restored:
+    """A published drafter, ready to be written as a drafter directory.
+
+    kind: of the drafter. write: writes the files that the kind's loader reads into a directory.
+    depth: the max depth of a draft, None for any. options: the heads' options, None for a small
+    LM. notes: what a user should know, a sentence each.
+    """
+
+    kind: str
+    write: Callable[[Path], None]
+    depth: int | None = None
+    options: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_heads(cls, heads: Heads, target: Target, notes: list[str]) -> "Restored":
+        return cls(
+            heads.options.type,
+            partial(write_heads, heads=heads, target=target, tree=None),
+            heads.depth,
+            heads.options.model_dump(mode="json", exclude_defaults=True),
+            notes,
+        )
 
 
 class Format(ABC):
@@ -96,6 +151,16 @@ class Format(ABC):
         """Load the exported drafter for our own loop, in the target's dtype and on its device, to
         measure it as engines use it: in chains. Raises UserError if it does not fit the target."""
 
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Whether a published drafter has this layout, judged by its config and its tensors'
+        names. Exactly one format should recognise a drafter."""
+        return False
+
+    def restored(self, job: ImportJob) -> Restored:
+        """Read a published drafter. Raises UserError with everything in which it differs from what
+        its target needs."""
+        raise UserError(f"format {self.name} can be written, but not imported")
+
     @abstractmethod
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         """Return how to serve it: (engine, language of the snippet, snippet) for the README.
@@ -112,6 +177,21 @@ def vllm_serving(method: str, target: str, repository: str, gamma: int) -> tuple
         {"method": method, "model": repository, "num_speculative_tokens": gamma}
     )
     return "vLLM", "", f"vllm serve {target} --speculative-config '{speculative}'"
+
+
+def sglang_serving(
+    algorithm: str, target: str, repository: str, gamma: int
+) -> tuple[str, str, str]:
+    """Return how SGLang serves a drafter, as `Format.serving` does."""
+    return (
+        "SGLang",
+        "",
+        f"python -m sglang.launch_server --model {target} \\\n"
+        f"  --speculative-algorithm {algorithm} \\\n"
+        f"  --speculative-draft-model-path {repository} \\\n"
+        f"  --speculative-num-steps {gamma} --speculative-eagle-topk 1 \\\n"
+        f"  --speculative-num-draft-tokens {gamma + 1}",
+    )
 
 
 # Drafters that no inference engine supports, and what to train instead.
@@ -144,9 +224,9 @@ def format_for(name: str, kind: str) -> Format:
 
 
 from train.export.formats import (  # noqa: E402, F401  (each registers itself)
+    eagle1_layer,
     eagle3_gguf,
     eagle3_layer,
-    eagle_layer,
     hugging_face,
     medusa_heads,
     small_lm_gguf,

@@ -27,10 +27,12 @@ from heads.heads_directory import stored_options
 from train.export.file_schema import is_count, read_json
 from train.export.formats import EXPORT_FILE, FORMATS, ExportJob
 from train.export.formats.eagle3_layer import (
+    OTHER_SWITCHES,
     OUTPUT,
     OWN_OUTPUT,
     SWITCHES,
     are_ascending_ids,
+    are_inputs,
     eagle3_tensors,
 )
 from train.export.formats.gguf_layout import (
@@ -48,7 +50,12 @@ from train.export.formats.gguf_layout import (
     tokenizer_keys,
     write_gguf,
 )
-from train.export.trained_drafter import heads_drafter, read_heads_for, require_fitting_target
+from train.export.trained_drafter import (
+    heads_drafter,
+    read_heads_for,
+    require_fitting_target,
+    stored_dtype,
+)
 
 ARCH = "eagle3"
 # GGUF's tensor names, by the names of the layout for vLLM.
@@ -84,11 +91,12 @@ class Eagle3GGUF(GGUFLayout):
 
     def refuse(self, job: ExportJob) -> None:
         options: Any = stored_options(job.drafter)
-        used = [name for name in SWITCHES if getattr(options, name)]
+        used = [name for name in (*SWITCHES, *OTHER_SWITCHES) if getattr(options, name)]
+        used += ["a layer with other settings than its target's"] if options.layer else []
         if used:
             raise UserError(
-                f"{job.drafter} has {' and '.join(used)} (EAGLE-3.1), which llama.cpp does not "
-                "read; export it as eagle3 and serve it with vLLM"
+                f"{job.drafter} has {' and '.join(used)}, which format {self.name} does not write; "
+                "export it as eagle3 and serve it with vLLM"
             )
         target_gguf(job.target_spec)
 
@@ -101,7 +109,7 @@ class Eagle3GGUF(GGUFLayout):
                 f"{job.drafter} has rope_type {rope}, which format {self.name} does not write; "
                 "export it as eagle3 and convert that with llama.cpp's own convert_hf_to_gguf.py"
             )
-        dtype = job.dtype or "float32"
+        dtype = job.dtype or stored_dtype(heads)
         file = target_gguf(job.target_spec)
         copied = tokenizer_keys(file, config.vocab_size)
         _require_same_tokens(file, copied["tokenizer.ggml.tokens"].contents(), job.loaded_target)
@@ -132,12 +140,13 @@ class Eagle3GGUF(GGUFLayout):
             "parameters": parameters,
             "layers": 1,
             "rope": rope,
+            "captured_layers": heads.options.captured_layers,
             "size": "one decoder layer",
         }
 
     def extra_expected_keys(self, arch: str) -> dict[str, Any]:
         return {
-            f"{ARCH}.target_layers": lambda x: isinstance(x, list) and len(x) == len(set(x)) == 3,
+            f"{ARCH}.target_layers": are_inputs,
             f"{ARCH}.target_hidden_size": is_count,
             f"{ARCH}.norm_before_residual": False,
             f"{ARCH}.norm_before_fc": False,
@@ -151,7 +160,10 @@ class Eagle3GGUF(GGUFLayout):
             facts["kept"] or keys[f"{ARCH}.vocab_size"],
         )
         shapes = {
-            "fc.weight": (hidden, 3 * keys[f"{ARCH}.target_hidden_size"]),
+            "fc.weight": (
+                hidden,
+                len(keys[f"{ARCH}.target_layers"]) * keys[f"{ARCH}.target_hidden_size"],
+            ),
             "output_norm.weight": (hidden,),
             "output.weight": (rows, hidden),
             "blk.0.attn_norm_2.weight": (hidden,),
@@ -180,7 +192,10 @@ class Eagle3GGUF(GGUFLayout):
         state = {other: weights[name] for other, name in NAMES.items()}
         state[OWN_OUTPUT] = state.pop(OUTPUT)
         record: Any = read_json(directory / EXPORT_FILE)
-        options = Eagle3Options(steps=record["facts"]["max_depth"])
+        facts = record["facts"]
+        options = Eagle3Options(
+            steps=facts["max_depth"], captured_layers=facts.get("captured_layers")
+        )
         ids: torch.Tensor | None = weights.get(D2T)
         drafter = heads_drafter(Eagle3Drafter, options, ids, state, target)
         if keys[f"{ARCH}.target_layers"] != [layer + 1 for layer in drafter.heads.captured_layers]:

@@ -4,8 +4,11 @@ H hidden size, V vocabulary, V' draft vocabulary. `fc.weight` [H, 3H]; `midlayer
 v read 2H; `norm.weight`; `lm_head.weight` [V', H]. With a reduced draft vocabulary also `d2t`,
 int64 [V'], a token's id minus its row, and `t2d`, bool [V]: which tokens have a row. The embeddings
 are the target's. EAGLE-3.1's two options are the settings `fc_norm`, with `fc_norm.{0,1,2}.weight`,
-and `norm_output`. The config does not name the captured layers, because engines count them
-differently. Without names, all engines capture the layers of `heads.eagle3.tapped_layers`.
+and `norm_output`. `norm_before_fc` comes with `input_norm.weight` [3H].
+
+The config names the captured layers only if they are not those that all engines capture without
+names (`heads.eagle_heads.auxiliary_layers`), because engines count them differently
+(`published_layer`).
 """
 
 from typing import Any, ClassVar
@@ -13,24 +16,36 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from decode.errors import UserError
 from decode.target.loading import Target
 from heads.eagle_heads import Eagle3Drafter, Eagle3Options
+from heads.heads_directory import stored_options
 from heads.heads_module import HeadOptions
+from train.export.checkpoint import Checkpoint
 from train.export.file_schema import TensorSpec, extra_key_problems, is_count, key_problems
-from train.export.formats import FORMATS, ExportJob, vllm_serving
+from train.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
 from train.export.formats.eagle_layer import EagleLayer, layer_tensors, weight_spec
+from train.export.formats.published_layer import (
+    LAYER_IDS,
+    NESTED,
+    captured_count,
+    captured_layers,
+    is_eagle3,
+    named_layers,
+)
 
 LAYER = "midlayer"
 OUTPUT, OWN_OUTPUT = "lm_head.weight", "output.layers.0.weight"
 # The version of speculators with this layout.
 VERSION = "0.9.0"
 LAYER_CONFIG, ROWS = "transformer_layer_config", "draft_vocab_size"
+MODEL_TYPE = "speculators_model_type"
 # EAGLE-3.1's options, by the same names in our heads and in both layouts.
 SWITCHES = ("fc_norm", "norm_output")
-# Settings of the library speculators outside the layer's.
-OUTER_KEYS = (ROWS, *SWITCHES, "architectures")
-# Its options for layers of other kinds.
+# Options of published layers, also by the same names.
 OTHER_SWITCHES = ("norm_before_residual", "norm_before_fc")
+# Settings of the library speculators outside the layer's.
+OUTER_KEYS = (ROWS, *SWITCHES, *OTHER_SWITCHES, LAYER_IDS, "target_hidden_size", "architectures")
 
 
 class Eagle3(EagleLayer):
@@ -48,27 +63,89 @@ class Eagle3(EagleLayer):
         depth: int = options.steps
         return depth
 
-    def extra_config(self, heads: Any) -> dict[str, Any]:
-        switches = {name: getattr(heads.options, name) for name in SWITCHES}
-        return {"draft_vocab_size": heads.rows} | switches
+    def refuse(self, job: ExportJob) -> None:
+        options: Any = stored_options(job.drafter)
+        if options.captured_layers and options.captured_layers[0] == 0:
+            raise UserError(
+                f"{job.drafter} reads the output of layer 0, which is the input of layer 1; SGLang "
+                "takes numbers that begin with 1 for outputs. Export it as speculators"
+            )
 
-    def extra_expected_keys(self) -> dict[str, Any]:
-        return {"draft_vocab_size": is_count} | dict.fromkeys(SWITCHES, _is_bool)
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return is_eagle3(checkpoint.names) and MODEL_TYPE not in checkpoint.config
+
+    def extra_config(self, heads: Any) -> dict[str, Any]:
+        options = heads.options
+        config = {ROWS: heads.rows} | {name: getattr(options, name) for name in SWITCHES}
+        config |= {name: True for name in OTHER_SWITCHES if getattr(options, name)}
+        if options.captured_layers is not None:
+            inputs = [layer + 1 for layer in options.captured_layers]
+            config |= {LAYER_IDS: inputs, NESTED: {LAYER_IDS: inputs}}
+        return config
+
+    def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
+        expected: dict[str, Any] = {ROWS: is_count} | dict.fromkeys(SWITCHES, _is_bool)
+        expected |= {name: True for name in OTHER_SWITCHES if name in config}
+        if LAYER_IDS in config:  # Engines look for them in two places.
+            expected |= {LAYER_IDS: are_inputs, NESTED: {LAYER_IDS: config[LAYER_IDS]}}
+        return expected
+
+    def captured(
+        self, contents: dict[str, Any], target: Target, convention: str | None
+    ) -> list[int] | None:
+        return captured_layers(contents, target, convention)
+
+    def published_config(
+        self, contents: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], list[str]]:
+        stated = contents.get(NESTED)
+        nested = stated if isinstance(stated, dict) else {}
+        config: dict[str, Any] = {}
+        problems = []
+        for name in (*SWITCHES, *OTHER_SWITCHES):
+            config[name] = nested.get(name, contents.get(name, False))
+            if not _is_bool(config[name]):
+                problems.append(f"config.json: {name} is {config[name]!r}, expected true or false")
+        if nested.get("use_aux_hidden_state", True) is False:
+            problems.append(
+                "eagle_config: use_aux_hidden_state is False, so it reads one hidden state in "
+                "EAGLE-1's way; expected an EAGLE-3 drafter of several"
+            )
+        rows = config[ROWS] = contents.get(ROWS) or contents.get("vocab_size")
+        problems += _map_problems(tensors, rows, contents.get("vocab_size"))
+        named = named_layers(contents)
+        if named is not None:
+            config[LAYER_IDS] = named
+        count, width = captured_count(contents), contents.get("hidden_size")
+        fc = tensors.get("fc.weight")
+        if fc is not None and width and is_count(width) and fc.shape[-1] != count * width:
+            problems.append(
+                f"fc.weight reads {fc.shape[-1]} numbers, which are {fc.shape[-1] / width:g} "
+                f"hidden states of size {width}; expected {count}, as many as captured layers"
+            )
+        return config, problems
+
+    def optional_tensors(self, config: dict[str, Any]) -> tuple[str, ...]:
+        # Without them: the target's output layer, and a map that follows from the other.
+        return ("t2d",) if config[ROWS] != config["vocab_size"] else (OUTPUT, "t2d")
 
     def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
         tensors = eagle3_tensors(heads, target.vocab_size)
         return {name.replace(LAYER, self.layer): tensor for name, tensor in tensors.items()}
 
     def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
-        hidden, rows = config["hidden_size"], config["draft_vocab_size"]
+        hidden, rows = config["hidden_size"], config[ROWS]
+        count = captured_count(config)
         specs = layer_tensors(config, self.layer, 2 * hidden) | {
-            "fc.weight": weight_spec(config, hidden, 3 * hidden),
+            "fc.weight": weight_spec(config, hidden, count * hidden),
             "norm.weight": weight_spec(config, hidden),
             OUTPUT: weight_spec(config, rows, hidden),
         }
         norms = [f"{self.layer}.{norm}" for norm in ("hidden_norm", "input_layernorm")]
-        norms += [f"fc_norm.{tap}" for tap in range(3) if config["fc_norm"]]
+        norms += [f"fc_norm.{number}" for number in range(count) if config["fc_norm"]]
         specs |= {f"{norm}.weight": weight_spec(config, hidden) for norm in norms}
+        if config.get("norm_before_fc"):
+            specs["input_norm.weight"] = weight_spec(config, count * hidden)
         if rows != config["vocab_size"]:
             specs["d2t"] = TensorSpec((rows,), ("I64",))
             specs["t2d"] = TensorSpec((config["vocab_size"],), ("BOOL",))
@@ -79,32 +156,36 @@ class Eagle3(EagleLayer):
             return []
         ids = _token_ids(weights["d2t"])
         if not are_ascending_ids(ids, config["vocab_size"]):
-            return ["d2t does not give distinct token ids in ascending order"]
+            problem = "d2t does not give distinct token ids in ascending order"
+            if are_ascending_ids(weights["d2t"], config["vocab_size"]):
+                problem += ": it holds the ids, expected each id minus its row"
+            return [problem]
+        if "t2d" not in weights:
+            return []
         has_row = weights["t2d"].nonzero()[:, 0]
         return [] if torch.equal(has_row, ids) else ["t2d does not mark the tokens of d2t"]
 
     def rebuilt_heads(
-        self, config: dict[str, Any], weights: dict[str, Tensor], depth: int
+        self, config: dict[str, Any], weights: dict[str, Tensor], depth: int | None
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
         ids = _token_ids(weights["d2t"]) if "d2t" in weights else None
         others = ("d2t", "t2d", OUTPUT)
         state = {n.replace(self.layer, LAYER): x for n, x in weights.items() if n not in others}
-        state[OWN_OUTPUT] = weights[OUTPUT]
-        switches = {name: config[name] for name in SWITCHES}
-        return Eagle3Options(steps=depth, **switches), ids, state
+        options: dict[str, Any] = {
+            name: config.get(name, False) for name in (*SWITCHES, *OTHER_SWITCHES)
+        }
+        if depth is not None:
+            options["steps"] = depth
+        if OUTPUT in weights:
+            state[OWN_OUTPUT] = weights[OUTPUT]
+        else:
+            options["output"] = "target"
+        return Eagle3Options(**options), ids, state
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [
             vllm_serving("eagle3", target, repository, gamma),
-            (
-                "SGLang",
-                "",
-                f"python -m sglang.launch_server --model {target} \\\n"
-                "  --speculative-algorithm EAGLE3 \\\n"
-                f"  --speculative-draft-model-path {repository} \\\n"
-                f"  --speculative-num-steps {gamma} --speculative-eagle-topk 1 \\\n"
-                f"  --speculative-num-draft-tokens {gamma + 1}",
-            ),
+            sglang_serving("EAGLE3", target, repository, gamma),
         ]
 
 
@@ -129,6 +210,36 @@ def are_ascending_ids(ids: Tensor, vocab_size: int) -> bool:
     return bool(ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all())
 
 
+def _map_problems(tensors: dict[str, Tensor], rows: Any, vocab_size: Any) -> list[str]:
+    """Return the problems with the kinds of a published drafter's maps. Maps of a complete
+    vocabulary are removed: they say nothing."""
+    maps = {"d2t": (torch.int64, rows), "t2d": (torch.bool, vocab_size)}
+    problems = []
+    for name, (dtype, size) in maps.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        if tensor.dtype == torch.int32:
+            tensor = tensors[name] = tensor.long()
+        if tensor.dtype != dtype or tensor.shape != (size,):
+            problems.append(
+                f"tensor {name} is {tensor.dtype} of shape {list(tensor.shape)}, expected {dtype} "
+                f"of shape [{size}]"
+            )
+    if not problems and rows == vocab_size:
+        is_identity = not tensors.get("d2t", torch.zeros(1)).any()
+        if is_identity and tensors.get("t2d", torch.ones(1)).all():
+            tensors.pop("d2t", None)
+            tensors.pop("t2d", None)
+    return problems
+
+
+def are_inputs(value: Any) -> bool:
+    """Whether these are numbers of layers in ascending order, whose inputs are captured."""
+    numbers = isinstance(value, list) and value and all(map(is_count, value))
+    return bool(numbers) and value == sorted(set(value))
+
+
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -151,10 +262,53 @@ class Speculators(Eagle3):
     architecture = "Eagle3DraftModel"
     layer = "layers.0"
 
+    def refuse(self, job: ExportJob) -> None:
+        """Nothing is refused."""
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.config.get(MODEL_TYPE) == "eagle3"
+
+    def published_config(
+        self, contents: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], list[str]]:
+        config, problems = super().published_config(contents, tensors)
+        if "norm_before_residual" not in contents:
+            problems.append(
+                "config.json has no norm_before_residual, and readers assume different values; "
+                "expected true or false"
+            )
+        return config, problems
+
+    def published_depth(self, checkpoint: Checkpoint) -> int | None:
+        try:
+            (method,) = checkpoint.config["speculators_config"]["proposal_methods"]
+            depth = method["speculative_tokens"]
+        except (KeyError, TypeError, ValueError):
+            return None
+        return depth if is_count(depth) else None
+
+    def extra_config(self, heads: Any) -> dict[str, Any]:
+        switches = (*SWITCHES, *OTHER_SWITCHES)
+        return {
+            ROWS: heads.rows,
+            **{name: getattr(heads.options, name) for name in switches},
+            LAYER_IDS: [layer + 1 for layer in heads.captured_layers],
+            "target_hidden_size": None,
+        }
+
+    def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
+        switches = (*SWITCHES, *OTHER_SWITCHES)
+        return {
+            ROWS: is_count,
+            **dict.fromkeys(switches, _is_bool),
+            LAYER_IDS: are_inputs,
+            "target_hidden_size": None,
+        }
+
     def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
         return {
             "architectures": config["architectures"],
-            "speculators_model_type": "eagle3",
+            MODEL_TYPE: "eagle3",
             "speculators_version": VERSION,
             "speculators_config": {
                 "algorithm": "eagle3",
@@ -173,11 +327,7 @@ class Speculators(Eagle3):
                 },
             },
             LAYER_CONFIG: {key: x for key, x in config.items() if key not in OUTER_KEYS},
-            ROWS: config[ROWS],
-            **{name: config[name] for name in SWITCHES},
-            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in heads.captured_layers],
-            "target_hidden_size": None,
-            **dict.fromkeys(OTHER_SWITCHES, False),
+            **{key: config[key] for key in OUTER_KEYS if key != "architectures"},
             "embed_requires_grad": False,
             "dtype": config["dtype"],
         }
@@ -189,13 +339,10 @@ class Speculators(Eagle3):
 
     def setting_problems(self, contents: dict[str, Any]) -> list[str]:
         expected = {
-            "speculators_model_type": "eagle3",
+            MODEL_TYPE: "eagle3",
             "speculators_version": VERSION,
             "speculators_config": _is_sound,
             LAYER_CONFIG: lambda x: isinstance(x, dict),
-            "eagle_aux_hidden_state_layer_ids": lambda x: isinstance(x, list) and len(x) == 3,
-            "target_hidden_size": None,
-            **dict.fromkeys(OTHER_SWITCHES, False),
             "embed_requires_grad": False,
             "dtype": lambda x: x == (contents.get(LAYER_CONFIG) or {}).get("dtype"),
         }

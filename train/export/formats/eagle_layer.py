@@ -1,4 +1,4 @@
-"""EAGLE's layouts: one llama decoder layer, with the tensors that engines need. Among them EAGLE-1.
+"""EAGLE's layouts: one llama decoder layer, with the tensors that engines need.
 
 `config.json` is that of a one-layer llama, `model.safetensors` holds the weights. H hidden size, V
 vocabulary, V' draft vocabulary.
@@ -15,10 +15,11 @@ from transformers import LlamaConfig
 
 from decode.drafters import Drafter
 from decode.target.loading import Target
-from heads.eagle_heads import Eagle1Drafter, Eagle1Options
 from heads.heads_directory import stored_options
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions
+from heads.llama_layer import LayerSettings, layer_config
+from train.export.checkpoint import Checkpoint, stored_tensors
 from train.export.file_schema import (
     DTYPE_NAMES,
     TensorSpec,
@@ -30,12 +31,28 @@ from train.export.file_schema import (
     read_tensors,
     tensor_problems,
 )
-from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format, vllm_serving
+from train.export.formats import (
+    EXPORT_FILE,
+    ExportJob,
+    Format,
+    ImportJob,
+    Restored,
+)
+from train.export.formats.published_layer import (
+    EMBEDDINGS,
+    differences,
+    embedding_problems,
+    head_problems,
+    plain_names,
+    sound_settings,
+)
 from train.export.trained_drafter import (
     copy_to_cpu,
     heads_drafter,
     read_heads_for,
+    rebuild_heads,
     require_fitting_target,
+    stored_dtype,
 )
 
 WEIGHTS = "model.safetensors"
@@ -49,17 +66,17 @@ SIZES = (
     "max_position_embeddings",
 )
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# EAGLE-1's copy of the target's embeddings.
-EMBEDDINGS = "embed_tokens.weight"
 
 
 class EagleLayer(Format):
     """A subclass defines the tensors, and how to rebuild the heads from them.
 
-    architecture: the name in the config. drafter: our drafter class for the heads.
+    architecture: the name in the config. layer: the name of the decoder layer. drafter: our
+    drafter class for the heads.
     """
 
     architecture: ClassVar[str]
+    layer: ClassVar[str] = "layers.0"
     drafter: ClassVar[type[HeadsDrafter]]
     needs_target = True
 
@@ -82,17 +99,34 @@ class EagleLayer(Format):
 
     @abstractmethod
     def rebuilt_heads(
-        self, config: dict[str, Any], weights: dict[str, Tensor], depth: int
+        self, config: dict[str, Any], weights: dict[str, Tensor], depth: int | None
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
-        """Rebuild the heads' options, draft vocabulary and state from config and weights."""
+        """Rebuild the heads' options, draft vocabulary and state from config and weights. depth:
+        None for the usual one."""
 
     def extra_config(self, heads: Any) -> dict[str, Any]:
         """Return the settings that a llama's config does not have."""
         return {}
 
-    def extra_expected_keys(self) -> dict[str, Any]:
+    def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the expected values of the extra settings, for `key_problems`."""
         return {}
+
+    def published_config(
+        self, contents: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the extra settings of a published drafter, and the problems with them.
+
+        contents: of its config. tensors: by the names of this format. May change `tensors` into
+        those that this format writes."""
+        return {}, []
+
+    def captured(
+        self, contents: dict[str, Any], target: Target, convention: str | None
+    ) -> list[int] | None:
+        """Return the captured layers that a config names, None for the usual ones. convention: what
+        the numbers mean, None for what this layout means."""
+        return None
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
         """Return problems with values, which a check of shapes cannot find."""
@@ -112,10 +146,10 @@ class EagleLayer(Format):
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         heads: Any = read_heads_for(self.name, job.drafter, job.loaded_target)
-        dtype = job.dtype or "float32"
+        dtype = job.dtype or stored_dtype(heads)
         weights = self.tensors(heads, job.loaded_target)
         save_file(copy_to_cpu(weights, dtype), directory / WEIGHTS)
-        config = _llama_config(heads.config, self.architecture, dtype) | self.extra_config(heads)
+        config = llama_settings(heads.config, self.architecture, dtype) | self.extra_config(heads)
         contents = self.config_file(config, heads, job)
         (directory / "config.json").write_text(json.dumps(contents, indent=2))
         ids = heads.vocabulary
@@ -147,7 +181,7 @@ class EagleLayer(Format):
             "tie_word_embeddings": False,
             "torch_dtype": lambda x: x in DTYPE_NAMES,
             "dtype": config.get("torch_dtype"),
-            **self.extra_expected_keys(),
+            **self.extra_expected_keys(config),
         }
         problems = self.setting_problems(contents) + key_problems(expected, config, "config.json")
         # Above all a list of captured layers: each engine counts layers differently.
@@ -163,7 +197,54 @@ class EagleLayer(Format):
         depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["max_depth"]
         require_fitting_target(config, directory, target)
         options, ids, state = self.rebuilt_heads(config, load_file(directory / WEIGHTS), depth)
-        return heads_drafter(self.drafter, options, ids, state, target)
+        stored = LayerSettings(**{name: config[name] for name in LayerSettings.model_fields})
+        usual = layer_config(target.model)
+        layer = LayerSettings.difference(layer_config(target.model, stored), usual)
+        captured = self.captured(config, target, "inputs")
+        return heads_drafter(self.drafter, _with(options, layer, captured), ids, state, target)
+
+    def restored(self, job: ImportJob) -> Restored:
+        target, checkpoint = job.target, job.checkpoint
+        contents = self.layer_config(checkpoint.config)
+        names = plain_names(checkpoint.tensors, self.layer)
+        tensors = {ours: checkpoint.tensors[theirs] for ours, theirs in names.items()}
+        layer, problems = sound_settings(contents, target)
+        problems += embedding_problems(tensors, target)
+        tensors.pop(EMBEDDINGS, None)
+        extra, extra_problems = self.published_config(contents, tensors)
+        problems += extra_problems
+        # Sizes come first: with wrong ones, every tensor is wrong too.
+        job.require(problems, self.name)
+        captured = self.captured(contents, target, job.layer_ids)
+        sizes = layer_config(target.model, layer)
+        config = llama_settings(sizes, self.architecture, checkpoint.dtype) | extra
+        expected = self.expected_tensors(config)
+        for name in (EMBEDDINGS, *self.optional_tensors(config)):
+            if name not in tensors:
+                expected.pop(name, None)
+        problems = head_problems(config, tensors, self.layer)
+        problems += tensor_problems(expected, stored_tensors(tensors))
+        job.require(problems or self.value_problems(config, tensors), self.name)
+        depth = job.depth or self.published_depth(checkpoint)
+        options, ids, state = self.rebuilt_heads(config, tensors, depth)
+        heads = rebuild_heads(_with(options, layer, captured), ids, state, target)
+        return Restored.of_heads(heads, target, differences(layer, captured))
+
+    def optional_tensors(self, config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the tensors that a published drafter may leave out."""
+        return ()
+
+    def published_depth(self, checkpoint: Checkpoint) -> int | None:
+        """Return the number of draft tokens that a published drafter names."""
+        return None
+
+
+def _with(
+    options: HeadOptions, layer: LayerSettings | None, captured: list[int] | None
+) -> HeadOptions:
+    """Return options with what only the target tells: what the usual layer and layers are."""
+    named = {} if captured is None else {"captured_layers": captured}
+    return options.model_copy(update={"layer": layer, **named})
 
 
 def layer_tensors(config: dict[str, Any], name: str, input_size: int) -> dict[str, TensorSpec]:
@@ -192,7 +273,8 @@ def weight_spec(config: dict[str, Any], *shape: int) -> TensorSpec:
     return TensorSpec(shape, (DTYPE_NAMES[config["torch_dtype"]],))
 
 
-def _llama_config(config: LlamaConfig, architecture: str, dtype: str) -> dict[str, Any]:
+def llama_settings(config: LlamaConfig, architecture: str, dtype: str) -> dict[str, Any]:
+    """Return the contents of config.json for a layer, without a format's extra settings."""
     rope: Any = config.rope_parameters
     settings = {
         "architectures": [architecture],
@@ -212,47 +294,3 @@ def _llama_config(config: LlamaConfig, architecture: str, dtype: str) -> dict[st
     }
     ids = {name: getattr(config, name) for name in TOKEN_IDS}
     return settings | {name: number for name, number in ids.items() if number is not None}
-
-
-class Eagle1(EagleLayer):
-    """EAGLE-1's layer for vLLM (2401.15077).
-
-    H hidden size, V vocabulary. `fc.weight` [H, 2H], the half for the embedding first and no bias;
-    `layers.0.*` without a norm before attention; `embed_tokens.weight` [V, H]. No norm after the
-    layer, and no output layer: vLLM uses all rows of the target's, so a reduced draft vocabulary is
-    lost. SGLang cannot serve this: it needs another architecture and a bias in fc.
-    """
-
-    name = "eagle1"
-    kinds = ("eagle1",)
-    engines = ("vllm",)
-    architecture = "LlamaForCausalLM"
-    drafter = Eagle1Drafter
-
-    def depth_of(self, options: Any) -> int:
-        depth: int = options.depth
-        return depth
-
-    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
-        embeddings: Tensor = target.model.get_input_embeddings().weight
-        return {**heads.state_dict(), EMBEDDINGS: embeddings}
-
-    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
-        hidden = config["hidden_size"]
-        return layer_tensors(config, "layers.0", hidden) | {
-            "fc.weight": weight_spec(config, hidden, 2 * hidden),
-            EMBEDDINGS: weight_spec(config, config["vocab_size"], hidden),
-        }
-
-    def rebuilt_heads(
-        self, config: dict[str, Any], weights: dict[str, Tensor], depth: int
-    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
-        # The embeddings are the target's. Heads borrow them.
-        state = {name: tensor for name, tensor in weights.items() if name != EMBEDDINGS}
-        return Eagle1Options(depth=depth), None, state
-
-    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [vllm_serving("eagle", target, repository, gamma)]
-
-
-FORMATS.register("eagle1")(Eagle1())

@@ -6,16 +6,36 @@ from typing import Any
 import transformers
 
 from decode.drafters import Drafter
-from decode.target.loading import DTYPES, Target
+from decode.errors import UserError
+from decode.target.identity import require_same_vocabulary
+from decode.target.loading import DTYPES, Target, load_model_and_tokenizer
+from train.export.checkpoint import Checkpoint
 from train.export.file_schema import (
     is_count,
     is_positive,
     key_problems,
     read_json,
 )
-from train.export.formats import FORMATS, ExportJob, Format, vllm_serving
+from train.export.formats import (
+    FORMATS,
+    ExportJob,
+    Format,
+    ImportJob,
+    Restored,
+    sglang_serving,
+    vllm_serving,
+)
 from train.export.model_directory import for_older_readers, model_problems
 from train.export.trained_drafter import load_small_lm, read_small_lm
+
+# Keys of configs of models that draft in another way than a small LM: other formats read them.
+OTHER_DRAFTERS = {
+    "speculators_model_type",
+    "dflash_config",
+    "markov_rank",
+    "pard_token",
+    "spd_type",
+}
 
 
 class HuggingFace(Format):
@@ -69,6 +89,31 @@ class HuggingFace(Format):
     def reload(self, directory: Path, target: Target) -> Drafter:
         return load_small_lm(directory, target)
 
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Any causal language model that is not a drafter of another kind."""
+        names = checkpoint.config.get("architectures") or [""]
+        is_model = str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
+        is_layer = any(name.removeprefix("model.") == "fc.weight" for name in checkpoint.names)
+        return is_model and not is_layer and not OTHER_DRAFTERS & checkpoint.config.keys()
+
+    def restored(self, job: ImportJob) -> Restored:
+        target, checkpoint = job.target, job.checkpoint
+        if job.depth is not None:
+            raise UserError(
+                f"--depth is {job.depth}, but a small LM drafts to any depth; leave it out"
+            )
+        loaded = load_model_and_tokenizer(
+            str(checkpoint.directory), dtype=checkpoint.dtype, device="cpu"
+        )
+        what = f"drafter {checkpoint.source}"
+        require_same_vocabulary(loaded.fingerprint, target.fingerprint, what, padding=True)
+
+        def write(directory: Path) -> None:
+            loaded.model.save_pretrained(directory)
+            loaded.tokenizer.save_pretrained(directory)
+
+        return Restored("small_lm", write)
+
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [
             (
@@ -80,15 +125,7 @@ class HuggingFace(Format):
                 f"assistant.generation_config.num_assistant_tokens = {gamma}",
             ),
             vllm_serving("draft_model", target, repository, gamma),
-            (
-                "SGLang",
-                "",
-                f"python -m sglang.launch_server --model {target} \\\n"
-                "  --speculative-algorithm STANDALONE \\\n"
-                f"  --speculative-draft-model-path {repository} \\\n"
-                f"  --speculative-num-steps {gamma} --speculative-eagle-topk 1 \\\n"
-                f"  --speculative-num-draft-tokens {gamma + 1}",
-            ),
+            sglang_serving("STANDALONE", target, repository, gamma),
             (
                 "MLX-LM",
                 "",

@@ -10,6 +10,8 @@ it, but 0.32 refuses every checkpoint with one ("not initialized"), and TGI does
 """
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.drafters import Drafter
-from decode.target.loading import Target
+from decode.errors import UserError
+from decode.target.loading import DTYPES, Target
 from heads.heads_directory import stored_options
 from heads.heads_module import Heads, output_layer
 from heads.parallel_heads import MedusaDrafter, MedusaOptions
+from train.export.checkpoint import Checkpoint, stored_tensors
 from train.export.file_schema import (
     DTYPE_NAMES,
     TensorSpec,
@@ -32,15 +36,30 @@ from train.export.file_schema import (
     read_tensors,
     tensor_problems,
 )
-from train.export.formats import FORMATS, ExportJob, Format, vllm_serving
+from train.export.formats import (
+    FORMATS,
+    ExportJob,
+    Format,
+    ImportJob,
+    Restored,
+    vllm_serving,
+)
 from train.export.trained_drafter import (
     copy_to_cpu,
     heads_drafter,
     read_heads_for,
+    rebuild_heads,
     require_fitting_target,
+    stored_dtype,
 )
 
 WEIGHTS = "medusa_lm_head.safetensors"
+# The names of tensors in published files: those of the paper's code, and vLLM's.
+BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+VLLM_OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight")
+PREFIX = re.compile(r"^medusa_heads?\.")
+SHARED_OUTPUT, IDS = "lm_head.weight", "token_map"
 
 
 class Medusa(Format):
@@ -63,7 +82,7 @@ class Medusa(Format):
         options: MedusaOptions = heads.options
         ids = heads.vocabulary
         shared = options.output != "own"
-        dtype = job.dtype or "float32"
+        dtype = job.dtype or stored_dtype(heads)
         weights = _blocks(heads)
         rows = output_layer(target.model).weight
         for head in range(options.heads):
@@ -116,19 +135,83 @@ class Medusa(Format):
             return problems
         tensors, problems = read_tensors([directory / WEIGHTS])
         problems += tensor_problems(expected_tensors(config), tensors)
-        return problems or _sharing_problems(config, load_file(directory / WEIGHTS))
+        return problems or _sharing_problems(config, load_file(directory / WEIGHTS), config)
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         config = json.loads((directory / "config.json").read_text())
         require_fitting_target(config, directory, target)
         count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
         weights = load_file(directory / WEIGHTS)
-        shared = "original_lm_head" in config
-        options = MedusaOptions(heads=count, layers=layers, output="shared" if shared else "own")
-        state = {f"blocks.{name}": tensor for name, tensor in weights.items() if ".linear." in name}
-        for head in range(1 if shared else count):
-            state[f"output.layers.{head}.weight"] = weights[f"{head}.{layers}.weight"]
-        return heads_drafter(MedusaDrafter, options, None, state, target)
+        options = _options(count, layers, shared="original_lm_head" in config)
+        return heads_drafter(MedusaDrafter, options, None, _state(options, weights), target)
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        keys = checkpoint.config.keys()
+        is_named = checkpoint.config.get("model_type") == "medusa" or "medusa_num_heads" in keys
+        return is_named or any(BLOCK.fullmatch(name) for name in checkpoint.names)
+
+    def restored(self, job: ImportJob) -> Restored:
+        """Heads of other numbers than the config says are read: the paper's own configs are wrong
+        about it. Without biases, the blocks get zeros."""
+        config, target = job.checkpoint.config, job.target
+        tensors = {_our_name(name): x for name, x in job.checkpoint.tensors.items()}
+        ids = tensors.pop(IDS, None)
+        blocks = {key: BLOCK.fullmatch(key) for key in tensors}
+        places = [(int(m[1]), int(m[2])) for m in blocks.values() if m]
+        if not places:
+            job.require(
+                ["no tensor has the name of a Medusa block, {head}.{block}.linear"], "Medusa"
+            )
+        count, layers = (1 + max(numbers) for numbers in zip(*places, strict=True))
+        if job.depth not in (None, count):
+            raise UserError(
+                f"--depth is {job.depth}, but {job.checkpoint.source} has {count} Medusa heads and "
+                "drafts as many tokens; leave it out"
+            )
+        shared = bool(config.get("original_lm_head"))
+        if shared and SHARED_OUTPUT in tensors:
+            tensors[f"0.{layers}.weight"] = tensors.pop(SHARED_OUTPUT)
+        tensors = {_with_layers(name, layers): x for name, x in tensors.items()}
+        if shared and f"0.{layers}.weight" in tensors:
+            for head in range(1, count):
+                tensors.setdefault(f"{head}.{layers}.weight", tensors[f"0.{layers}.weight"])
+        hidden = output_layer(target.model).in_features
+        if not config.get("medusa_fc_bias") and not any(n.endswith(".bias") for n in tensors):
+            dtype = DTYPES[job.checkpoint.dtype]
+            for head, layer in set(places):
+                tensors[f"{head}.{layer}.linear.bias"] = torch.zeros(hidden, dtype=dtype)
+        sizes = {
+            "hidden_size": hidden,
+            "vocab_size": target.vocab_size,
+            "medusa_num_heads": count,
+            "medusa_num_layers": layers,
+            "torch_dtype": job.checkpoint.dtype,
+        }
+        problems = [
+            f"config.json: {key} is {config[key]}, but the target {target.name} has {sizes[key]}"
+            for key in ("hidden_size", "vocab_size")
+            if config.get(key, sizes[key]) != sizes[key]
+        ]
+        problems += _id_problems(ids, target.vocab_size)
+        job.require(problems, "Medusa")
+        expected = expected_tensors(sizes)
+        if ids is not None:
+            for head in range(count):
+                name = f"{head}.{layers}.weight"
+                if name in tensors and len(tensors[name]) == target.vocab_size:
+                    tensors[name] = tensors[name][ids]
+                expected[name] = TensorSpec((len(ids), hidden), expected[name].dtypes)
+        problems = tensor_problems(expected, stored_tensors(tensors))
+        job.require(
+            problems or _sharing_problems(config if shared else {}, tensors, sizes), "Medusa"
+        )
+        options = _options(count, layers, shared=shared)
+        heads = rebuild_heads(options, ids, _state(options, tensors), target)
+        named = config.get("medusa_num_heads", config.get("num_heads", count))
+        notes = (
+            [] if named == count else [f"its config says {named} heads, and its file has {count}"]
+        )
+        return Restored.of_heads(heads, target, notes)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [
@@ -153,13 +236,53 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, TensorSpec]:
     return specs
 
 
-def _sharing_problems(config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
+def _options(count: int, layers: int, *, shared: bool) -> MedusaOptions:
+    return MedusaOptions(heads=count, layers=layers, output="shared" if shared else "own")
+
+
+def _state(options: MedusaOptions, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state of heads from tensors by the names of this layout."""
+    state = {f"blocks.{name}": tensor for name, tensor in weights.items() if ".linear." in name}
+    for head in range(1 if options.output == "shared" else options.heads):
+        state[f"output.layers.{head}.weight"] = weights[f"{head}.{options.layers}.weight"]
+    return state
+
+
+def _our_name(name: str) -> str:
+    """Return the name of a published tensor in this layout. Output layers of vLLM's names keep
+    them: their number of blocks is not known yet.
+
+    >>> _our_name("medusa_head.0.0.linear.weight"), _our_name("blocks.2.layers.0.bias")
+    ('0.0.linear.weight', '2.0.linear.bias')
+    """
+    name = PREFIX.sub("", name)
+    block = VLLM_BLOCK.fullmatch(name)
+    return f"{block[1]}.{block[2]}.linear.{block[3]}" if block else name
+
+
+def _with_layers(name: str, layers: int) -> str:
+    output = VLLM_OUTPUT.fullmatch(name)
+    return f"{output[1]}.{layers}.weight" if output else name
+
+
+def _id_problems(ids: Tensor | None, vocab_size: int) -> list[str]:
+    if ids is None:
+        return []
+    sound = ids.dtype == torch.int64 and ids.dim() == 1 and len(ids)
+    if sound and ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all():
+        return []
+    return [f"{IDS} does not hold token ids from 0 to {vocab_size - 1} in ascending order"]
+
+
+def _sharing_problems(
+    config: Mapping[str, Any], weights: Mapping[str, Tensor], sizes: Mapping[str, Any]
+) -> list[str]:
     if "original_lm_head" not in config:
         return []
-    layers = config["medusa_num_layers"]
+    layers = sizes["medusa_num_layers"]
     return [
         f"original_lm_head is set, but tensor {head}.{layers}.weight differs from head 0's"
-        for head in range(1, config["medusa_num_heads"])
+        for head in range(1, sizes["medusa_num_heads"])
         if not torch.equal(weights[f"{head}.{layers}.weight"], weights[f"0.{layers}.weight"])
     ]
 

@@ -1,0 +1,435 @@
+"""Published drafters as drafter directories: what they compute, what comes back when they are
+exported, what is refused, and how they are trained further and measured."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from decode.drafters.directory import open_drafter
+from decode.errors import UserError
+from decode.target.loading import Target
+from distill.teacher.feature_sources import LiveFeatures
+from heads.heads_directory import read_heads, stored_options
+from heads.heads_module import HeadBatch
+from tests.export import KEPT, PROMPTS, make_taught, save_target
+from tests.published import LAYOUTS, Published, first_logits, maps
+from tests.stages import make_stage, plan_stage, run_stage, stage_context
+from tests.tiny import save_tiny
+from train.cli.main import app
+from train.export import ImportOptions
+from train.export.export_directory import check_export, export_drafter
+from train.export.import_directory import import_drafter, measure_import
+
+# The indices of the hidden states that each layout reads.
+TAPS = {"eagle1": [-1], "eagle1_bias": [-1], "nemo_eagle3": [2, 4, 7]}
+FORMS = {"speculators_eagle3": "speculators", "eagle1_bias": "eagle1-sglang"}
+# What a published file may have beside what is exported: it follows from the rest.
+IMPLIED = ("embed_tokens.weight", "d2t", "t2d")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """Eight layers, so that the inputs of 2, 4 and 7 are not those that engines read by default."""
+    return save_target(tmp_path_factory.mktemp("target") / "target", layers=8)
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """Seven layers, of which the inputs of 2, 3 and 4 are read by default."""
+    return save_target(tmp_path_factory.mktemp("seven") / "target", layers=7)
+
+
+def target_of(layout: str, target: Target, seven: Target) -> Target:
+    return target if layout == "nemo_eagle3" else seven
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "medusa" not in name])
+def test_an_imported_layer_computes_what_the_published_one_does(
+    layout: str, tmp_path: Path, target: Target, seven: Target
+) -> None:
+    """Against a forward from the published tensors and settings alone."""
+    chosen = target_of(layout, target, seven)
+    published = LAYOUTS[layout](chosen)
+    import_drafter(str(published.save(tmp_path / "published")), chosen, tmp_path / "out")
+    heads: Any = read_heads(tmp_path / "out", chosen).float().eval()
+    heads.borrow(chosen.model, torch.float32)
+    ids = torch.tensor([[3, 17, 250, 9, 42, 5, 120, 77]])
+    mask = torch.ones_like(ids)
+    features = LiveFeatures(chosen.model, heads.captured_layers).features(ids, mask, [])
+    batch = HeadBatch(ids, mask.bool(), features)
+    with torch.no_grad():
+        (prediction,) = heads.predictions(batch, [1])
+        logits = heads.output.at(1, prediction.states)
+    expected = first_logits(published, chosen, ids[0], TAPS.get(layout, [2, 3, 4]))
+    torch.testing.assert_close(logits, expected[: len(logits)], rtol=1e-3, atol=1e-4)
+    if "eagle3" in layout and "speculators" not in layout:
+        assert torch.equal(heads.vocabulary, KEPT)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_export_gives_the_published_tensors_back(
+    layout: str, tmp_path: Path, target: Target, seven: Target
+) -> None:
+    """Bit by bit, in their dtype, and importing the export once more changes nothing."""
+    chosen = target_of(layout, target, seven)
+    published = LAYOUTS[layout](chosen)
+    source = str(published.save(tmp_path / "published"))
+    imported = import_drafter(source, chosen, tmp_path / "out")
+    kind = imported.kind
+    assert open_drafter(str(tmp_path / "out"), chosen).max_depth(9) == imported.depth
+    form = FORMS.get(layout, kind)
+    export_drafter(tmp_path / "out", form, tmp_path / "export")
+    record = check_export(tmp_path / "export")
+    (file,) = (tmp_path / "export").glob("*.safetensors")
+    exported = load_file(file)
+    for name, tensor in published.tensors.items():
+        plain = our_name(name)
+        if plain in exported:
+            assert exported[plain].dtype == tensor.dtype, name
+            assert torch.equal(exported[plain], tensor), name
+        else:
+            assert plain in IMPLIED or "inv_freq" in name or name == "lm_head.weight", name
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    stated = published.config | published.config.get("transformer_layer_config", {})
+    config |= config.get("transformer_layer_config", {})
+    for key in ("num_key_value_heads", "rms_norm_eps", "rope_theta", "head_dim", "fc_norm"):
+        if key in stated:
+            assert config[key] == stated[key], key
+    options = ImportOptions(depth=None if kind == "medusa" else imported.depth)
+    again = import_drafter(str(tmp_path / "export"), chosen, tmp_path / "again", options)
+    assert again.layout == ("eagle1" if kind == "eagle1" else record["layout"])
+    assert again.settings == imported.settings
+    first, second = (load_file(tmp_path / name / "heads.safetensors") for name in ("out", "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(first[name].dtype == second[name].dtype for name in first)
+
+
+def our_name(name: str) -> str:
+    """The name of a published tensor in our export of it."""
+    if name.startswith("blocks."):
+        head, _, layer, parameter = name.removeprefix("blocks.").split(".")
+        return f"{head}.{layer}.linear.{parameter}"
+    is_nemo = name.startswith("model.")
+    name = name.removeprefix("model.")
+    return name.replace("layers.0", "midlayer") if is_nemo else name
+
+
+def test_what_an_import_knows(tmp_path: Path, target: Target, seven: Target) -> None:
+    """Depth, dtype, notes and layers, and that a pickle is read only when asked for."""
+    made = LAYOUTS["speculators_eagle3"](seven)
+    imported = import_drafter(str(made.save(tmp_path / "a")), seven, tmp_path / "a-out")
+    assert (imported.depth, imported.dtype) == (5, "float32")  # speculative_tokens
+    assert imported.settings == {"steps": 5, "norm_before_residual": True}
+    made = LAYOUTS["nemo_eagle3"](target)
+    imported = import_drafter(str(made.save(tmp_path / "b")), target, tmp_path / "b-out")
+    assert imported.settings == {"norm_before_fc": True, "captured_layers": [1, 3, 6]}
+    assert imported.notes == ["it reads the outputs of layers [1, 3, 6], not the usual ones"]
+    made = LAYOUTS["medusa"](seven)
+    made.file = "medusa_lm_head.pt"
+    source = str(made.save(tmp_path / "c"))
+    with pytest.raises(UserError, match=r"only pickled weights \(medusa_lm_head.pt\).*--allow-pi"):
+        import_drafter(source, seven, tmp_path / "c-out")
+    imported = import_drafter(source, seven, tmp_path / "c-out", ImportOptions(pickled=True))
+    assert (imported.depth, imported.dtype) == (3, "float16")
+    assert imported.notes == ["its config says 2 heads, and its file has 3"]
+
+
+def test_a_pickle_that_is_more_than_tensors_does_not_run(tmp_path: Path, seven: Target) -> None:
+    made = LAYOUTS["medusa"](seven)
+    made.file = "medusa_lm_head.pt"
+    made.tensors["code"] = Path(tmp_path / "ran")  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"holds more than tensors.*nothing of it was run"):
+        import_drafter(
+            str(made.save(tmp_path / "c")), seven, tmp_path / "out", ImportOptions(pickled=True)
+        )
+    assert not (tmp_path / "out").exists()
+
+
+Change = Callable[[Published], Any]
+
+
+def config(**changes: Any) -> Change:
+    return lambda made: made.config.update(changes)
+
+
+def tensors(**changes: torch.Tensor) -> Change:
+    names = {key.replace("__", "."): x for key, x in changes.items()}
+    return lambda made: made.tensors.update(names)
+
+
+def without(name: str) -> Change:
+    return lambda made: made.tensors.pop(name)
+
+
+TOP_IDS = "eagle_aux_hidden_state_layer_ids"
+FAULTS: dict[str, tuple[str, Change, str]] = {
+    "rotation": (
+        "safeailab_eagle3",
+        config(rope_scaling={"rope_type": "mystery", "factor": 2.0}),
+        "config.json: rope_scaling is {'rope_type': 'mystery', 'factor': 2.0}, which is not valid",
+    ),
+    "hidden size": ("safeailab_eagle3", config(hidden_size=32), "hidden_size is 32, expected 64"),
+    "target's size": (
+        "safeailab_eagle3",
+        config(target_hidden_size=128),
+        "target_hidden_size is 128, expected 64",
+    ),
+    "vocabulary": ("safeailab_eagle3", config(vocab_size=301), "vocab_size is 301, expected 300"),
+    "layers": ("safeailab_eagle3", config(num_hidden_layers=2), "num_hidden_layers is 2"),
+    "biases": ("safeailab_eagle3", config(attention_bias=True), "attention_bias is True"),
+    "grouping": (
+        "safeailab_eagle3",
+        config(num_key_value_heads=1),
+        "2 query heads and 1 key heads of size 32, but q_proj has 64 rows and k_proj 64",
+    ),
+    "head size": (
+        "specforge_eagle3",
+        config(head_dim=32),
+        "4 query heads and 1 key heads of size 32, but q_proj has 64 rows and k_proj 16",
+    ),
+    "no head size": (
+        "specforge_eagle3",
+        lambda made: made.config.update(num_key_value_heads=3),
+        "4 query heads cannot share 3 key heads",
+    ),
+    "ids for offsets": (
+        "safeailab_eagle3",
+        tensors(d2t=KEPT),
+        "d2t does not give distinct token ids in ascending order: it holds the ids, expected each",
+    ),
+    "another map back": (
+        "safeailab_eagle3",
+        tensors(t2d=maps(KEPT + 1)["t2d"]),
+        "t2d does not mark the tokens of d2t",
+    ),
+    "ids out of range": (
+        "nemo_eagle3",
+        tensors(d2t=maps()["d2t"] + 10),
+        "d2t does not give distinct token ids",
+    ),
+    "no d2t": ("safeailab_eagle3", without("d2t"), "tensor d2t is missing"),
+    "short d2t": ("safeailab_eagle3", tensors(d2t=KEPT[:9]), "d2t is torch.int64 of shape [9]"),
+    "taps": (
+        "safeailab_eagle3",
+        tensors(fc__weight=torch.zeros(64, 128)),
+        "fc.weight reads 128 numbers, which are 2 hidden states of size 64; expected 3",
+    ),
+    "ids and taps": (
+        "nemo_eagle3",
+        lambda made: made.config["eagle_config"].update({TOP_IDS: [2, 4]}),
+        "which are 3 hidden states of size 64; expected 2",
+    ),
+    "ids of other models": (
+        "nemo_eagle3",
+        lambda made: made.config["eagle_config"].update({TOP_IDS: [2, 18, 33]}),
+        "names the inputs of layers [2, 18, 33]; expected numbers from 1 to 8",
+    ),
+    "ids as outputs": (
+        "speculators_eagle3",
+        config(**{TOP_IDS: [1, 2, 3]}),
+        "they may be meant as outputs. Measure both with --prompts",
+    ),
+    "no ids": ("speculators_eagle3", config(**{TOP_IDS: "all"}), "is 'all'; expected a list"),
+    "no residual": (
+        "speculators_eagle3",
+        lambda made: made.config.pop("norm_before_residual"),
+        "has no norm_before_residual, and readers assume different values",
+    ),
+    "one feature": (
+        "nemo_eagle3",
+        lambda made: made.config["eagle_config"].update(use_aux_hidden_state=False),
+        "use_aux_hidden_state is False",
+    ),
+    "P-EAGLE": (
+        "specforge_eagle3",
+        tensors(mask_hidden=torch.zeros(1, 1, 192, dtype=torch.bfloat16)),
+        "tensor mask_hidden is not expected",
+    ),
+    "missing norm": (
+        "safeailab_eagle3",
+        without("midlayer.hidden_norm.weight"),
+        "tensor midlayer.hidden_norm.weight is missing",
+    ),
+    "missing matrix": ("safeailab_eagle3", without("norm.weight"), "tensor norm.weight is missing"),
+    "other embeddings": (
+        "eagle1",
+        lambda made: made.tensors["embed_tokens.weight"][5:7].add_(1.0),
+        "differs from the target's embeddings in 2 of 300 rows",
+    ),
+    "a first norm": (
+        "eagle1",
+        tensors(layers__0__input_layernorm__weight=torch.ones(64, dtype=torch.float16)),
+        "tensor layers.0.input_layernorm.weight is not expected",
+    ),
+    "no bias": ("eagle1_bias", without("fc.bias"), "fc has a bias, but tensor fc.bias is missing"),
+    "not a number": (
+        "eagle1",
+        lambda made: made.tensors["fc.weight"].fill_(torch.nan),
+        "tensor fc.weight holds values that are NaN",
+    ),
+    "medusa's size": ("medusa_vllm", config(hidden_size=32), "hidden_size is 32, but the target"),
+    "medusa's block": ("medusa", without("1.0.linear.bias"), "tensor 1.0.linear.bias is missing"),
+    "medusa's rows": (
+        "medusa",
+        lambda made: made.tensors.update({"1.2.weight": torch.zeros(299, 64).half()}),
+        "tensor 1.2.weight has shape [299, 64], expected [300, 64]",
+    ),
+    "quantised": ("eagle1", config(quantization_config={"bits": 4}), "has quantised weights"),
+    "float8": (
+        "eagle1",
+        lambda made: made.tensors.update(x=torch.zeros(2).to(torch.float8_e4m3fn)),
+        "has weights in F8_E4M3; expected float32",
+    ),
+    "another kind": (
+        "eagle1",
+        lambda made: (made.tensors.pop("fc.weight"), made.config.update(dflash_config={})),
+        "in no layout that can be imported",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_refused_by_name(
+    fault: str, tmp_path: Path, target: Target, seven: Target
+) -> None:
+    layout, change, message = FAULTS[fault]
+    chosen = target_of(layout, target, seven)
+    published = LAYOUTS[layout](chosen)
+    change(published)
+    with pytest.raises(UserError) as refused:
+        import_drafter(str(published.save(tmp_path / "published")), chosen, tmp_path / "out")
+    assert message in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path, seven: Target) -> None:
+    made = LAYOUTS["eagle1"](seven)
+    text = (Path(seven.name) / "tokenizer.json").read_text()
+    made.texts["tokenizer.json"] = text
+    import_drafter(str(made.save(tmp_path / "same")), seven, tmp_path / "out")
+    made.texts["tokenizer.json"] = text.replace('"<|im_end|>"', '"</s>"')
+    with pytest.raises(UserError, match=r"another tokenizer .*id 2 is '</s>' there and '<\|im_end"):
+        import_drafter(str(made.save(tmp_path / "other")), seven, tmp_path / "other-out")
+
+
+def test_a_small_model_keeps_its_weights(tmp_path: Path, seven: Target) -> None:
+    """In its dtype, whatever the config says; code that comes with it does not run."""
+    source = save_tiny(tmp_path / "small", layers=1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    model.save_pretrained(source)
+    settings = json.loads((source / "config.json").read_text())
+    settings |= {"dtype": "float32", "auto_map": {"AutoModelForCausalLM": "code.Model"}}
+    (source / "config.json").write_text(json.dumps(settings))
+    (source / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    imported = import_drafter(str(source), seven, tmp_path / "out")
+    assert (imported.layout, imported.kind, imported.dtype) == ("hf", "small_lm", "bfloat16")
+    export_drafter(tmp_path / "out", "hf", tmp_path / "export")
+    before, after = (load_file(p / "model.safetensors") for p in (source, tmp_path / "export"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert all(before[n].dtype == after[n].dtype for n in before)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_only_data_comes_from_the_hub(
+    tmp_path: Path, seven: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No code, and no pickle before it is asked for."""
+    directory = LAYOUTS["eagle1"](seven).save(tmp_path / "published")
+    files = ["config.json", "pytorch_model.bin", "code.py"]
+    patterns: list[str] = []
+
+    def download(source: str, revision: str | None, allow_patterns: list[str]) -> str:
+        assert (source, revision) == ("org/drafter", "main")
+        patterns.extend(allow_patterns)
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    options = ImportOptions(revision="main")
+    with pytest.raises(UserError, match=r"only pickled weights \(pytorch_model.bin\)"):
+        import_drafter("org/drafter", seven, tmp_path / "out", options)
+    assert patterns == []
+    files[1] = "model.safetensors"
+    import_drafter("org/drafter", seven, tmp_path / "out", options)
+    assert not any(name.endswith((".py", ".bin", ".pt")) for name in patterns)
+    with pytest.raises(UserError, match="only hub ids have revisions"):
+        import_drafter(str(directory), seven, tmp_path / "other", options)
+
+
+def test_an_imported_drafter_is_trained_further(tmp_path: Path, seven: Target) -> None:
+    """From its directory, in float32; what is exported then is what was trained."""
+    published = LAYOUTS["specforge_eagle3"](seven)
+    published.tensors.pop("embed_tokens.weight")
+    out = tmp_path / "imported"
+    import_drafter(str(published.save(tmp_path / "published")), seven, out, ImportOptions(depth=2))
+    settings = stored_options(out).model_dump(exclude_defaults=True) | {"type": "eagle3"}
+    context = stage_context(tmp_path / "stages", seven)
+    loop = {"max_steps": 2, "tokens_per_batch": 150}
+    with pytest.raises(UserError, match=r"set the same type and options, heads: \{"):
+        make_stage("heads", "tune", start=str(out), heads={"type": "eagle3"}, loop=loop)
+    with pytest.raises(UserError, match="no earlier stage 'nowhere'"):
+        make_stage("heads", "tune", start="nowhere", heads=settings, loop=loop)
+    stage = make_stage("heads", "tune", start=str(out), heads=settings, loop=loop)
+    plan = plan_stage(context, stage)
+    assert plan.trained_parameters == sum(p.numel() for p in read_heads(out, seven).parameters())
+    outcome = run_stage(context, stage)
+    assert outcome.drafter is not None
+    before, after = (load_file(p / "heads.safetensors") for p in (out, outcome.drafter))
+    assert after["fc.weight"].dtype == torch.float32
+    change = (after["fc.weight"] - before["fc.weight"].float()).abs().max()
+    assert 0 < change < 0.1
+    assert torch.equal(after["draft_vocabulary"], KEPT)
+    export_drafter(outcome.drafter, "eagle3", tmp_path / "export")
+    again = import_drafter(
+        str(tmp_path / "export"), seven, tmp_path / "again", ImportOptions(depth=2)
+    )
+    stored = load_file(tmp_path / "again" / "heads.safetensors")
+    assert all(torch.equal(stored[name], after[name]) for name in after)
+    assert again.settings == {"steps": 2, "layer": settings["layer"]}
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert "started from" in card
+
+
+def test_acceptance_is_measured_beside_the_claim(tmp_path: Path, seven: Target) -> None:
+    """By the command: a taught drafter, exported, its card read, imported and measured as itself.
+    The wrong meaning of its layer numbers is heard of in the measurement."""
+    taught = tmp_path / "taught"
+    make_taught(taught, seven, {"type": "eagle3", "steps": 3})
+    export_drafter(taught, "speculators", tmp_path / "published")
+    front = {
+        "model-index": [{"results": [{"metrics": [{"type": "acceptance_length", "value": 2.3}]}]}]
+    }
+    card = f"---\n{json.dumps(front)}\n---\n# A drafter\n"
+    (tmp_path / "published" / "README.md").write_text(card)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "The sea shells"}\n{"prompt": "A fox"}\n')
+    words = ["import", str(tmp_path / "published"), "--target", seven.name, "--out"]
+    asked = ["--prompts", str(tmp_path / "prompts.jsonl"), "--json", str(tmp_path / "found.json")]
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "out"), *asked])
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["layout"], found["kind"], found["claimed"]) == ("speculators", "eagle3", 2.3)
+    assert found["measured"]["prompts"] == 2
+    assert found["measured"]["gamma"] == 3 == found["depth"]
+    expected = measure_import(taught, seven, PROMPTS, max_new_tokens=24)
+    measured = measure_import(tmp_path / "out", seven, PROMPTS, max_new_tokens=24)
+    assert measured == expected
+    assert measured["tokens_per_step"] > 2
+    shifted = ImportOptions(layer_ids="outputs")
+    import_drafter(str(tmp_path / "published"), seven, tmp_path / "shifted", shifted)
+    worse = measure_import(tmp_path / "shifted", seven, PROMPTS, max_new_tokens=24)
+    assert worse["tokens_per_step"] < measured["tokens_per_step"] - 0.5
+    refused = CliRunner().invoke(app, [*words, str(tmp_path / "x"), "--claimed", "2"])
+    assert refused.exit_code == 2
+    assert "give --prompts FILE too" in refused.output
+    again = CliRunner().invoke(app, [*words, str(tmp_path / "out")])
+    assert "exists, and nothing is overwritten" in again.output
