@@ -59,6 +59,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "hydra": ({"type": "hydra", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
     "eagle1": ({"type": "eagle1", "depth": 4}, {"forward_kl": 0.1}),
     "eagle3": ({"type": "eagle3", "steps": 3}, {"forward_kl": 1.0}),
+    "p_eagle": ({"type": "p_eagle", "tokens": 4, "layers": 2}, {"forward_kl": 1.0}),
     "hydra_plus": ({"type": "hydra_plus", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
     # EAGLE-1 without its regression.
     "eagle1_tokens": ({"type": "eagle1", "depth": 4, "regression": 0.0}, {"forward_kl": 1.0}),
@@ -71,8 +72,8 @@ SMOOTHING = {"eagle3_dpace": 0.5, "hydra_dpace": 0.5}
 HEADS |= {name: HEADS[name.removesuffix("_dpace")] for name in SMOOTHING}
 SMALL_LM = "small_lm"
 KNOWN = (SMALL_LM, *HEADS)
-# These compare losses, and run only if --arms names them.
-EXTRA = ("eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
+# These compare variants, and run only if --arms names them.
+EXTRA = ("p_eagle", "eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
 
@@ -133,7 +134,9 @@ def heads_config(settings: Settings) -> dict[str, Any]:
     loop = {"epochs": 1 if quick else 3, "tokens_per_batch": 1024, "log_every": 40}
     training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
     reads_layers = any(
-        HEADS[name][0]["type"] == "eagle3" for name in settings.arms if name != SMALL_LM
+        HEADS[name][0]["type"] in ("eagle3", "p_eagle")
+        for name in settings.arms
+        if name != SMALL_LM
     )
     # These figures are not used to choose anything, so they may use test text.
     dev = {"text": "test-answers", "samples": 42, "every": 10**6}
@@ -147,7 +150,8 @@ def heads_config(settings: Settings) -> dict[str, Any]:
             "name": "states",
             "kind": "feature_cache",
             "text": TEXT,
-            # -1 is the output layer's input. EAGLE-3 needs the others for a target with 30 layers.
+            # -1 is the output layer's input. EAGLE-3 and P-EAGLE need the others, for a target with
+            # 30 layers.
             "captured_layers": [-1, 1, 14, 26] if reads_layers else [-1],
         },
     ]

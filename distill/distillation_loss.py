@@ -11,6 +11,7 @@ Shapes: B rows, T tokens, n predicted tokens, H hidden size, V vocabulary, c tok
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distill.agreement import agreement_sums
+from distill.agreement import Agreement, agreement_sums
 from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import (
@@ -81,25 +82,25 @@ class Distillation(nn.Module):
         agreement_with: returns the target's logits over its full vocabulary. If given, the loss is
         0 and the second value is `agreement_sums`.
         """
-        labels = input_ids[:, 1:]
-        # A target with more rows may emit ids for which the student has no embedding.
-        input_ids = input_ids.clamp(max=self.vocab_size - 1)
         hidden = self.student.base_model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            input_ids=self.known(input_ids), attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
         predicted = loss_mask[:, 1:]
         hidden = hidden[:, :-1][predicted]
-        ids = self.vocabulary if isinstance(self.vocabulary, Tensor) else None
-        # A reduced layer has no padding.
-        padded = ids is None and self.tokens < self.vocab_size
-        weight, bias = output_rows(
-            self.student.get_output_embeddings(), slice(self.tokens) if padded else None
-        )
         if agreement_with is not None:
-            return hidden.new_zeros(()), agreement_sums(
-                hidden, weight, bias, agreement_with, ids, chunk=self.chunk
-            )
-        labels = labels[predicted]
+            return hidden.new_zeros(()), self.agreement(hidden, agreement_with)
+        return self.loss(hidden, input_ids[:, 1:][predicted], teacher)
+
+    def known(self, input_ids: Tensor) -> Tensor:
+        """The same ids. A target with more rows may emit ids for which the student has no
+        embedding; these become its last one."""
+        return input_ids.clamp(max=self.vocab_size - 1)
+
+    def loss(
+        self, hidden: Tensor, labels: Tensor, teacher: Teacher | None
+    ) -> tuple[Tensor, Tensor]:
+        """`chunked_loss` of hidden states [n, H] that predict the tokens `labels`, int64 [n]."""
+        weight, bias, _ = self._output()
         labels = torch.where(labels < self.tokens, labels, -100)
         rows = self.label_rows
         if isinstance(rows, Tensor):
@@ -107,6 +108,25 @@ class Distillation(nn.Module):
         return chunked_loss(
             hidden, weight, bias, teacher, labels, self.weighted_loss, chunk=self.chunk
         )
+
+    def agreement(self, hidden: Tensor, target: Callable[[slice], TeacherLogits]) -> Tensor:
+        """`agreement_sums` of hidden states [n, H]."""
+        weight, bias, ids = self._output()
+        return agreement_sums(hidden, weight, bias, target, ids, chunk=self.chunk)
+
+    def figures(self, sums: Tensor) -> dict[str, float]:
+        """The figures of `Agreement` from the sums that `forward` returns with `agreement_with`,
+        added up over batches."""
+        return asdict(Agreement.from_sums(sums))
+
+    def _output(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The rows of the output layer that are tokens, weight and bias, and their ids if it is
+        reduced."""
+        ids = self.vocabulary if isinstance(self.vocabulary, Tensor) else None
+        # A reduced layer has no padding.
+        padded = ids is None and self.tokens < self.vocab_size
+        rows = slice(self.tokens) if padded else None
+        return *output_rows(self.student.get_output_embeddings(), rows), ids
 
 
 def chunked_loss(

@@ -194,6 +194,17 @@ class Eagle3Layer(DraftLayer):
         self.hidden_norm.weight.fill_(1.0)
 
 
+@torch.no_grad()
+def copy_target_norm(norm: LlamaRMSNorm, model: PreTrainedModel) -> None:
+    """Set a norm to the target's final norm. If that is not an RMSNorm, set its weight to 1."""
+    norm.weight.fill_(1.0)
+    target_norm: Any = getattr(model.base_model, "norm", None)
+    if type(target_norm).__name__.endswith("RMSNorm"):
+        # Its output for ones is its scale, also for norms that add 1 to the stored weight.
+        ones = torch.ones(1, len(norm.weight), dtype=model.dtype, device=model.device)
+        norm.weight.copy_(target_norm(ones)[0])
+
+
 @HEADS.register("eagle3")
 class Eagle3Heads(AutoregressiveHeads):
     """fc fuses the features of three layers into one state (section 3.1).
@@ -237,15 +248,12 @@ class Eagle3Heads(AutoregressiveHeads):
         self.midlayer.init_weights(self.config.initializer_range)
         self.fc.weight.zero_()
         self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
-        for norm in (self.norm, *self.fc_norm):
+        norms: Any = self.fc_norm
+        for norm in norms:
             norm.weight.fill_(1.0)
         if self.options.norm_before_fc:
             self.input_norm.weight.fill_(1.0)
-        target_norm: Any = getattr(model.base_model, "norm", None)
-        if type(target_norm).__name__.endswith("RMSNorm"):
-            # Its output for ones is its scale, also for norms that add 1 to the stored weight.
-            ones = torch.ones(1, self.hidden_size, dtype=model.dtype, device=model.device)
-            self.norm.weight.copy_(target_norm(ones)[0])
+        copy_target_norm(self.norm, model)
 
     def loss_weights(self, uniform: float) -> dict[int, float]:
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}

@@ -101,8 +101,8 @@ class HeadTraining(nn.Module):
 
         input_ids: int64 [B, T]. loss_mask: bool [B, T], True where the token is trained on.
         features: [B, T, H] by captured layer. losses: the heads to compute, with their loss
-        weights. If it contains all heads, the sums also count how many tokens in a row the heads
-        get right.
+        weights. If it contains all heads, and they predict at all positions, the sums also count
+        how many tokens in a row the heads get right.
         """
         batch = HeadBatch(input_ids, loss_mask, features)
         depths = sorted(losses)
@@ -145,7 +145,7 @@ class HeadTraining(nn.Module):
             )
             correct[depth] = torch.zeros_like(positions)
             correct[depth][positions] = ranks == 0
-        if len(correct) == self.heads.depth:
+        if len(correct) == self.heads.depth and self.heads.trains_all:
             in_a_row = torch.stack([correct[d] for d in depths]).long().cumprod(0).sum()
             sums[-2:] = torch.stack([trained_positions(loss_mask, 1).sum(), in_a_row])
         assert total is not None

@@ -134,7 +134,12 @@ def _of_rows(new: Tensor, old: Tensor, first: int) -> Tensor:
 
 
 class AttendingHeads(Heads):
-    """Heads with a layer that attends to the whole text. A subclass defines its input in `fuse`."""
+    """Heads with layers that attend to the whole text. A subclass defines their input in `fuse`.
+
+    attending_layers: how many layers there are.
+    """
+
+    attending_layers: int = 1
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., H]: the layer's first input states, computed from the features [..., F]."""
@@ -158,7 +163,7 @@ class AttendingDrafter(HeadsDrafter):
         self.newest_features = torch.zeros(0)
         parameter = next(self.heads.parameters())
         self.states = parameter.new_zeros(rows, capacity, self.heads.hidden_size)
-        self.slots = Slots(1, rows, capacity, parameter.device)
+        self.slots = Slots(self.heads.attending_layers, rows, capacity, parameter.device)
         self.stored_features = np.zeros(rows, dtype=np.int64)  # [B]: tokens with stored features
         self.cached_entries = np.zeros(rows, dtype=np.int64)  # [B]: entries in the cache
         self._has_features = self.stored_features > 0
@@ -214,17 +219,22 @@ class AttendingDrafter(HeadsDrafter):
         compute some entries again. This writes the same keys and values and keeps the batch
         rectangular.
         """
-        entries, states = entries[since:], self.states[since:]
-        missing = int((entries - self.cached_entries[since:]).max())
-        first = np.maximum(entries - missing, 0)
-        if not missing:
-            return states[:, :0], first
-        self.cached_entries[since:] = entries
-        columns = first[:, None] + np.arange(missing)
-        rows_B1 = torch.arange(len(columns), device=states.device)[:, None]
-        states = states[rows_B1, to_device(columns, states.device)]
+        columns, states = self.take_missing(entries, since)
+        first = columns[:, 0] if columns.shape[1] else entries[since:]
+        if not columns.shape[1]:
+            return states, first
         with self.slots.only(since, len(contexts.lengths)):
             return self.layer(contexts.since(since), columns, states), first
+
+    def take_missing(self, entries: np.ndarray, since: int = 0) -> tuple[np.ndarray, Tensor]:
+        """The missing entries before entry `entries`, int [B], of each row from `since` on, which
+        count as cached from now on: int [B', m]; and their input states, [B', m, H]."""
+        entries, states = entries[since:], self.states[since:]
+        missing = int((entries - self.cached_entries[since:]).max())
+        self.cached_entries[since:] = entries
+        columns = np.maximum(entries - missing, 0)[:, None] + np.arange(missing)
+        rows_B1 = torch.arange(len(columns), device=states.device)[:, None]
+        return columns, states[rows_B1, to_device(columns, states.device)]
 
     def attention(
         self,
@@ -233,7 +243,17 @@ class AttendingDrafter(HeadsDrafter):
         root: np.ndarray | None = None,
         ancestors: Tensor | None = None,
     ) -> SlotAttention:
-        """Attention for `count` tokens of each row.
+        """Attention for `count` tokens of each row, in the first layer; see `attentions`."""
+        return self.attentions(start, count, root, ancestors)[0]
+
+    def attentions(
+        self,
+        start: np.ndarray,
+        count: int,
+        root: np.ndarray | None = None,
+        ancestors: Tensor | None = None,
+    ) -> list[SlotAttention]:
+        """Attention for `count` tokens of each row, in each layer.
 
         Their keys and values go to consecutive slots from `start`, int [B]. For the nodes of a
         tree, root is the slot of its first node, int [B], and ancestors tells which nodes each node
@@ -242,8 +262,8 @@ class AttendingDrafter(HeadsDrafter):
         self.slots.place(start, count)
         first_slot = start if root is None else root
         first_B1 = to_device(first_slot, self.states.device)[:, None]
-        mask = self.slots.mask(first_B1, count, ancestors)
-        return SlotAttention(self.slots.layers[0], AttentionMask(mask, self.states.dtype))
+        mask = AttentionMask(self.slots.mask(first_B1, count, ancestors), self.states.dtype)
+        return [SlotAttention(layer, mask) for layer in self.slots.layers]
 
     def keep_rows(self, rows: Tensor) -> None:
         super().keep_rows(rows)

@@ -153,6 +153,11 @@ class Heads(nn.Module, ABC):
             return torch.get_autocast_dtype(device)
         return next(self.parameters()).dtype
 
+    @property
+    def trains_all(self) -> bool:
+        """Whether `predictions` now has all positions of every head, not a sample of them."""
+        return True
+
     @abstractmethod
     def loss_weights(self, uniform: float) -> dict[int, float]:
         """Loss weights by depth for one minibatch. Heads that are missing are not computed.

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
+from decode.drafters.trained import ParallelGrowth
 from decode.sampling import Sampling
 from decode.trees import Growth
 from heads.heads_drafter import HeadsDrafter
@@ -47,34 +48,16 @@ class ParallelHeadsDrafter(HeadsDrafter):
     """Drafts with all heads at once, from the hidden states of the last token that has any.
 
     The head of a depth predicts the children at this depth. It does not depend on the token of the
-    parent node. So all nodes at one depth have the same q. This q is still the true draft
-    distribution.
+    parent node.
     """
 
     heads: ParallelHeads
 
     def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
-        return _Growth(self, contexts, sampling, max_depth)
-
-
-class _Growth(Growth):
-    def __init__(
-        self, drafter: ParallelHeadsDrafter, contexts: Contexts, sampling: Sampling, max_depth: int
-    ) -> None:
-        heads, features = drafter.heads, drafter.newest_features
-        super().__init__(contexts, sampling, features.device, drafter.vocab_size, heads.vocabulary)
-        states = heads.states(features, range(1, max_depth + 1))
-        self.logits = heads.output.logits(states)  # [B, d, V']
-
-    def _first(self) -> Tensor:
-        return self.logits[:, 0]
-
-    def _extend(self, count: int) -> Tensor:
-        if self.ancestors is None:
-            fed = self.fed.shape[1]
-            return self.logits[:, fed - count + 1 : fed + 1]
-        depths = self.ancestors[:, -count:].sum(2)
-        return self.logits[torch.arange(self.rows, device=self.device)[:, None], depths]
+        heads = self.heads
+        states = heads.states(self.newest_features, range(1, max_depth + 1))
+        logits = heads.output.logits(states)
+        return ParallelGrowth(contexts, sampling, self.vocab_size, heads.vocabulary, logits)
 
 
 class MedusaOptions(HeadOptions):

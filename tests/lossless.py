@@ -20,6 +20,7 @@ from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.drafters.combined import SeveralDrafters
 from decode.drafters.datastore import Datastore, write_datastore
+from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.rest import RestDrafter, RestOptions
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoded, Decoder
@@ -28,7 +29,7 @@ from decode.sampling import CounterRNG, Sampling, draw
 from decode.stats import Counts
 from decode.trees import Growth, Shape
 from decode.verification import Decision, Scores
-from tests.tiny import tiny_model
+from tests.tiny import padded, tiny_model
 
 VOCAB = 16
 HEAD = 2  # the first tokens are likely ones; every other has a probability near 0.003
@@ -344,6 +345,14 @@ class Pairs(Shape):
 def small_lm(siblings: Siblings | None = None, case: Case = SHORT) -> SmallLMDrafter:
     """A drafter near the target: of chains, or of pairs of such siblings."""
     return SmallLMDrafter(case.model(0.2), shape=None if siblings is None else Pairs(siblings))
+
+
+def parallel_lm(siblings: Siblings | None = None, case: Case = SHORT) -> ParallelLMDrafter:
+    """The same with all tokens drafted in one pass. Its mask token is a row of padding."""
+    lm = padded(case.model(0.2), case.vocab + 1, std=0.5)
+    mark_parallel(lm.config, case.vocab)
+    shape = None if siblings is None else Pairs(siblings)
+    return ParallelLMDrafter(lm, shape=shape, vocab_size=case.vocab)
 
 
 def merged(*others: Drafter, case: Case = SHORT) -> SeveralDrafters:

@@ -76,7 +76,9 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
     assert set(arms) <= {stage.name for stage in plain.stages}
     assert plain.name != with_more.name
     (states,) = [stage for stage in plain.stages if stage.name == "states"]
-    assert (len(states.captured_layers) > 1) == any(name.startswith("eagle3") for name in arms)
+    assert (len(states.captured_layers) > 1) == any(
+        name.startswith(("eagle3", "p_eagle")) for name in arms
+    )
     # The shipped prompts, and one more.
     assert with_more.data.limit == len((PROMPTS / "train.jsonl").read_text().splitlines()) + 1
 

@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hydra_plus": {"type": "hydra_plus", "heads": 3, "layers": 2},
     "eagle1": {"type": "eagle1", "depth": 3},
     "eagle3": {"type": "eagle3", "steps": 3},
+    "p_eagle": {"type": "p_eagle", "tokens": 3, "layers": 2},
 }
 
 
@@ -58,13 +59,16 @@ def drafter(kind: str, shape: Shape | None, case: Case = SHORT) -> Drafter:
         ("eagle1", "speculative", None),
         ("eagle1", "traversal", "independent"),
         ("eagle3", "multi_round", "distinct"),
+        ("p_eagle", "speculative", None),
+        ("p_eagle", "traversal", "distinct"),
     ],
 )
 def test_texts_have_the_targets_distribution(
     kind: str, rule: str, draw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The target here has one layer, which stands for all three.
-    monkeypatch.setattr("heads.eagle_heads.auxiliary_layers", lambda layers: (0, 0, 0))
+    for family in ("eagle_heads", "p_eagle_heads"):
+        monkeypatch.setattr(f"heads.{family}.auxiliary_layers", lambda layers: (0, 0, 0))
     shape = None if draw is None else Static(widths=[2, 2, 1], draw=draw)
     watched = Watched(RULES[rule]())
     found, counts = decode(drafter(kind, shape), watched, rows=ROWS)

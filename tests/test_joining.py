@@ -34,7 +34,7 @@ from decode.text_stream import StopStrings
 from decode.trees.static import Static
 from decode.verification import Verification
 from tests import lossless
-from tests.lossless import LONGER, fit_texts, longer_model, small_lm
+from tests.lossless import LONGER, fit_texts, longer_model, parallel_lm, small_lm
 from tests.test_heads_lossless import drafter as heads_drafter
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -71,6 +71,8 @@ KINDS: dict[str, Callable[[], Drafter]] = {
     "tree": lambda: small_lm("distinct", LONGER),
     "skip": lambda: SkipDrafter(attention=1),
     "skip tree": lambda: SkipDrafter(mlp="0").with_shape(static()),
+    "parallel": lambda: parallel_lm(case=LONGER),
+    "parallel tree": lambda: parallel_lm("distinct", LONGER),
     "in turn": looked_up,
     "merged": lambda: SeveralDrafters([NgramDrafter(), small_lm(case=LONGER)]),
     "vertical": lambda: VerticalCascade(small_lm(case=LONGER), NgramDrafter(), gamma=2),

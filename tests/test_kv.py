@@ -45,9 +45,13 @@ def test_one_column_is_what_all_columns_have_there(
     states = {number: x.clone() for number, x in lm.features.items()}
     shapes: list[torch.Size] = []
     hook = layer.register_forward_hook(lambda _, given, out: shapes.append(out.shape))
-    one = fed(lm, COLUMNS)
-    hook.remove()
+    one = fed(lm, COLUMNS[:, None])
     assert shapes == [(4, 1, VOCAB)]
+    two = fed(lm, np.stack([COLUMNS, COLUMNS - 1], 1))
+    hook.remove()
+    before = torch.stack([whole[torch.arange(4), torch.as_tensor(COLUMNS - i)] for i in (0, 1)], 1)
+    assert shapes[1:] == [(4, 2, VOCAB)]
+    assert torch.equal(two, before)
     assert torch.equal(one[:, 0], whole[torch.arange(4), torch.as_tensor(COLUMNS)])
     # Every fed token's hidden states are there, as before, and no hook stays.
     assert all(torch.equal(lm.features[number], x) for number, x in states.items())
@@ -64,4 +68,5 @@ def test_without_an_output_layer_a_column_is_taken_of_all(monkeypatch: pytest.Mo
     monkeypatch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
     model = tiny_model("llama")
     deaf: Any = Deaf(model)
-    assert torch.equal(fed(CachedLM(deaf), COLUMNS), fed(CachedLM(model), COLUMNS))
+    each = COLUMNS[:, None]
+    assert torch.equal(fed(CachedLM(deaf), each), fed(CachedLM(model), each))

@@ -40,6 +40,7 @@ from tests.lossless import (
     decode_runs,
     looked_up,
     merged,
+    parallel_lm,
     small_lm,
 )
 from tests.mutants import PlainSpeculative
@@ -115,6 +116,8 @@ LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "shared tokens": shared_small_lm,
     "text": text_small_lm,
     "pairs of shared tokens": lambda case: shared_small_lm(case).with_shape(Pairs("distinct")),
+    "parallel chain": lambda case: parallel_lm(case=case),
+    "parallel tree": lambda case: parallel_lm("distinct", case),
     "lookup or model": lambda case: CompositeDrafter([NgramDrafter(1, 2), small_lm(case=case)]),
     "vertical": lambda case: vertical(case),
     "vertical in blocks": lambda case: vertical(case, rule="block", rounds=1),
@@ -158,6 +161,8 @@ CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED}
         ("speculative", "text", "penalised", 12_000),
         ("traversal", "pairs of shared tokens", "plain", 12_000),
         ("block", "drawn chain", "plain", 20_000),
+        ("speculative", "parallel chain", "plain", 20_000),
+        ("traversal", "parallel tree", "plain", 12_000),
         ("spectr", "independent", "plain", 12_000),
         ("traversal", "distinct", "plain", 12_000),
         ("multi_round", "merged models", "plain", 12_000),

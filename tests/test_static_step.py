@@ -91,7 +91,7 @@ def test_passes_over_a_growing_text_are_one_graph(family: str) -> None:
     start = STARTS
     for step in range(8):
         ids = torch.randint(3, VOCAB, (ROWS, GAMMA + 1), generator=generator)
-        columns = torch.randint(0, GAMMA + 1, (ROWS,), generator=generator)
+        columns = torch.randint(0, GAMMA + 1, (ROWS, 1), generator=generator)
         lean.slots.place(start, GAMMA + 1)
         slots.add(lean.slots.layers[0].window.end)
         results = run(ids, torch.as_tensor(start)[:, None], columns)

@@ -156,6 +156,7 @@ from decode.drafters import (  # noqa: E402  (each registers itself)
     lookahead,  # noqa: F401
     max_gram,  # noqa: F401
     ngram,  # noqa: F401
+    pard,  # noqa: F401
     rest,  # noqa: F401
     skip,  # noqa: F401
     small_lm,  # noqa: F401

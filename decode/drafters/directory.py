@@ -17,9 +17,9 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.combinations import COMBINATIONS, Combination
 from decode.drafters.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.other_tokenizer import OtherTokenizerDrafter
+from decode.drafters.pard import small_lm_drafter
 from decode.drafters.retokenised import RetokenisedDrafter
 from decode.drafters.shared_vocabulary import SharedVocabularyDrafter
-from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError, nearest
 from decode.target.identity import describe_target, require_same_target, require_same_vocabulary
 from decode.target.loading import DTYPES, Target, load_model_and_tokenizer
@@ -88,7 +88,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     - `none`, `ngram`, `store`, `suffix` or `lookahead`, with or without options: `ngram:max_n=4`;
     - a drafter directory;
     - any smaller causal LM with the same tokenizer (directory, GGUF file or hub id). Its output
-      layer may be padded to another size than the target's;
+      layer may be padded to another size than the target's. With `pard_token` in its config it
+      drafts all tokens in one pass;
     - such a model with another tokenizer, with `:vocabulary=shared` or `:vocabulary=text` after its
       name (`decode.drafters.shared_vocabulary`, `decode.drafters.retokenised`);
     - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are called in that order;
@@ -126,7 +127,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         return drafter
     if (path / DRAFTER_FILE).exists():
         description = describe_drafter(path)
-        padding = description["kind"] in ("rest", "small_lm")
+        padding = description["kind"] in ("pard", "rest", "small_lm")
         with _naming_options(spec, padding):
             require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
         try:
@@ -149,7 +150,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         require_same_vocabulary(
             loaded.fingerprint, target.fingerprint, f"drafter {spec}", padding=True
         )
-    return SmallLMDrafter.of_target(loaded.model, target)
+    return small_lm_drafter(loaded.model, target)
 
 
 def _kind(spec: str) -> str:

@@ -48,6 +48,7 @@ class SmallLMDrafter(ShapedDrafter):
     """
 
     trained = True
+    feeds_chains = True  # whether the model reads the tokens of a chain that it drafts
     vocab_size: int
 
     def __init__(
@@ -107,7 +108,7 @@ class SmallLMDrafter(ShapedDrafter):
 
     def with_shape(self, shape: Shape) -> "SmallLMDrafter":
         sizes = {"vocab_size": self.vocab_size, "tokens": self.tokens}
-        return SmallLMDrafter(self.lm.model, self.vocabulary, shape, **sizes)
+        return type(self)(self.lm.model, self.vocabulary, shape, **sizes)
 
     def read(self, contexts: Contexts) -> Contexts:
         """The texts in the model's tokens, in as much space as the model needs slots. Here they are
@@ -161,6 +162,18 @@ class SmallLMDrafter(ShapedDrafter):
         It does so for the rows that draft (`drafting`, bool [B]), and for other rows that lack no
         more than those. Returns the logits after the last of these tokens, [B, V'], valid in the
         rows fed; None if the rows that draft lack nothing."""
+        missing = self.take_missing(contexts, ends, drafting)
+        if missing is None:
+            return None
+        ids, start, counts = missing
+        return self.lm.read(to_device(ids, self.lm.device), start, counts)[:, 0]
+
+    def take_missing(
+        self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """The tokens that `feed` feeds, which count as cached from now on: int64 [B, n]; the slot
+        of each row's first one, int [B]; and how many of them each row has, int [B]: the rest is
+        padding. None if the rows that draft lack nothing."""
         # Every row feeds as many tokens as the drafting row that lacks most. Other rows feed a few
         # tokens again: this writes the same keys and values and keeps the batch rectangular.
         missing = ends - self._cached
@@ -172,14 +185,9 @@ class SmallLMDrafter(ShapedDrafter):
         columns = np.arange(lacking)[None, :] + (start + self._begin)[:, None]
         # A row with fewer tokens than that continues with padding past its end.
         ids = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)
-        logits = self.lm.read(
-            # Ids without an embedding occur only in rows that must not draft.
-            to_device(np.minimum(ids, self.known - 1), self.lm.device),
-            start,
-            np.minimum(lengths - start, lacking),
-        )
         self._cached = np.where(missing <= lacking, ends, self._cached)
-        return logits[:, 0]
+        # Ids without an embedding occur only in rows that must not draft.
+        return np.minimum(ids, self.known - 1), start, np.minimum(lengths - start, lacking)
 
     def verify(self, contexts: Contexts, draft: Draft, drafting: np.ndarray) -> Tensor:
         """The logits after each text and after each node of a chain, [B, N+1, V]: this model in the
@@ -214,15 +222,19 @@ class SmallLMDrafter(ShapedDrafter):
         depths = self.make_room(text, limits.depths)
         if not depths.any():
             return Draft.none(len(lengths), self.lm.device)
-        growth = _LMGrowth(self, contexts, sampling, depths > 0)
+        growth = self.growth(contexts, sampling, depths)
         draft = self.shape.grow(growth, replace(limits, depths=depths), sampling, rng)
         # The last token of a chain was not fed. Tree nodes are not always in their text slots.
-        fed = 0 if self.shape.branches else growth.fed.shape[1]
+        fed = growth.fed.shape[1] if self.feeds_chains and not self.shape.branches else 0
         self._fed = (draft, self.to_read(growth.fed), lengths) if fed else None
         # In a row that does not draft, the next committed tokens may differ from those fed.
         fed_B = fed * (depths > 0)
         self._cached = np.where(self._cached == lengths, lengths + fed_B, self._cached)
         return draft
+
+    def growth(self, contexts: Contexts, sampling: Sampling, depths: np.ndarray) -> Growth:
+        """What the shape draws the draft from. depths: int [B], the max depth per row."""
+        return _LMGrowth(self, contexts, sampling, depths > 0)
 
     def make_room(self, contexts: Contexts, depths: np.ndarray) -> np.ndarray:
         """int [B]: how deep each row can be drafted, at most `depths`, int [B]. In rows whose text

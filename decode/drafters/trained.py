@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from decode.draft import Siblings
+from decode.draft import Contexts, Siblings
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.sampling import Sampling
 from decode.target.prepare_model import refresh_packed
-from decode.trees import Chain, Shape
+from decode.trees import Chain, Growth, Shape
 
 
 class ShapedDrafter(Drafter):
@@ -41,6 +41,37 @@ class ShapedDrafter(Drafter):
 
     def describe_drafts(self, max_depth: int | None = None) -> str:
         return self.shape.describe(max_depth)
+
+
+class ParallelGrowth(Growth):
+    """The growth of a drafter that knows the logits of all depths before any token is drawn.
+
+    The logits at a depth do not depend on the tokens before. So all nodes at one depth have the
+    same q, which is still the distribution that they are drawn from.
+
+    logits: [B, d, V'], at depth 1 … d. The other arguments are those of `Growth`.
+    """
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        sampling: Sampling,
+        vocab_size: int,
+        vocabulary: Tensor | None,
+        logits: Tensor,
+    ) -> None:
+        super().__init__(contexts, sampling, logits.device, vocab_size, vocabulary)
+        self.logits = logits
+
+    def _first(self) -> Tensor:
+        return self.logits[:, 0]
+
+    def _extend(self, count: int) -> Tensor:
+        if self.ancestors is None:
+            fed = self.fed.shape[1]
+            return self.logits[:, fed - count + 1 : fed + 1]
+        depths = self.ancestors[:, -count:].sum(2)
+        return self.logits[torch.arange(self.rows, device=self.device)[:, None], depths]
 
 
 def require_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -112,4 +112,4 @@ def _random_ids(lm: CachedLM, count: int) -> Tensor:
 
 def _read(lm: CachedLM, ids: Tensor) -> None:
     """Feed a prompt, int64 [1, n], and compute the logits after its last token."""
-    lm.forward(ids, np.zeros(1, dtype=np.int64), columns=np.array([ids.shape[1] - 1]))
+    lm.forward(ids, np.zeros(1, dtype=np.int64), columns=np.array([[ids.shape[1] - 1]]))

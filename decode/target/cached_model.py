@@ -190,7 +190,8 @@ class CachedLM:
         """Feed n tokens per row and return their logits, in the model's dtype.
 
         start: int [B], the slot of each row's first token; all slots below it are its past.
-        columns: int [B], return the logits of this one column per row, [B, 1, V]. None: all n.
+        columns: int [B, k], return the logits of only these columns of each row, [B, k, V]. None:
+            all n.
         depth_BN, ancestors_BNM: for a token tree with m ≥ n nodes. Its last n nodes are fed, and
             its first m−n nodes are in the slots before `start`. depth_BN is each token's distance
             from the first slot of the tree. ancestors_BNM says which of the m nodes each token may
@@ -200,22 +201,22 @@ class CachedLM:
         if ancestors_BNM is not None and not self._trial:
             require_trees(self.model)
         self.slots.place(start, ids_BN.shape[1])
-        columns_B = None if columns is None else to_device(columns, self.device)
+        columns_BK = None if columns is None else to_device(columns, self.device)
         first_B1 = to_device(start, self.device)[:, None]
-        logits, self.features = self.run(ids_BN, first_B1, columns_B, depth_BN, ancestors_BNM)
+        logits, self.features = self.run(ids_BN, first_B1, columns_BK, depth_BN, ancestors_BNM)
         return logits
 
     def run(
         self,
         ids_BN: Tensor,
         first_B1: Tensor,
-        columns_B: Tensor | None = None,
+        columns_BK: Tensor | None = None,
         depth_BN: Tensor | None = None,
         ancestors_BNM: Tensor | None = None,
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
         """The work of `forward` on the device, after `Slots.place`: logits and hidden states.
 
-        first_B1, columns_B: start and columns of `forward`, int64 on the device. With static slots
+        first_B1, columns_BK: start and columns of `forward`, int64 on the device. With static slots
         it is one graph of tensors, the same for the same shapes and the same number of slots that
         attention gets. That number grows by `LeanForward.slot_step`.
         """
@@ -234,7 +235,7 @@ class CachedLM:
             (base_B1 + depth_BN).clamp(max=self.max_positions - 1),
             self._masks(base_B1, n, ancestors_BNM),
             self.slots.layers,
-            columns_B,
+            columns_BK,
             self.captured_layers,
         )
         return result
@@ -263,7 +264,7 @@ class CachedLM:
         rows, n = ids_BN.shape
         last = np.maximum(counts - 1, 0)
         if rows * n <= self.pass_tokens:
-            return self.forward(ids_BN, start, columns=last)
+            return self.forward(ids_BN, start, columns=last[:, None])
         logits: Tensor | None = None
         parts: list[Mapping[int, Tensor]] = []
         begin = 0
@@ -271,7 +272,7 @@ class CachedLM:
             # The rows up to the last one that has tokens left.
             live = int(np.flatnonzero(last >= begin)[-1]) + 1
             end = min(begin + max(self.pass_tokens // live, 1), n)
-            columns = np.clip(last[:live] - begin, 0, end - begin - 1)
+            columns = np.clip(last[:live, None] - begin, 0, end - begin - 1)
             with self.only(0, live):
                 new = self.forward(ids_BN[:live, begin:end], start[:live] + begin, columns=columns)
             logits = new.new_zeros(rows, 1, new.shape[2]) if logits is None else logits

@@ -370,7 +370,7 @@ class LeanForward(nn.Module):
         """Feed tokens. Returns the logits, and the hidden states of captured layers, [B, n, H].
 
         ids: int64 [B, n]. positions: int64 [B, n] or [1, n]. masks, slots: one per layer. columns:
-        int64 [B], the only column of each row that gets logits, [B, 1, V].
+        int64 [B, k], the only columns of each row that get logits, [B, k, V].
         """
         features: dict[int, Tensor] = {}
         states = self.embed(ids)
@@ -393,7 +393,7 @@ class LeanForward(nn.Module):
 
 
 def columns_of(x: Tensor, columns: Tensor | None) -> Tensor:
-    """One column of each row of x [B, n, …], int64 [B]: [B, 1, …]. None: all columns."""
+    """Some columns of each row of x [B, n, …], int64 [B, k]: [B, k, …]. None: all columns."""
     if columns is None:
         return x
-    return x[torch.arange(len(x), device=x.device), columns][:, None]
+    return x[torch.arange(len(x), device=x.device)[:, None], columns]

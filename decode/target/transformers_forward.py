@@ -109,7 +109,7 @@ class TransformersForward(nn.Module):
                 use_cache=True,
             ).logits
         # `_restricted_output` does nothing for a model without an accessible output layer.
-        if columns is not None and logits.shape[1] != 1:
+        if columns is not None and logits.shape[1] != columns.shape[1]:
             logits = columns_of(logits, columns)
         return logits, features
 
@@ -134,11 +134,12 @@ class TransformersForward(nn.Module):
 
     @contextmanager
     def _restricted_output(self, columns: Tensor | None, n: int) -> Iterator[None]:
-        """Inside this context, the output layer gets the hidden state of only one of n columns per
-        row. Logits of all columns would be by far the largest tensor of a prefill. Later operations
+        """Inside this context, the output layer gets the hidden states of only these columns of n.
+        Logits of all columns would be by far the largest tensor of a prefill. Later operations
         of the model on its logits (scaling, soft caps) are not affected."""
         get_layer = getattr(self.model, "get_output_embeddings", None)
-        layer = get_layer() if get_layer and columns is not None and n > 1 else None
+        few = columns is not None and n > columns.shape[1]
+        layer = get_layer() if get_layer and few else None
         if layer is None:
             yield
             return

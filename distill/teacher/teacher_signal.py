@@ -14,7 +14,7 @@ Shapes: B rows, T tokens, n predicted tokens, H hidden size, V vocabulary, k cac
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,8 @@ class Signal(Protocol):
         """
         ...
 
-    def __getitem__(self, rows: slice) -> "Signal":
-        """The signal for some of the tokens."""
+    def __getitem__(self, rows: slice | Tensor) -> Self:
+        """The signal for some of the tokens. rows: a slice, or int64 [m], their numbers."""
         ...
 
 
@@ -71,7 +71,7 @@ class TeacherLogits:
     def pull_back(self, gradient: Tensor, logits: Tensor, temperature: float) -> Tensor:
         return gradient
 
-    def __getitem__(self, rows: slice) -> "TeacherLogits":
+    def __getitem__(self, rows: slice | Tensor) -> "TeacherLogits":
         return TeacherLogits(self.logits[rows])
 
 
@@ -101,7 +101,7 @@ class TopK:
         tail_share = (logits / temperature).scatter(1, self.ids, float("-inf")).softmax(-1)
         return tail_share.mul_(gradient[:, -1:]).scatter_(1, self.ids, gradient[:, :-1])
 
-    def __getitem__(self, rows: slice) -> "TopK":
+    def __getitem__(self, rows: slice | Tensor) -> "TopK":
         return TopK(self.ids[rows], self.log_p[rows], self.log_tail[rows])
 
 

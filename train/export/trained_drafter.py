@@ -15,6 +15,7 @@ from decode.artifact import MANIFEST, verify_directory
 from decode.drafters import DRAFTERS
 from decode.drafters.directory import DRAFTER_FILE, describe_drafter
 from decode.drafters.draft_vocabulary import load_vocabulary
+from decode.drafters.pard import small_lm_drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.target.loading import (
@@ -119,10 +120,11 @@ def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
 
 
 def load_small_lm(path: Path, target: Target) -> SmallLMDrafter:
-    """Load a model directory or GGUF file as a drafter, in the target's dtype and on its device."""
+    """Load a model directory or GGUF file as a drafter, in the target's dtype and on its device. A
+    model with a mask token drafts in parallel."""
     dtype = str(target.dtype).removeprefix("torch.")
     loaded = load_model_and_tokenizer(str(path), dtype=dtype, device=str(target.device))
-    return SmallLMDrafter.of_target(loaded.model, target)
+    return small_lm_drafter(loaded.model, target)
 
 
 def is_reduced(path: Path) -> bool:

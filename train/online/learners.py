@@ -14,6 +14,7 @@ from decode.drafters import Drafter
 from decode.drafters.directory import describe_drafter, open_drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
 from decode.target.loading import Target, load_model_and_tokenizer
 from decode.trees.static import stored_shape
 from distill.losses import WeightedLoss
@@ -26,6 +27,11 @@ from train.training.student_and_teacher import DRAFTER_STAGES, choose_trained
 
 # Kinds of stages whose drafters can continue to learn.
 STARTS = ("heads", *DRAFTER_STAGES)
+# Why a parallel drafter does not learn while it serves.
+PARALLEL = (
+    "drafts all tokens in one pass, and learning from rejected tokens would train it to draft one "
+    "token after the other; train a drafter without `parallel`"
+)
 
 
 def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None:
@@ -42,6 +48,17 @@ def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None
     return None
 
 
+def drafts_in_parallel(name: str, earlier: Sequence[StageConfig]) -> bool:
+    """Whether the drafter of stage `name`, a small language model, drafts all tokens in one pass:
+    this stage, or one that it continues, has `parallel`."""
+    by_name: dict[str, Any] = {stage.name: stage for stage in earlier}
+    while name in by_name:
+        if getattr(by_name[name], "parallel", None) is not None:
+            return True
+        name = by_name[name].drafter.stage or ""
+    return False
+
+
 @dataclass
 class Learning:
     """How the copy learns. max_length: the limit of a text in tokens; None: the copy's maximum.
@@ -56,7 +73,10 @@ class Learning:
     def of_directory(self, path: Path, target: Target) -> tuple[OnlineStudent, Drafter]:
         """The copy and the drafter from a drafter directory, of any kind that can learn. Raises
         UserError if the directory is damaged or does not fit the target."""
-        if describe_drafter(path)["kind"] not in HEADS:
+        kind = describe_drafter(path)["kind"]
+        if kind == "pard":
+            raise UserError(f"the drafter {path} {PARALLEL}")
+        if kind not in HEADS:
             model = load_model_and_tokenizer(str(path), dtype="float32", device="cpu").model
             return self.of_model(model, load_vocabulary(path, model), target)
         drafter = open_drafter(str(path), target)

@@ -1,7 +1,6 @@
 """`distill`: a small language model learns the target's distribution (DistillSpec, 2310.08461)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +12,22 @@ from transformers import PreTrainedModel
 from decode.drafters import Drafter
 from decode.drafters.directory import save_drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, reduce_output, save_with_vocabulary
+from decode.drafters.pard import (
+    ParallelLMDrafter,
+    mark_parallel,
+    stored_mask_token,
+    unused_token,
+)
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
+from decode.target.cached_model import require_trees
 from decode.target.loading import Target
-from distill.agreement import Agreement
 from distill.distillation_loss import Distillation
+from distill.parallel_distillation import (
+    ParallelConfig,
+    ParallelDistillation,
+    require_full_attention,
+)
 from distill.teacher.feature_sources import holds_features
 from distill.teacher.teacher_signal import LiveTeacher, TeacherSource, split_model
 from distill.teacher.top_k_cache import CachedTeacher
@@ -26,7 +36,7 @@ from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.data.corpus import stages_of
 from train.data.training_text import FixedText, OnPolicyConfig, OnPolicyText, Text
-from train.online.learners import heads_stage
+from train.online.learners import drafts_in_parallel, heads_stage
 from train.schema import Losses, StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import LossConfig, TrainingStage
@@ -74,6 +84,9 @@ class DistillConfig(LossConfig):
     """Train adapters. None: train the weights themselves."""
     gradient_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass: less memory, more time."""
+    parallel: ParallelConfig | None = None
+    """Train a drafter that drafts all tokens in one pass (PARD, 2504.18583). None: it drafts one
+    token after the other."""
     draft_vocabulary: int | None = Field(None, ge=1)
     """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
     of the stage that this stage continues, or of the cache."""
@@ -127,6 +140,9 @@ class DistillStage(TrainingStage[DistillConfig]):
                 start.memory_bytes,
             )
         model, _ = make_student(config.drafter, self.target, self.earlier)
+        if self._mask_token(model) is not None:
+            require_full_attention(model)
+            require_trees(model)  # training feeds masks and positions of the same kind
         choose_trained(model, embeddings=config.train_embeddings)
         student = Trainable(model, lora=config.lora).model
         trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
@@ -150,6 +166,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         if config.teacher != "live":
             cache = open_cache(self.cache_directory(config.teacher), self.target, samples)
         student, vocabulary, coverage = self._prepare(samples, cache)
+        self._require_unused(stored_mask_token(student.model.config), samples)
         with teaching_model(self.target, shard=config.shard_teacher) as model:
             trainer = self._trainer(student, vocabulary, samples, model, cache)
             progress = trainer.fit()
@@ -189,6 +206,9 @@ class DistillStage(TrainingStage[DistillConfig]):
         the text, if it was chosen here."""
         config = self.config
         model, vocabulary = make_student(config.drafter, self.target, self.earlier)
+        mask_token = self._mask_token(model)
+        if mask_token is not None:
+            mark_parallel(model.config, mask_token)
         if config.draft_vocabulary is not None:
             if vocabulary is not None:
                 _refuse(config, draft_vocabulary="the drafter's start already has one")
@@ -206,6 +226,37 @@ class DistillStage(TrainingStage[DistillConfig]):
                     "cache first, and let the drafter's first stage learn from it"
                 )
         return model, vocabulary, {}
+
+    def _mask_token(self, model: PreTrainedModel) -> int | None:
+        """The mask token of the drafter that starts as `model`. None: it drafts one token after the
+        other. Raises UserError for a token in use, and for a parallel drafter without `parallel`.
+        """
+        config, stored = self.config, stored_mask_token(model.config)
+        if config.parallel is None:
+            if stored is not None:
+                raise UserError(
+                    f"stage {config.name}: the drafter starts as one that drafts in parallel (its "
+                    "config has pard_token), and this stage would train it to draft one token "
+                    "after the other; set parallel"
+                )
+            return None
+        if config.parallel.mask_token is None and stored is not None:
+            return stored
+        rows = model.config.get_text_config().vocab_size
+        try:
+            return unused_token(config.parallel.mask_token, self.target, rows)
+        except UserError as error:
+            raise UserError(f"stage {config.name}: parallel: {error}") from error
+
+    def _require_unused(self, mask_token: int | None, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            if mask_token is not None and mask_token in sample.tokens:
+                name = self.target.tokenizer.convert_ids_to_tokens(mask_token)
+                raise UserError(
+                    f"stage {self.config.name}: the mask token {mask_token} ({name!r}) is in use: "
+                    f"the sample {sample.id} contains it; set parallel.mask_token to an id that "
+                    "no text contains"
+                )
 
     def _trainer(
         self,
@@ -237,10 +288,8 @@ class DistillStage(TrainingStage[DistillConfig]):
                     signal = teacher.signal(**batch, ids=ids)
             return module(**batch, teacher=signal)
 
-        dev = None if config.dev is None else self._dev_slice(config.dev, student, model)
-        module = Distillation(
-            student.model, loss, chunk=config.chunk_tokens, vocabulary=vocabulary, tokens=tokens
-        )
+        module = self._module(student.model, vocabulary)
+        dev = None if config.dev is None else self._dev_slice(config.dev, student, model, module)
         task = TrainingTask(
             config.name,
             module,
@@ -262,6 +311,16 @@ class DistillStage(TrainingStage[DistillConfig]):
             allow_changes=self.allow_changes,
         )
 
+    def _module(self, model: PreTrainedModel, vocabulary: Tensor | None) -> Distillation:
+        config, tokens = self.config, self.target.token_count
+        sizes: Any = {"chunk": config.chunk_tokens, "vocabulary": vocabulary, "tokens": tokens}
+        mask_token = stored_mask_token(model.config)
+        if config.parallel is None or mask_token is None:
+            return Distillation(model, config.weighted_loss, **sizes)
+        return ParallelDistillation(
+            model, config.weighted_loss, config.parallel, mask_token, **sizes
+        )
+
     def _text(self, student: Trainable, samples: Sequence[Sample]) -> Text:
         if self.config.on_policy is None:
             return FixedText(samples)
@@ -277,7 +336,14 @@ class DistillStage(TrainingStage[DistillConfig]):
             seed=self.config.loop.seed,
         )
 
-    def _dev_slice(self, config: DevConfig, student: Trainable, model: PreTrainedModel) -> DevSlice:
+    def _dev_slice(
+        self,
+        config: DevConfig,
+        student: Trainable,
+        model: PreTrainedModel,
+        module: Distillation,
+    ) -> DevSlice:
+        """model: the target's, as a teacher. module: computes the figures."""
         # All ranks must run a sharded target together, so a rank must not skip it by remembering.
         teacher = LiveTeacher(split_model(model), remember=not self.config.shard_teacher)
 
@@ -290,9 +356,10 @@ class DistillStage(TrainingStage[DistillConfig]):
             drafter, vocabulary = student.plain(weights)
             drafter.to(target.device, target.dtype)
             ids = None if vocabulary is None else vocabulary.ids.to(target.device)
-            return target, SmallLMDrafter.of_target(drafter, target, ids)
+            kind = SmallLMDrafter if self.config.parallel is None else ParallelLMDrafter
+            return target, kind.of_target(drafter, target, ids)
 
-        judging = Judging(sums, lambda x: asdict(Agreement.from_sums(x)), "student.", make_drafter)
+        judging = Judging(sums, module.figures, "student.", make_drafter)
         return DevSlice(
             config, judging, self.target, self.corpus, self.accelerator, stage=self.config.name
         )
@@ -311,7 +378,8 @@ class DistillStage(TrainingStage[DistillConfig]):
             self.target.tokenizer.save_pretrained(directory)
 
         path = self.directory / name
-        save_drafter(path, "small_lm", write, target=self.target, provenance=provenance)
+        kind = "small_lm" if self.config.parallel is None else "pard"
+        save_drafter(path, kind, write, target=self.target, provenance=provenance)
 
 
 def _refuse(config: DistillConfig, **reasons: str) -> None:
@@ -331,6 +399,17 @@ def _check_start(config: DistillConfig, start: str, earlier: Sequence[StageConfi
             "heads on the target; name a stage that trains a small language model"
         )
     _refuse(config, draft_vocabulary=f"the drafter of {start} keeps its draft vocabulary")
+    is_parallel = drafts_in_parallel(start, earlier)
+    if is_parallel and config.parallel is None:
+        raise UserError(
+            f"stage {config.name} would train the drafter of {start} to draft one token after the "
+            "other, but that drafter drafts in parallel; set parallel"
+        )
+    if is_parallel and config.parallel is not None and config.parallel.mask_token is not None:
+        raise UserError(
+            f"stage {config.name}: the drafter of {start} keeps its mask token; leave out "
+            "parallel.mask_token"
+        )
 
 
 def _check_cache(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:

@@ -20,7 +20,7 @@ from distill.replay.replay_buffer import bytes_per_draft, bytes_per_position
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
 from train.data.read import Example
-from train.online.learners import Learning, heads_stage
+from train.online.learners import PARALLEL, Learning, drafts_in_parallel, heads_stage
 from train.online.learning import Online, OnlineConfig
 from train.online.serving import OnlineStageConfig, Request, Serving
 from train.online.stream_progress import StreamProgress, Versions
@@ -53,6 +53,10 @@ class OnlineStage(Stage[OnlineStageConfig]):
             return
         heads: Any = heads_stage(config.drafter.stage, earlier)
         if heads is None:
+            if drafts_in_parallel(config.drafter.stage, earlier):
+                raise UserError(
+                    f"stage {config.name}: the drafter of {config.drafter.stage} {PARALLEL}"
+                )
             return
         require_learns(heads.heads.type)
         if config.train_embeddings:

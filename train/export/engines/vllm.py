@@ -8,13 +8,15 @@ from train.export.engines import ENGINES, Counting, EngineTask
 from train.export.engines.child_process import LibraryEngine
 from train.export.formats import EXPORT_FILE
 
-# The `method` of vLLM's speculative_config, by layout.
-METHODS = {
-    "hf": "draft_model",
-    "medusa": "medusa",
-    "eagle1": "eagle",
-    "eagle3": "eagle3",
-    "speculators": "eagle3",
+# The `method` of vLLM's speculative_config, and its other options, by layout.
+METHODS: dict[str, dict[str, Any]] = {
+    "hf": {"method": "draft_model"},
+    "pard": {"method": "draft_model", "parallel_drafting": True},
+    "medusa": {"method": "medusa"},
+    "eagle1": {"method": "eagle"},
+    "eagle3": {"method": "eagle3"},
+    "p_eagle": {"method": "eagle3", "parallel_drafting": True},
+    "speculators": {"method": "eagle3"},
 }
 
 
@@ -54,7 +56,7 @@ class VLLM(LibraryEngine):
                 "distributed_executor_backend": "uni",
             },
             "speculative": {
-                "method": METHODS[layout],
+                **METHODS[layout],
                 "model": str(task.export.resolve()),
                 "num_speculative_tokens": task.gamma,
             },

@@ -170,11 +170,13 @@ class Format(ABC):
 FORMATS: Registry[Format] = Registry("export format")
 
 
-def vllm_serving(method: str, target: str, repository: str, gamma: int) -> tuple[str, str, str]:
-    """Return how vLLM serves a drafter, as `Format.serving` does. method: of its
+def vllm_serving(
+    method: str, target: str, repository: str, gamma: int, **options: Any
+) -> tuple[str, str, str]:
+    """Return how vLLM serves a drafter, as `Format.serving` does. method, options: of its
     speculative_config."""
     speculative = json.dumps(
-        {"method": method, "model": repository, "num_speculative_tokens": gamma}
+        {"method": method, "model": repository, "num_speculative_tokens": gamma, **options}
     )
     return "vLLM", "", f"vllm serve {target} --speculative-config '{speculative}'"
 
@@ -229,5 +231,6 @@ from train.export.formats import (  # noqa: E402, F401  (each registers itself)
     eagle3_layer,
     hugging_face,
     medusa_heads,
+    p_eagle_layers,
     small_lm_gguf,
 )

@@ -20,6 +20,7 @@ from decode.errors import UserError
 from decode.target.loading import Target
 from heads.eagle_heads import Eagle3Drafter, Eagle3Options
 from heads.heads_directory import stored_options
+from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions
 from train.export.checkpoint import Checkpoint
 from train.export.file_schema import TensorSpec, extra_key_problems, is_count, key_problems
@@ -36,6 +37,7 @@ from train.export.formats.published_layer import (
 
 LAYER = "midlayer"
 OUTPUT, OWN_OUTPUT = "lm_head.weight", "output.layers.0.weight"
+MASK_HIDDEN = "mask_hidden"  # of P-EAGLE
 # The version of speculators with this layout.
 VERSION = "0.9.0"
 LAYER_CONFIG, ROWS = "transformer_layer_config", "draft_vocab_size"
@@ -56,7 +58,7 @@ class Eagle3(EagleLayer):
     kinds = ("eagle3",)
     engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
     architecture = "LlamaForCausalLMEagle3"
-    drafter = Eagle3Drafter
+    drafter: ClassVar[type[HeadsDrafter]] = Eagle3Drafter
     carries_vocabulary = True
 
     def depth_of(self, options: Any) -> int:
@@ -72,7 +74,9 @@ class Eagle3(EagleLayer):
             )
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        return is_eagle3(checkpoint.names) and MODEL_TYPE not in checkpoint.config
+        names = checkpoint.names
+        is_plain = MODEL_TYPE not in checkpoint.config and MASK_HIDDEN not in names
+        return is_plain and is_eagle3(names)
 
     def extra_config(self, heads: Any) -> dict[str, Any]:
         options = heads.options
@@ -134,21 +138,12 @@ class Eagle3(EagleLayer):
         return {name.replace(LAYER, self.layer): tensor for name, tensor in tensors.items()}
 
     def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
-        hidden, rows = config["hidden_size"], config[ROWS]
         count = captured_count(config)
-        specs = layer_tensors(config, self.layer, 2 * hidden) | {
-            "fc.weight": weight_spec(config, hidden, count * hidden),
-            "norm.weight": weight_spec(config, hidden),
-            OUTPUT: weight_spec(config, rows, hidden),
-        }
-        norms = [f"{self.layer}.{norm}" for norm in ("hidden_norm", "input_layernorm")]
-        norms += [f"fc_norm.{number}" for number in range(count) if config["fc_norm"]]
-        specs |= {f"{norm}.weight": weight_spec(config, hidden) for norm in norms}
+        specs = shared_tensors(config, self.layer, count)
+        for number in range(count if config["fc_norm"] else 0):
+            specs[f"fc_norm.{number}.weight"] = weight_spec(config, config["hidden_size"])
         if config.get("norm_before_fc"):
-            specs["input_norm.weight"] = weight_spec(config, count * hidden)
-        if rows != config["vocab_size"]:
-            specs["d2t"] = TensorSpec((rows,), ("I64",))
-            specs["t2d"] = TensorSpec((config["vocab_size"],), ("BOOL",))
+            specs["input_norm.weight"] = weight_spec(config, count * config["hidden_size"])
         return specs
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
@@ -168,19 +163,28 @@ class Eagle3(EagleLayer):
     def rebuilt_heads(
         self, config: dict[str, Any], weights: dict[str, Tensor], depth: int | None
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
-        ids = _token_ids(weights["d2t"]) if "d2t" in weights else None
-        others = ("d2t", "t2d", OUTPUT)
-        state = {n.replace(self.layer, LAYER): x for n, x in weights.items() if n not in others}
+        ids, stored = self.rebuilt_state(weights)
+        state = {
+            name if name == OWN_OUTPUT else name.replace(self.layer, LAYER): x
+            for name, x in stored.items()
+        }
         options: dict[str, Any] = {
             name: config.get(name, False) for name in (*SWITCHES, *OTHER_SWITCHES)
         }
         if depth is not None:
             options["steps"] = depth
-        if OUTPUT in weights:
-            state[OWN_OUTPUT] = weights[OUTPUT]
-        else:
+        if OUTPUT not in weights:
             options["output"] = "target"
         return Eagle3Options(**options), ids, state
+
+    def rebuilt_state(self, weights: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return the draft vocabulary, and the heads' state with the layout's names of layers."""
+        ids = _token_ids(weights["d2t"]) if "d2t" in weights else None
+        others = ("d2t", "t2d", OUTPUT)
+        state = {name: x for name, x in weights.items() if name not in others}
+        if OUTPUT in weights:
+            state[OWN_OUTPUT] = weights[OUTPUT]
+        return ids, state
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [
@@ -190,6 +194,23 @@ class Eagle3(EagleLayer):
 
 
 FORMATS.register("eagle3")(Eagle3())
+
+
+def shared_tensors(config: dict[str, Any], layer: str, count: int = 3) -> dict[str, TensorSpec]:
+    """Return the tensors that all layouts of EAGLE-3 require. layer: the name of the layer that
+    reads the features. count: of the captured layers."""
+    hidden, rows = config["hidden_size"], config[ROWS]
+    specs = layer_tensors(config, layer, 2 * hidden) | {
+        "fc.weight": weight_spec(config, hidden, count * hidden),
+        "norm.weight": weight_spec(config, hidden),
+        OUTPUT: weight_spec(config, rows, hidden),
+    }
+    norms = [f"{layer}.{norm}" for norm in ("hidden_norm", "input_layernorm")]
+    specs |= {f"{norm}.weight": weight_spec(config, hidden) for norm in norms}
+    if rows != config["vocab_size"]:
+        specs["d2t"] = TensorSpec((rows,), ("I64",))
+        specs["t2d"] = TensorSpec((config["vocab_size"],), ("BOOL",))
+    return specs
 
 
 def eagle3_tensors(heads: Any, vocab_size: int) -> dict[str, Tensor]:

@@ -154,12 +154,13 @@ class EagleLayer(Format):
         (directory / "config.json").write_text(json.dumps(contents, indent=2))
         ids = heads.vocabulary
         is_filled = ids is not None and not self.carries_vocabulary
+        layers = config["num_hidden_layers"]
         return {
             "dtype": dtype,
             "kept": None if ids is None else len(ids),
             "filled_from": "the target's output layer" if is_filled else None,
             "parameters": sum(x.numel() for x in weights.values() if x.is_floating_point()),
-            "size": "one decoder layer",
+            "size": "one decoder layer" if layers == 1 else f"{layers} decoder layers",
         }
 
     def problems(self, directory: Path) -> list[str]:

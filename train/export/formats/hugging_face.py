@@ -1,7 +1,7 @@
 """A small LM as a plain Hugging Face directory: transformers, vLLM, SGLang, MLX-LM."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import transformers
 
@@ -44,8 +44,8 @@ class HuggingFace(Format):
     """
 
     name = "hf"
-    kinds = ("small_lm",)
-    engines = ("transformers", "vllm", "sglang", "mlx", "openvino")
+    kinds: ClassVar[tuple[str, ...]] = ("small_lm",)
+    engines: ClassVar[tuple[str, ...]] = ("transformers", "vllm", "sglang", "mlx", "openvino")
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         source = read_small_lm(job.drafter, job.target)
@@ -144,4 +144,28 @@ class HuggingFace(Format):
         ]
 
 
+class ParallelHuggingFace(HuggingFace):
+    """The same for a drafter that drafts in one pass (PARD, 2504.18583): its config also has the
+    mask token, as `pard_token`, and `spd_type`. Other readers than vLLM would let it draft one
+    token after the other, and it was not trained to do that alone."""
+
+    name = "pard"
+    kinds = ("pard",)
+    engines = ("vllm",)
+
+    def problems(self, directory: Path) -> list[str]:
+        config = read_json(directory / "config.json") or {}
+        rows = config.get("vocab_size", 0)
+
+        def has_embedding(token: Any) -> bool:
+            return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < rows
+
+        mask = {"pard_token": has_embedding, "spd_type": "pard"}
+        return key_problems(mask, config, "config.json") + super().problems(directory)
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [vllm_serving("draft_model", target, repository, gamma, parallel_drafting=True)]
+
+
 FORMATS.register("hf")(HuggingFace())
+FORMATS.register("pard")(ParallelHuggingFace())

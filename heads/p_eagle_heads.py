@@ -1,0 +1,233 @@
+"""P-EAGLE (2602.01469): EAGLE-3 that drafts all tokens in one pass.
+
+What EAGLE-3 reads at a step is not known at the later places of a draft: the token before, and the
+state of the step before. Two learnt vectors stand for them. The places are trained as PARD's mask
+tokens are (`distill.parallel_distillation`).
+
+Shapes: B rows, n tokens, T tokens of a text, M places of stand-ins, N = T + M, K drafted tokens,
+H hidden size.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from decode.device import to_device
+from decode.draft import Contexts
+from decode.drafters import DRAFTERS
+from decode.drafters.trained import ParallelGrowth
+from decode.sampling import Sampling
+from decode.trees import Growth
+from distill.parallel_distillation import MaskedCopies, ParallelConfig
+from heads.eagle_heads import Eagle3Layer, auxiliary_layers, copy_target_norm
+from heads.heads_drafter import AttendingDrafter, AttendingHeads
+from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
+from heads.llama_layer import Attend, DraftLayer, Rotary, layer_config
+
+
+class PEagleOptions(HeadOptions):
+    """Options of P-EAGLE heads (2602.01469)."""
+
+    type: Literal["p_eagle"] = "p_eagle"
+    output: Literal["shared", "target"] = "shared"
+    """The output layer. `shared`: one separate layer that starts as a copy of the target's and is
+    trained. `target`: the target's output layer itself, frozen and not stored."""
+    tokens: int = Field(8, ge=2)
+    """K, the number of tokens that one pass predicts, and the max depth of a draft."""
+    layers: int = Field(4, ge=1)
+    """The number of decoder layers. The first one reads the token and the target's features."""
+    keep: float = Field(0.7, gt=0, le=1)
+    """r; place i of a draft is trained for rⁱ of the text's drafts."""
+    keep_min: float = Field(0.2, ge=0, le=1)
+    """r_min; each place is trained for at least this share."""
+
+
+class _Layer(DraftLayer):
+    """Attention reads the normed state."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @torch.no_grad()
+    def init_weights(self, spread: float) -> None:
+        super().init_weights(spread)
+        self.input_layernorm.weight.fill_(1.0)
+
+
+@HEADS.register("p_eagle")
+class PEagleHeads(TokenHeads, AttendingHeads):
+    """fc fuses the features of three layers. Place 1 of a draft reads them and the next token's
+    embedding, as EAGLE-3 does; the later places read `mask_hidden` and `mask_embedding` instead.
+
+    "Head" d is place d. All places have the same loss weight.
+
+    The paper trains the embeddings too. Here they are the target's, and only the vector of the
+    stand-in is trained. At first fc copies the feature of the highest of the three layers, and the
+    decoder layers change nothing, as in `Eagle3Heads`. Tensors have the names that engines use,
+    except the output layer and `mask_embedding`.
+    """
+
+    Options = PEagleOptions
+
+    def __init__(
+        self, options: PEagleOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
+    ) -> None:
+        super().__init__(options, options.tokens, model, vocabulary)
+        self.captured_layers = auxiliary_layers(model.config.get_text_config().num_hidden_layers)
+        self.attending_layers = options.layers
+        self.config = layer_config(model)
+        self._rotary = Rotary(self.config)
+        size, taps = self.hidden_size, len(self.captured_layers)
+        self.fc = nn.Linear(taps * size, size, bias=False)
+        self.mask_hidden = nn.Parameter(torch.empty(1, 1, taps * size))
+        self.mask_embedding = nn.Parameter(torch.empty(size))
+        further = (_Layer(self.config) for _ in range(options.layers - 1))
+        self.layers = nn.ModuleList([Eagle3Layer(self.config), *further])
+        self.norm = LlamaRMSNorm(size, eps=self.config.rms_norm_eps)
+
+    @torch.no_grad()
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
+        for layer in self.layers:
+            assert isinstance(layer, DraftLayer)
+            layer.init_weights(self.config.initializer_range)
+        self.fc.weight.zero_()
+        self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
+        self.mask_hidden.normal_(std=self.config.initializer_range)
+        self.mask_embedding.copy_(model.get_input_embeddings().weight.float().mean(0))
+        copy_target_norm(self.norm, model)
+
+    def loss_weights(self, uniform: float) -> dict[int, float]:
+        return dict.fromkeys(range(1, self.depth + 1), 1.0)
+
+    @property
+    def trains_all(self) -> bool:
+        return not self.training
+
+    def fuse(self, features: Tensor) -> Tensor:
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def run(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        unknown: Tensor,
+        positions: Tensor,
+        attends: Sequence[Attend],
+    ) -> Tensor:
+        """[B, n, H]: the input of the output layer.
+
+        states: [B, n, H], fused features. tokens: int64 [B, n], the tokens that follow. unknown:
+        bool [B, n], places that read the stand-ins instead of these. positions: int64 [B, n].
+        attends: the attention of each layer.
+        """
+        dtype = self.dtype
+        masks = unknown[..., None]
+        stand_in = self.fuse(self.mask_hidden.to(dtype))
+        states = torch.where(masks, stand_in, states.to(dtype))
+        embedded = self.embeddings(tokens).to(dtype)
+        embedded = torch.where(masks, self.mask_embedding.to(dtype), embedded)
+        rotation = self._rotary(positions, states)
+        first: Any = self.layers[0]
+        inputs = torch.cat([first.input_layernorm(embedded), first.hidden_norm(states)], -1)
+        states = first(states, inputs, rotation, attends[0])
+        further: Any = self.layers[1:]
+        for layer, attend in zip(further, attends[1:], strict=True):
+            states = layer(states, layer.input_layernorm(states), rotation, attend)
+        outputs: Tensor = self.norm(states)
+        return outputs
+
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+        options, ids = self.options, batch.input_ids
+        features = torch.cat([batch.features[layer] for layer in self.captured_layers], -1)
+        # Place 1 at position t predicts the token at t + 2.
+        predicted = shift_left(batch.loss_mask, 1)
+        parallel = ParallelConfig(
+            tokens=max(2, *depths),
+            keep=1.0 if self.trains_all else options.keep,
+            keep_min=options.keep_min,
+        )
+        # From torch's random state on the CPU, which checkpoints store.
+        masks = MaskedCopies.drawn(predicted, parallel, torch.rand(ids.shape).to(ids.device))
+        rows, length = ids.shape
+        count = masks.copies.shape[1]
+        visible = masks.visible(torch.ones_like(ids))
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return scaled_dot_product_attention(
+                queries, keys, values, attn_mask=visible, enable_gqa=True
+            )
+
+        states = self.run(
+            pad(self.fuse(features.to(self.dtype)), (0, 0, 0, count)),
+            pad(shift_left(ids, 1), (0, count)),
+            torch.arange(length + count, device=ids.device).expand(rows, -1) >= length,
+            masks.positions(length),
+            [attend] * self.attending_layers,
+        )
+        for depth in depths:
+            if depth == 1:
+                positions = shift_left(predicted, 1)
+                yield Prediction(1, positions, states[:, :length][positions])
+                continue
+            chosen = masks.exists & (masks.copies == depth - 1)
+            row, column = chosen.nonzero(as_tuple=True)
+            anchors = masks.anchors[row, column]
+            # In the order of the anchors, as `Prediction` wants it.
+            order = (row * length + anchors).argsort()
+            positions = torch.zeros_like(predicted)
+            positions[row, anchors] = True
+            yield Prediction(depth, positions, states[row[order], length + column[order]])
+
+
+@DRAFTERS.register("p_eagle")
+class PEagleDrafter(AttendingDrafter):
+    """Drafts in any shape, at most K deep, with one pass of the heads' layers.
+
+    Entry i of a row's cache reads the features of token i and the embedding of token i + 1, as in
+    EAGLE-3. The stand-ins follow the last entry, and the next pass overwrites them.
+    """
+
+    heads: PEagleHeads
+
+    def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
+        entries = contexts.lengths - 1
+        columns, states = self.take_missing(entries)
+        # Rows with few entries have theirs first, and stand-ins directly after them.
+        counts = np.minimum(entries, columns.shape[1])
+        count = columns.shape[1] + max_depth - 1
+        columns = columns[:, :1] + np.arange(count)
+        states = pad(states, (0, 0, 0, max_depth - 1))
+        outputs = self._run(contexts, columns, states, np.arange(count) >= counts[:, None])
+        places = np.maximum(counts - 1, 0)[:, None] + np.arange(max_depth)
+        rows_B1 = torch.arange(len(places), device=outputs.device)[:, None]
+        drafted = outputs[rows_B1, to_device(places, outputs.device)]
+        logits = self.heads.output.at(1, drafted)
+        return ParallelGrowth(contexts, sampling, self.vocab_size, self.heads.vocabulary, logits)
+
+    def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
+        return self._run(contexts, columns, states, np.zeros(columns.shape, dtype=bool))
+
+    def _run(
+        self, contexts: Contexts, columns: np.ndarray, states: Tensor, unknown: np.ndarray
+    ) -> Tensor:
+        # Past the end of a row's space there are only stand-ins.
+        following = np.minimum(columns + 1, contexts.tokens.shape[1] - 1)
+        tokens = np.take_along_axis(contexts.tokens, following, axis=1)
+        device = states.device
+        return self.heads.run(
+            states,
+            to_device(tokens, device),
+            to_device(unknown, device),
+            to_device(columns, device),
+            self.attentions(columns[:, 0], columns.shape[1]),
+        )

@@ -1,0 +1,149 @@
+"""The exports of drafters that draft in one pass: PARD's and P-EAGLE's."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.drafters.directory import open_drafter, save_drafter
+from decode.drafters.pard import ParallelLMDrafter, mark_parallel
+from decode.errors import UserError
+from decode.target.loading import Target
+from heads.p_eagle_heads import PEagleDrafter
+from tests.export import (
+    KEPT,
+    SHAPE,
+    assert_same_counts,
+    edit_json,
+    exported,
+    make_taught,
+    needs,
+    reloaded,
+    save_target,
+    task,
+)
+from tests.tiny import VOCAB, tiny_model, tiny_tokenizer
+from train.export import ExportOptions
+from train.export.export_directory import check_export, export_drafter, reload_export
+from train.export.formats import FORMATS, format_for
+from train.export.verify_export import verify_export
+
+MASK = 1  # <|im_start|>, which no prompt contains
+
+
+def export(directory: Path, target: Target, **changes: Any) -> Path:
+    """The target with a little noise, as if it drafted in one pass: its first tokens are often
+    right, and later ones sometimes."""
+    model = tiny_model("llama", **SHAPE)
+    mark_parallel(model.config, MASK)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.04 * weight.std() * torch.randn_like(weight)
+
+    def write(path: Path) -> None:
+        model.save_pretrained(path)
+        tiny_tokenizer().save_pretrained(path)
+
+    save_drafter(directory / "drafter", "pard", write, target=target, provenance={})
+    options = ExportOptions(gamma=3, **changes)
+    export_drafter(directory / "drafter", "vllm", directory / "export", options)
+    return directory / "export"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return save_target(tmp_path_factory.mktemp("target") / "target")
+
+
+def test_the_export_is_the_same_drafter(tmp_path: Path, target: Target) -> None:
+    out = export(tmp_path, target)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["pard_token"], config["spd_type"]) == (MASK, "pard")
+    drafter = reload_export(out, check_export(out), target)
+    assert isinstance(drafter, ParallelLMDrafter)
+    assert drafter.mask_token == MASK
+    assert '"parallel_drafting": true' in (out / "README.md").read_text()
+
+
+def test_readers_that_would_draft_one_token_after_the_other_are_refused() -> None:
+    assert format_for("vllm", "pard") is FORMATS["pard"]
+    for name in ("transformers", "sglang", "hf", "gguf"):
+        with pytest.raises(UserError, match="cannot hold a pard drafter; use --format pard"):
+            format_for(name, "pard")
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (edit_json("config.json", pard_token=300), "pard_token"),
+        (edit_json("config.json", pard_token=None), "pard_token"),
+        (edit_json("config.json", spd_type="eagle"), "spd_type"),
+    ],
+)
+def test_problems(
+    edit: Callable[[Path], None], expected: str, tmp_path: Path, target: Target
+) -> None:
+    out = export(tmp_path, target)
+    assert FORMATS["pard"].problems(out) == []
+    edit(out)
+    (problem,) = FORMATS["pard"].problems(out)
+    assert expected in problem
+
+
+@pytest.mark.engine
+def test_vllm_drafts_what_our_loop_drafts(tmp_path: Path, target: Target) -> None:
+    needs("vllm")
+    done = verify_export("vllm", task(target, export(tmp_path, target)), min_drafted=100)
+    assert done.failures == []
+    assert_same_counts(done)
+    assert 0.02 < done.our_accepted / done.our_drafted < 0.98
+
+
+# --- P-EAGLE --------------------------------------------------------------------------------------
+
+P_EAGLE = {"type": "p_eagle", "tokens": 3, "layers": 2}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A target with enough layers, and rows of padding."""
+    return save_target(tmp_path_factory.mktemp("deep") / "target", layers=7, vocab=VOCAB + 4)
+
+
+@pytest.mark.parametrize("kept", [None, KEPT], ids=["all", "reduced"])
+def test_the_export_of_p_eagle_is_the_same_heads(
+    kept: torch.Tensor | None, tmp_path: Path, deep: Target
+) -> None:
+    out = exported(tmp_path, deep, P_EAGLE, kept, moved=0.1)
+    drafter = reloaded(out, deep)
+    stored = open_drafter(str(tmp_path / "drafter"), deep)
+    assert isinstance(drafter, PEagleDrafter)
+    assert isinstance(stored, PEagleDrafter)
+    for name, tensor in stored.heads.state_dict().items():
+        assert torch.equal(tensor, drafter.heads.state_dict()[name]), name
+    config = json.loads((out / "config.json").read_text())
+    assert (config["pard_token"], config["num_hidden_layers"]) == (VOCAB, 2)
+    edit_json("config.json", pard_token=VOCAB + 4)(out)
+    (problem,) = FORMATS["p_eagle"].problems(out)
+    assert "no such embedding" in problem
+
+
+def test_p_eagle_needs_an_unused_token(tmp_path: Path) -> None:
+    full = save_target(tmp_path / "target", layers=7)
+    with pytest.raises(UserError, match="no unused special token"):
+        exported(tmp_path, full, P_EAGLE)
+
+
+@pytest.mark.engine
+def test_vllm_accepts_what_p_eagle_drafts(tmp_path: Path, deep: Target) -> None:
+    needs("vllm")
+    make_taught(tmp_path / "drafter", deep, P_EAGLE)
+    export_drafter(tmp_path / "drafter", "vllm", tmp_path / "out", ExportOptions(gamma=3))
+    done = verify_export("vllm", task(deep, tmp_path / "out"), min_drafted=100)
+    assert done.failures == []
+    assert_same_counts(done)
+    assert done.our_accepted / done.our_drafted > 0.1

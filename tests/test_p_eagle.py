@@ -1,0 +1,192 @@
+"""P-EAGLE: EAGLE-3 that drafts all tokens in one pass."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS
+from decode.errors import UserError
+from decode.loop import Decoder, Decoding
+from decode.sampling import CounterRNG, Sampling
+from decode.target.hidden_states import Recorder
+from decode.target.loading import Target
+from decode.trees import SHAPES
+from distill.losses import WeightedLoss
+from heads.head_training import HeadTraining
+from heads.heads_directory import load_heads, new_heads, save_heads
+from heads.heads_module import HeadBatch, HeadOptions
+from heads.online_heads import require_learns
+from heads.p_eagle_heads import PEagleDrafter
+from tests.stages import LOOP, make_stage, run_stage, stage_context
+from tests.test_distill import batch_of
+from tests.test_drafters import drafted
+from tests.tiny import VOCAB, tiny_target
+
+DEPTH = 4
+OPTIONS = {"type": "p_eagle", "tokens": DEPTH, "layers": 2}
+PROMPTS = [[5, 17, 250, 9, 42], [7, 8], [30] * 9]
+
+
+@functools.cache
+def target() -> Target:
+    return tiny_target(layers=7)
+
+
+def make(moved: float = 0.2, **options: Any) -> Any:
+    """Heads that are no longer as they start: every weight counts."""
+    torch.manual_seed(3)
+    heads: Any = new_heads(HeadOptions.of(OPTIONS | options), target(), None)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += moved * torch.randn(parameter.shape)
+    heads.borrow(target().model, torch.float32)
+    return heads
+
+
+def features(heads: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
+    captured = Recorder(target().model, heads.captured_layers)
+    with torch.no_grad(), captured.recording() as seen:
+        target().model(ids)
+    return dict(seen)
+
+
+def plain_logits(heads: Any, text: torch.Tensor, depth: int) -> torch.Tensor:
+    """[depth, V]: of the tokens after `text`, int64 [L], by one causal pass without a cache."""
+    seen = features(heads, text[None])
+    taps = torch.cat([seen[layer] for layer in heads.captured_layers], -1)
+    states = heads.fuse(taps[:, :-1])
+    entries = states.shape[1]
+    states = torch.cat([states, states.new_zeros(1, depth - 1, states.shape[2])], 1)
+    tokens = torch.cat([text[1:], text.new_zeros(depth - 1)])[None]
+    positions = torch.arange(entries + depth - 1)[None]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    with torch.no_grad():
+        outputs = heads.run(states, tokens, positions >= entries, positions, [attend, attend])
+        logits: torch.Tensor = heads.output.at(1, outputs[0, entries - 1 :])
+    return logits
+
+
+class Recording(PEagleDrafter):
+    """Checks each draft against `plain_logits`."""
+
+    drafts = 0
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, rng)
+        for row, tokens in enumerate(drafted(draft)):
+            if tokens:
+                text = torch.as_tensor(contexts.tokens[row, : contexts.lengths[row]])
+                logits = plain_logits(self.heads, text, len(tokens))
+                assert draft.q is not None
+                q = draft.q[row, : len(tokens)]
+                torch.testing.assert_close(q, sampling.probs(logits), rtol=1e-3, atol=1e-5)
+                self.drafts += 1
+        return draft
+
+
+def test_each_place_has_the_q_of_a_plain_pass() -> None:
+    """In ragged batches, after any verdict."""
+    recording = Recording(make(0.1), VOCAB)
+    decoder = Decoder(target().model, recording, gamma=DEPTH, sampling=Sampling(1.0))
+    decoder.decode(PROMPTS, 16)
+    assert recording.drafts >= 20
+
+
+@pytest.mark.parametrize("name", ["chain", "static:widths=[2,1,2]", "dynamic:width=2,nodes=6"])
+def test_greedy_text_is_plain_decodings(name: str) -> None:
+    """Of ragged rows, some of which join when others already run."""
+    plain = Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, 16)
+    drafter = PEagleDrafter(make(0.02), VOCAB, SHAPES.make(name))
+    decoder = Decoder(target().model, drafter, gamma=DEPTH)
+    done = decoder.decode(PROMPTS, 16)
+    assert done.outputs == plain.outputs
+    assert done.counts.drafted[0] >= done.counts.steps - 3
+    decoding = Decoding(decoder)
+    for prompt in PROMPTS:
+        decoding.admit([prompt], 16)
+        decoding.step()
+    while not decoding.finished:
+        decoding.step()
+    assert [decoding.outputs[row] for row in range(len(PROMPTS))] == plain.outputs
+
+
+def test_training_predicts_what_drafting_computes() -> None:
+    heads = make().eval()
+    batch = batch_of([(4, 6), (3, 9)])
+    ids, loss_mask = batch["input_ids"], batch["loss_mask"]
+    heads_batch = HeadBatch(ids, loss_mask, features(heads, ids))
+    count = 0
+    for prediction in heads.predictions(heads_batch, range(1, DEPTH + 1)):
+        depth = prediction.depth
+        for (row, place), state in zip(
+            prediction.positions.nonzero().tolist(), prediction.states, strict=True
+        ):
+            assert loss_mask[row, place + 2 : place + depth + 2].all()
+            expected = plain_logits(heads, ids[row, : place + 2], depth)[-1]
+            torch.testing.assert_close(
+                heads.output.at(depth, state), expected, rtol=1e-3, atol=1e-4
+            )
+            count += 1
+    # All drafts whose tokens are trained on: the first token of an answer is never drafted.
+    assert count == sum(n - depth + 1 for n in (6, 9) for depth in range(1, DEPTH + 1))
+
+
+def test_training_drops_later_places_and_reaches_the_stand_ins() -> None:
+    heads = make(keep=0.5, keep_min=0.1)
+    batch = batch_of([(4, 40), (3, 30)])
+    ids, loss_mask = batch["input_ids"], batch["loss_mask"]
+    module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target().model)
+    seen = features(module.heads, ids) | features(module, ids)
+    loss, sums = module(ids, loss_mask, seen, heads.loss_weights(0.0))
+    loss.backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in heads.parameters())
+    named = dict(zip(module.sums, sums.tolist(), strict=True))
+    counts = [named[f"head{depth}/tokens"] for depth in range(1, DEPTH + 1)]
+    assert counts == [70, 20 + 15, 10 + 7, 5 + 3]
+    # Some are missing, so nothing can be said of tokens in a row; in eval mode none are.
+    assert "tokens_per_step" not in module.figures(named)
+    module.eval()
+    _, sums = module(ids, loss_mask, seen, heads.loss_weights(0.0))
+    assert "tokens_per_step" in module.figures(dict(zip(module.sums, sums.tolist(), strict=True)))
+
+
+def test_the_heads_survive_their_directory(tmp_path: Any) -> None:
+    heads = make()
+    save_heads(tmp_path / "drafter", heads, target=target(), provenance={})
+    loaded, _ = load_heads(tmp_path / "drafter", target(), torch.float32)
+    drafts = [
+        Decoder(target().model, PEagleDrafter(which, VOCAB), gamma=3, sampling=Sampling(1.0))
+        .decode(PROMPTS, 12, seed=1)
+        .outputs
+        for which in (heads, loaded)
+    ]
+    assert drafts[0] == drafts[1]
+
+
+def test_the_stage_trains_them(tmp_path: Any) -> None:
+    context = stage_context(tmp_path, target())
+    stage = make_stage(
+        "heads",
+        "p",
+        heads=OPTIONS,
+        losses={"forward_kl": 1.0},
+        loop=LOOP,
+        dev={"samples": 4, "every": 2, "decode_prompts": 2, "gamma": 3},
+    )
+    outcome = run_stage(context, stage)
+    last = outcome.summary["training"]["dev"][-1]
+    assert {"head4/top1", "tokens_per_step", "acceptance_rate"} <= set(last)
+
+
+def test_they_do_not_learn_online() -> None:
+    with pytest.raises(UserError, match="types of heads that learn online"):
+        require_learns("p_eagle")

@@ -1,0 +1,367 @@
+"""PARD: a small language model that drafts in one pass, and its training."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS
+from decode.drafters.directory import describe_drafter, open_drafter
+from decode.drafters.pard import ParallelLMDrafter, mark_parallel, unused_token
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.sampling import CounterRNG, Sampling
+from decode.trees import SHAPES
+from distill.distillation_loss import Distillation
+from distill.losses import WeightedLoss
+from distill.parallel_distillation import MaskedCopies, ParallelConfig, ParallelDistillation
+from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
+from distill.teacher.top_k_cache import top_k
+from tests.stages import (
+    DRAFTER,
+    examples,
+    make_stage,
+    plan_stage,
+    run_killed,
+    run_stage,
+    stage_context,
+    with_examples,
+)
+from tests.test_distill import ALL_TERMS, batch_of
+from tests.test_drafters import drafted
+from tests.tiny import VOCAB, padded, tiny_llama, tiny_model, tiny_target
+
+MASK = VOCAB + 3
+
+
+def masked(model: Any, mask_token: int = MASK) -> Any:
+    """The model with rows of padding, one of them the mask token's."""
+    wider = padded(model, VOCAB + 8, std=0.5)
+    mark_parallel(wider.config, mask_token)
+    return wider
+
+
+class Recording(ParallelLMDrafter):
+    """Checks each draft against a plain forward over the row's text and the mask tokens."""
+
+    drafts = 0
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, rng)
+        for row, tokens in enumerate(drafted(draft)):
+            if not tokens:
+                continue
+            text = contexts.tokens[row, self._begin[row] : contexts.lengths[row]].tolist()
+            ids = torch.tensor([text + [MASK] * (len(tokens) - 1)])
+            with torch.inference_mode():
+                logits = self.lm.model(ids).logits[0, len(text) - 1 :, : self.tokens]
+            if sampling.greedy:
+                assert tokens == logits.argmax(-1).tolist()
+            else:
+                assert draft.q is not None
+                q = draft.q[row, : len(tokens)]
+                torch.testing.assert_close(q, sampling.probs(logits), rtol=1e-3, atol=1e-5)
+            self.drafts += 1
+        return draft
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_each_place_has_the_q_of_a_plain_forward(family: str, temperature: float) -> None:
+    """In ragged batches, after any verdict, with few and with many tokens missing."""
+    target = tiny_model(family, seed=3)
+    recording = Recording(masked(target), vocab_size=VOCAB)
+    recording.lm.pass_tokens = 12  # so that some texts take several passes
+    decoder = Decoder(target, recording, gamma=4, sampling=Sampling(temperature))
+    run = decoder.decode([[5, 17, 250, 9, 42], [7], [30] * 9], 24)
+    assert recording.drafts >= 15
+    assert run.counts.by_accepted[1:].sum() > 0
+    assert run.counts.by_accepted[:4].sum() > 0
+
+
+def test_new_weights_are_used_at_once() -> None:
+    recording = Recording(masked(tiny_model("llama", seed=3)), vocab_size=VOCAB)
+    weights = {
+        name: tensor + 0.05
+        for name, tensor in recording.lm.model.state_dict().items()
+        if "mlp" in name
+    }
+    steps = []
+
+    def observer(_: Any) -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            recording.take_weights(weights)
+
+    decoder = Decoder(tiny_model("llama"), recording, gamma=3, observers=[observer])
+    decoder.decode([[5, 17, 250, 9, 42], [7]], 12)
+    assert len(steps) > 4
+    assert recording.drafts > 8
+
+
+@pytest.mark.parametrize("name", ["chain", "static:widths=[2,1,2]", "dynamic:width=2,nodes=6"])
+def test_greedy_text_is_plain_decodings(name: str) -> None:
+    """With chains and trees, for texts that outgrow the drafter's context too."""
+    target = tiny_model("llama")
+    small = masked(tiny_model("llama", seed=7, layers=1, max_positions=12))
+    prompts = [[5] * 40, [7], [5, 17, 250] * 4]
+    plain = Decoder(target, DRAFTERS["none"]()).decode(prompts, 24)
+    for gamma in (1, 3, 11):
+        drafter = ParallelLMDrafter(small, shape=SHAPES.make(name), vocab_size=VOCAB)
+        done = Decoder(target, drafter, gamma=gamma).decode(prompts, 24)
+        assert done.outputs == plain.outputs
+        assert done.counts.drafted[0] >= done.counts.steps - 3
+
+
+# --- the mask token -------------------------------------------------------------------------------
+
+
+def test_a_mask_token_in_use_is_refused_by_name() -> None:
+    target = tiny_target()
+    word = target.tokenizer.convert_ids_to_tokens(70)
+    for wanted, name in ((70, word), (word, word), (2, "<|im_end|>"), (0, "<|endoftext|>")):
+        with pytest.raises(UserError, match="in use") as error:
+            unused_token(wanted, target, VOCAB + 8)
+        assert repr(name) in str(error.value)
+        assert "ids from 300 to 307 are free" in str(error.value)
+    with pytest.raises(UserError, match="not a token of the tokenizer"):
+        unused_token("<|mask|>", target, VOCAB + 8)
+    with pytest.raises(UserError, match="expected an id from 0 to 307"):
+        unused_token(308, target, VOCAB + 8)
+    with pytest.raises(UserError, match="must be named"):
+        unused_token(None, target, VOCAB)
+    assert unused_token(None, target, VOCAB + 8) == VOCAB
+    assert unused_token(305, target, VOCAB + 8) == 305
+    # A special token without a role is free. That of the chat template is not.
+    target.tokenizer.add_tokens(["<|reserved|>"], special_tokens=True)
+    with pytest.raises(UserError, match=r"unused special tokens of the tokenizer: 300 '<\|reserv"):
+        unused_token(1, target, VOCAB + 8)
+    assert unused_token("<|reserved|>", target, VOCAB + 8) == 300
+
+
+@pytest.mark.parametrize("token", [VOCAB + 8, -1, "x", True])
+def test_a_bad_mask_token_in_a_config_is_refused(token: Any) -> None:
+    model = masked(tiny_model("llama"), token)
+    with pytest.raises(UserError, match="expected the id of a mask token, from 0 to 307"):
+        ParallelLMDrafter(model)
+
+
+def test_a_model_without_a_mask_token_does_not_draft_in_parallel() -> None:
+    with pytest.raises(UserError, match="expected pard_token"):
+        ParallelLMDrafter(tiny_model("llama"))
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def drawn(lengths: list[tuple[int, int]], seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    batch = batch_of(lengths)
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.rand(batch["loss_mask"].shape, generator=g)
+    return batch, MaskedCopies.drawn(batch["loss_mask"], ParallelConfig(**options), scores)
+
+
+def test_what_is_kept_makes_complete_chains() -> None:
+    batch, masks = drawn([(4, 40), (9, 2), (3, 31)], tokens=5, keep=0.7, keep_min=0.3)
+    for row, count in enumerate((40, 2, 31)):
+        predicted = batch["loss_mask"][row]
+        kept = {
+            (int(i), int(a))
+            for i, a, real in zip(
+                masks.copies[row], masks.anchors[row], masks.exists[row], strict=True
+            )
+            if real
+        }
+        for copy in range(1, 5):
+            anchors = [a for i, a in kept if i == copy]
+            share = max(0.7**copy, 0.3)
+            assert len(anchors) == max(min(int(count * share + 1e-6), count - copy), 0)
+            for a in anchors:
+                assert copy == 1 or (copy - 1, a) in kept
+                assert predicted[a + 1 : a + copy + 2].all()
+                assert a + copy + 1 < len(predicted)
+    _, others = drawn([(4, 40), (9, 2), (3, 31)], seed=1, tokens=5, keep=0.7, keep_min=0.3)
+    assert not torch.equal(others.anchors, masks.anchors)
+
+
+def test_what_a_mask_token_sees() -> None:
+    """Its anchor's text, and the mask tokens before it of the same anchor, by their definition."""
+    lengths = [(4, 9), (2, 3)]
+    batch, masks = drawn(lengths, tokens=4, keep=0.8, keep_min=0.1)
+    visible = masks.visible(batch["attention_mask"])[:, 0]
+    positions, width = masks.positions(13), 13
+    for row, (prompt, response) in enumerate(lengths):
+        tokens = [(0, p, p) for p in range(prompt + response)]
+        columns = list(range(prompt + response))
+        for m in np.flatnonzero(masks.exists[row].numpy()):
+            copy, anchor = int(masks.copies[row, m]), int(masks.anchors[row, m])
+            tokens.append((copy, anchor, anchor + copy))
+            columns.append(width + int(m))
+        for (i, a, p), line in zip(tokens, columns, strict=True):
+            seen = {
+                column
+                for (j, b, at), column in zip(tokens, columns, strict=True)
+                if (j == 0 and at <= p - i) or (1 <= j <= i and at == a + j and b == a)
+            }
+            assert set(np.flatnonzero(visible[row, line].numpy())) == seen
+            assert positions[row, line] == p
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_loss_is_that_of_plain_forwards(family: str, attention: str) -> None:
+    """One forward per anchor, over the text and the mask tokens that decoding would feed."""
+    target, student = tiny_model(family, seed=0), masked(tiny_model(family, seed=1, layers=1))
+    student.set_attn_implementation(attention)
+    lengths = [(4, 6), (9, 2), (3, 8)]
+    batch = batch_of(lengths)
+    parallel = ParallelConfig(tokens=3, keep=0.6, keep_min=0.2)
+    module = ParallelDistillation(student, ALL_TERMS, parallel, MASK, chunk=5, tokens=VOCAB)
+    teacher = LiveTeacher(split_model(target)).signal(**batch, ids=["a", "b", "c"])
+    module.eval()  # what is dropped is then the same again
+    loss, parts = module(**batch, teacher=teacher)
+    scores = torch.rand(batch["loss_mask"].shape, generator=torch.Generator().manual_seed(0))
+    masks = MaskedCopies.drawn(batch["loss_mask"], parallel, scores)
+    expected, count = 0.0, 0
+    for row, (prompt, response) in enumerate(lengths):
+        text = batch["input_ids"][row, : prompt + response]
+        p = target(text[None]).logits[0].double()
+        kept = [(0, a) for a in range(prompt - 1, prompt + response - 1)]
+        columns = zip(masks.copies[row], masks.anchors[row], masks.exists[row], strict=True)
+        kept += [(int(i), int(a)) for i, a, real in columns if real]
+        for i, a in kept:
+            ids = torch.cat([text[: a + 1], torch.full((i,), MASK)])
+            q = student(ids[None]).logits[0, -1:, :VOCAB].double()
+            place = slice(a + i, a + i + 1)
+            label = text[a + i + 1 : a + i + 2]
+            values = ALL_TERMS.values(q, TeacherLogits(p[place]), label)
+            expected += ALL_TERMS.weigh(values).item()
+            count += 1
+    assert count > 16
+    assert loss.item() == pytest.approx(expected * 16 / count, rel=1e-4)
+    assert ALL_TERMS.weigh(parts).item() == pytest.approx(loss.item(), rel=1e-6)
+    loss.backward()
+    assert student.get_input_embeddings().weight.grad[MASK].abs().max() > 0
+
+
+def test_copy_0_alone_has_the_ordinary_loss() -> None:
+    target, student = tiny_llama(seed=0), masked(tiny_llama(seed=1, layers=1))
+    # One response token each: nothing is left for the other copies.
+    batch = batch_of([(4, 1), (9, 1), (3, 1)])
+    signal = LiveTeacher(split_model(target)).signal(**batch, ids=["a", "b", "c"])
+    plain = Distillation(student, ALL_TERMS, tokens=VOCAB)(**batch, teacher=signal)
+    module = ParallelDistillation(student, ALL_TERMS, ParallelConfig(), MASK, tokens=VOCAB)
+    for ours, ordinary in zip(module(**batch, teacher=signal), plain, strict=True):
+        torch.testing.assert_close(ours, ordinary)
+    # Of a longer text, copy 0 has the ordinary agreement too.
+    batch = batch_of([(4, 6), (9, 2)])
+    signal = LiveTeacher(split_model(target)).signal(**batch, ids=["a", "b"])
+    sums = module.eval()(**batch, agreement_with=signal)[1]
+    plain = Distillation(student, ALL_TERMS, tokens=VOCAB)(**batch, agreement_with=signal)
+    torch.testing.assert_close(sums[:4], plain[1])
+    figures = module.figures(sums)
+    assert figures["expected_acceptance"] == pytest.approx(float(plain[1][0] / 8))
+    assert 0 < figures["place2/acceptance"] < 1
+    assert "place7/acceptance" not in figures  # no text is that long
+
+
+def test_other_teachers_serve_all_copies() -> None:
+    """The signal of stored top-k outcomes, and none at all."""
+    target, student = tiny_llama(seed=0), masked(tiny_llama(seed=1, layers=1))
+    batch = batch_of([(4, 6), (9, 5)])
+    live = LiveTeacher(split_model(target)).signal(**batch, ids=["a", "b"])
+    all_of_it = top_k(live(slice(0, 11)).logits, VOCAB - 1)
+    kl = WeightedLoss({"forward_kl": 1.0})
+    module = ParallelDistillation(student, kl, ParallelConfig(), MASK, tokens=VOCAB).eval()
+    from_live, from_cache = (module(**batch, teacher=x)[0] for x in (live, all_of_it.__getitem__))
+    torch.testing.assert_close(from_cache, from_live, rtol=1e-4, atol=1e-4)
+    text = WeightedLoss({"cross_entropy": 1.0})
+    module = ParallelDistillation(student, text, ParallelConfig(), MASK, tokens=VOCAB)
+    assert torch.isfinite(module(**batch)[0])
+
+
+def test_a_sliding_window_is_refused() -> None:
+    model = masked(tiny_model("mistral", sliding_window=8))
+    with pytest.raises(UserError, match="sliding window of 8 tokens"):
+        ParallelDistillation(model, ALL_TERMS, ParallelConfig(), MASK)
+
+
+# --- the stage ------------------------------------------------------------------------------------
+
+PARALLEL = {"tokens": 4, "keep": 0.7}
+
+
+def wide_context(directory: Path) -> Any:
+    """Of a target with rows of padding."""
+    return stage_context(directory, tiny_target(vocab=VOCAB + 8))
+
+
+def test_the_stage_trains_a_drafter_and_survives_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = wide_context(tmp_path / "one")
+    stage = make_stage(
+        "distill",
+        "tiny",
+        **DRAFTER,
+        parallel=PARALLEL,
+        dev={"samples": 4, "every": 2, "decode_prompts": 2, "gamma": 3},
+    )
+    assert plan_stage(context, stage).trained_parameters > 0
+    outcome = run_stage(context, stage)
+    assert outcome.drafter is not None
+    assert describe_drafter(outcome.drafter)["kind"] == "pard"
+    drafter = open_drafter(str(outcome.drafter), context.target)
+    assert isinstance(drafter, ParallelLMDrafter)
+    assert drafter.mask_token == VOCAB
+    last = outcome.summary["training"]["dev"][-1]
+    assert {"expected_acceptance", "place2/acceptance", "acceptance_rate"} <= set(last)
+    trained = drafter.lm.model.state_dict()
+
+    again = run_killed(wide_context(tmp_path / "two"), stage, monkeypatch, 4)
+    other = open_drafter(str(again.drafter), context.target)
+    assert isinstance(other, ParallelLMDrafter)
+    for name, tensor in other.lm.model.state_dict().items():
+        assert torch.equal(tensor, trained[name])
+
+    further = make_stage(
+        "distill", "more", stage, drafter={"stage": "tiny"}, parallel=PARALLEL, loop={"epochs": 1}
+    )
+    more = open_drafter(str(run_stage(context, further).drafter), context.target)
+    assert isinstance(more, ParallelLMDrafter)
+    assert more.mask_token == VOCAB
+
+
+def test_stages_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    first = make_stage("distill", "one", **DRAFTER, parallel=PARALLEL)
+    with pytest.raises(UserError, match="drafts in parallel; set parallel"):
+        make_stage("distill", "two", first, drafter={"stage": "one"})
+    with pytest.raises(UserError, match="keeps its mask token"):
+        make_stage("distill", "two", first, drafter={"stage": "one"}, parallel={"mask_token": 301})
+    with pytest.raises(UserError, match="without `parallel`"):
+        make_stage("online", "two", first, drafter={"stage": "one"})
+    context = stage_context(tmp_path, tiny_target())
+    with pytest.raises(UserError, match="stage one: parallel: the tokenizer has a token for each"):
+        plan_stage(context, first)
+    # A special token without a role, which the text contains all the same.
+    context = wide_context(tmp_path)
+    context.target.tokenizer.add_tokens(["<|reserved|>"], special_tokens=True)
+    spoken = replace(
+        examples("train", 1)[0],
+        messages=(
+            {"role": "user", "content": "the dog"},
+            {"role": "assistant", "content": "a <|reserved|> fox"},
+        ),
+    )
+    context = with_examples(context, train=[*examples("train", 3), spoken])
+    named = make_stage(
+        "distill", "one", **DRAFTER, parallel=PARALLEL | {"mask_token": "<|reserved|>"}
+    )
+    with pytest.raises(UserError, match=r"300 \('<\|reserved\|>'\) is in use: the sample train-0"):
+        run_stage(context, named)
