@@ -7,7 +7,7 @@ One run: the target answers the shipped training prompts, its hidden states are 
 every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and
 a small LM of the target's first two layers. Each is stored with the tree that pays at this
 machine's costs. With --more, the run also uses your own prompts for training. Some arms, which
-compare losses, run only if --arms names them.
+compare losses or draft blocks, run only if --arms names them.
 
 The measurements use the shipped test prompts: how often the first head predicts the target's next
 but one token, compared with a bigram table of the same text and with prompt lookup; tokens per
@@ -50,7 +50,10 @@ from train.data.read import spread
 from train.run import Run
 
 TEXT = ["answers", "variants"]
-# The options of the heads, and the loss weights of their stage. All learn the target's
+# Block drafters read the layers that are cached for EAGLE-3.
+TAPS = [1, 14, 26]
+BLOCK = {"layers": 2, "taps": TAPS}
+# The options of the heads, and the loss weights of their stage. All but DFlash learn the target's
 # distribution, since one pass of the target over the text is available anyway. EAGLE-1 adds it to
 # its regression, with the weight from its paper.
 HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
@@ -66,14 +69,17 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     # EAGLE-3 by the losses that are made for the acceptance rate (2602.23881).
     "eagle3_nla": ({"type": "eagle3", "steps": 3}, {"negative_log_acceptance": 1.0}),
     "eagle3_lk": ({"type": "eagle3", "steps": 3}, {"lk_hybrid": 1.0}),
+    # Block drafters: DFlash by the text's tokens, DSpark by its paper's loss.
+    "dflash": (BLOCK | {"type": "dflash", "block": 8, "decay": 4.0}, {"cross_entropy": 1.0}),
+    "dspark": (BLOCK | {"type": "dspark"}, {"cross_entropy": 0.1, "total_variation": 1.8}),
 }
 # Arms with D-PACE's weights (2605.18810).
-SMOOTHING = {"eagle3_dpace": 0.5, "hydra_dpace": 0.5}
+SMOOTHING = {"eagle3_dpace": 0.5, "hydra_dpace": 0.5, "dflash_dpace": 0.5}
 HEADS |= {name: HEADS[name.removesuffix("_dpace")] for name in SMOOTHING}
 SMALL_LM = "small_lm"
 KNOWN = (SMALL_LM, *HEADS)
 # These compare variants, and run only if --arms names them.
-EXTRA = ("p_eagle", "eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
+EXTRA = ("p_eagle", "dflash", "dspark", "eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
 
@@ -134,7 +140,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
     loop = {"epochs": 1 if quick else 3, "tokens_per_batch": 1024, "log_every": 40}
     training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
     reads_layers = any(
-        HEADS[name][0]["type"] in ("eagle3", "p_eagle")
+        HEADS[name][0]["type"] in ("eagle3", "p_eagle", "dflash", "dspark")
         for name in settings.arms
         if name != SMALL_LM
     )
@@ -150,9 +156,9 @@ def heads_config(settings: Settings) -> dict[str, Any]:
             "name": "states",
             "kind": "feature_cache",
             "text": TEXT,
-            # -1 is the output layer's input. EAGLE-3 and P-EAGLE need the others, for a target with
-            # 30 layers.
-            "captured_layers": [-1, 1, 14, 26] if reads_layers else [-1],
+            # -1 is the output layer's input. Heads that read several layers need the others, for a
+            # target with 30 layers.
+            "captured_layers": [-1, *TAPS] if reads_layers else [-1],
         },
     ]
     for name in settings.arms:

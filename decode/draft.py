@@ -68,8 +68,9 @@ class Limits:
 
     depths: int [B] on the host, the max depth per row. 0: draft nothing in that row.
     stops: called before each token of a chain is chosen. Its arguments are the index of the token
-        (0, 1, …), the drafter's logits for it, [B, V'], and the rows that are still drafting, bool
-        [B], all on one device. It returns the rows whose draft ends before that token, bool [B].
+        (0, 1, …), the drafter's logits for it, [B, V'], the rows that are still drafting, bool [B],
+        and the drafter's estimate of its acceptance, float32 [B] or None, all on one device. It
+        returns the rows whose draft ends before that token, bool [B].
         The logits of rows that are not drafting mean nothing. It is never called for a token that
         is already chosen: dropping a token because of its own probability would change the
         distribution of the text.
@@ -77,7 +78,7 @@ class Limits:
     """
 
     depths: np.ndarray
-    stops: Callable[[int, Tensor, Tensor], Tensor] | None = None
+    stops: Callable[[int, Tensor, Tensor, Tensor | None], Tensor] | None = None
     stops_after: bool = False
 
     @property

@@ -39,10 +39,17 @@ class Parts:
         cls, drafter: Drafter, rule: Part | Rule | None, policy: Part | Policy | None, gamma: int
     ) -> "Parts":
         """The arguments of `decode.loop.Decoder`. Raises UserError as `make_rule`, for greedy
-        sampling, and `make_policy` do."""
+        sampling, and `make_policy` do, and for a policy that reads estimates of a drafter without
+        any."""
         name, branches = type(drafter).__name__, drafter.branches
         named = rule if isinstance(rule, Rule) else RULES.make(rule or default_rule(branches))
         made = make_policy(policy, drafter.max_depth(gamma), name, branches)
+        if made.reads_estimates and not drafter.estimates:
+            raise UserError(
+                f"the draft-length policy {type(made).__name__} reads the drafter's estimates of "
+                f"acceptance, but {name} has none; use the policy confidence, or dspark heads with "
+                "a confidence head"
+            )
         return cls(drafter, named, made, (rule, policy, gamma))
 
     def remade(

@@ -26,6 +26,7 @@ from heads.autoregressive_heads import (
 )
 from heads.heads_module import HEADS, HeadBatch, shift_left
 from heads.llama_layer import Attend, DraftLayer
+from heads.target_layers import copy_norm
 
 
 class Eagle1Options(AutoregressiveOptions):
@@ -194,17 +195,6 @@ class Eagle3Layer(DraftLayer):
         self.hidden_norm.weight.fill_(1.0)
 
 
-@torch.no_grad()
-def copy_target_norm(norm: LlamaRMSNorm, model: PreTrainedModel) -> None:
-    """Set a norm to the target's final norm. If that is not an RMSNorm, set its weight to 1."""
-    norm.weight.fill_(1.0)
-    target_norm: Any = getattr(model.base_model, "norm", None)
-    if type(target_norm).__name__.endswith("RMSNorm"):
-        # Its output for ones is its scale, also for norms that add 1 to the stored weight.
-        ones = torch.ones(1, len(norm.weight), dtype=model.dtype, device=model.device)
-        norm.weight.copy_(target_norm(ones)[0])
-
-
 @HEADS.register("eagle3")
 class Eagle3Heads(AutoregressiveHeads):
     """fc fuses the features of three layers into one state (section 3.1).
@@ -253,7 +243,7 @@ class Eagle3Heads(AutoregressiveHeads):
             norm.weight.fill_(1.0)
         if self.options.norm_before_fc:
             self.input_norm.weight.fill_(1.0)
-        copy_target_norm(self.norm, model)
+        copy_norm(self.norm, model)
 
     def loss_weights(self, uniform: float) -> dict[int, float]:
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import binary_cross_entropy_with_logits, linear
 from transformers import PreTrainedModel
 
+from decode.errors import UserError
 from decode.target.hidden_states import FINAL, Recorder
 from distill.choose_vocabulary import rows_of_tokens
 from distill.distillation_loss import chunked_loss
@@ -25,7 +26,6 @@ from heads.heads_module import (
     Prediction,
     output_layer,
     shift_left,
-    trained_positions,
 )
 from heads.place_weights import place_weights
 
@@ -41,6 +41,8 @@ class HeadTraining(nn.Module):
 
     smoothing: a of D-PACE (2605.18810), whose weights then replace those of `forward` in training
     (`heads.place_weights`). None: the weights of `forward`.
+
+    Raises UserError as `require_losses` does.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class HeadTraining(nn.Module):
         super().__init__()
         self.heads, self.weighted_loss, self.chunk = heads, weighted_loss, chunk
         self.smoothing = smoothing
+        require_losses(heads, weighted_loss)
         ids = heads.vocabulary
         layer = output_layer(model)
         rows = None if ids is None else rows_of_tokens(ids, layer.out_features)
@@ -84,9 +87,15 @@ class HeadTraining(nn.Module):
         return (*self.heads.captured_layers, FINAL) if reads_teacher else self.heads.captured_layers
 
     @property
+    def _names(self) -> tuple[str, ...]:
+        """The names of each head's losses."""
+        names = tuple(self.weighted_loss.names)
+        return (*names, "confidence") if self.heads.estimates else names
+
+    @property
     def sums(self) -> list[str]:
         """Names of the sums of `forward`, in order. `figures` turns the sums into metrics."""
-        per_head = ["tokens", "top1", f"top{TOP}", *self.weighted_loss.names]
+        per_head = ["tokens", "top1", f"top{TOP}", *self._names]
         names = [f"head{d}/{name}" for d in range(1, self.heads.depth + 1) for name in per_head]
         return [*names, "positions", "accepted"]
 
@@ -106,7 +115,7 @@ class HeadTraining(nn.Module):
         """
         batch = HeadBatch(input_ids, loss_mask, features)
         depths = sorted(losses)
-        sums_per_head = 3 + len(self.weighted_loss.names)
+        sums_per_head = 3 + len(self._names)
         sums = torch.zeros(
             self.heads.depth * sums_per_head + 2, dtype=torch.float64, device=input_ids.device
         )
@@ -122,6 +131,11 @@ class HeadTraining(nn.Module):
             depth, positions = prediction.depth, prediction.positions
             labels = self._labels(prediction, input_ids)
             ranks = torch.zeros_like(labels)
+            weights = dynamic[depth][positions] if dynamic else None
+            values: Tensor | None = None
+            if prediction.confidence is not None:
+                shape = len(labels), len(self.weighted_loss.names)
+                values = torch.zeros(shape, device=labels.device)
             weight, bias = self.heads.output.of(depth)
             loss, term_sums = chunked_loss(
                 prediction.states,
@@ -132,8 +146,14 @@ class HeadTraining(nn.Module):
                 self.weighted_loss,
                 chunk=self.chunk,
                 ranks=ranks,
-                weights=dynamic[depth][positions] if dynamic else None,
+                weights=weights,
+                added=prediction.added,
+                values=values,
             )
+            if prediction.confidence is not None and values is not None:
+                errors = self._confidence_errors(prediction.confidence, values)
+                loss = loss + (errors if weights is None else errors * weights).sum()
+                term_sums = torch.cat([term_sums, errors.detach().sum().double()[None]])
             if prediction.extra_loss is not None:
                 loss = loss + prediction.extra_loss
             loss = loss if dynamic else loss * losses[depth]
@@ -143,13 +163,22 @@ class HeadTraining(nn.Module):
             sums[begin : begin + sums_per_head] = torch.cat(
                 [torch.stack([count.sum() for count in counts]).double(), term_sums]
             )
+            if depth == 1:
+                drafts = positions.sum()
             correct[depth] = torch.zeros_like(positions)
             correct[depth][positions] = ranks == 0
         if len(correct) == self.heads.depth and self.heads.trains_all:
             in_a_row = torch.stack([correct[d] for d in depths]).long().cumprod(0).sum()
-            sums[-2:] = torch.stack([trained_positions(loss_mask, 1).sum(), in_a_row])
+            sums[-2:] = torch.stack([drafts, in_a_row])
         assert total is not None
         return total, sums
+
+    def _confidence_errors(self, logits: Tensor, values: Tensor) -> Tensor:
+        """float32 [n]: the cross-entropy of the estimated acceptance, whose logits are [n], with
+        the acceptance rate 1 − ½‖q − p‖₁. values: [n, terms], those of `weighted_loss`."""
+        rejected = values[:, list(self.weighted_loss.names).index("total_variation")]
+        accepted = (1 - rejected).clamp(0, 1)
+        return binary_cross_entropy_with_logits(logits.float(), accepted, reduction="none")
 
     def _labels(self, prediction: Prediction, input_ids: Tensor) -> Tensor:
         """int64 [n]: the output rows of the tokens that a head predicts; −100 for none."""
@@ -166,7 +195,11 @@ class HeadTraining(nn.Module):
         shares = torch.zeros(labels.shape, device=labels.device)
         for begin in range(0, len(labels), self.chunk):
             part = slice(begin, begin + self.chunk)
-            log_q = linear(prediction.states[part], weight, bias).float().log_softmax(-1)
+            logits = linear(prediction.states[part], weight, bias)
+            if prediction.added is not None:
+                rows, added_weight = prediction.added
+                logits = logits + linear(rows[part], added_weight)
+            log_q = logits.float().log_softmax(-1)
             shares[part] = log_q.gather(1, labels[part].clamp(min=0)[:, None])[:, 0].exp()
         shares[labels < 0] = 0.0
         placed = shares.new_full(prediction.positions.shape, float("nan"))
@@ -197,11 +230,21 @@ class HeadTraining(nn.Module):
         figures = {}
         for depth in range(1, self.heads.depth + 1):
             count = sums[f"head{depth}/tokens"]
-            for name in ("top1", f"top{TOP}", *self.weighted_loss.names) if count else ():
+            for name in ("top1", f"top{TOP}", *self._names) if count else ():
                 figures[f"head{depth}/{name}"] = sums[f"head{depth}/{name}"] / count
         if sums["positions"]:
             figures["tokens_per_step"] = 1 + sums["accepted"] / sums["positions"]
         return figures
+
+
+def require_losses(heads: Heads, weighted_loss: WeightedLoss) -> None:
+    """Raise UserError for heads with estimates of acceptance if there is no `total_variation`."""
+    if heads.estimates and "total_variation" not in weighted_loss.names:
+        raise UserError(
+            f"{heads.options.type} heads learn their confidence from the loss total_variation, but "
+            f"the losses are {', '.join(weighted_loss.names)}; add total_variation to losses, or "
+            "set confidence: false"
+        )
 
 
 def _detached(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

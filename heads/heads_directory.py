@@ -35,11 +35,11 @@ def build_heads(
     """Create heads of the right shapes with arbitrary weights. On `meta` they take no memory.
 
     vocabulary: int64 [V'], ascending, the token ids of a reduced draft vocabulary. Raises UserError
-    if there are more heads than fit into the target's context.
+    if the options do not fit the target, or if there are more heads than fit into its context.
     """
     kind: Any = HEADS[options.type]
     with torch.device(device):
-        heads: Heads = kind(options, target.model, vocabulary)
+        heads: Heads = kind(options.for_target(target), target.model, vocabulary)
     if heads.depth + 1 >= target.max_positions:
         raise UserError(
             f"{heads.depth} heads draft beyond the target's context of {target.max_positions} "

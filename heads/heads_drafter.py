@@ -136,10 +136,12 @@ def _of_rows(new: Tensor, old: Tensor, first: int) -> Tensor:
 class AttendingHeads(Heads):
     """Heads with layers that attend to the whole text. A subclass defines their input in `fuse`.
 
-    attending_layers: how many layers there are.
+    attending_layers: how many of them have keys and values. spare_slots: the slots that a draft
+    uses after the room for the text.
     """
 
     attending_layers: int = 1
+    spare_slots: int = 0
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., H]: the layer's first input states, computed from the features [..., F]."""
@@ -163,7 +165,10 @@ class AttendingDrafter(HeadsDrafter):
         self.newest_features = torch.zeros(0)
         parameter = next(self.heads.parameters())
         self.states = parameter.new_zeros(rows, capacity, self.heads.hidden_size)
-        self.slots = Slots(self.heads.attending_layers, rows, capacity, parameter.device)
+        heads = self.heads
+        self.slots = Slots(
+            heads.attending_layers, rows, capacity + heads.spare_slots, parameter.device
+        )
         self.stored_features = np.zeros(rows, dtype=np.int64)  # [B]: tokens with stored features
         self.cached_entries = np.zeros(rows, dtype=np.int64)  # [B]: entries in the cache
         self._has_features = self.stored_features > 0
@@ -172,7 +177,7 @@ class AttendingDrafter(HeadsDrafter):
         rows, capacity = contexts.tokens.shape
         before = len(self.stored_features)
         new = rows - before
-        self.slots.add_rows(new, capacity)
+        self.slots.add_rows(new, capacity + self.heads.spare_slots)
         wider = (0, 0, 0, max(capacity - self.states.shape[1], 0), 0, new)
         self.states = torch.nn.functional.pad(self.states, wider)
         self.stored_features = np.pad(self.stored_features, (0, new))

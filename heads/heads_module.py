@@ -13,7 +13,7 @@ Shapes: B rows, T tokens, H hidden size, D heads (the depth), V vocabulary, V' �
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target.hidden_states import FINAL
+from decode.target.loading import Target
 from heads.target_layers import (
     BorrowedEmbeddings,
     HeadOutput,
@@ -45,6 +46,11 @@ class HeadOptions(BaseModel):
     """The output layer. `own`: one per head. `shared`: one for all heads. Both start as a copy of
     the target's output layer and are trained. `target`: the target's output layer itself, frozen
     and not stored."""
+
+    def for_target(self, target: Target) -> Self:
+        """The options with all that depends on the target. Raises UserError for what does not fit
+        it."""
+        return self
 
     @classmethod
     def of(cls, settings: Any) -> "HeadOptions":
@@ -90,13 +96,17 @@ class Prediction:
 
     states: [n, H], the input of the head's output layer. positions: bool [B, T] with n True values,
     the positions t that the head reads, in order. extra_loss: a loss added to the loss on the
-    logits, summed over the n tokens; None adds nothing.
+    logits, summed over the n tokens; None adds nothing. added: rows [n, R] and a weight [V', R];
+    their product is added to the logits. confidence: [n], the logits of the acceptance that the
+    heads estimate, which is learnt from the loss `total_variation`.
     """
 
     depth: int
     positions: Tensor
     states: Tensor
     extra_loss: Tensor | None = None
+    added: tuple[Tensor, Tensor] | None = None
+    confidence: Tensor | None = None
 
 
 class Heads(nn.Module, ABC):
@@ -104,7 +114,9 @@ class Heads(nn.Module, ABC):
 
     captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
     depth: D, the max depth of a draft. rows: V', the rows of the output layer. vocabulary: the
-    token ids of these rows, int64 [V'], ascending; None means all tokens.
+    token ids of these rows, int64 [V'], ascending; None means all tokens. reserved_tokens: ids
+    that the heads use for themselves, so texts must not contain them. estimates: the heads estimate
+    the acceptance of their tokens.
 
     A new module has arbitrary weights. Call `init_weights` to set the init weights, or load a state
     dict. All trained weights are float32.
@@ -112,6 +124,8 @@ class Heads(nn.Module, ABC):
 
     Options: ClassVar[type[HeadOptions]]
     captured_layers: tuple[int, ...] = (FINAL,)
+    reserved_tokens: tuple[int, ...] = ()
+    estimates: bool = False
     # λ₀: the loss weight of the heads when the target is trained too. None: this kind supports
     # only a frozen target.
     joint_weight: float | None = None

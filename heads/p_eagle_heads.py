@@ -26,10 +26,11 @@ from decode.drafters.trained import ParallelGrowth
 from decode.sampling import Sampling
 from decode.trees import Growth
 from distill.parallel_distillation import MaskedCopies, ParallelConfig
-from heads.eagle_heads import Eagle3Layer, auxiliary_layers, copy_target_norm
+from heads.eagle_heads import Eagle3Layer, auxiliary_layers
 from heads.heads_drafter import AttendingDrafter, AttendingHeads
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
 from heads.llama_layer import Attend, DraftLayer, Rotary, layer_config
+from heads.target_layers import copy_norm
 
 
 class PEagleOptions(HeadOptions):
@@ -103,7 +104,7 @@ class PEagleHeads(TokenHeads, AttendingHeads):
         self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
         self.mask_hidden.normal_(std=self.config.initializer_range)
         self.mask_embedding.copy_(model.get_input_embeddings().weight.float().mean(0))
-        copy_target_norm(self.norm, model)
+        copy_norm(self.norm, model)
 
     def loss_weights(self, uniform: float) -> dict[int, float]:
         return dict.fromkeys(range(1, self.depth + 1), 1.0)

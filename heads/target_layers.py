@@ -5,7 +5,7 @@ Shapes: H hidden size, V' rows (draft vocabulary), D heads.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +121,18 @@ def _rows(layer: nn.Linear, vocabulary: Tensor | None) -> list[Tensor]:
     if vocabulary is None:
         return parameters
     return [x[vocabulary.to(x.device)] for x in parameters]
+
+
+def copy_norm(norm: nn.Module, model: PreTrainedModel) -> None:
+    """Copy the scale of the target's final RMS norm. Without such a norm it is 1."""
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    weight.fill_(1.0)
+    target_norm: Any = getattr(model.base_model, "norm", None)
+    if type(target_norm).__name__.endswith("RMSNorm"):
+        # Its output for ones is its scale, also for norms that add 1 to the stored weight.
+        ones = torch.ones(1, len(weight), dtype=model.dtype, device=model.device)
+        weight.copy_(target_norm(ones)[0])
 
 
 def require_embeddings(model: PreTrainedModel, hidden_size: int) -> None:

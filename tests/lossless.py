@@ -243,7 +243,13 @@ def decode(
 
 
 def decode_runs(
-    drafter: Drafter, rule: Rule, *, rows: int, seed: int = 0, case: Case = SHORT
+    drafter: Drafter,
+    rule: Rule,
+    *,
+    rows: int,
+    seed: int = 0,
+    case: Case = SHORT,
+    policy: str | None = None,
 ) -> tuple[Fit, list[Decoded]]:
     decoder = Decoder(
         case.model(0.0),
@@ -251,6 +257,7 @@ def decode_runs(
         eos_token_ids=case.eos,
         gamma=case.gamma,
         rule=rule,
+        policy=policy,
         sampling=case.sampling,
         processors=case.processors,
     )

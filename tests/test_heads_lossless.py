@@ -3,6 +3,7 @@ is that of the heads; the joint of three tokens, as in test_lossless."""
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from decode.trees import Shape
 from decode.trees.static import Static
 from heads import HEADS
 from heads.heads_module import HeadOptions
-from tests.lossless import LONGER, SHORT, Case, Watched, decode
+from tests.lossless import LONGER, SHORT, Case, Watched, decode, decode_runs
 
 ROWS = 100_000
 
@@ -25,6 +26,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle1": {"type": "eagle1", "depth": 3},
     "eagle3": {"type": "eagle3", "steps": 3},
     "p_eagle": {"type": "p_eagle", "tokens": 3, "layers": 2},
+    # Any token may be the mask: what is drafted then is worse, not wrong.
+    "dflash": {"type": "dflash", "layers": 2, "block": 4, "taps": [0], "mask_token": 2},
+    "dspark": {
+        "type": "dspark",
+        "layers": 1,
+        "block": 3,
+        "taps": [0],
+        "mask_token": 2,
+        "rank": 4,
+    },
 }
 
 
@@ -61,6 +72,10 @@ def drafter(kind: str, shape: Shape | None, case: Case = SHORT) -> Drafter:
         ("eagle3", "multi_round", "distinct"),
         ("p_eagle", "speculative", None),
         ("p_eagle", "traversal", "distinct"),
+        ("dflash", "speculative", None),
+        ("dflash", "multi_round", "distinct"),
+        ("dspark", "speculative", None),
+        ("dspark", "traversal", "independent"),
     ],
 )
 def test_texts_have_the_targets_distribution(
@@ -90,6 +105,9 @@ def test_texts_have_the_targets_distribution(
         ("hydra_plus", "spectr", "independent"),
         ("eagle1", "block", None),
         ("eagle1", "multi_round", "distinct"),
+        ("dflash", "block", None),
+        ("dflash", "traversal", "distinct"),
+        ("dspark", "multi_round", "distinct"),
     ],
 )
 def test_ragged_texts_of_many_rounds(kind: str, rule: str, draw: Any) -> None:
@@ -99,3 +117,21 @@ def test_ragged_texts_of_many_rounds(kind: str, rule: str, draw: Any) -> None:
     assert found.passes, found
     assert found.df > 100
     assert counts.by_accepted[2:].sum() / counts.steps > 0.03
+
+
+@pytest.mark.slow
+def test_a_stop_by_the_confidence_head_keeps_the_distribution() -> None:
+    """The estimates differ from token to token, and drafts end at all lengths."""
+    heads: Any = drafter("dspark", None, LONGER)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        heads.heads.confidence_head.proj.weight.normal_(generator=generator)
+        heads.heads.confidence_head.proj.bias.fill_(1.0)
+    policy = "reach:max_depth=3,threshold=0.4"
+    found, runs = decode_runs(
+        heads, RULES["speculative"](), rows=12_000, case=LONGER, policy=policy
+    )
+    assert found.passes, found
+    assert found.df > 100
+    drafted = np.concatenate([step.drafted for step in runs[0].steps])
+    assert (np.bincount(drafted, minlength=4)[1:] / len(drafted) > 0.05).all()

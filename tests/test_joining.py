@@ -89,6 +89,8 @@ KINDS: dict[str, Callable[[], Drafter]] = {
     "hydra": lambda: heads_drafter("hydra", static(), LONGER),
     "hydra_plus": lambda: heads_drafter("hydra_plus", static(), LONGER),
     "eagle1": lambda: heads_drafter("eagle1", None, LONGER),
+    "dflash": lambda: heads_drafter("dflash", None, LONGER),
+    "dspark": lambda: heads_drafter("dspark", static(), LONGER),
     "eagle1 tree": lambda: heads_drafter("eagle1", static(), LONGER),
 }
 

@@ -162,7 +162,7 @@ def test_entropy_average_goes_on_from_the_text_that_was_kept() -> None:
 
     def told(*values: tuple[float, float]) -> None:
         for place, pair in enumerate(values):
-            policy.measure = lambda logits, pair=pair: torch.tensor(pair)
+            policy.measure = lambda logits, estimate, pair=pair: torch.tensor(pair)
             ask(policy, place, torch.zeros(2, 4))
 
     told((0.4, 0.4), (0.8, 0.8), (0.0, 0.0))
@@ -182,7 +182,7 @@ def test_adaptive_confidence_learns_where_drafting_pays() -> None:
     for _ in range(40):
         confidence = float(random.uniform(0, 1))
         seen.append(confidence)
-        policy.measure = lambda logits, c=confidence: torch.full((2,), c)
+        policy.measure = lambda logits, estimate, c=confidence: torch.full((2,), c)
         ask(policy, 0, torch.zeros(2, 4))
         policy.observe(step([1, 1], [int(confidence > 0.7)] * 2))
     below, above = max(c for c in seen if c <= 0.7), min(c for c in seen if c > 0.7)
@@ -192,7 +192,7 @@ def test_adaptive_confidence_learns_where_drafting_pays() -> None:
     # Now nothing is ever accepted: above all confidences. Then everything: below them.
     for accepted in (0, 1):
         for confidence in seen:
-            policy.measure = lambda logits, c=confidence: torch.full((1,), c)
+            policy.measure = lambda logits, estimate, c=confidence: torch.full((1,), c)
             ask(policy, 0, torch.zeros(1, 4))
             policy.observe(step([1], [accepted]))
         if accepted:
@@ -212,7 +212,9 @@ def test_adaptive_confidence_maximises_its_criterion() -> None:
         confidence = float(random.choice([0.1, 0.3, 0.5, 0.7, 0.9]))
         accepted = int(random.random() < confidence)
         pairs.append((confidence, accepted))
-        policy.measure = lambda logits, c=confidence: torch.full((1,), c, dtype=torch.float64)
+        policy.measure = lambda logits, estimate, c=confidence: torch.full(
+            (1,), c, dtype=torch.float64
+        )
         ask(policy, 0, torch.zeros(1, 4))
         policy.observe(step([1], [accepted]))
 
@@ -295,7 +297,21 @@ BY_BATCH = {"by_batch", "cost_model"}  # what these decide is decided for all ro
 
 
 def test_every_policy_is_tested() -> None:
-    assert sorted(SPECS) == list(POLICIES)
+    # `reach` needs a drafter with estimates: tests/test_block_drafters.py decodes with it.
+    assert sorted([*SPECS, "reach"]) == list(POLICIES)
+
+
+def test_reach_ends_by_the_product_of_the_estimates() -> None:
+    policy = made("reach:max_depth=3,threshold=0.3,min_depth=1", rows=3)
+    rows, logits = torch.ones(3, dtype=torch.bool), torch.zeros(3, 4)
+    estimates = [[0.1, 0.9, 0.5], [1.0, 0.5, 0.5], [1.0, 0.8, 1.0]]
+    expected = [[False, False, False], [True, False, True], [True, False, True]]
+    ended = torch.zeros(3, dtype=torch.bool)
+    for place, (estimate, ends) in enumerate(zip(estimates, expected, strict=True)):
+        ended |= policy.stops(place, logits, rows & ~ended, torch.tensor(estimate))
+        assert ended.tolist() == ends
+    with pytest.raises(UserError, match="threshold is 2"):
+        POLICIES.make("reach:threshold=2")
 
 
 def decoder(policy: str, temperature: float) -> Decoder:

@@ -266,6 +266,18 @@ def _check_evaluation(config: RunConfig) -> None:
         )
     protocol = settings.protocol()
     judged = [s for s in stages if settings.stages is None or s.name in settings.stages]
+    for stage in judged:
+        heads: Any = getattr(stage, "heads", None)
+        if (
+            stage.kind in ("distill", "heads")
+            and protocol.make_policy().reads_estimates
+            and not getattr(heads, "confidence", False)
+        ):
+            raise UserError(
+                f"evaluation.policy {settings.policy} reads the drafter's estimates of acceptance, "
+                f"but the drafter of stage {stage.name} has none; set evaluation.policy: "
+                "confidence, or train dspark heads"
+            )
     if settings.shape is not None:
         # The protocol has already checked it against rule and policy.
         looked_up = [stage.name for stage in judged if stage.kind == "datastore"]

@@ -31,6 +31,8 @@ class Drafter(ABC):
     (`decode.target.hidden_states`). They come from the target's normal passes.
     trained: the drafter can only be loaded from a directory.
     vocab_size: the size of the vocabulary, equal to the target's. None: it can draft any token.
+    estimates: whenever a draft-length policy is asked, it also gets an estimate of how likely the
+    target accepts the next token.
     """
 
     captured_layers: tuple[int, ...] = ()
@@ -42,6 +44,10 @@ class Drafter(ABC):
         """Loads a directory written by `decode.drafters.directory.save_drafter`, onto the target's
         device. Raises UserError if the drafter does not fit the target."""
         raise UserError(f"{cls.__name__} is not trained, so it cannot be loaded from a directory")
+
+    @property
+    def estimates(self) -> bool:
+        return True  # most drafters ask no policy
 
     @property
     def branches(self) -> bool:

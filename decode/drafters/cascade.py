@@ -193,7 +193,7 @@ def _stopped(
         here = (offset <= position) & (position < np.minimum(reached, sizes))
         column = to_device(np.clip(position - offset, 0, logits.shape[1] - 1), logits.device)
         drafting = to_device(here, logits.device)
-        ended = limits.stops(position, logits[rows, column], drafting) & drafting
+        ended = limits.stops(position, logits[rows, column], drafting, None) & drafting
         sizes = np.where(ended.cpu().numpy(), position, sizes)
     return sizes
 
@@ -234,9 +234,11 @@ class HorizontalCascade(Group):
         depths = np.minimum(limits.depths, self.depth)
         seen: list[Tensor] = []
 
-        def stops(position: int, logits: Tensor, drafting: Tensor) -> Tensor:
+        def stops(
+            position: int, logits: Tensor, drafting: Tensor, estimate: Tensor | None
+        ) -> Tensor:
             assert limits.stops is not None
-            seen.append(limits.stops(position, logits, drafting) & drafting)
+            seen.append(limits.stops(position, logits, drafting, estimate) & drafting)
             return seen[-1]
 
         watched = None if limits.stops is None else stops

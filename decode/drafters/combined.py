@@ -42,6 +42,10 @@ class Group(Drafter):
             sorted({layer for drafter in drafters for layer in drafter.captured_layers})
         )
 
+    @property
+    def estimates(self) -> bool:
+        return all(drafter.estimates for drafter in self.drafters)
+
     def max_depth(self, gamma: int) -> int:
         return max(drafter.max_depth(gamma) for drafter in self.drafters)
 

@@ -27,6 +27,10 @@ class ShapedDrafter(Drafter):
         self.depth_limit = depth_limit
 
     @property
+    def estimates(self) -> bool:
+        return False
+
+    @property
     def branches(self) -> bool:
         return self.shape.branches
 

@@ -32,7 +32,7 @@ class Policy(ABC):
     the number of tokens of the last draft for which `stops` was called; the drafter computed logits
     for each of them. needs_costs: `use_costs` is worth the seconds that measuring takes.
     reads_times: `observe` reads the seconds of the pass. The loop then waits for a CUDA device in
-    each step.
+    each step. reads_estimates: `stops` needs the drafter's estimates of acceptance.
     """
 
     watches: bool = False
@@ -40,6 +40,7 @@ class Policy(ABC):
     constant: bool = False
     needs_costs: bool = False
     reads_times: bool = False
+    reads_estimates: bool = False
     watched: int = 0
 
     def __init__(self, max_depth: int) -> None:
@@ -58,10 +59,12 @@ class Policy(ABC):
     def depths(self) -> np.ndarray:
         """int [B], 0 … max_depth: the max depth of each row's next draft. All 0 is a plain step."""
 
-    def stops(self, position: int, logits: Tensor, drafting: Tensor) -> Tensor:
+    def stops(
+        self, position: int, logits: Tensor, drafting: Tensor, estimate: Tensor | None = None
+    ) -> Tensor:
         """bool [B]: the rows whose draft ends before its token number `position` (0, 1, …), or
-        after it if `stops_after`, given the drafter's logits for that token, [B, V']. Called only
-        if `watches`.
+        after it if `stops_after`, given the drafter's logits for that token, [B, V'], and its
+        estimate of the token's acceptance, float32 [B], if it has one. Called only if `watches`.
 
         drafting: bool [B] on the same device, the rows that are still drafting. The logits of the
         other rows mean nothing: their draft has ended, or another drafter serves them. On an
@@ -118,8 +121,9 @@ class Watcher(Policy):
         return np.full(self.rows, self.max_depth)
 
     @abstractmethod
-    def measure(self, logits: Tensor) -> Tensor:
-        """float32 [B]: the number, from the drafter's logits [B, V']."""
+    def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
+        """float32 [B]: the number, from the drafter's logits [B, V'] or its estimate of acceptance,
+        float32 [B]."""
 
     @abstractmethod
     def ends(self, position: int, value: Tensor) -> Tensor:
@@ -135,8 +139,10 @@ class Watcher(Policy):
         super().start(rows)
         self._forget()
 
-    def stops(self, position: int, logits: Tensor, drafting: Tensor) -> Tensor:
-        value = torch.where(drafting, self.measure(logits), torch.nan)
+    def stops(
+        self, position: int, logits: Tensor, drafting: Tensor, estimate: Tensor | None = None
+    ) -> Tensor:
+        value = torch.where(drafting, self.measure(logits, estimate), torch.nan)
         seen = value
         if position < len(self._seen):  # another drafter called before, for other rows
             seen = torch.where(drafting, value, self._seen[position].to(value))
@@ -180,4 +186,5 @@ from decode.policies import (  # noqa: E402, F401  (each registers itself)
     draft_exit,
     entropy,
     feedback,
+    reach,
 )

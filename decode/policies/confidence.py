@@ -28,7 +28,7 @@ class Confidence(Watcher):
             raise UserError(f"threshold is {threshold}; expected a probability, 0 to 1")
         self.threshold = threshold
 
-    def measure(self, logits: Tensor) -> Tensor:
+    def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
         return largest_probability(logits)
 
     def ends(self, position: int, value: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class AdaptiveConfidence(Watcher):
         self._forget_rows()
         self._append(rows)
 
-    def measure(self, logits: Tensor) -> Tensor:
+    def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
         return largest_probability(logits)
 
     def ends(self, position: int, value: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class DraftExit(Watcher):
         super().start(rows)
         self.thresholds, self._rates = np.full(rows, self.threshold), np.zeros(rows)
 
-    def measure(self, logits: Tensor) -> Tensor:
+    def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
         return largest_probability(logits)
 
     def ends(self, position: int, value: Tensor) -> Tensor:

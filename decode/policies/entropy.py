@@ -41,7 +41,7 @@ class Entropy(Watcher):
         super().start(rows)
         self._past = np.full(rows, np.nan)
 
-    def measure(self, logits: Tensor) -> Tensor:
+    def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
         log_q = logits.float().log_softmax(-1)
         entropy = torch.special.entr(log_q.exp()).sum(-1)
         return entropy / math.log(max(logits.shape[-1], 2))

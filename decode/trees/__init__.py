@@ -52,6 +52,11 @@ class Growth(ABC):
     def _extend(self, count: int) -> Tensor:
         """[B, n, V']: the logits after each of the last `count` fed nodes, which are new."""
 
+    def estimate(self) -> Tensor | None:
+        """float32 [B]: how likely the target accepts the next token of a chain, as the drafter
+        estimates it before the token is drawn. None: it has no estimates."""
+        return None
+
     def first(self) -> Tensor:
         """[B, V']: the logits for the root's children, after the repetition penalty (float32)."""
         logits = self._first()
@@ -220,7 +225,7 @@ class Chain(Shape):
         for position in range(limits.max_depth):
             if limits.stops is not None:
                 drafting = lengths > position
-                ended = limits.stops(position, logits, drafting) & drafting
+                ended = limits.stops(position, logits, drafting, growth.estimate()) & drafting
                 lengths = lengths.masked_fill(ended, position + limits.stops_after)
                 # A tensor on an accelerator is read once, at the end. Tokens past it are left out.
                 if reads_are_free(lengths.device):

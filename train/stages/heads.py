@@ -24,14 +24,8 @@ from distill.agreement import Bigrams, lookup_top1
 from distill.drift import Drift
 from distill.teacher.feature_sources import FeatureSource, LiveFeatures
 from distill.teacher.teacher_signal import split_model
-from heads.head_training import HeadTraining, JointTraining
-from heads.heads_directory import (
-    build_heads,
-    make_ready,
-    new_heads,
-    read_heads,
-    save_heads,
-)
+from heads.head_training import HeadTraining, JointTraining, require_losses
+from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import HEADS, HeadOptions, Heads
 from train.data.batches import Inputs
 from train.data.chat import Sample
@@ -200,6 +194,13 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             # Published weights may have another dtype; training needs float32.
             heads = read_heads(path, self.target).float()
         self._require_ready(heads)
+        for token in heads.reserved_tokens:
+            if any(token in sample.tokens for sample in samples):
+                raise UserError(
+                    f"stage {config.name}: heads of type {config.heads.type} use token {token} for "
+                    "themselves, but the text contains it; expected an id that no text contains. "
+                    "Set mask_token to another unused id, or remove the token from the text"
+                )
         return heads, start, coverage
 
     def _start_directory(self) -> Path:
@@ -360,6 +361,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
     def _require_ready(self, heads: Heads) -> None:
         """Raise UserError before the first step for reasons that would stop the stage later."""
         config = self.config
+        require_losses(heads, config.weighted_loss)
         if config.tree is not None:
             require_tree(config.tree, self.target, self.corpus, heads, stage=config.name)
         if config.backbone is not None and heads.joint_weight is None:

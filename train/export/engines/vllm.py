@@ -17,6 +17,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3"},
     "p_eagle": {"method": "eagle3", "parallel_drafting": True},
     "speculators": {"method": "eagle3"},
+    "dflash": {"method": "dflash"},
+    "speculators-dflash": {"method": "dflash"},
 }
 
 

@@ -226,6 +226,7 @@ def format_for(name: str, kind: str) -> Format:
 
 
 from train.export.formats import (  # noqa: E402, F401  (each registers itself)
+    block_layers,
     eagle1_layer,
     eagle3_gguf,
     eagle3_layer,

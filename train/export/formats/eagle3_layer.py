@@ -331,22 +331,7 @@ class Speculators(Eagle3):
             "architectures": config["architectures"],
             MODEL_TYPE: "eagle3",
             "speculators_version": VERSION,
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "proposal_methods": [
-                    {
-                        "proposal_type": "greedy",
-                        "speculative_tokens": job.gamma,
-                        "verifier_accept_k": 1,
-                        "accept_tolerance": 0.0,
-                    }
-                ],
-                "default_proposal_method": "greedy",
-                "verifier": {
-                    "name_or_path": job.target_name,
-                    "architectures": job.loaded_target.model.config.architectures,
-                },
-            },
+            "speculators_config": speculators_config("eagle3", job),
             LAYER_CONFIG: {key: x for key, x in config.items() if key not in OUTER_KEYS},
             **{key: config[key] for key in OUTER_KEYS if key != "architectures"},
             "embed_requires_grad": False,
@@ -362,7 +347,7 @@ class Speculators(Eagle3):
         expected = {
             MODEL_TYPE: "eagle3",
             "speculators_version": VERSION,
-            "speculators_config": _is_sound,
+            "speculators_config": lambda x: is_speculators_config(x, "eagle3"),
             LAYER_CONFIG: lambda x: isinstance(x, dict),
             "embed_requires_grad": False,
             "dtype": lambda x: x == (contents.get(LAYER_CONFIG) or {}).get("dtype"),
@@ -377,13 +362,33 @@ class Speculators(Eagle3):
 FORMATS.register("speculators")(Speculators())
 
 
-def _is_sound(settings: Any) -> bool:
+def speculators_config(algorithm: str, job: ExportJob) -> dict[str, Any]:
+    """Return the algorithm, γ and the target, as the library speculators writes them."""
+    return {
+        "algorithm": algorithm,
+        "proposal_methods": [
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": job.gamma,
+                "verifier_accept_k": 1,
+                "accept_tolerance": 0.0,
+            }
+        ],
+        "default_proposal_method": "greedy",
+        "verifier": {
+            "name_or_path": job.target_name,
+            "architectures": job.loaded_target.model.config.architectures,
+        },
+    }
+
+
+def is_speculators_config(settings: Any, algorithm: str) -> bool:
     """Whether these settings name the drafting method and the target correctly."""
     try:
         (method,) = settings["proposal_methods"]
         verifier = settings["verifier"]
         return bool(
-            settings["algorithm"] == "eagle3"
+            settings["algorithm"] == algorithm
             and settings["default_proposal_method"] == method["proposal_type"] == "greedy"
             and is_count(method["speculative_tokens"])
             and (method["verifier_accept_k"], method["accept_tolerance"]) == (1, 0)

@@ -1,0 +1,311 @@
+"""DFlash (2602.06036): a small bidirectional model fills a block of mask tokens in one pass.
+
+The block is the last token of the text, the anchor, and then mask tokens. All layers read the
+target's features of the text before the anchor, as more keys and values. So all places of a draft
+are predicted at once, from the text only: the distribution of a place does not depend on the tokens
+drawn before it.
+
+Shapes: B rows, n tokens, T tokens of a text, F features of a token, H hidden size, A anchors of a
+text, S tokens of a block, D depth, V' draft vocabulary.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from decode.device import to_device
+from decode.draft import Contexts
+from decode.drafters import DRAFTERS
+from decode.drafters.trained import ParallelGrowth
+from decode.errors import UserError
+from decode.sampling import Sampling
+from decode.target.lean_forward import Attend, AttentionMask, SlotAttention
+from decode.target.loading import Target
+from decode.trees import Growth
+from heads.block_layer import BlockLayer, BlockMask, draw_anchors
+from heads.heads_drafter import AttendingDrafter, AttendingHeads
+from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
+from heads.llama_layer import Rotary, layer_config
+from heads.target_layers import copy_norm
+
+
+class DFlashOptions(HeadOptions):
+    """Options of DFlash heads (2602.06036)."""
+
+    type: Literal["dflash"] = "dflash"
+    output: Literal["target"] = "target"
+    """The output layer: the target's, frozen and not stored."""
+    layers: int = Field(5, ge=1)
+    """m, the number of the drafter's layers."""
+    block: int = Field(16, ge=2)
+    """S, the tokens of a block: the last token of the text, then mask tokens. A draft has at most
+    S − 1 tokens."""
+    taps: list[int] | None = None
+    """The target's layers whose outputs are read, counted from 0 and ascending. None: m layers,
+    spread evenly from the second to the fourth from the end, as in the paper."""
+    mask_token: int | None = Field(None, ge=0)
+    """The id of the mask token. Its embedding is the target's. Texts must never contain it. None:
+    the highest id that the tokenizer does not use in texts."""
+    anchors: int = Field(512, ge=1)
+    """The number of blocks per text and visit in training, at places drawn anew each time."""
+    decay: float = Field(7.0, gt=0)
+    """γ; the loss weight of place k is exp(−(k − 1)/γ). 7 suits blocks of 16, 4 suits blocks
+    of 8."""
+
+    def for_target(self, target: Target) -> Self:
+        taps = self.taps or even_taps(self.layers, _layer_count(target.model))
+        _require_taps(taps, _layer_count(target.model))
+        return self.model_copy(update={"mask_token": mask_token(self, target), "taps": taps})
+
+
+def even_taps(count: int, layers: int) -> list[int]:
+    """The taps of the paper for a target with n layers: round(1 + i·(n − 4)/(m − 1)) for i < m, and
+    the middle layer for m = 1. Raises UserError if they are not distinct.
+
+    >>> even_taps(5, 36)
+    [1, 9, 17, 25, 33]
+    """
+    if count == 1:
+        return [layers // 2]
+    taps = [math.floor(1.5 + i * (layers - 4) / (count - 1)) for i in range(count)]
+    if len(set(taps)) < count or taps != sorted(taps):
+        raise UserError(
+            f"{count} layers of a block drafter read {count} of the target's layers, spread over "
+            f"its {layers}: {taps}; expected distinct ones. Set fewer `layers`, or set `taps`"
+        )
+    return taps
+
+
+def _require_taps(taps: Sequence[int], layers: int) -> None:
+    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= layers:
+        raise UserError(
+            f"taps are {list(taps)}; expected distinct layers of the target in ascending order, "
+            f"from 0 to {layers - 1}"
+        )
+
+
+def mask_token(options: DFlashOptions, target: Target) -> int:
+    """The id of the mask token. Raises UserError if texts may contain it, or if no id is free.
+
+    Free are ids that are no token, and special tokens that have no role: they do not end or pad
+    texts, and the chat template does not write them. An embedding of 0 is refused too.
+    """
+    tokenizer, embeddings = target.tokenizer, target.model.get_input_embeddings().weight
+    rows = len(embeddings)
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    roles = {tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    roles |= {tokenizer.eos_token_id, *target.eos_token_ids}
+    idle = {
+        id
+        for id, token in tokenizer.added_tokens_decoder.items()
+        if token.special and id not in roles and token.content not in template
+    }
+    used = (set(tokenizer.get_vocab().values()) | roles) - idle
+    chosen = options.mask_token
+    if chosen is None:
+        free = (id for id in range(rows - 1, -1, -1) if id not in used and embeddings[id].any())
+        chosen = next(free, None)
+        if chosen is None:
+            raise UserError(
+                f"heads of type {options.type} need a mask token, an id that texts never contain, "
+                f"but the tokenizer of {target.name} uses all {rows} ids; use a target with unused "
+                "ids, or train eagle3 heads"
+            )
+    if chosen >= rows:
+        raise UserError(
+            f"mask_token is {chosen}, but {target.name} has embeddings of {rows} ids; expected an "
+            "id below that"
+        )
+    if not embeddings[chosen].any():
+        raise UserError(
+            f"mask_token is {chosen}, whose embedding in {target.name} is 0, so layers could not "
+            "tell mask tokens apart; expected another unused id"
+        )
+    if chosen in used:
+        token = tokenizer.convert_ids_to_tokens(chosen)
+        raise UserError(
+            f"mask_token is {chosen}, which {target.name} uses in texts, for {token!r}; expected "
+            "an unused id. Leave mask_token out to use the highest one"
+        )
+    return chosen
+
+
+def _layer_count(model: PreTrainedModel) -> int:
+    count: int = model.config.get_text_config().num_hidden_layers
+    return count
+
+
+@HEADS.register("dflash")
+class DFlashHeads(TokenHeads, AttendingHeads):
+    """ "Head" d is the place d tokens after the anchor.
+
+    The context is RMSNorm(fc(taps)), one state per token, which all layers read. Place d is read
+    from token d of the block, so token 0, the anchor itself, predicts nothing.
+
+    The paper does not give the init weights. Here fc copies the last tap, the layers change
+    nothing, and the final norm is the target's. Tensors have the names that engines use.
+
+    Training draws `anchors` places of each text at each visit. A block is learnt up to the first
+    token that is not trained on. The first anchor of an answer is the last token of its prompt:
+    the first draft starts there. In the authors' code it is the first token of the answer.
+
+    first_slot: the token of the block from which the first place is read. config: the settings of
+    the layers. mask_token: its id. captured_layers: the taps.
+    """
+
+    Options: ClassVar[type[HeadOptions]] = DFlashOptions
+    first_slot = 1
+
+    def __init__(
+        self, options: DFlashOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
+    ) -> None:
+        """options: as `DFlashOptions.for_target` returns them."""
+        super().__init__(options, options.block - self.first_slot, model, vocabulary)
+        assert options.taps is not None
+        assert options.mask_token is not None
+        self.captured_layers, self.mask_token = tuple(options.taps), options.mask_token
+        self.reserved_tokens = (self.mask_token,)
+        self.config = layer_config(model)
+        self.config.num_hidden_layers = self.attending_layers = options.layers
+        self.spare_slots = options.block
+        size, eps = self.hidden_size, self.config.rms_norm_eps
+        self.fc = nn.Linear(len(self.captured_layers) * size, size, bias=False)
+        self.hidden_norm = LlamaRMSNorm(size, eps=eps)
+        self.layers = nn.ModuleList(BlockLayer(self.config) for _ in range(options.layers))
+        self.norm = LlamaRMSNorm(size, eps=eps)
+        self._rotary = Rotary(self.config)
+
+    @torch.no_grad()
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
+        for layer in self.layers:
+            assert isinstance(layer, BlockLayer)
+            layer.init_weights(self.config.initializer_range)
+        self.fc.weight.zero_()
+        self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
+        self.hidden_norm.weight.fill_(1.0)
+        copy_norm(self.norm, model)
+
+    def loss_weights(self, uniform: float) -> dict[int, float]:
+        return {d: math.exp(-(d - 1) / self.options.decay) for d in range(1, self.depth + 1)}
+
+    def fuse(self, features: Tensor) -> Tensor:
+        context: Tensor = self.hidden_norm(self.fc(features))
+        return context
+
+    def context(self, states: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the keys and values of each layer for the context [B, n, H].
+
+        positions: int64 [B, n] or [1, n].
+        """
+        turns = self._rotary(positions, states)
+        for layer in self.layers:
+            assert isinstance(layer, BlockLayer)
+            yield layer.self_attn.keys_and_values(states, turns)
+
+    def block_states(self, anchors: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
+        """[B, A, D, H]: the states from which the places of blocks are read.
+
+        anchors, positions: int64 [B, A], the first token of each block and its position. attends:
+        the attention of each layer, over the A·S tokens.
+        """
+        ids = anchors.new_full((*anchors.shape, self.options.block), self.mask_token)
+        ids[..., 0] = anchors
+        states = self.embeddings(ids.flatten(1)).to(self.dtype)
+        offsets = torch.arange(self.options.block, device=positions.device)
+        turns = self._rotary((positions[..., None] + offsets).flatten(1), states)
+        for layer, attend in zip(self.layers, attends, strict=True):
+            states = layer(states, turns, attend)
+        blocks: Tensor = self.norm(states).unflatten(1, (-1, self.options.block))
+        return blocks[:, :, self.first_slot :]
+
+    def anchors(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The anchors of one visit to texts, as `heads.block_layer.draw_anchors` returns them.
+
+        They are drawn from torch's random state on the host, which checkpoints store. Outside of
+        training they are always the same. loss_mask: bool [B, T].
+        """
+        candidates = shift_left(loss_mask, 1).cpu()
+        candidates[:, 0] = False  # no context before it
+        # One number from torch's state, for any size of batch: so it is the same on all ranks.
+        seed = int(torch.randint(2**62, ())) if self.training else 0
+        generator = torch.Generator().manual_seed(seed)
+        return draw_anchors(candidates, self.options.anchors, generator)
+
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+        length, device = batch.input_ids.shape[1], batch.input_ids.device
+        on_host, is_drawn = self.anchors(batch.loss_mask)
+        anchors = on_host.to(device)
+        features = torch.cat([batch.features[layer] for layer in self.captured_layers], -1)
+        context = self.fuse(features.to(self.dtype)).to(self.dtype)
+        mask = BlockMask(on_host, self.options.block, length, device, self.dtype)
+        positions = torch.arange(length, device=device)[None]
+        attends = [mask.attention(*layer) for layer in self.context(context, positions)]
+        first = batch.input_ids.gather(1, anchors)
+        states = self.block_states(first, anchors, attends)
+        trained = is_drawn.to(device)
+        rows = torch.arange(len(anchors), device=device)[:, None].expand_as(anchors)
+        for depth in range(1, max(depths) + 1):
+            trained = trained & shift_left(batch.loss_mask, depth).gather(1, anchors)
+            if depth in depths:
+                reading = torch.zeros_like(batch.loss_mask)
+                # The target reads the token before the anchor for the same features.
+                reading[rows[trained], anchors[trained] - 1] = True
+                before = (anchors + depth - 1).clamp(max=length - 1)
+                tokens = batch.input_ids.gather(1, before)[trained]
+                yield self.prediction(depth, reading, states[:, :, depth - 1][trained], tokens)
+
+    def prediction(
+        self, depth: int, positions: Tensor, states: Tensor, before: Tensor
+    ) -> Prediction:
+        """The prediction of a place. states: [n, H]. before: int64 [n], the tokens before it."""
+        return Prediction(depth, positions, states)
+
+
+@DRAFTERS.register("dflash")
+class DFlashDrafter(AttendingDrafter):
+    """Drafts in any shape. One pass over the block gives all places, with the same distribution for
+    all nodes at a depth.
+
+    Entry i of a row's cache holds all layers' keys and values for the context of token i. The block
+    uses the slots after the last entry, and the entries of the next round overwrite them. The block
+    is always as long as in training, so a draft does not depend on the rows beside it.
+    """
+
+    heads: DFlashHeads
+
+    def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
+        self.slots.place(columns[:, 0], columns.shape[1])
+        layers = self.heads.context(states, to_device(columns, states.device))
+        for slots, (keys, values) in zip(self.slots.layers, layers, strict=True):
+            slots.update(keys, values)
+        return states
+
+    def places(self, contexts: Contexts, max_depth: int) -> tuple[Tensor, Tensor]:
+        """The states of the places after each row's text, [B, d, H], and its last token, int64 [B].
+
+        max_depth: d.
+        """
+        anchors, size = contexts.lengths - 1, self.heads.options.block
+        self._fill_cache(contexts, anchors)
+        device = self.states.device
+        positions = to_device(anchors, device)[:, None]
+        last = to_device(np.take_along_axis(contexts.tokens, anchors[:, None], 1), device)
+        self.slots.place(anchors, size)
+        block = torch.ones(1, size, size, dtype=torch.bool, device=device)
+        mask = AttentionMask(self.slots.mask(positions, size, block), self.states.dtype)
+        attends = [SlotAttention(layer, mask) for layer in self.slots.layers]
+        states = self.heads.block_states(last, positions, attends)
+        return states[:, 0, :max_depth], last[:, 0]
+
+    def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
+        states, _ = self.places(contexts, max_depth)
+        logits = self.heads.output.logits(states)
+        return ParallelGrowth(contexts, sampling, self.vocab_size, self.heads.vocabulary, logits)

@@ -1,0 +1,526 @@
+"""Block drafters: what a block sees, and that training, drafting and decoding agree on it.
+
+Shapes: B rows, T tokens, A anchors, S tokens of a block, H hidden size, V vocabulary.
+"""
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
+
+from decode.draft import Contexts
+from decode.drafters import DRAFTERS
+from decode.drafters.combined import CompositeDrafter
+from decode.drafters.directory import open_drafter
+from decode.drafters.ngram import NgramDrafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.sampling import Sampling
+from decode.target.hidden_states import FINAL, Features, Recorder
+from decode.target.loading import Target
+from decode.trees import SHAPES
+from distill.losses import WeightedLoss
+from distill.teacher.feature_sources import LiveFeatures
+from heads import block_layer
+from heads.block_layer import BlockMask, draw_anchors, part_mask
+from heads.dflash_heads import even_taps
+from heads.head_training import HeadTraining
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_module import HeadBatch, HeadOptions
+from heads.llama_layer import Rotary
+from tests.stages import (
+    LOOP,
+    drafter_weights,
+    make_stage,
+    plan_stage,
+    run_killed,
+    run_stage,
+    stage_context,
+)
+from tests.tiny import after, tiny_target
+from tests.training import assert_equal
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+VOCAB = 304  # the last 4 ids are no tokens
+DEPTH = 3
+TAPS = [0, 2]
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {"type": "dflash", "layers": 2, "block": DEPTH + 1, "taps": TAPS},
+    "dspark": {"type": "dspark", "layers": 2, "block": DEPTH, "taps": TAPS, "rank": 8},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+LOSSES = {"cross_entropy": 0.1, "total_variation": 1.8}
+
+
+@functools.cache
+def target() -> Target:
+    return tiny_target(vocab=VOCAB, layers=3)
+
+
+def make(kind: str, *, dtype: Any = torch.float32, **options: Any) -> Any:
+    """Heads that are no longer as they start: every weight counts."""
+    torch.manual_seed(3)
+    heads: Any = new_heads(HeadOptions.of(KINDS[kind] | options), target(), None)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    heads.to(dtype).borrow(target().model, dtype)
+    return heads.eval()
+
+
+def text(rows: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, 299, (rows, length), generator=generator)
+
+
+def features_of(model: Any, heads: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
+    with torch.no_grad(), Recorder(model, (*heads.captured_layers, FINAL)).recording() as features:
+        model(ids)
+    return features
+
+
+# --- the mask -------------------------------------------------------------------------------------
+
+
+def test_a_block_sees_the_text_before_it_and_itself() -> None:
+    anchors, size, seen = torch.tensor([[1, 4, 6], [2, 3, 7]]), 3, 7
+    mask = part_mask(anchors, size, seen)
+    for b, block, token in np.ndindex(2, 3, size):
+        row = mask[b, block * size + token]
+        for column in range(seen):
+            assert row[column] == (column < anchors[b, block])
+        for other, place in np.ndindex(3, size):
+            assert row[seen + other * size + place] == (other == block)
+
+
+def test_blocks_attend_in_parts_as_each_does_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_layer, "TOGETHER", 2)
+    generator = torch.Generator().manual_seed(0)
+    anchors, size, length = torch.tensor([[1, 2, 5, 8, 8], [3, 4, 6, 7, 9]]), 3, 9
+    keys, values = torch.randn(2, 2, 2, length, 4, generator=generator)
+    queries = torch.randn(2, 4, 15, 4, generator=generator)
+    block_keys, block_values = torch.randn(2, 2, 2, 15, 4, generator=generator)
+    mask = BlockMask(anchors, size, length, keys.device, keys.dtype)
+    outputs = mask.attention(keys, values)(queries, block_keys, block_values)
+    for b, block, head in np.ndindex(2, 5, 4):
+        part = slice(block * size, (block + 1) * size)
+        k, v = (
+            torch.cat([context[b, head // 2, : anchors[b, block]], own[b, head // 2, part]])
+            for context, own in ((keys, block_keys), (values, block_values))
+        )
+        expected = (queries[b, head, part] @ k.T / 2).softmax(-1) @ v
+        torch.testing.assert_close(outputs[b, head, part], expected)
+
+
+def test_anchors_are_drawn_again_at_each_visit() -> None:
+    candidates = torch.zeros(3, 40, dtype=torch.bool)
+    candidates[0, 3:30] = candidates[1, 5:8] = True
+    draws = [draw_anchors(candidates, 6, torch.Generator().manual_seed(i)) for i in range(200)]
+    for anchors, is_drawn in draws:
+        assert anchors.shape == is_drawn.shape == (3, 6)
+        assert is_drawn.sum(1).tolist() == [6, 3, 0]
+        for b in range(3):
+            row = anchors[b][is_drawn[b]]
+            assert candidates[b, row].all()
+            assert (row.diff() > 0).all()
+    counts = torch.cat([anchors[0] for anchors, _ in draws]).bincount(minlength=40)[3:30]
+    assert 20 < counts.min() <= counts.max() < 80  # 44 each, on average
+    heads = make("dflash", anchors=2)
+    mask = torch.ones(1, 40, dtype=torch.bool)
+    assert_equal({"": heads.anchors(mask)[0]}, {"": heads.anchors(mask)[0]})
+    heads.train()
+    torch.manual_seed(0)
+    visits = torch.cat([heads.anchors(mask)[0] for _ in range(20)])
+    assert len(visits.unique(dim=0)) > 15
+    torch.manual_seed(0)
+    assert torch.equal(torch.cat([heads.anchors(mask)[0] for _ in range(20)]), visits)
+
+
+# --- the definition, one block at a time ----------------------------------------------------------
+
+
+def block_logits(heads: Any, features: torch.Tensor, ids: torch.Tensor, a: int) -> torch.Tensor:
+    """[D, V]: the logits of the block at anchor a, without a Markov head, by transformers' own
+    Qwen3 layers. A layer reads the context as more states, whose queries are not used.
+
+    features: [T, 2·H]. ids: int64 [T].
+    """
+    config = Qwen3Config(**{**heads.config.to_dict(), "attention_bias": False})
+    config._attn_implementation = "eager"
+    size = heads.options.block
+    context = heads.hidden_norm(features[:a] @ heads.fc.weight.T)
+    tokens = torch.full((size,), heads.mask_token)
+    tokens[0] = ids[a]
+    states = target().model.get_input_embeddings().weight[tokens].to(features.dtype)
+    turns = Rotary(heads.config)(torch.arange(a + size)[None], states)
+    for layer in heads.layers:
+        reference: Any = Qwen3DecoderLayer(config, 0).to(features.dtype)
+        reference.load_state_dict(layer.state_dict())
+        attention: Qwen3Attention = reference.self_attn
+        both = torch.cat([context, reference.input_layernorm(states)])[None]
+        nothing = torch.zeros(1, 1, a + size, a + size, dtype=features.dtype)
+        update = attention(both, position_embeddings=turns, attention_mask=nothing)[0][0, a:]
+        states = states + update
+        states = states + reference.mlp(reference.post_attention_layernorm(states))
+    read = heads.norm(states)[heads.first_slot :]
+    logits: torch.Tensor = F.linear(read, *heads.output.of(1))
+    return logits
+
+
+def markov(heads: Any, before: torch.Tensor) -> torch.Tensor:
+    """[n, V] for the tokens before, int64 [n]."""
+    if heads.options.type == "dflash":
+        return torch.zeros(())
+    head = heads.markov_head
+    added: torch.Tensor = head.markov_w1.weight[before] @ head.markov_w2.weight.T
+    return added
+
+
+@pytest.mark.parametrize("smoothing", [None, 0.3])
+@kinds
+def test_the_loss_is_that_of_each_block_by_hand(kind: str, smoothing: float | None) -> None:
+    """In float64. The second text has two answers: a block ends where the first one ends."""
+    heads = make(kind, dtype=torch.float64)
+    model = copy.deepcopy(target().model).double()
+    heads.borrow(model, torch.float64)
+    module = HeadTraining(heads, WeightedLoss(LOSSES), model, chunk=5, smoothing=smoothing)
+    module.training = True
+    ids, mask = text(2, 9), torch.zeros(2, 9, dtype=torch.bool)
+    mask[0, 3:] = mask[1, 2:4] = mask[1, 6:8] = True
+    features = features_of(model, heads, ids)
+    weights = heads.loss_weights(0.0)
+    gamma = heads.options.decay
+    assert weights[3] == pytest.approx(np.exp(-2 / gamma))
+    loss, sums = module(ids, mask, features, weights)
+
+    taps = torch.cat([features[layer] for layer in TAPS], -1)
+    logits = model(ids).logits
+    expected, blocks, accepted = torch.zeros((), dtype=torch.float64), 0, 0
+    for b, a in np.ndindex(*ids.shape):
+        learnt = 0
+        while a >= 1 and learnt < DEPTH and a + learnt + 1 < 9 and mask[b, a + learnt + 1]:
+            learnt += 1
+        if not learnt:
+            continue
+        blocks += 1
+        places = a + 1 + torch.arange(learnt)
+        with torch.no_grad():
+            rows = block_logits(heads, taps[b], ids[b], a)[:learnt]
+            q = (rows + markov(heads, ids[b, places - 1])).softmax(-1)
+            p = logits[b, places - 1].softmax(-1)
+        shares = q.gather(1, ids[b, places][:, None])[:, 0]
+        rejected = (p - q).abs().sum(-1) / 2
+        terms = -0.1 * shares.log() + 1.8 * rejected
+        if kind == "dspark":
+            taken, prior = (1 - rejected), heads.markov_head.markov_w1.weight[ids[b, places - 1]]
+            with torch.no_grad():
+                states = module_states(heads, ids[b], taps[b], a)[:learnt]
+                c = heads.confidence(states, prior).sigmoid()
+            terms = terms - taken * c.log() - (1 - taken) * (1 - c).log()
+        if smoothing is None:
+            scale = torch.tensor([weights[k + 1] for k in range(learnt)])
+        else:
+            reach = ((1 - smoothing) * shares + smoothing).cumprod(0)
+            scale = reach.flip(0).cumsum(0).flip(0)
+        expected = expected + (terms * scale).sum()
+        accepted += int((q.argmax(-1) == ids[b, places]).long().cumprod(0).sum())
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-5)
+    figures = dict(zip(module.sums, sums.tolist(), strict=True))
+    assert figures["positions"] == figures["head1/tokens"] == blocks
+    assert figures["accepted"] == accepted
+
+
+def module_states(heads: Any, ids: torch.Tensor, taps: torch.Tensor, a: int) -> torch.Tensor:
+    """[D, H]: the states of the block at anchor a, from which places are read."""
+    mask = torch.zeros(1, len(ids), dtype=torch.bool)
+    mask[0, a + 1 :] = True
+    on_host, is_drawn = heads.anchors(mask)
+    number = on_host[0].tolist().index(a)
+    assert is_drawn[0, number]
+    attention = BlockMask(on_host, heads.options.block, len(ids), ids.device, taps.dtype)
+    layers = heads.context(heads.fuse(taps)[None], torch.arange(len(ids))[None])
+    attends = [attention.attention(*layer) for layer in layers]
+    states: torch.Tensor = heads.block_states(ids[on_host], on_host, attends)
+    return states[0, number]
+
+
+@kinds
+def test_gradients_are_those_of_finite_differences(kind: str) -> None:
+    """In float64, but for norms, which no model has in it. The confidence is left out: no gradient
+    goes through its label."""
+    options = {"confidence": False} if kind == "dspark" else {}
+    heads = make(kind, dtype=torch.float64, **options)
+    model = copy.deepcopy(target().model).double()
+    heads.borrow(model, torch.float64)
+    terms = WeightedLoss({"forward_kl": 0.5, "cross_entropy": 0.1})
+    module = HeadTraining(heads, terms, model, chunk=5)
+    ids = text(1, 7)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    features = features_of(model, heads, ids)
+
+    def loss() -> torch.Tensor:
+        value: torch.Tensor = module(ids, mask, features, heads.loss_weights(0.0))[0]
+        return value
+
+    loss().backward()
+    generator = torch.Generator().manual_seed(0)
+    step = 1e-3
+    for parameter in heads.parameters():
+        direction = torch.randn(parameter.shape, generator=generator).to(parameter)
+        direction /= direction.norm()
+        with torch.no_grad():
+            parameter += step * direction
+            up = loss()
+            parameter -= 2 * step * direction
+            down = loss()
+            parameter += step * direction
+        slope = (up - down) / (2 * step)
+        torch.testing.assert_close(
+            (parameter.grad * direction).sum(), slope.detach(), rtol=1e-2, atol=3e-3
+        )
+        assert parameter.grad.abs().max() > 0
+
+
+# --- training and the loop ------------------------------------------------------------------------
+
+
+def trained_logits(heads: Any, ids: torch.Tensor, features: Any) -> dict[int, torch.Tensor]:
+    """By depth [T, V], at the anchor, of one text: what training computes, 0 where nothing is."""
+    batch = HeadBatch(ids, torch.ones_like(ids, dtype=torch.bool), features)
+    logits = {}
+    with torch.no_grad():
+        for prediction in heads.predictions(batch, range(1, DEPTH + 1)):
+            rows = F.linear(prediction.states, *heads.output.of(1))
+            if prediction.added is not None:
+                rows = rows + F.linear(*prediction.added)
+            placed = rows.new_zeros(ids.shape[1] + 1, rows.shape[1])
+            placed[1:][prediction.positions[0]] = rows
+            logits[prediction.depth] = placed
+    return logits
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@kinds
+def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
+    """Three rows at different places of a text, which grow by different numbers of tokens from
+    round to round and leave. Drafts are forced to be the text."""
+    heads = make(kind)
+    ids = text(3, 20)
+    features = features_of(target().model, heads, ids)
+    expected = [
+        trained_logits(heads, ids[b : b + 1], {k: x[b : b + 1] for k, x in features.items()})
+        for b in range(3)
+    ]
+    for b, a in ((0, 5), (2, 9)):  # both equal the definition
+        taps = torch.cat([features[layer][b] for layer in TAPS], -1)
+        rows = block_logits(heads, taps, ids[b], a) + markov(heads, ids[b, a : a + DEPTH])
+        for depth in range(1, DEPTH + 1):
+            torch.testing.assert_close(
+                expected[b][depth][a], rows[depth - 1].detach(), rtol=1e-3, atol=1e-3
+            )
+    drafter: Any = DRAFTERS[kind](copy.deepcopy(heads), VOCAB)
+    tokens = np.zeros((3, 40), dtype=np.int64)
+    tokens[:, :20] = ids.numpy()
+    contexts = Contexts(tokens, np.array([2, 5, 9]))
+    rows_left = np.arange(3)
+
+    def features_at(places: torch.Tensor, counts: np.ndarray) -> Features:
+        """With nonsense past the counts."""
+        beyond = torch.arange(places.shape[1]) >= torch.as_tensor(counts)[:, None]
+        rows = torch.as_tensor(rows_left)[:, None]
+        values = {
+            k: x[rows, places].masked_fill(beyond[..., None], 99.0) for k, x in features.items()
+        }
+        return Features(values, counts)
+
+    with torch.inference_mode():
+        drafter.start(contexts)
+        drafter.read(features_at(torch.arange(8).expand(3, -1), contexts.lengths - 1))
+        for grown in ([3, 1, 2], [2, 4, 1], [1, 3]):
+            lengths = contexts.lengths
+            growth = drafter.growth(contexts, Sampling(), DEPTH)
+            logits = growth.first()
+            for depth in range(1, DEPTH + 1):
+                for row, b in enumerate(rows_left):
+                    torch.testing.assert_close(
+                        logits[row], expected[b][depth][lengths[row] - 1], rtol=1e-3, atol=1e-3
+                    )
+                if depth == DEPTH:
+                    break
+                following = np.take_along_axis(contexts.tokens, lengths[:, None] + depth - 1, 1)
+                right = torch.as_tensor(following)
+                if tree:
+                    above = torch.full((len(rows_left), 2), 2 * depth - 3 if depth > 1 else -1)
+                    both = growth.extend(torch.cat([(right + 7) % 299, right], 1), above)
+                    same = torch.allclose(both[:, 0], both[:, 1], atol=1e-4)
+                    assert same == (kind == "dflash")
+                    logits = both[:, 1]
+                else:
+                    logits = growth.extend(right)[:, 0]
+            if len(grown) == 2:
+                break
+            places = torch.as_tensor(lengths - 1)[:, None] + torch.arange(max(grown))
+            drafter.read(features_at(places, np.array(grown)))
+            contexts.lengths = lengths + np.array(grown)
+            drafter.observe(after(contexts))
+            if grown == [2, 4, 1]:
+                kept = np.array([2, 0])
+                contexts = Contexts(contexts.tokens[kept], contexts.lengths[kept])
+                rows_left = rows_left[kept]
+                drafter.keep_rows(torch.as_tensor(kept))
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13], [40, 41, 42, 43, 44, 45, 46, 47]]
+NEW = 24
+SHAPES_TRIED: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "static": {"widths": [3, 2, 2]},
+    "dynamic": {"width": 3, "nodes": 8},
+}
+
+
+@functools.cache
+def plain() -> Any:
+    return Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, NEW).outputs
+
+
+@functools.cache
+def learnt(kind: str) -> Any:
+    """Heads that know the target's greedy continuations of PROMPTS, so that drafts are accepted."""
+    torch.manual_seed(0)
+    model = target().model
+    heads: Any = new_heads(HeadOptions.of(KINDS[kind]), target(), None)
+    heads.borrow(model)
+    module = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0, **LOSSES}), model)
+    optimizer = torch.optim.Adam(heads.parameters(), lr=1e-2)
+    source = LiveFeatures(model, module.captured_layers, remember=True)
+    texts = [[*p, *answer] for p, answer in zip(PROMPTS, plain(), strict=True)]
+    for _ in range(25):
+        for number, words in enumerate(texts):
+            ids = torch.tensor([words])
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            features = source.features(ids, mask.long(), [str(number)])
+            loss, _ = module(ids, mask, features, heads.loss_weights(0.0))
+            optimizer.zero_grad()
+            (loss / mask.sum()).backward()
+            optimizer.step()
+    return heads.eval()
+
+
+def drafter_of(kind: str, shape: str) -> Any:
+    options = SHAPES[shape](**SHAPES_TRIED[shape])
+    return DRAFTERS[kind](copy.deepcopy(learnt(kind)), VOCAB, options)
+
+
+@pytest.mark.parametrize("shape", SHAPES_TRIED)
+@kinds
+def test_greedy_text_is_that_of_plain_decoding(kind: str, shape: str) -> None:
+    """Together, so that rows of different lengths leave one after the other, and each alone."""
+    decoder = Decoder(target().model, drafter_of(kind, shape), gamma=DEPTH)
+    together = decoder.decode(PROMPTS, NEW)
+    assert together.outputs == plain()
+    alone = [decoder.decode([prompt], NEW) for prompt in PROMPTS]
+    assert [run.outputs[0] for run in alone] == together.outputs
+    counts = together.counts
+    assert counts.tokens_per_step > 1.5
+    for depth in range(DEPTH):
+        assert counts.accepted[depth] == sum(run.counts.accepted[depth] for run in alone)
+
+
+@kinds
+def test_rounds_without_a_draft_are_made_up_for(kind: str) -> None:
+    both = CompositeDrafter([NgramDrafter(1, 2), drafter_of(kind, "chain")])
+    run = Decoder(target().model, both, gamma=DEPTH).decode(PROMPTS, NEW)
+    assert run.outputs == plain()
+    assert run.counts.tokens_per_step > 1.5
+
+
+def test_a_draft_ends_where_the_confidence_head_says() -> None:
+    """The estimates order the tokens well, and shorter drafts have a higher acceptance rate."""
+    runs = {}
+    for threshold in (0.0, 0.5):
+        policy = f"reach:max_depth={DEPTH},threshold={threshold}"
+        decoder = Decoder(target().model, drafter_of("dspark", "chain"), policy=policy, gamma=DEPTH)
+        runs[threshold] = decoder.decode(PROMPTS, NEW)
+        assert runs[threshold].outputs == plain()
+    always, often = (runs[threshold].counts for threshold in (0.0, 0.5))
+    assert often.drafted.sum() < always.drafted.sum()
+    assert often.acceptance_rate > always.acceptance_rate
+    for kind, shape, message in (
+        ("dflash", "chain", "DFlashDrafter has none"),
+        ("dspark", "static", "works only with chains"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Decoder(target().model, drafter_of(kind, shape), policy="reach", gamma=DEPTH)
+
+
+@kinds
+def test_a_directory_comes_back(kind: str, tmp_path: Path) -> None:
+    heads = make(kind)
+    save_heads(tmp_path / "heads", heads, target=target(), provenance={})
+    drafter: Any = open_drafter(str(tmp_path / "heads"), target())
+    assert drafter.heads.mask_token == 303
+    assert_equal(dict(drafter.heads.state_dict()), dict(heads.state_dict()))
+    ours = Decoder(target().model, DRAFTERS[kind](copy.deepcopy(heads), VOCAB), gamma=DEPTH)
+    theirs = Decoder(target().model, drafter, gamma=DEPTH)
+    runs = [decoder.decode(PROMPTS, NEW) for decoder in (ours, theirs)]
+    assert runs[0].outputs == runs[1].outputs
+    assert runs[0].counts.accepted.tolist() == runs[1].counts.accepted.tolist()
+    halved = copy.copy(target())
+    halved.model = copy.deepcopy(target().model).bfloat16()
+    Decoder(halved.model, open_drafter(str(tmp_path / "heads"), halved), gamma=DEPTH).decode(
+        PROMPTS, 6
+    )
+
+
+# --- the stage ------------------------------------------------------------------------------------
+
+STAGE: dict[str, Any] = {"losses": LOSSES, "loop": LOOP, "place_smoothing": 0.5}
+
+
+@kinds
+def test_a_killed_stage_ends_with_the_same_weights(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few anchors, so that the same ones must be drawn again."""
+    context = stage_context(tmp_path, target())
+    options = KINDS[kind] | {"anchors": 2}
+    plan = plan_stage(context, make_stage("heads", "plan", heads=options, **STAGE))
+    once = run_stage(context, make_stage("heads", "once", heads=options, **STAGE))
+    assert plan.trained_parameters == once.summary["trained_parameters"]
+    history = once.summary["training"]["history"]
+    assert history[-1]["loss"] < history[0]["loss"]
+    stage = make_stage("heads", "killed", heads=options, **STAGE)
+    again = run_killed(context, stage, monkeypatch, 4)
+    assert_equal(drafter_weights(again), drafter_weights(once))
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    assert even_taps(5, 36) == [1, 9, 17, 25, 33]
+    assert even_taps(1, 30) == [15]
+    for options, message in (
+        ({"taps": [2, 0]}, r"taps are \[2, 0\]; expected distinct layers .* from 0 to 2"),
+        ({"taps": [1, 3]}, "taps are"),
+        ({"taps": None}, "layers of a block drafter read 2 of the target's layers"),
+        ({"mask_token": 42}, "mask_token is 42, which tiny-llama uses in texts"),
+        ({"mask_token": 2}, "uses in texts, for '<|im_end|>'"),
+        ({"mask_token": 304}, "has embeddings of 304 ids"),
+        ({"block": 300}, "beyond the target's context"),
+    ):
+        with pytest.raises(UserError, match=message):
+            new_heads(HeadOptions.of(KINDS["dflash"] | options), target(), None)
+    with pytest.raises(UserError, match="uses all 300 ids"):
+        new_heads(HeadOptions.of(KINDS["dflash"]), tiny_target(layers=3), None)
+    context = stage_context(tmp_path, target())
+    with pytest.raises(UserError, match="learn their confidence from the loss total_variation"):
+        plan_stage(context, make_stage("heads", "heads", heads=KINDS["dspark"]))

@@ -1,0 +1,143 @@
+"""Exports of block drafters: the same drafts when read back, and accepted in vLLM as by us."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from decode.drafters.directory import open_drafter
+from decode.errors import UserError
+from decode.target.loading import Target
+from tests.export import (
+    KEPT,
+    PROMPTS,
+    edit_json,
+    edit_weights,
+    make_heads,
+    make_taught,
+    needs,
+    reloaded,
+    save_target,
+    task,
+)
+from train.export.engines import Counting
+from train.export.export_directory import check_export, export_drafter
+from train.export.formats import FORMATS
+from train.export.verify_export import count_drafts, verify_export
+
+DFLASH: dict[str, Any] = {"type": "dflash", "layers": 2, "block": 4, "taps": [0, 2]}
+DSPARK: dict[str, Any] = {"type": "dspark", "layers": 2, "block": 3, "taps": [0, 2], "rank": 8}
+KINDS = {"dflash": DFLASH, "dspark": DSPARK}
+FORMATS_TRIED = [("dflash", "vllm"), ("dflash", "speculators"), ("dspark", "vllm")]
+FORMATS_TRIED += [("dspark", "speculators")]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """With ids that are no tokens, for the mask."""
+    place = tmp_path_factory.mktemp("target") / "target"
+    return save_target(place, layers=3, vocab=304)
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMATS_TRIED)
+def test_the_export_drafts_the_same(kind: str, form: str, tmp_path: Path, target: Target) -> None:
+    make_heads(tmp_path / "drafter", target, KINDS[kind], moved=0.1)
+    out = tmp_path / "out"
+    export_drafter(tmp_path / "drafter", form, out)
+    few = task(target, out, prompts=PROMPTS[:8])
+    before = open_drafter(str(tmp_path / "drafter"), target)
+    counted = [count_drafts(few, x, Counting()) for x in (before, reloaded(out, target))]
+    assert counted[0] == counted[1]
+    assert check_export(out)["facts"]["max_depth"] == 3
+    names = load_file(out / "model.safetensors").keys()
+    assert "layers.1.self_attn.k_norm.weight" in names
+    assert ("embed_tokens.weight" in names) == (form == "speculators")
+    config = json.loads((out / "config.json").read_text())
+    if form == "speculators":
+        # The layers that read our taps.
+        assert config["aux_hidden_state_layer_ids"] == [1, 3]
+        assert config["sample_from_anchor"] == (kind == "dspark")
+    else:
+        inner = config if kind == "dspark" else config["dflash_config"]
+        assert inner["target_layer_ids"] == [0, 2]
+        assert inner["mask_token_id"] == 303
+
+
+def test_what_block_drafters_cannot_be_exported(tmp_path: Path, target: Target) -> None:
+    make_heads(tmp_path / "reduced", target, DFLASH, KEPT)
+    make_heads(tmp_path / "dspark", target, DSPARK)
+    for name, form, message in (
+        ("reduced", "vllm", "reduced draft vocabulary, which format dflash cannot hold"),
+        ("dspark", "sglang", "format sglang cannot hold a dspark drafter; use --format dspark"),
+        ("dspark", "gguf", "use --format dspark or speculators-dspark"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export_drafter(tmp_path / name, form, tmp_path / "out")
+    export_drafter(tmp_path / "dspark", "vllm", tmp_path / "out")
+    with pytest.raises(UserError, match="this export is dspark"):
+        verify_export("vllm", task(target, tmp_path / "out"))
+
+
+WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "a mask embedding": (
+        "dflash",
+        edit_weights(lambda tensors: tensors.update({"mask_hidden": torch.zeros(64)})),
+        "tensor mask_hidden is not expected",
+    ),
+    "taps past the target": (
+        "dflash",
+        edit_json("config.json", dflash_config={"mask_token_id": 3, "target_layer_ids": [0, 3]}),
+        "the target's layers are [0, 3], which is not valid",
+    ),
+    "no mask token": (
+        "dflash",
+        edit_json("config.json", dflash_config={"target_layer_ids": [0, 2]}),
+        "dflash_config is",
+    ),
+    "a causal layer": (
+        "dflash",
+        edit_json("config.json", layer_types=["full_attention", "sliding_attention"]),
+        "layer_types is",
+    ),
+    "a gated Markov head": (
+        "dspark",
+        edit_json("config.json", markov_head_type="gated"),
+        "markov_head_type is gated, expected vanilla",
+    ),
+    "no Markov head": (
+        "dspark",
+        edit_weights(lambda tensors: tensors.pop("markov_head.markov_w2.weight")),
+        "tensor markov_head.markov_w2.weight is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_schema_finds(what: str, tmp_path: Path, target: Target) -> None:
+    kind, change, problem = WRONG[what]
+    make_heads(tmp_path / "drafter", target, KINDS[kind])
+    out = tmp_path / "out"
+    export_drafter(tmp_path / "drafter", "vllm", out)
+    assert FORMATS[kind].problems(out) == []
+    change(out)
+    assert any(problem in line.replace("'", "") for line in FORMATS[kind].problems(out)) or any(
+        problem in line for line in FORMATS[kind].problems(out)
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
+def test_vllm_accepts_what_we_accept(form: str, tmp_path: Path, target: Target) -> None:
+    """γ is that of the block: vLLM feeds so many mask tokens."""
+    needs("vllm")
+    make_taught(tmp_path / "drafter", target, DFLASH)
+    export_drafter(tmp_path / "drafter", form, tmp_path / "out")
+    # Most drafts are accepted, so there are few of them.
+    verified = verify_export("vllm", task(target, tmp_path / "out"), min_drafted=500)
+    assert not verified.failures
+    assert verified.our_efficiency is not None
+    assert verified.our_efficiency > 0.2

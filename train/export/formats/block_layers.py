@@ -1,0 +1,377 @@
+"""Block drafters for vLLM and SGLang: DFlash (2602.06036), and DSpark (2607.05147) for vLLM.
+
+H hidden size, V vocabulary, m layers, n taps, R rank. `fc.weight` [H, nH]; `hidden_norm.weight`;
+`layers.N.*`, with the tensors of a Qwen3 layer; `norm.weight`. DSpark also has
+`markov_head.markov_w1.weight` and `markov_head.markov_w2.weight` [V, R], and maybe
+`confidence_head.proj.*`. Embeddings and output layer are the target's. The config names the layers
+whose output is read, counted from 0.
+
+The library speculators has another config, which names the layers whose input is read, one higher.
+There the weights hold the target's embeddings and output layer.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from decode.drafters import Drafter
+from decode.errors import UserError
+from decode.target.loading import Target
+from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
+from heads.dspark_heads import DSparkDrafter, DSparkHeads, DSparkOptions
+from heads.heads_directory import stored_options
+from train.export.file_schema import (
+    DTYPE_NAMES,
+    TensorSpec,
+    extra_key_problems,
+    is_count,
+    is_positive,
+    key_problems,
+    read_json,
+    read_tensors,
+    tensor_problems,
+)
+from train.export.formats import FORMATS, ExportJob, Format, vllm_serving
+from train.export.formats.eagle3_layer import (
+    LAYER_CONFIG,
+    OUTPUT,
+    VERSION,
+    is_speculators_config,
+    speculators_config,
+)
+from train.export.formats.eagle_layer import (
+    EMBEDDINGS,
+    SIZES,
+    TOKEN_IDS,
+    WEIGHTS,
+    layer_tensors,
+    llama_settings,
+    weight_spec,
+)
+from train.export.trained_drafter import (
+    copy_to_cpu,
+    heads_drafter,
+    is_reduced,
+    read_heads_for,
+    require_fitting_target,
+)
+
+CONFIDENCE = "enable_confidence_head"
+
+
+class DFlashLayers(Format):
+    """DFlash, as its authors publish it."""
+
+    name = "dflash"
+    kinds: ClassVar[tuple[str, ...]] = ("dflash",)
+    engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
+    needs_target = True
+    architecture: ClassVar[str] = "DFlashDraftModel"
+    heads: ClassVar[type[DFlashHeads]] = DFlashHeads
+    drafter: ClassVar[type[DFlashDrafter]] = DFlashDrafter
+    has_target_layers: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str:
+        return self.kinds[0]
+
+    def max_depth(self, drafter: Path) -> int | None:
+        options: Any = stored_options(drafter)
+        depth: int = options.block - self.heads.first_slot
+        return depth
+
+    def refuse(self, job: ExportJob) -> None:
+        if is_reduced(job.drafter):
+            raise UserError(
+                f"the {self.kind} heads {job.drafter} have a reduced draft vocabulary, which "
+                f"format {self.name} cannot hold; train them without draft_vocabulary"
+            )
+
+    def kind_settings(self, heads: Any) -> dict[str, Any]:
+        """Return the settings that tell how the heads draft."""
+        return {
+            "dflash_config": {
+                "mask_token_id": heads.mask_token,
+                "target_layer_ids": list(heads.captured_layers),
+            }
+        }
+
+    def options_of(self, config: dict[str, Any]) -> DFlashOptions:
+        """Rebuild the options from a sound config."""
+        inner = config["dflash_config"]
+        return DFlashOptions(
+            layers=config["num_hidden_layers"],
+            block=config["block_size"],
+            mask_token=inner["mask_token_id"],
+            taps=inner["target_layer_ids"],
+        )
+
+    def kind_expected(self) -> dict[str, Any]:
+        """Return the expected values of `kind_settings`, for `key_problems`."""
+        return {"dflash_config": _is_dflash_config}
+
+    def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
+        """Return the contents of config.json."""
+        return config
+
+    def block_config(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """Recover `config` from the result of `config_file`. Leaves out missing settings."""
+        return contents
+
+    def setting_problems(self, contents: dict[str, Any]) -> list[str]:
+        """Return the problems with config.json outside the result of `block_config`."""
+        return []
+
+    def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
+        target = job.loaded_target
+        heads: Any = read_heads_for(self.name, job.drafter, target)
+        dtype = job.dtype or "float32"
+        weights: dict[str, Tensor] = dict(heads.state_dict())
+        if self.has_target_layers:
+            weights[EMBEDDINGS] = target.model.get_input_embeddings().weight
+            weights[OUTPUT] = heads.output.of(1)[0]
+        save_file(copy_to_cpu(weights, dtype), directory / WEIGHTS)
+        config = llama_settings(heads.config, self.architecture, dtype)
+        del config["mlp_bias"]
+        layers = heads.options.layers
+        config |= {
+            "model_type": "qwen3",
+            "num_hidden_layers": layers,
+            "layer_types": ["full_attention"] * layers,
+            "use_sliding_window": False,
+            "block_size": heads.options.block,
+            "num_target_layers": target.model.config.get_text_config().num_hidden_layers,
+            **self.kind_settings(heads),
+        }
+        contents = self.config_file(config, heads, job)
+        (directory / "config.json").write_text(json.dumps(contents, indent=2))
+        return {
+            "dtype": dtype,
+            "kept": None,
+            "filled_from": None,
+            "parameters": sum(x.numel() for x in weights.values()),
+            "size": f"{layers} decoder layers",
+        }
+
+    def problems(self, directory: Path) -> list[str]:
+        contents = read_json(directory / "config.json")
+        if contents is None:
+            return ["config.json is missing or is not JSON"]
+        config = self.block_config(contents)
+        layers = config.get("num_hidden_layers")
+        expected: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": "qwen3",
+            "num_hidden_layers": is_count,
+            "layer_types": lambda x: x == ["full_attention"] * (layers or 0),
+            "use_sliding_window": False,
+            "block_size": is_count,
+            "num_target_layers": is_count,
+            **dict.fromkeys(SIZES, is_count),
+            "rms_norm_eps": is_positive,
+            "rope_theta": is_positive,
+            "rope_parameters": lambda x: isinstance(x, dict) and is_positive(x.get("rope_theta")),
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "torch_dtype": lambda x: x in DTYPE_NAMES,
+            "dtype": config.get("torch_dtype"),
+            **self.kind_expected(),
+        }
+        problems = self.setting_problems(contents) + key_problems(expected, config, "config.json")
+        problems += extra_key_problems([*expected, *TOKEN_IDS], config, "config.json")
+        if problems:
+            return problems
+        taps = self.options_of(config).taps or []
+        if taps != sorted(set(taps)) or taps[-1] >= config["num_target_layers"]:
+            return [f"config.json: the target's layers are {taps}, which is not valid"]
+        tensors, problems = read_tensors([directory / WEIGHTS])
+        return problems + tensor_problems(self.expected_tensors(config), tensors)
+
+    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+        """Return the tensors that a sound config requires."""
+        hidden, size = config["hidden_size"], config["head_dim"]
+        taps = self.options_of(config).taps or []
+        specs = {"fc.weight": weight_spec(config, hidden, len(taps) * hidden)}
+        norms = {"hidden_norm": hidden, "norm": hidden}
+        for layer in range(config["num_hidden_layers"]):
+            specs |= layer_tensors(config, f"layers.{layer}", hidden)
+            norms[f"layers.{layer}.input_layernorm"] = hidden
+            norms |= {f"layers.{layer}.self_attn.{x}_norm": size for x in ("q", "k")}
+        specs |= {f"{name}.weight": weight_spec(config, width) for name, width in norms.items()}
+        if self.has_target_layers:
+            for name in (EMBEDDINGS, OUTPUT):
+                specs[name] = weight_spec(config, config["vocab_size"], hidden)
+        return specs
+
+    def reload(self, directory: Path, target: Target) -> Drafter:
+        config = self.block_config(json.loads((directory / "config.json").read_text()))
+        require_fitting_target(config, directory, target)
+        weights = load_file(directory / WEIGHTS)
+        state = {name: x for name, x in weights.items() if name not in (EMBEDDINGS, OUTPUT)}
+        return heads_drafter(self.drafter, self.options_of(config), None, state, target)
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [
+            vllm_serving(self.kind, target, repository, gamma),
+            (
+                "SGLang",
+                "",
+                f"python -m sglang.launch_server --model {target} \\\n"
+                "  --speculative-algorithm DFLASH \\\n"
+                f"  --speculative-draft-model-path {repository}",
+            ),
+        ]
+
+
+class DSparkLayers(DFlashLayers):
+    """DSpark, as its authors publish it. vLLM reads it in its newer runner, which needs a GPU."""
+
+    name = "dspark"
+    kinds: ClassVar[tuple[str, ...]] = ("dspark",)
+    engines: ClassVar[tuple[str, ...]] = ("vllm",)
+    architecture = "Qwen3DSparkModel"
+    heads = DSparkHeads
+    drafter = DSparkDrafter
+
+    def kind_settings(self, heads: Any) -> dict[str, Any]:
+        return {
+            "mask_token_id": heads.mask_token,
+            "target_layer_ids": list(heads.captured_layers),
+            "markov_rank": heads.options.rank,
+            "markov_head_type": "vanilla",
+            CONFIDENCE: heads.estimates,
+            "confidence_head_with_markov": heads.estimates,
+        }
+
+    def options_of(self, config: dict[str, Any]) -> DFlashOptions:
+        return DSparkOptions(
+            layers=config["num_hidden_layers"],
+            block=config["block_size"],
+            mask_token=config["mask_token_id"],
+            taps=config["target_layer_ids"],
+            rank=config["markov_rank"],
+            confidence=config[CONFIDENCE],
+        )
+
+    def kind_expected(self) -> dict[str, Any]:
+        return {
+            "mask_token_id": _is_id,
+            "target_layer_ids": _is_layers,
+            "markov_rank": is_count,
+            "markov_head_type": "vanilla",
+            CONFIDENCE: lambda x: isinstance(x, bool),
+            "confidence_head_with_markov": lambda x: isinstance(x, bool),
+        }
+
+    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+        rank = config["markov_rank"]
+        specs = super().expected_tensors(config)
+        for number in (1, 2):
+            shape = config["vocab_size"], rank
+            specs[f"markov_head.markov_w{number}.weight"] = weight_spec(config, *shape)
+        if config[CONFIDENCE]:
+            width = config["hidden_size"] + rank
+            specs["confidence_head.proj.weight"] = weight_spec(config, 1, width)
+            specs["confidence_head.proj.bias"] = weight_spec(config, 1)
+        return specs
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [vllm_serving(self.kind, target, repository, gamma)]
+
+
+class SpeculatorsBlock(DFlashLayers):
+    """The layout of the library speculators, which vLLM serves."""
+
+    has_target_layers = True
+
+    def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
+        outer = self.kind_settings(heads)
+        return {
+            "architectures": [self.architecture],
+            "speculators_model_type": self.kind,
+            "speculators_version": VERSION,
+            "speculators_config": speculators_config(self.kind, job),
+            LAYER_CONFIG: {key: x for key, x in config.items() if key not in outer},
+            "draft_vocab_size": heads.rows,
+            "block_size": config["block_size"],
+            "mask_token_id": heads.mask_token,
+            "aux_hidden_state_layer_ids": [layer + 1 for layer in heads.captured_layers],
+            "sample_from_anchor": self.heads.first_slot == 0,
+            "dtype": config["dtype"],
+            **{key: x for key, x in outer.items() if key not in _IDS},
+        }
+
+    def block_config(self, contents: dict[str, Any]) -> dict[str, Any]:
+        layers = contents.get(LAYER_CONFIG)
+        ids: Any = contents.get("aux_hidden_state_layer_ids")
+        inner = {
+            "mask_token_id": contents.get("mask_token_id"),
+            "target_layer_ids": [x - 1 for x in ids] if _is_layers(ids) else None,
+        }
+        kind = {key: contents[key] for key in self.kind_expected() if key in contents}
+        kind |= {"dflash_config": inner} if self.kind == "dflash" else inner
+        return (layers if isinstance(layers, dict) else {}) | kind
+
+    def setting_problems(self, contents: dict[str, Any]) -> list[str]:
+        layers = contents.get(LAYER_CONFIG) or {}
+        expected = {
+            "architectures": [self.architecture],
+            "speculators_model_type": self.kind,
+            "speculators_version": VERSION,
+            "speculators_config": lambda x: is_speculators_config(x, self.kind),
+            LAYER_CONFIG: lambda x: isinstance(x, dict),
+            "draft_vocab_size": lambda x: x == layers.get("vocab_size"),
+            "block_size": lambda x: x == layers.get("block_size"),
+            "mask_token_id": _is_id,
+            "aux_hidden_state_layer_ids": lambda x: _is_layers(x) and min(x) >= 1,
+            "sample_from_anchor": self.heads.first_slot == 0,
+            "dtype": lambda x: x == layers.get("dtype"),
+        }
+        problems = key_problems(expected, contents, "config.json")
+        others = [key for key in self.kind_expected() if key not in _IDS]
+        return problems + extra_key_problems([*expected, *others], contents, "config.json")
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [vllm_serving(self.kind, target, repository, gamma)]
+
+
+class SpeculatorsDFlash(SpeculatorsBlock):
+    """DFlash for the library speculators."""
+
+    name = "speculators-dflash"
+    engines = ("speculators",)
+
+
+class SpeculatorsDSpark(SpeculatorsBlock, DSparkLayers):
+    """DSpark for the library speculators."""
+
+    name = "speculators-dspark"
+    engines = ("speculators",)
+
+
+for layout in (DFlashLayers(), DSparkLayers(), SpeculatorsDFlash(), SpeculatorsDSpark()):
+    FORMATS.register(layout.name)(layout)
+
+# Settings that the library speculators writes in another way.
+_IDS = ("dflash_config", "mask_token_id", "target_layer_ids")
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_layers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_id, value))
+
+
+def _is_dflash_config(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"mask_token_id", "target_layer_ids"}
+        and _is_id(value["mask_token_id"])
+        and _is_layers(value["target_layer_ids"])
+    )
