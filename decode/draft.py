@@ -28,18 +28,25 @@ class Contexts:
 
     tokens: int64 [B, C]. Row b holds lengths[b] tokens, the rest is free space. There is space for
         a draft past the end of the longest text.
+    sources: the tokens that the target's encoder read for each row. None: it has no encoder.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
+    sources: Sequence[Sequence[int]] | None = None
 
     @classmethod
-    def of(cls, texts: Sequence[Sequence[int]], capacity: int) -> "Contexts":
+    def of(
+        cls,
+        texts: Sequence[Sequence[int]],
+        capacity: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> "Contexts":
         """These texts, with space for `capacity` tokens in each row."""
         tokens = np.zeros((len(texts), capacity), dtype=np.int64)
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = text
-        return cls(tokens, np.array([len(text) for text in texts], dtype=np.int64))
+        return cls(tokens, np.array([len(text) for text in texts], dtype=np.int64), sources)
 
     def append(self, block: np.ndarray, counts: np.ndarray) -> None:
         """Append the first counts[b] tokens of block[b], int64 [B, n], to each text."""
@@ -49,10 +56,13 @@ class Contexts:
 
     def since(self, first: int) -> "Contexts":
         """The rows from `first` on. Shares the memory of the tokens."""
-        return Contexts(self.tokens[first:], self.lengths[first:])
+        sources = None if self.sources is None else self.sources[first:]
+        return Contexts(self.tokens[first:], self.lengths[first:], sources)
 
     def keep_rows(self, rows: np.ndarray) -> None:
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
+        if self.sources is not None:
+            self.sources = [self.sources[row] for row in rows.tolist()]
 
     def add_rows(self, other: "Contexts") -> None:
         """Append the rows of another object. All rows get the larger space."""
@@ -60,6 +70,8 @@ class Contexts:
         tokens = [np.pad(x, ((0, 0), (0, room - x.shape[1]))) for x in (self.tokens, other.tokens)]
         self.tokens = np.concatenate(tokens)
         self.lengths = np.concatenate([self.lengths, other.lengths])
+        if self.sources is not None and other.sources is not None:
+            self.sources = [*self.sources, *other.sources]
 
 
 @dataclass

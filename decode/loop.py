@@ -156,7 +156,7 @@ class Decoder:
         batch_size: how many are decoded together. When texts have ended, the next prompts take
         their places, some at a time: reading several costs little more than reading one. None: all.
         """
-        require_prompts(prompts, self.lm.max_positions, self.vocab_size)
+        require_prompts(prompts, self.lm.max_prompt, self.vocab_size)
         if batch_size is not None and batch_size < 1:
             raise UserError(f"batch_size is {batch_size}; expected at least 1")
         count = len(prompts)
@@ -167,7 +167,7 @@ class Decoder:
             on_tokens=on_tokens,
             on_end=on_end,
             rows=size,
-            slots=self.slots(max(map(len, prompts)), max_new_tokens),
+            slots=self.slots(max(map(len, self.lm.begin(prompts)[0])), max_new_tokens),
         )
         begin, group = 0, -(-size // JOIN_SHARE)
         while begin < count or not decoding.finished:

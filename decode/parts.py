@@ -77,7 +77,10 @@ class Parts:
 
     def require_target(self, lm: CachedLM, vocab_size: int) -> None:
         """Attaches the drafter to the target. Raises UserError if the drafts do not fit into the
-        target's context, or if the drafter does not fit the target, or has another vocabulary."""
+        target's context, or if the drafter does not fit the target, has another vocabulary, or
+        cannot draft for a target with an encoder."""
+        if lm.sources is not None:
+            require_no_encoder(self.drafter, type(self.drafter).__name__)
         self.drafter.attach(lm)
         if self.policy.max_depth >= lm.max_positions:
             raise UserError(
@@ -92,6 +95,16 @@ class Parts:
                 "If the tokenizers are the same and only the padding differs, open the drafter by "
                 "its name (`open_drafter`)"
             )
+
+
+def require_no_encoder(drafter: Drafter | type[Drafter], name: str) -> None:
+    """Raises UserError if a drafter, or a kind of drafters, cannot draft for a target with an
+    encoder."""
+    if drafter.decoder_only:
+        raise UserError(
+            f"{name} needs a decoder-only target: it does not read the source that this target's "
+            "encoder reads; use ngram, store, or medusa, blockwise or hydra heads"
+        )
 
 
 def make_rule(

@@ -31,6 +31,8 @@ def prefill(decoder: "Decoder", new: Rows, first: int) -> tuple[Verification, Fe
     contexts, count, device = new.contexts, len(new), decoder.lm.device
     fed = contexts.lengths - (not decoder.first_target)
     logits, features = None, None
+    if contexts.sources is not None:
+        decoder.lm.encode(contexts.sources, first)
     if fed.any():
         start = reuse(decoder, contexts, fed, first)
         # Past the end of a row's prompt is padding. It needs slots too.
@@ -118,6 +120,8 @@ def read_again(lm: CachedLM, contexts: Contexts, layers: Sequence[int]) -> Featu
         lm.add_rows(1, contexts.tokens.shape[1])
         for row in np.flatnonzero(counts).tolist():
             count = int(counts[row])
+            if contexts.sources is not None:
+                lm.encode(contexts.sources[row : row + 1], rows)
             with lm.only(rows, rows + 1):
                 ids = to_device(contexts.tokens[row : row + 1, :count], lm.device)
                 lm.read(ids, start, counts[row : row + 1])

@@ -4,7 +4,7 @@ Shapes: B rows, C tokens of space.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -106,7 +106,7 @@ class Rows:
         self.numbers = np.concatenate([self.numbers, new.numbers])
         self.ends = np.concatenate([self.ends, new.ends])
         # A new object: the last verification still refers to the old one.
-        both = Contexts(self.contexts.tokens, self.contexts.lengths)
+        both = replace(self.contexts)
         both.add_rows(new.contexts)
         self.contexts = both
         self.rng.add_rows(new.rng)
@@ -124,7 +124,7 @@ class Rows:
         missing = max(capacity - self.contexts.tokens.shape[1], 0)
         tokens = np.pad(self.contexts.tokens, ((0, 0), (0, missing)))
         # A new object: the last verification still refers to the old one.
-        self.contexts = Contexts(tokens, self.contexts.lengths)
+        self.contexts = replace(self.contexts, tokens=tokens)
 
     def keep(self, rows: np.ndarray) -> None:
         """Keep only these rows, int [B'], in this order."""
@@ -166,7 +166,7 @@ def new_rows(
     each = [settings] if isinstance(settings, RowSettings) else list(settings)
     if min(limits, default=1) < 1:
         raise UserError(f"max_new_tokens is {min(limits)}; expected at least 1")
-    require_prompts(prompts, decoder.lm.max_positions, decoder.vocab_size)
+    require_prompts(prompts, decoder.lm.max_prompt, decoder.vocab_size)
     for name, values, one in (
         ("max_new_tokens", limits, isinstance(max_new_tokens, int)),
         ("settings", each, isinstance(settings, RowSettings)),
@@ -182,9 +182,10 @@ def new_rows(
             f"logprobs is {asked}; expected at most {decoder.vocab_size}, the tokens of the target"
         )
     decoder.parts.require_sampling((one.sampling, one.drafts) for one in each)
-    lengths = np.array([len(prompt) for prompt in prompts])
+    texts, sources = decoder.lm.begin(prompts)
+    lengths = np.array([len(text) for text in texts])
     ends = np.minimum(lengths + np.array(limits), decoder.lm.max_positions)
-    contexts = Contexts.of(prompts, decoder.slots(int(ends.max()), 0))
+    contexts = Contexts.of(texts, decoder.slots(int(ends.max()), 0), sources)
     identities = to_device(np.asarray(numbers if ids is None else ids, dtype=np.int64), device)
     if len(each) == 1:
         rng = CounterRNG(each[0].seed, identities)

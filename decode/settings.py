@@ -14,6 +14,7 @@ from decode.policies import Policy
 from decode.registry import Choice
 from decode.rules import default_rule
 from decode.sampling import Sampling
+from decode.target.generation_config import decoder_processors
 from decode.target.loading import Target
 from decode.text_stream import Stop
 
@@ -115,6 +116,7 @@ class DecodeSettings:
             sampling=self.sampling,
             draft_sampling=self.draft_sampling,
             policy=self.policy_for(drafter, costs),
+            processors=decoder_processors(target.model, target.eos_token_ids),
             stop=stop,
         )
 

@@ -19,10 +19,11 @@ from decode.loop import Decoded, Decoder
 from decode.parts import Part, make_policy, make_shape
 from decode.policies import Policy
 from decode.rules import Rule
-from decode.target.generation_config import sampling_as_generate
+from decode.target.generation_config import decoder_processors, sampling_as_generate
 from decode.target.identity import eos_token_ids, fingerprint
 from decode.target.loading import Target
 from decode.target.prefix_cache import prefix_cache
+from decode.target.pretrained import has_encoder
 from decode.text_stream import StopStrings, TextStream, decode
 from decode.trees import Shape
 from decode.verification import Observer
@@ -122,7 +123,10 @@ class SpeculativeGenerator:
         """The answer's text without special tokens. For a list of prompts, a list of texts.
 
         A prompt is text, which is continued without a template; messages ({"role", "content"}),
-        which go through the tokenizer's chat template; or token ids.
+        which go through the tokenizer's chat template; or token ids. The encoder of a target that
+        has one reads it, and the text begins with the decoder's start token. Tokens that the
+        checkpoint of such a target forces or suppresses are forced or suppressed, as in
+        `model.generate()`.
 
         Text is drawn as in `model.generate()`. If temperature, top_k, top_p, min_p,
         repetition_penalty or num_beams is None, its value comes from the checkpoint
@@ -156,6 +160,7 @@ class SpeculativeGenerator:
             top_p=top_p,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
+            encoder=has_encoder(self.model),
         )
         if isinstance(prompts, torch.Tensor):
             prompts = prompts.tolist()
@@ -171,7 +176,10 @@ class SpeculativeGenerator:
             self.drafter,
             eos_token_ids=self.eos_token_ids,
             sampling=sampling,
-            processors=logits_processor,
+            processors=[
+                *decoder_processors(self.model, self.eos_token_ids, max_new_tokens),
+                *logits_processor,
+            ],
             stop=StopStrings(self.tokenizer, stop) if stop else None,
             observers=observers,
             **self._parts,
@@ -182,7 +190,7 @@ class SpeculativeGenerator:
                 streamer.put(torch.tensor(tokens))
 
         if streamer is not None:
-            streamer.put(torch.tensor(ids))
+            streamer.put(torch.tensor(decoder.lm.begin(ids)[0]))
         self.decoded = decoder.decode(ids, max_new_tokens, seed=seed, on_tokens=on_tokens)
         if streamer is not None:
             streamer.end()

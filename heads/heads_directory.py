@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.artifact import CorruptArtifact
+from decode.drafters import DRAFTERS
 from decode.drafters.directory import save_drafter
 from decode.errors import UserError
+from decode.parts import require_no_encoder
 from decode.target.identity import require_same_weights, sample_weights
 from decode.target.loading import Target
 from decode.target.prepare_model import can_pack, pack_layers
@@ -35,9 +37,12 @@ def build_heads(
     """Create heads of the right shapes with arbitrary weights. On `meta` they take no memory.
 
     vocabulary: int64 [V'], ascending, the token ids of a reduced draft vocabulary. Raises UserError
-    if the options do not fit the target, or if there are more heads than fit into its context.
+    if the options do not fit the target, if there are more heads than fit into its context, or if
+    heads of this kind need a decoder-only target.
     """
     kind: Any = HEADS[options.type]
+    if target.has_encoder:
+        require_no_encoder(DRAFTERS[options.type], f"a drafter with {options.type} heads")
     with torch.device(device):
         heads: Heads = kind(options.for_target(target), target.model, vocabulary)
     if heads.depth + 1 >= target.max_positions:

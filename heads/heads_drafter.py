@@ -158,6 +158,7 @@ class AttendingDrafter(HeadsDrafter):
     the slots after the last entry. The entries of the next round overwrite them.
     """
 
+    decoder_only = True
     heads: AttendingHeads
 
     def start(self, contexts: Contexts) -> None:

@@ -256,7 +256,7 @@ def endless_header(directory: Path) -> None:
         ),
         (
             lambda path: edit_json(path / "config.json", model_type="t5"),
-            "not a causal language model",
+            "but a decoder-only model is needed",
         ),
         (lambda path: (path / "tokenizer.json").unlink(), "no usable tokenizer"),
         (lambda path: (path / "tokenizer.json").write_text("{}"), "no usable tokenizer"),

@@ -116,6 +116,56 @@ def tiny_model(
     return model.eval()
 
 
+def tiny_encoder_decoder(
+    family: str,
+    *,
+    vocab: int = VOCAB,
+    encoder_layers: int = 2,
+    layers: int = 2,
+    hidden: int = 32,
+    heads: int = 4,
+    seed: int = 0,
+    max_positions: int = 64,
+    **config_fields: Any,
+) -> Any:
+    """A t5, bart or marian model, float32, in eval mode, whose decoder starts with PAD_ID; the same
+    arguments give the same weights."""
+    shape: dict[str, Any] = {
+        "vocab_size": vocab,
+        "d_model": hidden,
+        "pad_token_id": PAD_ID,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "decoder_start_token_id": PAD_ID,
+        "forced_eos_token_id": None,
+        # Tied models repeat their input.
+        "tie_word_embeddings": False,
+    }
+    if family == "t5":
+        shape |= {"num_layers": encoder_layers, "num_decoder_layers": layers, "num_heads": heads}
+        # Few buckets and a small largest distance: both kinds of buckets occur.
+        shape |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
+        shape |= {"d_kv": hidden // heads, "d_ff": 2 * hidden}
+    else:
+        shape |= {"encoder_layers": encoder_layers, "decoder_layers": layers}
+        shape |= {f"{part}_attention_heads": heads for part in ("encoder", "decoder")}
+        shape |= {f"{part}_ffn_dim": 2 * hidden for part in ("encoder", "decoder")}
+        shape |= {"max_position_embeddings": max_positions, "scale_embedding": False}
+    config = transformers.AutoConfig.for_model(family, **(shape | config_fields))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+        # T5 is tied in spite of its config.
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+        _sharpen(model)
+    with torch.no_grad():
+        for module in model.modules():
+            # Weaker layers: else the sources alone decide, and a text is one token over and over.
+            if type(module) is torch.nn.Linear and module is not model.get_output_embeddings():
+                module.weight.mul_(0.5)
+    return model.eval()
+
+
 def _sharpen(model: Any) -> None:
     """Draws all weights again, wide enough that every layer and position counts.
 

@@ -28,6 +28,7 @@ from decode.errors import UserError
 from decode.rows import require_prompts
 from decode.target.cached_model import require_trees
 from decode.target.loading import Target, load_target
+from decode.target.pretrained import decoder_start
 from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
 from train.console import Reporter
 from train.data.chat import prompt_tokens
@@ -75,6 +76,7 @@ class Run:
         if self.loaded is None:
             settings = self.config.target
             self.reporter.say(f"loading target {settings.model}")
+            kinds = {stage.kind for stage in self.config.stages}
             rank_device, device = self.accelerator.device, settings.device
             if device == "auto":
                 # Under a launcher each rank has its own device.
@@ -85,6 +87,7 @@ class Run:
                 device=device,
                 revision=settings.revision,
                 trust_remote_code=settings.trust_remote_code,
+                encoder=all(STAGES[kind].with_encoder for kind in kinds),
             )
         return self.loaded
 
@@ -230,7 +233,13 @@ class Run:
             self.reporter,
             directory,
             earlier,
-            Corpus(examples, self.target.tokenizer, self.config.data.system, earlier),
+            Corpus(
+                examples,
+                self.target.tokenizer,
+                self.config.data.system,
+                earlier,
+                decoder_start(self.target.model) if self.target.has_encoder else None,
+            ),
             self.config.name,
             allow_changes=self.allow_changes,
         )

@@ -90,6 +90,8 @@ class Stage(ABC, Generic[C]):
     """
 
     Config: ClassVar[type[StageConfig]]
+    # Whether the target may have an encoder.
+    with_encoder: ClassVar[bool] = False
 
     def __init__(self, config: C, inputs: StageInputs) -> None:
         self.config = config

@@ -38,6 +38,7 @@ class Group(Drafter):
                 "target's vocabulary for all of them"
             )
         self.vocab_size = next(iter(sizes), None)
+        self.decoder_only = any(drafter.decoder_only for drafter in drafters)
         self.captured_layers = tuple(
             sorted({layer for drafter in drafters for layer in drafter.captured_layers})
         )

@@ -20,7 +20,9 @@ from decode.drafters.other_tokenizer import OtherTokenizerDrafter
 from decode.drafters.pard import small_lm_drafter
 from decode.drafters.retokenised import RetokenisedDrafter
 from decode.drafters.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError, nearest
+from decode.parts import require_no_encoder
 from decode.target.identity import describe_target, require_same_target, require_same_vocabulary
 from decode.target.loading import DTYPES, Target, load_model_and_tokenizer
 
@@ -131,17 +133,22 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         with _naming_options(spec, padding):
             require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
         try:
-            loader = DRAFTERS[description["kind"]]
+            loader: Any = DRAFTERS[description["kind"]]
         except UserError as error:
             raise UserError(
                 f"{path}: {error} Importing `draftsmith` registers the drafters that read the "
                 "target's hidden states: import open_drafter from there"
             ) from error
-        return loader.load(path, target, dtype=name)
+        if target.has_encoder:
+            require_no_encoder(loader, f"the {description['kind']} drafter {spec}")
+        opened: Drafter = loader.load(path, target, dtype=name)
+        return opened
     if (path / MANIFEST).exists():
         verify_directory(path)  # a drafter without its description is not a plain model
     if path.is_dir() and not (path / "config.json").exists():
         raise UserError(f"{path} is neither a drafter directory nor a model directory")
+    if target.has_encoder:
+        require_no_encoder(SmallLMDrafter, f"a small language model ({spec})")
     try:
         loaded = load_model_and_tokenizer(spec, dtype=name, device=device)
     except UserError as error:

@@ -14,12 +14,17 @@ from decode.verification import Verification
 
 
 class NgramIndex:
-    """The ends of each n-gram of one text, for n in min_n … max_n. Grows token by token."""
+    """The ends of each n-gram of one text, for n in min_n … max_n. Grows token by token.
 
-    def __init__(self, min_n: int, max_n: int) -> None:
+    source: tokens before the text, which are looked up too.
+    """
+
+    def __init__(self, min_n: int, max_n: int, source: Sequence[int] = ()) -> None:
         self.sizes = range(max_n, min_n - 1, -1)
         self.text: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = {}
+        self.source = len(source)
+        self.extend(list(source))
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -54,8 +59,9 @@ class NgramIndex:
 class NgramDrafter(Drafter):
     """Looks up the last max_n … min_n tokens in the row's own context. Needs no training.
 
-    Each token costs a few dictionary entries, at any text length. A row without a match drafts
-    nothing. Raises UserError unless 1 ≤ min_n ≤ max_n.
+    For a target with an encoder, the context is the source and then the text. Each token costs a
+    few dictionary entries, at any text length. A row without a match drafts nothing. Raises
+    UserError unless 1 ≤ min_n ≤ max_n.
     """
 
     def __init__(self, min_n: int = 1, max_n: int = 3) -> None:
@@ -67,7 +73,11 @@ class NgramDrafter(Drafter):
         self._rows: list[NgramIndex] = []
 
     def start(self, contexts: Contexts) -> None:
-        self._rows = [NgramIndex(self.min_n, self.max_n) for _ in contexts.lengths]
+        self._rows = self._indices(contexts)
+
+    def _indices(self, contexts: Contexts) -> list[NgramIndex]:
+        sources = contexts.sources or [()] * len(contexts.lengths)
+        return [NgramIndex(self.min_n, self.max_n, source) for source in sources]
 
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
@@ -76,20 +86,19 @@ class NgramDrafter(Drafter):
         for index, tokens, length, depth in zip(
             self._rows, contexts.tokens, contexts.lengths, limits.depths, strict=True
         ):
-            index.extend(tokens[len(index.text) : length].tolist())
+            index.extend(tokens[len(index.text) - index.source : length].tolist())
             chains.append(index.continuation(int(depth)))
         return Draft.chosen(chains)
 
     def rewind(self, lengths: np.ndarray) -> None:
         for index, length in zip(self._rows, lengths.tolist(), strict=True):
-            index.truncate(length)
+            index.truncate(index.source + length)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self._rows = [self._rows[row] for row in rows.tolist()]
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
-        new = len(contexts.lengths) - len(self._rows)
-        self._rows += [NgramIndex(self.min_n, self.max_n) for _ in range(new)]
+        self._rows += self._indices(contexts.since(len(self._rows)))
 
 
 class NgramStore:
@@ -176,6 +185,7 @@ class StoreDrafter(Drafter):
 
     def start(self, contexts: Contexts) -> None:
         self._filed = np.ones(len(contexts.lengths), dtype=np.int64)
+        self._file_sources(contexts)
         self._file_texts(contexts)
 
     def draft(
@@ -214,6 +224,12 @@ class StoreDrafter(Drafter):
                 end = known + place
                 self.store.file(text[max(end - self.max_n, 0) : end], likeliest[row][place])
 
+    def _file_sources(self, contexts: Contexts) -> None:
+        """Store what an encoder read, as the prompts of a model without an encoder are stored."""
+        for source in contexts.sources or ():
+            for end in range(1, len(source)):
+                self.store.file(source[max(end - self.max_n, 0) : end], source[end : end + 1])
+
     def _file_texts(self, contexts: Contexts) -> None:
         """Store the tokens of the texts that are not stored yet."""
         ends = zip(self._filed.tolist(), contexts.lengths.tolist(), strict=True)
@@ -235,5 +251,6 @@ class StoreDrafter(Drafter):
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         new = len(contexts.lengths) - len(self._filed)
+        self._file_sources(contexts.since(len(self._filed)))
         self._filed = np.pad(self._filed, (0, new), constant_values=1)
         self._file_texts(contexts)

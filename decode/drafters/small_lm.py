@@ -48,6 +48,7 @@ class SmallLMDrafter(ShapedDrafter):
     """
 
     trained = True
+    decoder_only = True
     feeds_chains = True  # whether the model reads the tokens of a chain that it drafts
     vocab_size: int
 

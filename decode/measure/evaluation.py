@@ -18,9 +18,15 @@ from decode.measure.costs import OtherProcesses
 from decode.measure.figures import Evaluation, repetition
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts
-from decode.target.generation_config import nothing_filled_in, padded_prompts, stated_config
+from decode.target.generation_config import (
+    decoder_settings,
+    nothing_filled_in,
+    padded_prompts,
+    stated_config,
+)
 from decode.target.loading import Target
 from decode.target.prefix_cache import prefix_cache
+from decode.target.pretrained import decoder_start
 from decode.verification import Verification
 
 OnProgress = Callable[[str, int, int], None]  # name of the measurement, number done, total
@@ -177,21 +183,25 @@ def time_generate(
     the same sampling and length, and the number of tokens it emits.
 
     It gets only the protocol's settings. The checkpoint's `generation_config`, which it would use
-    otherwise, is ignored, as in our loop.
+    otherwise, is ignored, as in our loop. Only tokens that the checkpoint of a target with an
+    encoder forces or forbids stay so, as in our loop too (but the token at the length limit).
     """
     settings = stated_config(
         protocol.sampling,
         max_new_tokens=protocol.timed_tokens,
         eos_token_ids=target.eos_token_ids,
+        **decoder_settings(target.model, limited=False),
     )
-    ids, mask = padded_prompts(prompts, settings.pad_token_id, target.device)
+    ids, mask = padded_prompts(
+        prompts, settings.pad_token_id, target.device, right=target.has_encoder
+    )
     with nothing_filled_in(target.model):
         begin = time.perf_counter()
         texts = target.model.generate(ids, attention_mask=mask, generation_config=settings)
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
         seconds = time.perf_counter() - begin
-    answers = texts[:, ids.shape[1] :].tolist()
+    answers = texts[:, 1 if target.has_encoder else ids.shape[1] :].tolist()
     return seconds, sum(_length(answer, target.eos_token_ids) for answer in answers)
 
 
@@ -217,13 +227,24 @@ def identical(
         at = next((i for i, pair in enumerate(pairs) if len(set(pair)) > 1), None)
         if at is None:
             continue  # one text is a prefix of the other
-        ids = torch.tensor([[*prompt, *text[:at]]], device=target.device)
-        with torch.inference_mode():
-            logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
+        logits = _next_logits(target, prompt, text[:at])
         gap = (logits[text[at]] - logits[other[at]]).abs()
         # Both logits are rounded, and their sums were rounded in different orders.
         close += bool(gap <= 4 * torch.finfo(target.dtype).eps * logits.abs().max())
     return same / len(prompts), (same + close) / len(prompts)
+
+
+@torch.inference_mode()
+def _next_logits(target: Target, prompt: Sequence[int], text: Sequence[int]) -> torch.Tensor:
+    """float32 [V]: the logits of transformers' forward after a text that answers a prompt."""
+    if target.has_encoder:
+        inputs = {"input_ids": prompt, "decoder_input_ids": [decoder_start(target.model), *text]}
+        tensors = {key: torch.tensor([ids], device=target.device) for key, ids in inputs.items()}
+        logits: torch.Tensor = target.model(**tensors).logits
+    else:
+        ids = torch.tensor([[*prompt, *text]], device=target.device)
+        logits = target.model(input_ids=ids, logits_to_keep=1).logits
+    return logits[0, -1].float()
 
 
 def fastest_gamma(

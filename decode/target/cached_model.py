@@ -3,8 +3,8 @@
 Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 from decode.device import to_device
 from decode.draft import Contexts, Draft
 from decode.errors import UserError
+from decode.target.decoder_positions import Positions
+from decode.target.encoder_decoder import DecoderForward, Sources, reason_against_decoding
 from decode.target.hidden_states import captured_modules, layer_list_name
 from decode.target.lean_forward import LONGEST_CHAIN, AttentionMask
 from decode.target.memory import require_memory
 from decode.target.prepare_model import prepare, refresh_packed
-from decode.target.pretrained import input_device
+from decode.target.pretrained import decoder_config, input_device
 from decode.target.slots import Slots
 from decode.target.sublayers import Sublayers, forward_without
 from decode.target.tree_support import reason_against_trees
@@ -58,7 +60,7 @@ def require_slots(model: PreTrainedModel) -> None:
 
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
     """How many tokens back each layer sees, the token itself included. None: all tokens."""
-    config = model.config.get_text_config()
+    config = decoder_config(model)
     window: int | None = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
@@ -77,13 +79,29 @@ def require_trees(model: PreTrainedModel) -> None:
     kind = str(model.config._attn_implementation), model.dtype
     if kind in _PASSED.get(model, ()):
         return
-    layers = range(model.config.get_text_config().num_hidden_layers)
+    layers = range(decoder_config(model).num_hidden_layers)
     captured_layers = layers if layer_list_name(model) else ()
     reason = reason_against_trees(CachedLM(model, captured_layers=captured_layers, trial=True))
     if reason is not None:
         raise UserError(
             f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
             f"token trees need: it {reason}. Draft chains (shape chain) or use another model"
+        )
+    _PASSED.setdefault(model, set()).add(kind)
+
+
+def require_decoding(lm: "CachedLM") -> None:
+    """Check, with a trial of a few tiny forwards, that a decoder under an encoder computes over
+    slots what the model computes. A model that passed is not tried again. Raises UserError."""
+    model = lm.model
+    kind = f"decoder, {model.config._attn_implementation}", model.dtype
+    if kind in _PASSED.get(model, ()):
+        return
+    reason = reason_against_decoding(CachedLM(model, trial=True), lm.vocab_size)
+    if reason is not None:
+        raise UserError(
+            f"the decoder of {type(model).__name__} cannot be decoded with drafts: over slots it "
+            f"{reason}; use model.generate(), or a T5, BART or Marian model"
         )
     _PASSED.setdefault(model, set()).add(kind)
 
@@ -98,6 +116,9 @@ class CachedLM:
     chunked attention (llama4) and flash attention. `require_trees` rejects models that compute
     masks or positions themselves (ALiBi: bloom, mpt), at the latest when the first tree is fed.
 
+    A model with an encoder (t5, bart, marian; tested with trees) decodes the texts of its decoder,
+    each from its row's source (`sources`; None for a model without an encoder).
+
     It runs the model in its prepared form (`decode.target.prepare_model.prepare`).
     captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
     Each forward stores them in `features`, [B, n, H].
@@ -107,6 +128,7 @@ class CachedLM:
     """
 
     credit: int = 1 << 30
+    sources: Sources | None = None
 
     def __init__(
         self,
@@ -128,6 +150,32 @@ class CachedLM:
         self._slots: Slots | None = None
         self.pass_tokens = pass_tokens
         self._trial = trial
+        # The positions of the nodes of the tree that was fed last, [B, m].
+        self._nodes: Tensor | None = None
+        if isinstance(self.forward_pass, DecoderForward):
+            self.sources = Sources(model, self.forward_pass, len(self._windows))
+            if not trial:
+                require_decoding(self)
+
+    @property
+    def max_prompt(self) -> int:
+        """Prompts must have fewer tokens."""
+        return self.max_positions if self.sources is None else self.sources.max_prompt
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
+        """The tokens that the texts of these prompts begin with, and what an encoder reads of them;
+        None without an encoder."""
+        if self.sources is None:
+            return prompts, None
+        return [[self.sources.start_id]] * len(prompts), prompts
+
+    def encode(self, sources: Sequence[Sequence[int]], first: int) -> None:
+        """Let the encoder read the sources (token ids) of the rows from `first` on, before their
+        first `forward`. Raises UserError if memory is missing."""
+        assert self.sources is not None
+        self.sources.read(sources, first, self.pass_tokens)
 
     def capture(self, layers: Sequence[int]) -> None:
         """Capture these layers from now on. Raises UserError for a layer that the model lacks."""
@@ -159,6 +207,8 @@ class CachedLM:
             step=self.forward_pass.slot_step,
             static=self.forward_pass.static_slots,
         )
+        if self.sources is not None:
+            self.sources.reset(rows)
 
     def add_rows(self, count: int, capacity: int) -> None:
         """Append empty sequences to those that run. `capacity` is as for `reset`, for all rows.
@@ -168,11 +218,20 @@ class CachedLM:
         new = slots.grown(slots.rows + count, capacity)
         require_memory(self.model, *new, slots.allocated)
         slots.add_rows(count, capacity)
+        if self.sources is not None:
+            self.sources.add_rows(count)
 
     def only(self, first: int, end: int) -> AbstractContextManager[None]:
         """See `Slots.only`."""
-        assert self._slots is not None
-        return self._slots.only(first, end)
+        return self._only(first, end)
+
+    @contextmanager
+    def _only(self, first: int, end: int) -> Iterator[None]:
+        with ExitStack() as contexts:
+            contexts.enter_context(self.slots.only(first, end))
+            if self.sources is not None:
+                contexts.enter_context(self.sources.only(first, end))
+            yield
 
     def refresh(self) -> None:
         """Use weights that were changed in place. Cached keys and values are not computed again."""
@@ -228,17 +287,38 @@ class CachedLM:
             base_B1 = first_B1 + (n - ancestors_BNM.shape[2])
         if depth_BN is None:
             depth_BN = torch.arange(n, device=self.device)[None, :]
-        result: tuple[Tensor, Mapping[int, Tensor]] = self.forward_pass(
-            ids_BN,
-            # Only padding can be past the last position. It must not index past the end of a
-            # learned table.
-            (base_B1 + depth_BN).clamp(max=self.max_positions - 1),
-            self._masks(base_B1, n, ancestors_BNM),
-            self.slots.layers,
-            columns_BK,
-            self.captured_layers,
-        )
+        # Only padding can be past the last position. It must not index past the end of a learned
+        # table.
+        positions = (base_B1 + depth_BN).clamp(max=self.max_positions - 1)
+        with ExitStack() as contexts:
+            if self.sources is not None:
+                at = self._positions(positions, base_B1, ancestors_BNM)
+                contexts.enter_context(self.sources.reading(at))
+            result: tuple[Tensor, Mapping[int, Tensor]] = self.forward_pass(
+                ids_BN,
+                positions,
+                self._masks(base_B1, n, ancestors_BNM),
+                self.slots.layers,
+                columns_BK,
+                self.captured_layers,
+            )
         return result
+
+    def _positions(
+        self, positions_BN: Tensor, base_B1: Tensor, ancestors_BNM: Tensor | None
+    ) -> Positions:
+        """Where the fed tokens are, and the nodes of their tree that were fed before."""
+        if ancestors_BNM is None:
+            self._nodes = None
+            return Positions(positions_BN, base_B1, None)
+        before = ancestors_BNM.shape[2] - positions_BN.shape[1]
+        fed = positions_BN.expand(len(base_B1), -1)
+        # What was fed as a chain is in the slots of its positions.
+        known = base_B1 + torch.arange(before, device=self.device)
+        if before and self._nodes is not None:
+            known = self._nodes[:, :before]
+        self._nodes = torch.cat([known, fed], 1)
+        return Positions(fed, base_B1, self._nodes)
 
     def verify(self, contexts: Contexts, draft: Draft) -> Tensor:
         """One pass over the last committed token of each text and the N nodes of its draft: logits
@@ -314,6 +394,8 @@ class CachedLM:
         """Keep only these rows (int64 [B']), in this order."""
         assert self._slots is not None
         self._slots.keep_rows(rows)
+        if self.sources is not None:
+            self.sources.keep_rows(rows)
 
 
 class LayerView(CachedLM):

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import logits_process as hf
 
 from decode.errors import UserError
 from decode.sampling import Sampling
+from decode.target.pretrained import decoder_start, has_encoder
 
 # The values that `generate()` uses if neither the caller nor the checkpoint sets them.
 DEFAULTS: dict[str, Any] = {
@@ -51,6 +53,17 @@ _REFUSED: dict[str, float | None] = {
     "constraints": None,
     "force_words_ids": None,
 }
+# Of these, what the loop does for a model with an encoder, whose texts all begin with one token.
+_OF_DECODERS = (
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "min_length",
+    "min_new_tokens",
+)
 _REFUSED_WHEN_SAMPLED: dict[str, float | None] = {
     "typical_p": 1,
     "top_h": None,
@@ -101,12 +114,14 @@ def sampling_as_generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
+    encoder: bool = False,
 ) -> Sampling:
     """How `model.generate()` draws tokens with these settings on a checkpoint with this config.
 
     A setting that is None comes from the checkpoint, or from `DEFAULTS` if the checkpoint does not
     set it. Text is greedy at temperature 0, and at None if the checkpoint does not set `do_sample`.
-    Raises UserError for a setting of the checkpoint that changes the text and that we do not have.
+    encoder: the model has an encoder, so `decoder_processors` does what its checkpoint sets. Raises
+    UserError for a setting of the checkpoint that changes the text and that we do not have.
     """
 
     arguments = {
@@ -124,16 +139,63 @@ def sampling_as_generate(
     }
     if temperature is None and not config.do_sample:
         values["temperature"] = 0.0
-    _require_supported(config, greedy=values["temperature"] == 0)
+    _require_supported(config, values["temperature"] == 0, _OF_DECODERS if encoder else ())
     return Sampling(**values)
 
 
-def _require_supported(config: GenerationConfig, greedy: bool) -> None:
+def decoder_settings(model: PreTrainedModel, *, limited: bool = True) -> dict[str, Any]:
+    """The settings of the checkpoint that force or forbid tokens, for a model with an encoder, and
+    the token that its texts start with. Empty for a model without an encoder. limited: with the
+    token at the length limit (forced_eos_token_id)."""
+    if not has_encoder(model):
+        return {}
+    config = model.generation_config
+    named = {
+        key: value
+        for key in _OF_DECODERS
+        if (value := getattr(config, key, None)) not in (None, [], _REFUSED[key])
+    }
+    if not limited:
+        named.pop("forced_eos_token_id", None)
+    return named | {"decoder_start_token_id": decoder_start(model)}
+
+
+def decoder_processors(
+    model: PreTrainedModel, eos_token_ids: Sequence[int], max_new_tokens: int | None = None
+) -> list[hf.LogitsProcessor]:
+    """The processors with which `generate()` follows `decoder_settings`, in its order.
+
+    max_new_tokens: at this length forced_eos_token_id is forced. None: it is not.
+    """
+    settings = decoder_settings(model, limited=max_new_tokens is not None)
+    eos, device = list(eos_token_ids), str(model.device)
+    # Texts begin with one token, and for some models with another one that is forced.
+    begin = 2 if "forced_bos_token_id" in settings else 1
+    make: dict[str, Any] = {
+        "no_repeat_ngram_size": hf.NoRepeatNGramLogitsProcessor,
+        "bad_words_ids": lambda ids: hf.NoBadWordsLogitsProcessor(ids, eos),
+        "min_length": lambda length: hf.MinLengthLogitsProcessor(length, eos, device=device),
+        "min_new_tokens": lambda length: hf.MinNewTokensLengthLogitsProcessor(
+            1, length, eos, device=device
+        ),
+        "forced_bos_token_id": hf.ForcedBOSTokenLogitsProcessor,
+        "forced_eos_token_id": lambda ids: hf.ForcedEOSTokenLogitsProcessor(
+            1 + (max_new_tokens or 0), ids, device=device
+        ),
+        "suppress_tokens": lambda ids: hf.SuppressTokensLogitsProcessor(ids, device=device),
+        "begin_suppress_tokens": lambda ids: hf.SuppressTokensAtBeginLogitsProcessor(
+            ids, begin, device=device
+        ),
+    }
+    return [make[key](settings[key]) for key in make if key in settings]
+
+
+def _require_supported(config: GenerationConfig, greedy: bool, done: Sequence[str]) -> None:
     named = _REFUSED if greedy else _REFUSED | _REFUSED_WHEN_SAMPLED
     unsupported = {
         key: value
         for key, off in named.items()
-        if (value := getattr(config, key, None)) not in (None, [], off)
+        if key not in done and (value := getattr(config, key, None)) not in (None, [], off)
     }
     if not unsupported:
         return
@@ -146,14 +208,15 @@ def _require_supported(config: GenerationConfig, greedy: bool) -> None:
 
 
 def padded_prompts(
-    prompts: Sequence[Sequence[int]], pad: int, device: torch.device
+    prompts: Sequence[Sequence[int]], pad: int, device: torch.device, *, right: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(ids, attention mask), int64 [B, L] each: the prompts as `generate()` takes them, padded on
-    the left."""
+    the left. right: padded on the right, for an encoder, which counts positions from the left."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), pad, device=device)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt, device=device)
-        mask[row, longest - len(prompt) :] = 1
+        begin = 0 if right else longest - len(prompt)
+        ids[row, begin : begin + len(prompt)] = torch.tensor(prompt, device=device)
+        mask[row, begin : begin + len(prompt)] = 1
     return ids, mask

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from decode.device import to_device
 from decode.errors import UserError
-from decode.target.pretrained import input_device
+from decode.target.pretrained import decoder_config, has_encoder, input_device
 
 FINAL = -1
 
@@ -72,14 +72,16 @@ class Features:
 def captured_modules(
     model: PreTrainedModel, captured_layers: Sequence[int]
 ) -> dict[int, nn.Module]:
-    """The module whose output is the hidden state, for each layer. Raises UserError for a layer the
-    model does not have."""
-    if FINAL in captured_layers and model.base_model is model:
+    """The module whose output is the hidden state, for each layer. For `FINAL` of a model with an
+    encoder it is the output layer, whose input is the hidden state. Raises UserError for a layer
+    the model does not have."""
+    if not captured_layers:
+        return {}
+    # A decoder under an encoder may scale its states before the output layer.
+    last: nn.Module = model.get_output_embeddings() if has_encoder(model) else model.base_model
+    if FINAL in captured_layers and last is model:
         raise UserError(f"{type(model).__name__} has no stack of layers below its output layer")
-    return {
-        layer: model.base_model if layer == FINAL else _layer(model, layer)
-        for layer in captured_layers
-    }
+    return {layer: last if layer == FINAL else _layer(model, layer) for layer in captured_layers}
 
 
 class Recorder:
@@ -91,7 +93,7 @@ class Recorder:
 
     def __init__(self, model: PreTrainedModel, captured_layers: Sequence[int]) -> None:
         self._modules = captured_modules(model, captured_layers)
-        self._device = input_device(model)
+        self._device, self._reads_input = input_device(model), has_encoder(model)
 
     @contextmanager
     def recording(self) -> Iterator[dict[int, Tensor]]:
@@ -99,7 +101,9 @@ class Recorder:
         captured: dict[int, Tensor] = {}
         # Removed at the end: hooks that stay would affect other users of the model.
         hooks = [
-            module.register_forward_hook(partial(_store_output, captured, layer, self._device))
+            module.register_forward_pre_hook(partial(_store_input, captured, layer, self._device))
+            if layer == FINAL and self._reads_input
+            else module.register_forward_hook(partial(_store_output, captured, layer, self._device))
             for layer, module in self._modules.items()
         ]
         try:
@@ -121,8 +125,14 @@ def _store_output(
     captured[layer] = (output if isinstance(output, Tensor) else output[0]).to(device)
 
 
+def _store_input(
+    captured: dict[int, Tensor], layer: int, device: torch.device, _: nn.Module, inputs: Any
+) -> None:
+    captured[layer] = inputs[0].to(device)
+
+
 def _layer(model: PreTrainedModel, number: int) -> nn.Module:
-    depth = model.config.get_text_config().num_hidden_layers
+    depth = decoder_config(model).num_hidden_layers
     if not 0 <= number < depth:
         raise UserError(
             f"hidden states of layer {number} were requested, but {type(model).__name__} has "
@@ -142,11 +152,13 @@ def _layer(model: PreTrainedModel, number: int) -> nn.Module:
 def layer_list_name(model: PreTrainedModel) -> str | None:
     """The dotted name of the list that holds the model's layers, such as `model.layers`. None if
     there is not exactly one such list."""
-    depth = model.config.get_text_config().num_hidden_layers
+    depth, encoder = decoder_config(model).num_hidden_layers, set[nn.Module]()
+    if has_encoder(model):
+        encoder = set(model.get_encoder().modules())
     names = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
+        if isinstance(module, nn.ModuleList) and len(module) == depth and module not in encoder
     ]
     outermost = [name for name in names if not any(name.startswith(f"{o}.") for o in names)]
     return outermost[0] if len(outermost) == 1 else None

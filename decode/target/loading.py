@@ -24,6 +24,7 @@ from decode.target.pretrained import (
     config_and_tokenizer,
     from_pretrained,
     gguf_read_once,
+    has_encoder,
     input_device,
     no_progress_bars,
     no_safetensors,
@@ -65,6 +66,11 @@ class Target:
     def device(self) -> torch.device:
         """The device for its inputs and for drafters."""
         return input_device(self.model)
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it is a decoder under an encoder, which reads the prompts."""
+        return has_encoder(self.model)
 
     @property
     def vocab_size(self) -> int:
@@ -163,6 +169,7 @@ def load_target(
     trust_remote_code: bool = False,
     attn_implementation: str = "auto",
     device_map: str | dict[str, Any] | None = None,
+    encoder: bool = False,
 ) -> Target:
     """Loads a target. Arguments and errors are those of `load_model_and_tokenizer`."""
     loaded = load_model_and_tokenizer(
@@ -173,6 +180,7 @@ def load_target(
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
         device_map=device_map,
+        encoder=encoder,
     )
     identity = loaded.fingerprint
     return Target(
@@ -189,6 +197,7 @@ def load_model_and_tokenizer(
     trust_remote_code: bool = False,
     attn_implementation: str = "auto",
     device_map: str | dict[str, Any] | None = None,
+    encoder: bool = False,
 ) -> Loaded:
     """Loads a causal language model for inference, not for training.
 
@@ -203,6 +212,8 @@ def load_model_and_tokenizer(
         sdpa, or eager for models that have no sdpa (gpt-oss).
     device_map: as in transformers, such as auto: distributes layers over devices. Replaces
         `device`. Use such a model for decoding, not to train drafters on it.
+    encoder: whether the model may have an encoder (T5, BART, Marian). If False, such a model is
+        refused before its weights are read.
 
     A quantised checkpoint is loaded as its config says, if the package that reads it is installed.
 
@@ -222,6 +233,7 @@ def load_model_and_tokenizer(
         trust_remote_code,
         torch_device,
         device_map,
+        encoder,
     )
     if "/" in attn_implementation and not trust_remote_code:
         raise UserError(

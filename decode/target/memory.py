@@ -5,12 +5,13 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.target.pretrained import decoder_config
 
 
 def slot_bytes(model: PreTrainedModel) -> int:
     """The bytes of keys and values of one token of one row, over all layers, as the model's config
     states them."""
-    config = model.config.get_text_config()
+    config = decoder_config(model)
     heads: int = config.num_attention_heads
     key_heads: int = getattr(config, "num_key_value_heads", None) or heads
     size: int = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.target.pretrained import has_encoder
 from decode.target.slots import SlotStates
 
 # Shorter beginnings are not worth a copy: most texts share a few tokens of the template.
@@ -102,7 +103,10 @@ class PrefixCache:
 
 def prefix_cache(model: PreTrainedModel, max_bytes: int | None = None) -> PrefixCache | None:
     """A cache of so many bytes, or None for 0. max_bytes None: DEFAULT_BYTES for a model in
-    float32. For others it is 0, because there reuse can change a text by rounding."""
+    float32. For others it is 0, because there reuse can change a text by rounding. None also for a
+    model with an encoder: its texts depend on all of their sources."""
+    if has_encoder(model):
+        return None
     if max_bytes is None:
         max_bytes = DEFAULT_BYTES if model.dtype == torch.float32 else 0
     return PrefixCache(max_bytes) if max_bytes else None

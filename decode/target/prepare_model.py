@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decode.errors import UserError
+from decode.target.decoder_positions import read_positions
+from decode.target.encoder_decoder import DecoderForward
 from decode.target.lean_forward import (
     AttentionMask,
     LayerParts,
@@ -30,7 +32,7 @@ from decode.target.lean_forward import (
     rotation_of,
 )
 from decode.target.lean_parts import ACTIVATIONS, LeanNorm, Packed, PackedLinear
-from decode.target.pretrained import is_hooked
+from decode.target.pretrained import has_encoder, is_hooked
 from decode.target.transformers_forward import ATTENTION, TransformersForward
 
 logger = logging.getLogger(__name__)
@@ -129,6 +131,8 @@ _FORWARDS: WeakKeyDictionary[nn.Module, _Prepared] = WeakKeyDictionary()
 
 def _prepared(model: PreTrainedModel, choice: bool | None) -> Forward | None:
     packed = can_pack(model)
+    if has_encoder(model) and not choice:
+        return _decoder_forward(model, packed)
     if choice or (packed and choice is None):
         lean = lean_forward(model, packed=packed)
         if lean is not None:
@@ -144,6 +148,18 @@ def _prepared(model: PreTrainedModel, choice: bool | None) -> Forward | None:
             type(model).__name__,
         )
     return TransformersForward(fast_copy(model)) if packed else None
+
+
+def _decoder_forward(model: PreTrainedModel, packed: bool) -> DecoderForward:
+    """The forward of a model with an encoder, on a copy that reads the positions of the loop."""
+    if _is_wrapped(model):
+        raise UserError(
+            f"{type(model).__name__} has an encoder, and another library has wrapped or quantised "
+            "it; load it on one device and without quantisation"
+        )
+    decoding = fast_copy(model) if packed else _sharing_copy(model)
+    read_positions(decoding)
+    return DecoderForward(decoding)
 
 
 def pack_layers(module: nn.Module, keep: type[nn.Module] = LeanLayer) -> None:

@@ -47,6 +47,7 @@ class LoadOptions:
     trust_remote_code: bool
     device: torch.device
     device_map: str | dict[str, Any] | None = None
+    encoder: bool = False
 
 
 def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[Any, Any]:
@@ -55,7 +56,7 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
     where: `revision` for hub ids or `gguf_file` for GGUF files.
     """
     where["trust_remote_code"] = options.trust_remote_code
-    config, tokenizer = config_and_tokenizer(source, **where)
+    config, tokenizer = config_and_tokenizer(source, encoder=options.encoder, **where)
     if "gguf_file" in where:
         where["quantization_config"] = transformers.GgufConfig(dequantize=True)
     elif getattr(config, "quantization_config", None) is not None:
@@ -64,7 +65,10 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
         where["device_map"] = options.device_map
     attention = options.attn_implementation
     with _explained(source, "weights"):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        auto = transformers.AutoModelForCausalLM
+        if config.is_encoder_decoder:
+            auto = transformers.AutoModelForSeq2SeqLM
+        model, info = auto.from_pretrained(
             source,
             config=config,
             dtype=options.dtype,
@@ -82,12 +86,13 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
     return model, tokenizer
 
 
-def config_and_tokenizer(source: str, **where: Any) -> tuple[Any, Any]:
+def config_and_tokenizer(source: str, *, encoder: bool = False, **where: Any) -> tuple[Any, Any]:
     """Loads the config and the tokenizer of a causal language model, without its weights. Turns the
-    errors of transformers into UserErrors. where: as for `from_pretrained` of transformers."""
+    errors of transformers into UserErrors. encoder: the model may have an encoder. where: as for
+    `from_pretrained` of transformers."""
     with _explained(source, "config"):
         config = transformers.AutoConfig.from_pretrained(source, **where)
-    _require_causal(source, config)
+    _require_causal(source, config, encoder)
     return config, _load_tokenizer(source, config, where)
 
 
@@ -107,12 +112,20 @@ def _load_tokenizer(source: str, config: Any, where: dict[str, Any]) -> Any:
     return tokenizer
 
 
-def _require_causal(source: str, config: Any) -> None:
+def _require_causal(source: str, config: Any, encoder: bool) -> None:
     # Encoders such as BERT load as language models too, but predict tokens that they already see.
     causal = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     architectures = config.architectures or []
-    foreign = architectures and not any(name.endswith(causal) for name in architectures)
-    if config.is_encoder_decoder or foreign:
+    foreign = architectures and not any(
+        name.endswith((*causal, "MTModel")) for name in architectures
+    )
+    if config.is_encoder_decoder and not encoder:
+        raise UserError(
+            f"{source} is an encoder-decoder model ({config.model_type}), but a decoder-only model "
+            "is needed here. Targets with an encoder work in generate, evaluate, and the stages "
+            "generate and heads"
+        )
+    if foreign:
         raise UserError(
             f"{source} is not a causal language model: its config names "
             f"{', '.join(architectures) or config.model_type}, expected a ...ForCausalLM. "
@@ -199,6 +212,33 @@ def gguf_read_once() -> Iterator[None]:
         _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
     ):
         yield
+
+
+def has_encoder(model: Any) -> bool:
+    """Whether the model is a decoder under an encoder."""
+    return bool(model.config.is_encoder_decoder)
+
+
+def decoder_config(model: Any) -> Any:
+    """The config of the part that writes text."""
+    if not has_encoder(model):
+        return model.config.get_text_config()
+    # Its own config, or one for both parts, which names the decoder's sizes apart.
+    return model.get_decoder().config.get_text_config(decoder=True)
+
+
+def decoder_start(model: Any) -> int:
+    """The token that a decoder under an encoder starts with, as in `generate()`. Raises UserError
+    if the checkpoint names none."""
+    for config in (model.generation_config, model.config):
+        for name in ("decoder_start_token_id", "bos_token_id"):
+            start = getattr(config, name, None)
+            if isinstance(start, int):
+                return start
+    raise UserError(
+        f"{type(model).__name__} names no token that its decoder starts with; set "
+        "decoder_start_token_id in its generation_config.json"
+    )
 
 
 def input_device(model: Any) -> torch.device:

@@ -101,17 +101,28 @@ class TransformersForward(nn.Module):
             recording = self._recorder(tuple(captured_layers)).recording()
         chain = chain_attention() if masks[0].chain else nullcontext()
         with chain, recording as features, self._restricted_output(columns, ids.shape[1]):
-            logits = self.model(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=self._mask(masks, ids),
-                past_key_values=Cache(layers=list(slots)),
-                use_cache=True,
-            ).logits
+            logits = self._logits(ids, positions, masks, slots)
         # `_restricted_output` does nothing for a model without an accessible output layer.
         if columns is not None and logits.shape[1] != columns.shape[1]:
             logits = columns_of(logits, columns)
         return logits, features
+
+    def _logits(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        masks: Sequence[AttentionMask],
+        slots: Sequence[SlotLayer],
+    ) -> Tensor:
+        """The model's logits for the fed tokens."""
+        logits: Tensor = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=self._mask(masks, ids),
+            past_key_values=Cache(layers=list(slots)),
+            use_cache=True,
+        ).logits
+        return logits
 
     def _mask(self, masks: Sequence[AttentionMask], ids: Tensor) -> Any:
         """One mask, or one for each layer type if these have different windows."""

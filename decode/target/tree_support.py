@@ -95,6 +95,8 @@ class _Trial:
         self.ids = ids.to(lm.device)
         self.seen = torch.as_tensor(seen, device=lm.device)
         lm.reset(1, 1 + NODES)
+        if lm.sources is not None:
+            lm.encode([self.ids.tolist()], 0)
         self.start = np.zeros(1, dtype=np.int64)
         lm.forward(self.ids[None, :1], self.start)
 

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.target.generation_config import padded_prompts
 from decode.target.hidden_states import Recorder
 from decode.target.identity import describe_target, require_same_target
 from decode.target.loading import Target
@@ -41,7 +42,9 @@ class LiveFeatures:
 
     captured_layers: the layers whose hidden states are captured. remember: keep the hidden states
     of each sample in CPU memory, H numbers per token and layer, so that later epochs need no
-    forward. timed(): a context in which the work is done.
+    forward. timed(): a context in which the work is done. sources: for a target with an encoder,
+    what it reads for each sample. The hidden states are then those of the decoder, and the forward
+    also computes logits.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class LiveFeatures:
         *,
         remember: bool = False,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        sources: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
+        self._sources = sources
         self._model, self._captured_layers, self._timed = model, captured_layers, timed
         self._recorder = Recorder(model, captured_layers)
         self._remembered: dict[str, dict[int, Tensor]] | None = {} if remember else None
@@ -66,9 +71,21 @@ class LiveFeatures:
             if remembered and ids and all(sample in remembered for sample in ids):
                 return _padded([remembered[sample] for sample in ids], input_ids.device)
             with self._recorder.recording() as features:
-                self._model.base_model(
-                    input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-                )
+                if self._sources is None:
+                    self._model.base_model(
+                        input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+                    )
+                else:
+                    # A batch without samples has one row of padding.
+                    texts = [self._sources[sample] for sample in ids] or [[0]]
+                    read, mask = padded_prompts(texts, 0, input_ids.device, right=True)
+                    self._model(
+                        input_ids=read,
+                        attention_mask=mask,
+                        decoder_input_ids=input_ids,
+                        decoder_attention_mask=attention_mask,
+                        use_cache=False,
+                    )
             if remembered is not None:
                 lengths = attention_mask.sum(1).tolist()
                 for row, (sample, length) in enumerate(zip(ids, lengths, strict=False)):

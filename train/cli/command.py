@@ -49,10 +49,11 @@ class Loading:
     dtype: DtypeOption = "auto"
     device: DeviceOption = "auto"
 
-    def load(self) -> "Target":
+    def load(self, *, encoder: bool = False) -> "Target":
+        """Load the target. encoder: it may have an encoder."""
         from decode.target.loading import load_target
 
-        return load_target(self.target, dtype=self.dtype, device=self.device)
+        return load_target(self.target, dtype=self.dtype, device=self.device, encoder=encoder)
 
 
 @dataclass(frozen=True, kw_only=True)

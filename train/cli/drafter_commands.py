@@ -77,7 +77,7 @@ def evaluate(
     )
     examples, _ = read_examples(str(prompts))
     reporter = Reporter()
-    target = loading.load()
+    target = loading.load(encoder=True)
     # All of them before the first measurement: a wrong name must not cost a figure.
     opened = {name: open_drafter(name, target) for name in drafters}
     ids = tokenized_prompts(examples, target, limit)
@@ -152,7 +152,7 @@ def generate(
     quieten()
     settings = DecodeSettings(**decoding.settings)
     link = verifying.link()
-    target = loading.load() if link is None else remote_target(link, loading)
+    target = loading.load(encoder=True) if link is None else remote_target(link, loading)
     message = {"role": "user", "content": text}
     example = Example("prompt", (message,), text, None, None, "the command line")
     ids = prompt_tokens(example, target.tokenizer, system)

@@ -6,7 +6,7 @@ template: it finds the turns by asking the tokenizer.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -26,12 +26,28 @@ class Sample:
 
     mask[t] is True if tokens[t] belongs to a response, including its end-of-turn token. The loss
     predicts these tokens from the tokens before them. mask[0] is always False, because nothing
-    comes before tokens[0].
+    comes before tokens[0]. source: for a target with an encoder, what the encoder reads; the tokens
+    are then those of the decoder.
     """
 
     id: str
     tokens: list[int]
     mask: list[bool]
+    source: list[int] = field(default_factory=list)
+
+    def under_encoder(self, start: int) -> "Sample":
+        """The same prompt and response for a target with an encoder: the encoder reads the prompt,
+        and the decoder's text is its start token and the response. Raises UserError for a text that
+        is not one prompt and one response after it."""
+        length = len(self.mask) - sum(self.mask)
+        if any(self.mask[:length]):
+            raise UserError(
+                f"sample {self.id} is not one prompt with one response after it, which a target "
+                "with an encoder needs; give rows with prompt and response"
+            )
+        source, response = self.tokens[:length], self.tokens[length:]
+        mask = [False] + [True] * len(response)
+        return replace(self, tokens=[start, *response], mask=mask, source=source)
 
 
 def prompt_tokens(

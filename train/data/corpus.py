@@ -23,13 +23,15 @@ class Corpus:
     """A run's texts, written with the target's tokenizer and chat template.
 
     examples: by split. system: a system message for every conversation that has none. stages: the
-    directories of stages by name, with the answers of generate stages.
+    directories of stages by name, with the answers of generate stages. start: the token that the
+    decoder starts with, if the target has an encoder.
     """
 
     examples: dict[str, list[Example]]
     tokenizer: PreTrainedTokenizerBase
     system: str | None
     stages: Mapping[str, Path]
+    start: int | None = None
 
     def prompts(self, examples: Iterable[Example]) -> list[list[int]]:
         """The token ids of each example's prompt."""
@@ -59,8 +61,20 @@ class Corpus:
     def samples(self, text: str | list[str], split: str = "train") -> list[Sample]:
         """All samples of a text: `data` for a split's own responses, or generate stages.
 
-        Raises UserError if a part of a stage's answers is damaged.
+        Raises UserError if a part of a stage's answers is damaged, and as `Sample.under_encoder`.
         """
+        samples = self._samples(text, split)
+        if self.start is None:
+            return samples
+        for example in self.examples[split] if text == "data" else ():
+            if example.text is not None:
+                raise UserError(
+                    f"{example.source}: the row has text without a prompt, but the target has an "
+                    "encoder, which reads prompts; give rows with prompt and response"
+                )
+        return [sample.under_encoder(self.start) for sample in samples]
+
+    def _samples(self, text: str | list[str], split: str) -> list[Sample]:
         if text == "data":
             return [to_sample(e, self.tokenizer, system=self.system) for e in self.examples[split]]
         by_id = {e.id: e for examples in self.examples.values() for e in examples}

@@ -12,8 +12,15 @@ from pydantic import Field, model_validator
 
 from decode.artifact import verify_directory, write_directory
 from decode.drafters import DRAFTERS
+from decode.errors import UserError
 from decode.loop import Decoder
-from decode.target.generation_config import nothing_filled_in, padded_prompts, stated_config
+from decode.target.generation_config import (
+    decoder_processors,
+    decoder_settings,
+    nothing_filled_in,
+    padded_prompts,
+    stated_config,
+)
 from decode.target.loading import Target
 from train.console import Bar
 from train.data.corpus import PART, SELF_PROMPTS, read_answers
@@ -83,9 +90,15 @@ class GenerateStage(Stage[GenerateConfig]):
     at most one part of each rank."""
 
     Config = GenerateConfig
+    with_encoder = True
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
+        if config.self_prompts and self.target.has_encoder:
+            raise UserError(
+                f"stage {config.name}: self_prompts needs a decoder-only target, because an "
+                "encoder reads prompts and writes none; leave it out"
+            )
         if config.self_prompts:
             require_template(self.corpus.tokenizer, config.name)
             count, what = config.self_prompts * config.samples, " to the target's own prompts"
@@ -209,6 +222,7 @@ class GenerateStage(Stage[GenerateConfig]):
             DRAFTERS["none"](),
             eos_token_ids=target.eos_token_ids,
             sampling=config.sampling.build(),
+            processors=decoder_processors(target.model, target.eos_token_ids),
         )
         return decoder.decode(
             prompts,
@@ -232,22 +246,23 @@ def _is_complete(directory: Path) -> bool:
 def _beam_search(
     target: Target, prompts: list[list[int]], settings: GenerateConfig
 ) -> list[list[int]]:
-    """The best beam for each prompt, computed by `transformers` on left-padded prompts."""
+    """The best beam for each prompt, computed by `transformers` on padded prompts."""
     eos = list(target.eos_token_ids)
     pad = target.tokenizer.pad_token_id
     pad = pad if pad is not None else (eos or [0])[0]
-    ids, mask = padded_prompts(prompts, pad, target.device)
+    ids, mask = padded_prompts(prompts, pad, target.device, right=target.has_encoder)
     stated = stated_config(
         settings.sampling.build(),
         max_new_tokens=settings.max_new_tokens,
         eos_token_ids=eos,
         num_beams=settings.num_beams,
         pad_token_id=pad,
+        **decoder_settings(target.model, limited=False),
     )
     with nothing_filled_in(target.model):
         texts = target.model.generate(ids, attention_mask=mask, generation_config=stated)
     answers = []
-    for row in texts[:, ids.shape[1] :].tolist():
+    for row in texts[:, 1 if target.has_encoder else ids.shape[1] :].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
         answers.append(row[:end])
     return answers

@@ -91,6 +91,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
     """Trains heads on text and the target's hidden states, and writes them to `drafter/`."""
 
     Config = HeadsConfig
+    with_encoder = True
 
     @classmethod
     def check(cls, config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
@@ -117,6 +118,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, target = self.config, self.target
+        if target.has_encoder:
+            _require_decoder_only_parts(config)
         if config.start is None or config.start in plans:
             heads = build_heads(config.heads, target, self._planned_vocabulary(), "meta")
         else:
@@ -150,7 +153,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         )
 
     def run(self) -> Outcome:
-        split_model(self.target.model)  # refuses logits that need more than an output layer
+        if not self.target.has_encoder:
+            split_model(self.target.model)  # refuses logits that need more than an output layer
         samples, counts = self.fitting_samples()
         heads, start, coverage = self._start_heads(samples)
         # Engines may shard the module. This copy stays complete, on the CPU.
@@ -239,6 +243,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 captured_layers,
                 remember=config.remember_features,
                 timed=partial(clock, "teacher"),
+                sources={s.id: s.source for s in samples} if target.has_encoder else None,
             )
 
         return FrozenBackbone(target, features)
@@ -410,6 +415,22 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             f"lookup {lookup:.1%}"
         )
         return {"bigram_top1": bigram, "lookup_top1": lookup}
+
+
+def _require_decoder_only_parts(config: HeadsConfig) -> None:
+    """Raise UserError for settings that do not work if the target has an encoder."""
+    used = {
+        "backbone": config.backbone is not None,
+        "dev": config.dev is not None,
+        f"features: {config.features}": config.features != "live",
+        "a loss that reads the teacher": config.weighted_loss.needs_teacher,
+    }
+    for name, is_used in used.items():
+        if is_used:
+            raise UserError(
+                f"stage {config.name}: {name} needs a decoder-only target, and this target has an "
+                "encoder; leave it out"
+            )
 
 
 def _check_backbone(
