@@ -3,8 +3,8 @@
     python -m benchmarks.exact [--drafter NAME|DIRECTORY …] [--quick] [--json FILE]
                                [--target T] [--dtype D] [--gamma N] [--prompts FILE] [--tokens N]
 
-The first measurement times the attention of one layer, ours (`decode.target.lean_forward`) and
-transformers' `sdpa`, in turns, on tensors of the target's shapes. The difference times the number
+The first measurement times the attention of one layer, ours (`lean_forward`) and transformers'
+`sdpa`, in turns, on tensors of the target's shapes. The difference times the number
 of layers is given as a share of a full pass. The second measurement compares the greedy texts of
 each drafter, in chains, with those of plain decoding. CPU only.
 """
@@ -35,7 +35,7 @@ from decode.loop import Decoder
 from decode.measure.evaluation import identical
 from decode.measure.time_passes import pass_seconds, seconds_by_turns
 from decode.target.cached_model import CachedLM
-from decode.target.lean_forward import SLOT_STEP, AttentionMask
+from decode.target.forward.lean_forward import SLOT_STEP, AttentionMask
 from decode.target.loading import Target, load_target
 from decode.target.slots import round_up_slots
 from decode.trees import Chain

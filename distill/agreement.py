@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.drafters.ngram import NgramDrafter, NgramIndex
+from decode.drafters.lookup.ngram import NgramDrafter, NgramIndex
 from distill.teacher.teacher_signal import TeacherLogits
 
 

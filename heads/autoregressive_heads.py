@@ -31,7 +31,7 @@ from heads.heads_module import (
     shift_left,
     trained_positions,
 )
-from heads.llama_layer import Attend, LayerSettings, Rotary, UnrolledAttention, layer_config
+from heads.layers.llama_layer import Attend, LayerSettings, Rotary, UnrolledAttention, layer_config
 
 
 class AutoregressiveOptions(HeadOptions):

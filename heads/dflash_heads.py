@@ -26,14 +26,14 @@ from decode.drafters import DRAFTERS
 from decode.drafters.trained import ParallelGrowth
 from decode.errors import UserError
 from decode.sampling import Sampling
-from decode.target.lean_forward import Attend, AttentionMask, SlotAttention
+from decode.target.forward.lean_forward import Attend, AttentionMask, SlotAttention
 from decode.target.loading import Target
 from decode.trees import Growth
-from heads.block_layer import BlockLayer, BlockMask, draw_anchors
 from heads.heads_drafter import AttendingDrafter, AttendingHeads
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
-from heads.llama_layer import Rotary, layer_config
-from heads.target_layers import copy_norm
+from heads.layers.block_layer import BlockLayer, BlockMask, draw_anchors
+from heads.layers.llama_layer import Rotary, layer_config
+from heads.layers.target_layers import copy_norm
 
 
 class DFlashOptions(HeadOptions):
@@ -227,7 +227,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         return blocks[:, :, self.first_slot :]
 
     def anchors(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The anchors of one visit to texts, as `heads.block_layer.draw_anchors` returns them.
+        """The anchors of one visit to texts, as `draw_anchors` returns them.
 
         They are drawn from torch's random state on the host, which checkpoints store. Outside of
         training they are always the same. loss_mask: bool [B, T].

@@ -25,8 +25,8 @@ from heads.autoregressive_heads import (
     AutoregressiveOptions,
 )
 from heads.heads_module import HEADS, HeadBatch, shift_left
-from heads.llama_layer import Attend, DraftLayer
-from heads.target_layers import copy_norm
+from heads.layers.llama_layer import Attend, DraftLayer
+from heads.layers.target_layers import copy_norm
 
 
 class Eagle1Options(AutoregressiveOptions):

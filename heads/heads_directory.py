@@ -18,13 +18,13 @@ from decode.drafters import DRAFTERS
 from decode.drafters.directory import save_drafter
 from decode.errors import UserError
 from decode.parts import require_no_encoder
+from decode.target.forward.prepare_model import can_pack, pack_layers
 from decode.target.identity import require_same_weights, sample_weights
 from decode.target.loading import Target
-from decode.target.prepare_model import can_pack, pack_layers
 from decode.trees.static import TREE, Static, stored_shape
 from decode.trees.structure import Structure
 from heads.heads_module import HEADS, HeadOptions, Heads, output_layer
-from heads.llama_layer import DraftLayer
+from heads.layers.llama_layer import DraftLayer
 
 CONFIG, WEIGHTS = "config.json", "heads.safetensors"
 # Stored in the weights file, next to the weights.

@@ -21,8 +21,8 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
+from decode.target.forward.lean_forward import AttentionMask, SlotAttention
 from decode.target.hidden_states import Features
-from decode.target.lean_forward import AttentionMask, SlotAttention
 from decode.target.loading import DTYPES, Target
 from decode.target.slots import Slots
 from decode.trees import Growth, Shape

@@ -24,7 +24,7 @@ from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
-from heads.target_layers import (
+from heads.layers.target_layers import (
     BorrowedEmbeddings,
     HeadOutput,
     OutputKind,

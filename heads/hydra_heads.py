@@ -32,7 +32,7 @@ from heads.heads_module import (
     shift_left,
     trained_positions,
 )
-from heads.llama_layer import Attend, DraftLayer, Rotary, UnrolledAttention, layer_config
+from heads.layers.llama_layer import Attend, DraftLayer, Rotary, UnrolledAttention, layer_config
 
 
 class HydraOptions(HeadOptions):

@@ -29,8 +29,8 @@ from distill.parallel_distillation import MaskedCopies, ParallelConfig
 from heads.eagle_heads import Eagle3Layer, auxiliary_layers
 from heads.heads_drafter import AttendingDrafter, AttendingHeads
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
-from heads.llama_layer import Attend, DraftLayer, Rotary, layer_config
-from heads.target_layers import copy_norm
+from heads.layers.llama_layer import Attend, DraftLayer, Rotary, layer_config
+from heads.layers.target_layers import copy_norm
 
 
 class PEagleOptions(HeadOptions):

@@ -24,7 +24,7 @@ from decode.sampling import Sampling
 from decode.trees import Growth
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Heads, Prediction, trained_positions
-from heads.llama_layer import feed_forward_size
+from heads.layers.llama_layer import feed_forward_size
 
 
 class ParallelHeads(Heads):

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from decode.drafters import Drafter
-from decode.drafters.cascade import VerticalCascade
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling

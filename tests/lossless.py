@@ -18,10 +18,10 @@ from torch import Tensor
 
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
-from decode.drafters.combined import SeveralDrafters
-from decode.drafters.datastore import Datastore, write_datastore
+from decode.drafters.lookup.datastore import Datastore, write_datastore
+from decode.drafters.lookup.rest import RestDrafter, RestOptions
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
-from decode.drafters.rest import RestDrafter, RestOptions
+from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoded, Decoder
 from decode.rules import Rule

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from decode.draft import Contexts, Draft, Limits, Siblings
-from decode.drafters.cascade import VerticalCascade
-from decode.drafters.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
 from decode.rules.speculative import SpeculativeSampling

@@ -9,8 +9,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from decode.drafters.retokenised import RetokenisedDrafter
-from decode.drafters.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
+from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
 from decode.target.identity import fingerprint
 from decode.target.loading import Target
 from tests.lossless import LONGER, Case

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 
 from decode.drafters import Drafter
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
 from decode.loop import Decoder
 from decode.settings import DecodeSettings
 from decode.target.loading import Target

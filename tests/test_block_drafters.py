@@ -17,9 +17,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import open_drafter
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
@@ -28,13 +28,13 @@ from decode.target.loading import Target
 from decode.trees import SHAPES
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
-from heads import block_layer
-from heads.block_layer import BlockMask, draw_anchors, part_mask
 from heads.dflash_heads import even_taps
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadBatch, HeadOptions
-from heads.llama_layer import Rotary
+from heads.layers import block_layer
+from heads.layers.block_layer import BlockMask, draw_anchors, part_mask
+from heads.layers.llama_layer import Rotary
 from tests.stages import (
     LOOP,
     drafter_weights,

@@ -11,13 +11,13 @@ import torch
 
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.cascade import HorizontalCascade, VerticalCascade
-from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import open_drafter
-from decode.drafters.max_gram import MaxGramDrafter, longest_match
-from decode.drafters.measured import MeasuredComposite
-from decode.drafters.ngram import NgramDrafter, NgramIndex, StoreDrafter
-from decode.drafters.routed import RoutedDrafter, TokenProfiles
+from decode.drafters.lookup.max_gram import MaxGramDrafter, longest_match
+from decode.drafters.lookup.ngram import NgramDrafter, NgramIndex, StoreDrafter
+from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
+from decode.drafters.several.combined import CompositeDrafter
+from decode.drafters.several.measured import MeasuredComposite
+from decode.drafters.several.routed import RoutedDrafter, TokenProfiles
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder

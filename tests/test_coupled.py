@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode.drafters import Drafter
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder, Decoding
 from decode.mixed_sampling import combined

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.cascade import HorizontalCascade, VerticalCascade
-from decode.drafters.combined import CompositeDrafter, SeveralDrafters
-from decode.drafters.ngram import NgramDrafter, StoreDrafter
+from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
+from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
+from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder, Decoding
 from decode.sampling import Sampling
-from decode.target.lean_forward import LeanForward
-from decode.target.prepare_model import prepare
+from decode.target.forward.lean_forward import LeanForward
+from decode.target.forward.prepare_model import prepare
 from decode.trees import SHAPES, Shape
 from heads import HEADS
 from heads.heads_module import HeadOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from decode.drafters import DRAFTERS
-from decode.drafters.combinations import COMBINATIONS
+from decode.drafters.several.combinations import COMBINATIONS
 from decode.policies import POLICIES
 from decode.rules import RULES
 from decode.trees import SHAPES

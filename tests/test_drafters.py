@@ -11,8 +11,8 @@ import torch
 
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.combined import CompositeDrafter, SeveralDrafters
-from decode.drafters.ngram import NgramDrafter, NgramStore, StoreDrafter
+from decode.drafters.lookup.ngram import NgramDrafter, NgramStore, StoreDrafter
+from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder

@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import open_drafter
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
@@ -32,7 +32,7 @@ from heads.eagle_heads import auxiliary_layers
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadBatch, HeadOptions, trained_positions
-from heads.llama_layer import Rotary, layer_config
+from heads.layers.llama_layer import Rotary, layer_config
 from heads.place_weights import place_weights
 from tests.stages import (
     LOOP,

@@ -15,7 +15,7 @@ from websockets.sync.client import connect
 
 from benchmarks import edge as benchmark
 from benchmarks.parts.relay import Fate, Relay
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling

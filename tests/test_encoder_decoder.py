@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import open_drafter
-from decode.drafters.ngram import NgramDrafter, StoreDrafter
+from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding

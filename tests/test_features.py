@@ -10,8 +10,8 @@ import torch
 
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter, NoDrafter
-from decode.drafters.combined import CompositeDrafter, SeveralDrafters
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import CounterRNG, Sampling

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import open_drafter, save_drafter
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.calibrate_tree import measure_acceptance, probe
@@ -436,7 +436,7 @@ def test_one_target_call_judges_a_draft_and_yields_the_next() -> None:
     model.forward = counted
     drafter = drafter_of(learnt("blockwise"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
+        patch.setattr("decode.target.forward.prepare_model.can_pack", lambda model: False)
         run = Decoder(model, drafter, gamma=3).decode([PROMPTS[0]], NEW)
     # m tokens in blocks of k̂: the prefill and a pass a block (1811.03115, section 4: m/k + 1).
     assert len(calls) == 1 + run.counts.steps < NEW

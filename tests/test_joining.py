@@ -13,14 +13,14 @@ import torch
 
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.cascade import HorizontalCascade, VerticalCascade
-from decode.drafters.combined import CompositeDrafter, SeveralDrafters
-from decode.drafters.lookahead import LookaheadDrafter
-from decode.drafters.measured import MeasuredComposite
-from decode.drafters.ngram import NgramDrafter, StoreDrafter
-from decode.drafters.routed import RoutedDrafter
+from decode.drafters.lookup.lookahead import LookaheadDrafter
+from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
+from decode.drafters.lookup.suffix import SuffixDrafter
+from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
+from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.several.measured import MeasuredComposite
+from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.skip import SkipDrafter
-from decode.drafters.suffix import SuffixDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.policies import POLICIES

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from decode.target.cached_model import CachedLM
+from decode.target.forward.lean_forward import LeanForward
 from decode.target.hidden_states import FINAL
-from decode.target.lean_forward import LeanForward
 from tests.test_trees import MORE, Deaf
 from tests.tiny import FAMILIES, VOCAB, tiny_model
 
@@ -33,7 +33,7 @@ def test_one_column_is_what_all_columns_have_there(
     model = tiny_model(family, **fields)
     model.set_attn_implementation(attention)
     if not packed:
-        monkeypatch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
+        monkeypatch.setattr("decode.target.forward.prepare_model.can_pack", lambda model: False)
     lm = CachedLM(model, captured_layers=(0, FINAL))
     forward = lm.forward_pass
     if isinstance(forward, LeanForward):
@@ -65,7 +65,7 @@ def test_one_column_is_what_all_columns_have_there(
 
 
 def test_without_an_output_layer_a_column_is_taken_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
+    monkeypatch.setattr("decode.target.forward.prepare_model.can_pack", lambda model: False)
     model = tiny_model("llama")
     deaf: Any = Deaf(model)
     each = COLUMNS[:, None]

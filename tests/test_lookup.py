@@ -15,13 +15,13 @@ import torch
 from decode.artifact import CorruptArtifact
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import NoDrafter
-from decode.drafters.combined import CompositeDrafter
-from decode.drafters.datastore import Datastore, sorted_suffixes, write_datastore
 from decode.drafters.directory import open_drafter
-from decode.drafters.lookahead import LookaheadDrafter
-from decode.drafters.ngram import NgramDrafter
-from decode.drafters.rest import RestDrafter, RestOptions
-from decode.drafters.suffix import Node, Place, SuffixDrafter, SuffixTrie
+from decode.drafters.lookup.datastore import Datastore, sorted_suffixes, write_datastore
+from decode.drafters.lookup.lookahead import LookaheadDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.lookup.rest import RestDrafter, RestOptions
+from decode.drafters.lookup.suffix import Node, Place, SuffixDrafter, SuffixTrie
+from decode.drafters.several.combined import CompositeDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.evaluation import evaluate
@@ -375,7 +375,7 @@ def test_a_datastore_that_does_not_fit_is_refused(
         make_stage("datastore", "store", answers, text="answers")
     with pytest.raises(UserError, match="expected 1 ≤ min_n ≤ max_n ≤ 16"):
         make_stage("datastore", "store", max_n=17)
-    monkeypatch.setattr("decode.drafters.datastore.free_bytes", lambda device: 100)
+    monkeypatch.setattr("decode.drafters.lookup.datastore.free_bytes", lambda device: 100)
     elsewhere, stage = replace(context, directory=tmp_path), make_stage("datastore", "other")
     for begin in (plan_stage, run_stage):
         with pytest.raises(UserError, match=r"sorting the suffixes of .* take less text"):

@@ -13,14 +13,14 @@ import torch
 
 from decode.draft import Draft
 from decode.drafters import Drafter
-from decode.drafters.cascade import HorizontalCascade, VerticalCascade
-from decode.drafters.combined import CompositeDrafter
-from decode.drafters.lookahead import LookaheadDrafter
-from decode.drafters.measured import MeasuredComposite
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.lookahead import LookaheadDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.lookup.suffix import SuffixDrafter
+from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
+from decode.drafters.several.combined import CompositeDrafter
+from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.drafters.suffix import SuffixDrafter
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import CounterRNG, draw

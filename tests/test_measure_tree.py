@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder

@@ -22,8 +22,8 @@ from decode.artifact import CorruptArtifact
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import NoDrafter
 from decode.drafters.draft_vocabulary import reduce_output
-from decode.drafters.ngram import NgramDrafter
-from decode.drafters.routed import RoutedDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder

@@ -9,13 +9,18 @@ import torch
 
 from decode.draft import Contexts, Draft
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import open_drafter
-from decode.drafters.ngram import NgramDrafter
-from decode.drafters.other_tokenizer import OtherTokenizerDrafter
-from decode.drafters.retokenised import RetokenisedDrafter
-from decode.drafters.shared_vocabulary import SharedVocabularyDrafter
-from decode.drafters.token_texts import TokenTexts, share_roles, shared_coverage, shared_tokens
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import CompositeDrafter
+from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter
+from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
+from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.tokenizers.token_texts import (
+    TokenTexts,
+    share_roles,
+    shared_coverage,
+    shared_tokens,
+)
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder, Decoding
 from decode.rules import RULES

@@ -15,16 +15,16 @@ from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.target.cached_model import CachedLM
-from decode.target.lean_forward import LeanForward
-from decode.target.lean_parts import PackedLinear
-from decode.target.prepare_model import (
+from decode.target.forward.lean_forward import LeanForward
+from decode.target.forward.lean_parts import PackedLinear
+from decode.target.forward.prepare_model import (
     can_pack,
     fast_copy,
     lean_forward,
     packed_copy,
     prepare,
 )
-from decode.target.transformers_forward import TransformersForward
+from decode.target.forward.transformers_forward import TransformersForward
 from tests.tiny import FAMILIES, real_target, tiny_model
 
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -117,7 +117,7 @@ def test_free_memory_decides_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two decoders that are compared run on the same kernels, however memory changes meanwhile."""
     model = tiny_model("llama")
     plain = Decoder(model, DRAFTERS["none"]())
-    monkeypatch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
+    monkeypatch.setattr("decode.target.forward.prepare_model.can_pack", lambda model: False)
     assert Decoder(model, DRAFTERS["ngram"]()).lm.forward_pass is plain.lm.forward_pass
 
 

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves
 import heads  # noqa: F401  (registers its kinds)
 from decode.drafters import Drafter, NoDrafter
 from decode.drafters.directory import open_drafter
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
+from decode.target.forward.prepare_model import can_pack
 from decode.target.identity import fingerprint, require_same_weights, sample_weights, weights_sha256
 from decode.target.loading import Target, load_target, resolve_device
-from decode.target.prepare_model import can_pack
 from decode.target.pretrained import input_device
 from decode.target.slots import Slots
 from decode.trees import SHAPES

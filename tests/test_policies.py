@@ -11,8 +11,8 @@ import torch
 
 from decode.draft import Contexts, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.combined import CompositeDrafter
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.skip import SelfDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
@@ -23,7 +23,7 @@ from decode.policies.confidence import AdaptiveConfidence
 from decode.policies.cost_model import CostModel
 from decode.policies.feedback import Heuristic
 from decode.sampling import CounterRNG, Sampling
-from decode.target.sublayers import Sublayers
+from decode.target.forward.sublayers import Sublayers
 from decode.verification import Verification
 from tests import lossless
 from tests.tiny import tiny_model, verification

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from decode.drafters import DRAFTERS
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.sampling import Sampling

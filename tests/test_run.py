@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import train.run_evaluation
 from decode.artifact import CorruptArtifact
-from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import describe_drafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.errors import UserError
 from distill.distillation_loss import Distillation
 from distill.losses import CrossEntropy, Rows, WeightedLoss

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.combined import CompositeDrafter
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder

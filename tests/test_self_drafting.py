@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from decode.drafters import DRAFTERS
-from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import open_drafter
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.skip import SelfDrafter, SkipDrafter
 from decode.drafters.swift import VARY_EVERY, LayerSearch, SwiftDrafter
 from decode.errors import UserError
@@ -21,10 +21,10 @@ from decode.measure.calibrate_layers import Answers, LayerCosts, calibrate_layer
 from decode.measure.costs import Costs
 from decode.sampling import Sampling
 from decode.target.cached_model import CachedLM
-from decode.target.lean_forward import LeanForward
+from decode.target.forward.lean_forward import LeanForward
+from decode.target.forward.prepare_model import prepare
+from decode.target.forward.sublayers import Sublayers
 from decode.target.prefix_cache import PrefixCache
-from decode.target.prepare_model import prepare
-from decode.target.sublayers import Sublayers
 from decode.trees import SHAPES
 from tests.tiny import save_tiny, tiny_model, tiny_target
 from train.cli.main import app

@@ -12,7 +12,7 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 openai = pytest.importorskip("openai")
 
-from decode.drafters.ngram import NgramDrafter  # noqa: E402
+from decode.drafters.lookup.ngram import NgramDrafter  # noqa: E402
 from decode.drafters.small_lm import SmallLMDrafter  # noqa: E402
 from decode.logprobs import TokenLogprob  # noqa: E402
 from decode.settings import DecodeSettings  # noqa: E402

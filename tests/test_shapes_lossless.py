@@ -15,8 +15,8 @@ from torch import Tensor
 
 from decode.draft import Contexts, Draft, Limits, Siblings, first_equal, pack
 from decode.drafters import Drafter
-from decode.drafters.combined import SeveralDrafters
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder

@@ -20,10 +20,10 @@ from decode.loop import Decoder
 from decode.rules import RULES
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.target.cached_model import CachedLM
+from decode.target.forward.lean_forward import STATIC_SLOT_STEP, LeanForward
+from decode.target.forward.lean_parts import PackedLinear
+from decode.target.forward.prepare_model import lean_forward, prepare
 from decode.target.hidden_states import FINAL
-from decode.target.lean_forward import STATIC_SLOT_STEP, LeanForward
-from decode.target.lean_parts import PackedLinear
-from decode.target.prepare_model import lean_forward, prepare
 from decode.verification import Scores
 from tests.test_packed import LEAN
 from tests.tiny import VOCAB, tiny_model
@@ -43,7 +43,7 @@ PARENTS = (-1, -1, 0, 1, 2, 2)
 @pytest.fixture(autouse=True)
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device where products cannot be packed."""
-    monkeypatch.setattr("decode.target.prepare_model.can_pack", lambda model: False)
+    monkeypatch.setattr("decode.target.forward.prepare_model.can_pack", lambda model: False)
     torch._dynamo.reset()
 
 

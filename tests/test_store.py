@@ -11,10 +11,10 @@ import torch
 
 from decode.artifact import CorruptArtifact, write_directory
 from decode.drafters import NoDrafter
-from decode.drafters.combined import CompositeDrafter
 from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter, save_drafter
 from decode.drafters.draft_vocabulary import reduce_output, save_with_vocabulary
-from decode.drafters.ngram import NgramDrafter, StoreDrafter
+from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder

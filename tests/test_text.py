@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
 from decode.drafters import NoDrafter
-from decode.drafters.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.directory import save_drafter
 from decode.drafters.draft_vocabulary import save_with_vocabulary
+from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.text import SpeculativeGenerator, TextPieces

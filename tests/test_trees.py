@@ -9,8 +9,8 @@ import transformers
 from transformers import GenerationConfig
 
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.combined import SeveralDrafters
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder

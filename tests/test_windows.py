@@ -10,7 +10,8 @@ from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.target.cached_model import layer_windows
-from decode.target.lean_forward import LeanForward
+from decode.target.forward import prepare_model
+from decode.target.forward.lean_forward import LeanForward
 from decode.target.loading import load_model_and_tokenizer
 from decode.trees import SHAPES
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -44,7 +45,7 @@ def test_a_text_longer_than_the_window(
     family: str, lean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not lean:
-        monkeypatch.setattr("decode.target.prepare_model.lean_forward", lambda model, packed: None)
+        monkeypatch.setattr(prepare_model, "lean_forward", lambda model, packed: None)
     model = tiny_model(family, **MODELS[family])
     assert any(layer_windows(model))
     expected = [reference(model, prompt) for prompt in PROMPTS]

@@ -19,14 +19,14 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import open_drafter
-from decode.drafters.ngram import NgramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
+from decode.target.forward.prepare_model import can_pack, packed_copy
 from decode.target.generation_config import nothing_filled_in
 from decode.target.loading import Target
-from decode.target.prepare_model import can_pack, packed_copy
 
 MAX_N = 3  # the longest n-gram that every prompt lookup tries
 

@@ -26,9 +26,9 @@ from decode.measure.check_lossless import random_llama
 from decode.measure.time_costs import measure_costs
 from decode.measure.time_passes import pass_seconds
 from decode.target.cached_model import CachedLM
+from decode.target.forward.prepare_model import prepare
 from decode.target.identity import fingerprint
 from decode.target.loading import Target
-from decode.target.prepare_model import prepare
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining

@@ -161,14 +161,11 @@ class NoDrafter(Drafter):
         return Draft.none(len(contexts.lengths), "cpu")
 
 
-from decode.drafters import (  # noqa: E402  (each registers itself)
+from decode.drafters import pard, skip, small_lm, swift  # noqa: E402, F401  (each registers itself)
+from decode.drafters.lookup import (  # noqa: E402
     lookahead,  # noqa: F401
     max_gram,  # noqa: F401
     ngram,  # noqa: F401
-    pard,  # noqa: F401
     rest,  # noqa: F401
-    skip,  # noqa: F401
-    small_lm,  # noqa: F401
     suffix,  # noqa: F401
-    swift,  # noqa: F401
 )

@@ -14,13 +14,13 @@ import torch
 
 from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.combinations import COMBINATIONS, Combination
-from decode.drafters.combined import CompositeDrafter, SeveralDrafters
-from decode.drafters.other_tokenizer import OtherTokenizerDrafter
 from decode.drafters.pard import small_lm_drafter
-from decode.drafters.retokenised import RetokenisedDrafter
-from decode.drafters.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.several.combinations import COMBINATIONS, Combination
+from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter
+from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
+from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
 from decode.errors import UserError, nearest
 from decode.parts import require_no_encoder
 from decode.target.identity import describe_target, require_same_target, require_same_vocabulary
@@ -93,11 +93,11 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
       layer may be padded to another size than the target's. With `pard_token` in its config it
       drafts all tokens in one pass;
     - such a model with another tokenizer, with `:vocabulary=shared` or `:vocabulary=text` after its
-      name (`decode.drafters.shared_vocabulary`, `decode.drafters.retokenised`);
+      name (`decode.drafters.tokenizers`);
     - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are called in that order;
     - several joined by `++`: their drafts become one tree;
     - a combination with options, such as `horizontal:first=runs/x/drafter,later=ngram,depth=2`
-      (`decode.drafters.combinations`). All that follows its name is its options.
+      (`decode.drafters.several.combinations`). All that follows its name is its options.
 
     dtype: the dtype of the drafter's weights; default the target's. Raises UserError if the
     drafter's vocabulary is not the target's, its directory is damaged, or an option is unknown.

@@ -9,7 +9,7 @@ from decode.draft import Contexts, Siblings
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.sampling import Sampling
-from decode.target.prepare_model import refresh_packed
+from decode.target.forward.prepare_model import refresh_packed
 from decode.trees import Chain, Growth, Shape
 
 

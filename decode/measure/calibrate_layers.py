@@ -25,8 +25,8 @@ from decode.measure.costs import Costs, busy
 from decode.measure.time_costs import measure_costs
 from decode.sampling import Sampling
 from decode.target.cached_model import CachedLM
+from decode.target.forward.sublayers import Sublayers
 from decode.target.loading import Target
-from decode.target.sublayers import Sublayers
 
 OnProgress = Callable[[int], None]  # called with the number of sets tried so far
 # How many of the sublayers that stay are tried in the place of one that is skipped.
@@ -249,7 +249,7 @@ def calibrate_layers(
 
     depth: of the longest chains. costs: None: they are measured. Raises UserError for no prompts,
     if the target emits nothing, and as `Decoder`, `measure_costs` and
-    `decode.target.sublayers.forward_without` do.
+    `decode.target.forward.sublayers.forward_without` do.
     """
     if not prompts:
         raise UserError("there are no prompts to search layers on")

@@ -8,13 +8,13 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.measure.time_passes import seconds_by_turns
-from decode.target import lean_forward, lean_parts
-from decode.target.loading import DTYPES
-from decode.target.prepare_model import (
+from decode.target.forward import lean_forward, lean_parts
+from decode.target.forward.prepare_model import (
     has_products,
     prepare,
     reason_against_packing,
 )
+from decode.target.loading import DTYPES
 
 GIB = 2**30
 # Bytes that are read to measure the memory: far more than caches hold.

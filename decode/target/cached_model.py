@@ -17,13 +17,13 @@ from decode.draft import Contexts, Draft
 from decode.errors import UserError
 from decode.target.decoder_positions import Positions
 from decode.target.encoder_decoder import DecoderForward, Sources, reason_against_decoding
+from decode.target.forward.lean_forward import LONGEST_CHAIN, AttentionMask
+from decode.target.forward.prepare_model import prepare, refresh_packed
+from decode.target.forward.sublayers import Sublayers, forward_without
 from decode.target.hidden_states import captured_modules, layer_list_name
-from decode.target.lean_forward import LONGEST_CHAIN, AttentionMask
 from decode.target.memory import require_memory
-from decode.target.prepare_model import prepare, refresh_packed
 from decode.target.pretrained import decoder_config, input_device
 from decode.target.slots import Slots
-from decode.target.sublayers import Sublayers, forward_without
 from decode.target.tree_support import reason_against_trees
 
 # How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
@@ -119,7 +119,7 @@ class CachedLM:
     A model with an encoder (t5, bart, marian; tested with trees) decodes the texts of its decoder,
     each from its row's source (`sources`; None for a model without an encoder).
 
-    It runs the model in its prepared form (`decode.target.prepare_model.prepare`).
+    It runs the model in its prepared form (`decode.target.forward.prepare_model.prepare`).
     captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
     Each forward stores them in `features`, [B, n, H].
     pass_tokens: see `read`.
@@ -189,7 +189,7 @@ class CachedLM:
 
     def view(self, skipped: Sublayers) -> "LayerView":
         """The model without some sublayers, over the same slots. Raises UserError as
-        `decode.target.sublayers.forward_without` does."""
+        `decode.target.forward.sublayers.forward_without` does."""
         return LayerView(self, skipped)
 
     def reset(self, rows: int, capacity: int) -> None:

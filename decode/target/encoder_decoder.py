@@ -22,11 +22,11 @@ from transformers.modeling_outputs import BaseModelOutput
 from decode.device import to_device
 from decode.errors import UserError
 from decode.target.decoder_positions import Positions, at_positions
-from decode.target.lean_forward import AttentionMask
+from decode.target.forward.lean_forward import AttentionMask
+from decode.target.forward.transformers_forward import TransformersForward
 from decode.target.memory import require_memory
 from decode.target.pretrained import decoder_start, input_device
 from decode.target.slots import SlotLayer, Slots
-from decode.target.transformers_forward import TransformersForward
 
 if TYPE_CHECKING:
     from decode.target.cached_model import CachedLM

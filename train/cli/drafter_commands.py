@@ -243,7 +243,7 @@ def coverage(
     from dataclasses import asdict
 
     from decode.artifact import write_file
-    from decode.drafters.token_texts import shared_coverage
+    from decode.drafters.tokenizers.token_texts import shared_coverage
     from decode.target.loading import load_target, load_tokenizer
     from distill.choose_vocabulary import coverage as vocabulary_coverage
     from train.console import Reporter

@@ -17,7 +17,7 @@ from decode.errors import UserError
 from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM, LayerView
-from decode.target.sublayers import Sublayers
+from decode.target.forward.sublayers import Sublayers
 from decode.verification import Decision, Scores
 from train.edge.link import Link, LinkLost
 from train.edge.protocol import FRAME_IDS, Message, hash_ids

@@ -28,7 +28,7 @@ from decode.target.loading import (
 from heads.heads_directory import build_heads, make_ready, read_heads
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions, Heads
-from heads.target_layers import output_layer
+from heads.layers.target_layers import output_layer
 
 # Untrained drafters have nothing to export. Engines have their own options for prompt lookup.
 BUILT_IN = (

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from decode.drafters.routed import RoutedDrafter
+from decode.drafters.several.routed import RoutedDrafter
 from decode.errors import UserError
 from decode.verification import Verification
 from train.online.learning import Online

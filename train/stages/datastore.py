@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from decode.drafters.datastore import require_memory_to_sort
 from decode.drafters.directory import describe_drafter, save_drafter
-from decode.drafters.rest import RestOptions, write_rest
+from decode.drafters.lookup.datastore import require_memory_to_sort
+from decode.drafters.lookup.rest import RestOptions, write_rest
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import TextConfig, TextStage, size

@@ -18,7 +18,7 @@ from decode.target.loading import Target
 from heads.heads_directory import stored_options
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions
-from heads.llama_layer import LayerSettings, layer_config
+from heads.layers.llama_layer import LayerSettings, layer_config
 from train.export.checkpoint import Checkpoint, stored_tensors
 from train.export.file_schema import (
     DTYPE_NAMES,

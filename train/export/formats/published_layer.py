@@ -22,8 +22,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from decode.errors import UserError
 from decode.target.loading import Target
 from heads.eagle_heads import auxiliary_layers
-from heads.llama_layer import LayerSettings, layer_config
-from heads.target_layers import output_layer
+from heads.layers.llama_layer import LayerSettings, layer_config
+from heads.layers.target_layers import output_layer
 from train.export.file_schema import is_count, is_positive
 
 Convention = Literal["inputs", "outputs"]

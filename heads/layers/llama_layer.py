@@ -1,7 +1,7 @@
 """A llama decoder layer, as engines serve it, whatever layers the target has.
 
 It has the target's sizes, unless `LayerSettings` says otherwise. The caller chooses the attention.
-In the decode loop it covers the text so far (`decode.target.lean_forward.SlotAttention`). In
+In the decode loop it covers the text so far (`SlotAttention` of the lean forward). In
 training it covers a text and the drafter's steps from each of its tokens (`UnrolledAttention`).
 
 Shapes: B rows, n tokens, T tokens of a text, H hidden size, N heads, G key heads, D head size,
@@ -23,9 +23,9 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from decode.errors import UserError
-from decode.target.lean_forward import Attend, LayerParts, LeanLayer, rotation_of
-from decode.target.lean_parts import LeanNorm, Packed
-from decode.target.prepare_model import refresh_packed
+from decode.target.forward.lean_forward import Attend, LayerParts, LeanLayer, rotation_of
+from decode.target.forward.lean_parts import LeanNorm, Packed
+from decode.target.forward.prepare_model import refresh_packed
 
 
 def feed_forward_size(config: Any) -> int:

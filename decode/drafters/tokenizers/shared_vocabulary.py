@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.drafters.other_tokenizer import OtherTokenizerDrafter, RowText
-from decode.drafters.token_texts import TokenTexts, shared_tokens
+from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter, RowText
+from decode.drafters.tokenizers.token_texts import TokenTexts, shared_tokens
 from decode.errors import UserError
 from decode.trees import Shape
 

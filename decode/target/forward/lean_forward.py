@@ -1,12 +1,12 @@
 """The forward of a standard decoder, straight on the slots: few and large operations.
 
 It runs models whose layers are of the kind of llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3,
-phi3, smollm3 or olmo2, and the layers of drafters. `decode.target.prepare_model` reads the parts of
-a model and decides whether they compute the same as transformers' forward.
+phi3, smollm3 or olmo2, and the layers of drafters. `prepare_model` reads the parts of a model and
+decides whether they compute the same as transformers' forward.
 
-Its products and norms are in `decode.target.lean_parts`. `AttentionMask.attend` is the attention.
-It copies no keys and values: the query heads that share a key head are rows of one query. On a CPU,
-a token of a chain also gets the same bits for any number of tokens fed with it.
+Its products and norms are in `lean_parts`. `AttentionMask.attend` is the attention. It copies no
+keys and values: the query heads that share a key head are rows of one query. On a CPU, a token of a
+chain also gets the same bits for any number of tokens fed with it.
 
 Shapes: B rows, n tokens fed per row, N query heads, K key heads, G = N / K, S slots, D head size,
 H hidden size.
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from decode.target.forward.lean_parts import ACTIVATIONS, LeanNorm, Product, product
 from decode.target.hidden_states import FINAL
-from decode.target.lean_parts import ACTIVATIONS, LeanNorm, Product, product
 from decode.target.slots import SlotLayer, round_up_slots
 
 # On a CPU, keys are padded to a multiple of this many slots. The kernel sums the slots one vector

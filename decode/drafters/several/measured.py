@@ -10,7 +10,7 @@ import torch
 
 from decode.draft import Contexts
 from decode.drafters import Drafter
-from decode.drafters.combined import CompositeDrafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.errors import UserError
 from decode.verification import Verification
 

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.target.lean_parts import PackedLinear
+from decode.target.forward.lean_parts import PackedLinear
 
 OutputKind = Literal["own", "shared", "target"]
 
@@ -77,7 +77,7 @@ class HeadOutput(nn.Module):
             self._layer_in_use = None
 
     def pack(self) -> None:
-        """Pack the borrowed layer (`decode.target.lean_parts`).
+        """Pack the borrowed layer (`decode.target.forward.lean_parts`).
 
         The module's own layers are packed elsewhere, like all other layers.
         """

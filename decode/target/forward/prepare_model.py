@@ -24,16 +24,16 @@ from transformers.pytorch_utils import Conv1D
 from decode.errors import UserError
 from decode.target.decoder_positions import read_positions
 from decode.target.encoder_decoder import DecoderForward
-from decode.target.lean_forward import (
+from decode.target.forward.lean_forward import (
     AttentionMask,
     LayerParts,
     LeanForward,
     LeanLayer,
     rotation_of,
 )
-from decode.target.lean_parts import ACTIVATIONS, LeanNorm, Packed, PackedLinear
+from decode.target.forward.lean_parts import ACTIVATIONS, LeanNorm, Packed, PackedLinear
+from decode.target.forward.transformers_forward import ATTENTION, TransformersForward
 from decode.target.pretrained import has_encoder, is_hooked
-from decode.target.transformers_forward import ATTENTION, TransformersForward
 
 logger = logging.getLogger(__name__)
 

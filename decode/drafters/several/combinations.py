@@ -1,6 +1,6 @@
 """Drafters made of other drafters, by name and options: `vertical:model=DIRECTORY,inner=ngram`.
 
-`A+B` and `A++B` (`decode.drafters.combined`) have no options and are read by `open_drafter`.
+`A+B` and `A++B` (`combined`) have no options and are read by `open_drafter`.
 """
 
 from abc import ABC, abstractmethod
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode.drafters import Drafter
-from decode.drafters.cascade import HorizontalCascade, VerticalCascade
-from decode.drafters.measured import MeasuredComposite
-from decode.drafters.routed import RoutedDrafter, TokenProfiles
+from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
+from decode.drafters.several.measured import MeasuredComposite
+from decode.drafters.several.routed import RoutedDrafter, TokenProfiles
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.registry import Registry
@@ -36,7 +36,7 @@ COMBINATIONS: Registry[type[Combination]] = Registry("combination of drafters")
 @COMBINATIONS.register("vertical")
 @dataclass(frozen=True, kw_only=True)
 class Vertical(Combination):
-    """See `decode.drafters.cascade.VerticalCascade`."""
+    """See `decode.drafters.several.cascade.VerticalCascade`."""
 
     model: str
     inner: str = "ngram"
@@ -58,7 +58,7 @@ class Vertical(Combination):
 @COMBINATIONS.register("horizontal")
 @dataclass(frozen=True, kw_only=True)
 class Horizontal(Combination):
-    """See `decode.drafters.cascade.HorizontalCascade`."""
+    """See `decode.drafters.several.cascade.HorizontalCascade`."""
 
     first: str
     later: str = "ngram"
@@ -71,7 +71,7 @@ class Horizontal(Combination):
 @COMBINATIONS.register("measured")
 @dataclass(frozen=True, kw_only=True)
 class Measured(Combination):
-    """See `decode.drafters.measured.MeasuredComposite`."""
+    """See `decode.drafters.several.measured.MeasuredComposite`."""
 
     drafters: list[str]
     costs: list[float]
@@ -86,8 +86,8 @@ class Measured(Combination):
 @COMBINATIONS.register("routed")
 @dataclass(frozen=True, kw_only=True)
 class Routed(Combination):
-    """See `decode.drafters.routed.RoutedDrafter`. examples: for each drafter, a UTF-8 text file of
-    its domain, for `TokenProfiles`."""
+    """See `RoutedDrafter`. examples: for each drafter, a UTF-8 text file of its domain, for
+    `TokenProfiles`."""
 
     drafters: list[str]
     examples: list[str]

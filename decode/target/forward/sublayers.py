@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from decode.artifact import write_file
 from decode.errors import UserError
+from decode.target.forward.lean_forward import LeanForward
+from decode.target.forward.transformers_forward import TransformersForward
 from decode.target.hidden_states import layer_list_name
-from decode.target.lean_forward import LeanForward
 from decode.target.pretrained import is_hooked
-from decode.target.transformers_forward import TransformersForward
 
 FORMAT = 1
 EXPECTED = "expected layer numbers and ranges, such as 3-8/12, or a list of numbers"

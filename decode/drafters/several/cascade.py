@@ -13,7 +13,7 @@ from torch import Tensor
 from decode.device import to_device
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
-from decode.drafters.combined import Group, common_device, joined_q
+from decode.drafters.several.combined import Group, common_device, joined_q
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.rules import RULES, Rule, used_rule

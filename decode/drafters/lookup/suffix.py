@@ -15,7 +15,7 @@ import torch
 
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.lookup_tree import LookupTree, as_draft, grow_likeliest
+from decode.drafters.lookup.lookup_tree import LookupTree, as_draft, grow_likeliest
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.verification import Verification

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.drafters.token_texts import TokenTexts, share_roles
+from decode.drafters.tokenizers.token_texts import TokenTexts, share_roles
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.loading import Target, load_model_and_tokenizer

@@ -12,7 +12,7 @@ import torch
 from decode.device import to_device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.lookup_tree import LookupTree, as_draft
+from decode.drafters.lookup.lookup_tree import LookupTree, as_draft
 from decode.sampling import CounterRNG, Sampling
 from decode.trees import require_whole
 from decode.verification import Verification

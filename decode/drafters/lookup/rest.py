@@ -9,8 +9,8 @@ import numpy as np
 
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.datastore import SORTED_TOKENS, Datastore, write_datastore
-from decode.drafters.lookup_tree import LookupTree, as_draft, grow_likeliest
+from decode.drafters.lookup.datastore import SORTED_TOKENS, Datastore, write_datastore
+from decode.drafters.lookup.lookup_tree import LookupTree, as_draft, grow_likeliest
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.loading import Target

@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from decode.target.forward.lean_forward import SLOT_STEP, AttentionMask, columns_of
 from decode.target.hidden_states import Recorder
-from decode.target.lean_forward import SLOT_STEP, AttentionMask, columns_of
 from decode.target.slots import SlotLayer
 
 ATTENTION = "draftsmith"

@@ -4,7 +4,7 @@ import numpy as np
 
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
-from decode.drafters.ngram import StoreDrafter
+from decode.drafters.lookup.ngram import StoreDrafter
 from decode.sampling import CounterRNG, Sampling
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.draft import Contexts, Draft, Limits, Siblings
-from decode.drafters.other_tokenizer import OtherTokenizerDrafter, RowText
-from decode.drafters.token_texts import CONTEXT_BYTES, TokenTexts
+from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter, RowText
+from decode.drafters.tokenizers.token_texts import CONTEXT_BYTES, TokenTexts
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.trees import Shape

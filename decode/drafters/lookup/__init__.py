@@ -1,0 +1,1 @@
+"""Drafters that look tokens up: in the text, in earlier texts, in a corpus."""

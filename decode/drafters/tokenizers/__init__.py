@@ -1,0 +1,1 @@
+"""Small language models whose tokenizer is not the target's."""
