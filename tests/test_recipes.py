@@ -6,7 +6,7 @@ import pytest
 import yaml
 from accelerate import Accelerator
 
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, tiny_tokenizer
 from train.config import load_config
 from train.console import Reporter
 from train.run import Run
@@ -21,9 +21,16 @@ def test_there_are_recipes():
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's affair
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_planned(recipe: str, tmp_path: Path):
+def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = CONFIGS / "recipes" / recipe
     save_tiny(tmp_path / "target", layers=7)  # the fewest for EAGLE-3
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template += "{# enable_thinking #}"
+    tokenizer.save_pretrained(tmp_path / "target")
+    # Recipes start vLLM, which is not installed everywhere.
+    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "engines"))
+    (tmp_path / "engines/vllm/bin").mkdir(parents=True)
+    (tmp_path / "engines/vllm/bin/python").touch()
     save_tiny(tmp_path / "small", layers=1)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "the dog", "response": "a fox"}\n' * 3)
     overrides = [

@@ -51,6 +51,9 @@ class TargetConfig(Strict):
     """A branch, tag or commit of a hub id. None: the main branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. If false, no such code runs."""
+    chat_template_args: dict[str, Any] = {}
+    """Arguments of the chat template for every prompt of the run, such as Qwen3's
+    `{enable_thinking: false}`."""
 
 
 class DataConfig(Strict):

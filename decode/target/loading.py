@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target import gguf_file
+from decode.target.chat_template import set_template_args
 from decode.target.identity import Fingerprint, fingerprint, token_count
 from decode.target.pretrained import (
     LoadOptions,
@@ -170,8 +172,11 @@ def load_target(
     attn_implementation: str = "auto",
     device_map: str | dict[str, Any] | None = None,
     encoder: bool = False,
+    chat_template_args: Mapping[str, Any] | None = None,
 ) -> Target:
-    """Loads a target. Arguments and errors are those of `load_model_and_tokenizer`."""
+    """Loads a target. chat_template_args: defaults for its chat template, see `set_template_args`,
+    whose errors it raises. The other arguments and errors are those of
+    `load_model_and_tokenizer`."""
     loaded = load_model_and_tokenizer(
         spec,
         dtype=dtype,
@@ -182,6 +187,7 @@ def load_target(
         device_map=device_map,
         encoder=encoder,
     )
+    set_template_args(loaded.tokenizer, chat_template_args or {})
     identity = loaded.fingerprint
     return Target(
         loaded.model, loaded.tokenizer, spec, loaded.revision, identity, identity.eos_token_ids

@@ -1,6 +1,7 @@
 """Code that all commands share: groups of options, errors and tables, quiet libraries."""
 
 import inspect
+import json
 import logging
 import os
 import warnings
@@ -48,12 +49,35 @@ class Loading:
     target: TargetOption
     dtype: DtypeOption = "auto"
     device: DeviceOption = "auto"
+    chat_template_args: Annotated[
+        str,
+        typer.Option(
+            help='JSON arguments of the chat template, such as {"enable_thinking": false}'
+        ),
+    ] = "{}"
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """`chat_template_args` by name. Raises UserError if they are no JSON object."""
+        try:
+            return dict(json.loads(self.chat_template_args))
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"--chat-template-args is {self.chat_template_args!r}; expected a JSON object "
+                f"({error})"
+            ) from error
 
     def load(self, *, encoder: bool = False) -> "Target":
         """Load the target. encoder: it may have an encoder."""
         from decode.target.loading import load_target
 
-        return load_target(self.target, dtype=self.dtype, device=self.device, encoder=encoder)
+        return load_target(
+            self.target,
+            dtype=self.dtype,
+            device=self.device,
+            encoder=encoder,
+            chat_template_args=self.template_args,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

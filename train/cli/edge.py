@@ -77,10 +77,12 @@ class Verifying:
 
 def remote_target(link: "Link", loading: Loading) -> "Target":
     """The verifier's target, with the tokenizer of --target."""
+    from decode.target.chat_template import set_template_args
     from decode.target.loading import load_tokenizer
     from train.edge.client import RemoteTarget
 
     tokenizer, fingerprint = load_tokenizer(loading.target)
+    set_template_args(tokenizer, loading.template_args)
     return RemoteTarget(link, tokenizer, fingerprint, dtype=loading.dtype, device=loading.device)
 
 

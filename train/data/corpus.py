@@ -1,20 +1,22 @@
 """The texts of a run as tokens: the examples of its data, and the answers of generate stages."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.artifact import verify_directory
+from decode.artifact import verify_directory, write_directory
 from decode.errors import UserError
 from train.data.chat import Sample, prompt_tokens, to_sample
 from train.data.read import Example
 from train.data.self_prompts import read_prompts
 
 PART = "part-"
+ANSWERS = "answers.jsonl"  # in a part
 SELF_PROMPTS = "prompts"  # the directory of prompts that the target wrote
 
 
@@ -94,15 +96,48 @@ def stages_of(text: str | list[str]) -> list[str]:
     return [] if text == "data" else [text] if isinstance(text, str) else text
 
 
+def write_answers(
+    directory: Path,
+    answers: Iterable[Mapping[str, Any]],
+    meta: dict[str, Any] | None = None,
+    add_files: Callable[[Path], None] = lambda path: None,
+) -> None:
+    """Write a part, completely or not at all: a line per answer, {"id", "sample", "tokens"} and
+    what else is known of it. meta: of the part; see `unusable_answers`. add_files: writes other
+    files into the directory that it gets."""
+
+    def fill(path: Path) -> None:
+        lines = (json.dumps(answer) + "\n" for answer in answers)
+        (path / ANSWERS).write_text("".join(lines))
+        add_files(path)
+
+    write_directory(directory, fill, meta=meta)
+
+
 def read_answers(directory: Path) -> list[dict[str, Any]]:
     """All answers of a generate stage: {"id", "sample", "tokens"}, in order.
 
     Raises UserError (CorruptArtifact) with the name of a damaged part.
     """
-    parts = sorted(directory.glob(f"{PART}*"), key=lambda path: int(path.name.removeprefix(PART)))
     answers = []
-    for part in parts:
+    for part in answer_parts(directory):
         verify_directory(part)
-        lines = (part / "answers.jsonl").read_text().splitlines()
-        answers += [json.loads(line) for line in lines]
+        answers += [json.loads(line) for line in (part / ANSWERS).read_text().splitlines()]
     return answers
+
+
+def unusable_answers(directory: Path) -> tuple[Counter[str], int]:
+    """Of a generate stage with a server: how many answers were left out for which reason, and how
+    many others have the ids of their text, because the server returned none."""
+    left_out: Counter[str] = Counter()
+    retokenized = 0
+    for part in answer_parts(directory):
+        meta = verify_directory(part, deep=False)
+        left_out.update(meta.get("left_out", {}))
+        retokenized += meta.get("retokenized", 0)
+    return left_out, retokenized
+
+
+def answer_parts(directory: Path) -> list[Path]:
+    """The parts of a generate stage, in order."""
+    return sorted(directory.glob(f"{PART}*"), key=lambda path: int(path.name.removeprefix(PART)))

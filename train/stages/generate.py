@@ -1,16 +1,15 @@
 """`generate`: the target answers prompts, because drafters learn best from the target's text."""
 
 import itertools
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 
-from decode.artifact import verify_directory, write_directory
+from decode.artifact import verify_directory
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -22,8 +21,17 @@ from decode.target.generation_config import (
     stated_config,
 )
 from decode.target.loading import Target
+from train.answers.launch import require_server
+from train.answers.protocols import AskSettings
+from train.answers.server_config import ServerConfig
 from train.console import Bar
-from train.data.corpus import PART, SELF_PROMPTS, read_answers
+from train.data.corpus import (
+    PART,
+    SELF_PROMPTS,
+    read_answers,
+    unusable_answers,
+    write_answers,
+)
 from train.data.read import Example, spread
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.schema import SamplingConfig, StageConfig
@@ -68,6 +76,8 @@ class GenerateConfig(StageConfig):
     """The number of answers per saved part. A killed stage loses at most one part."""
     seed: int = 0
     """The seed of the draws."""
+    server: ServerConfig | None = None
+    """A server that answers in place of our own loop. None: our own loop."""
 
     @model_validator(mode="after")
     def _fits(self) -> "GenerateConfig":
@@ -77,6 +87,8 @@ class GenerateConfig(StageConfig):
             )
         if self.num_beams > 1 and self.sampling.temperature > 0:
             raise ValueError("beam search (num_beams > 1) needs sampling.temperature 0")
+        if self.num_beams > 1 and self.server:
+            raise ValueError("a server draws answers, it does not search beams; leave one out")
         if self.self_prompts and (self.prompts or self.split != "train"):
             raise ValueError(
                 "self_prompts takes the place of a split's prompts; leave split and prompts out"
@@ -104,6 +116,9 @@ class GenerateStage(Stage[GenerateConfig]):
             count, what = config.self_prompts * config.samples, " to the target's own prompts"
         else:
             count, what = len(self._jobs()), ""
+        if config.server:
+            require_server(config.server, self.target, self.accelerator.num_processes)
+            what += " by a server"
         return StagePlan(
             f"{count} answers{what} of at most {self.config.max_new_tokens} tokens",
             tokens=count * self.config.max_new_tokens,
@@ -115,10 +130,14 @@ class GenerateStage(Stage[GenerateConfig]):
         self._write_prompts()
         generated = self._generate(self._jobs())
         answers = read_answers(self.directory)
+        if not answers:
+            raise UserError(
+                f"stage {self.config.name} has no usable answer; see server.max_unusable"
+            )
         tokens = sum(len(answer["tokens"]) for answer in answers)
         seconds = time.perf_counter() - begin
         ends = set(self.target.eos_token_ids)
-        summary = {
+        summary: dict[str, Any] = {
             "prompts": len({answer["id"] for answer in answers}),
             "answers": len(answers),
             "tokens": tokens,
@@ -129,6 +148,11 @@ class GenerateStage(Stage[GenerateConfig]):
             f"  {len(answers)} answers, {tokens} tokens, {summary['cut_at_limit']} cut at "
             f"{self.config.max_new_tokens} tokens"
         )
+        if self.config.server:
+            left_out, retokenized = unusable_answers(self.directory)
+            why = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+            summary |= {"left_out": why or "0", "retokenized": retokenized}
+            self.reporter.say(f"  left out: {why or 'none'}; {retokenized} retokenised")
         return Outcome(summary=summary)
 
     def _jobs(self) -> list[Job]:
@@ -173,17 +197,50 @@ class GenerateStage(Stage[GenerateConfig]):
         rank generated."""
         size = self.config.part_prompts
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        # Each rank writes complete parts without communication, so no rank waits.
+        numbers = [n for n in range(-(-len(jobs) // size)) if n % world == rank]
+        missing = [n for n in numbers if not _is_complete(self.directory / f"{PART}{n}")]
         generated = 0
         with self.reporter.bar("generating", len(jobs)) as bar:
-            for number, first in enumerate(range(0, len(jobs), size)):
-                directory = self.directory / f"{PART}{number}"
-                # Each rank writes complete parts without communication, so no rank waits.
-                if number % world == rank and not _is_complete(directory):
+            if self.config.server:
+                generated = self._ask_server(jobs, missing, bar)
+            else:
+                for number in missing:
+                    first = number * size
                     part = jobs[first : first + size]
+                    directory = self.directory / f"{PART}{number}"
                     generated += self._write_part(directory, part, first, bar)
-                bar.update(min(first + size, len(jobs)))
+            bar.update(len(jobs))
         self.accelerator.wait_for_everyone()
         return generated
+
+    def _ask_server(self, jobs: list[Job], missing: list[int], bar: Bar) -> int:
+        """Write the parts with these numbers from a server's answers."""
+        from train.answers.answer_parts import Part, write_server_parts  # needs the extra serve
+
+        config, size = self.config, self.config.part_prompts
+        assert config.server is not None
+        parts = [
+            Part(self.directory / f"{PART}{n}", jobs[n * size : (n + 1) * size], n * size)
+            for n in missing
+        ]
+        done = len(jobs) - sum(len(part.jobs) for part in parts)
+        return write_server_parts(
+            parts,
+            self.corpus,
+            self.target,
+            config.server,
+            AskSettings(
+                config.sampling.build(),
+                config.max_new_tokens,
+                config.seed,
+                self.target.eos_token_ids,
+                config.server.logprobs or 0,
+            ),
+            directory=self.directory,
+            processes=self.accelerator.num_processes,
+            on_progress=lambda answered, note: bar.update(done + answered, note),
+        )
 
     def _write_part(self, directory: Path, part: list[Job], first: int, bar: Bar) -> int:
         """first: the number of the part's first job. Returns the number of tokens."""
@@ -195,15 +252,13 @@ class GenerateStage(Stage[GenerateConfig]):
         outputs = self._answer([prompts[i] for i in order], row_ids, first, bar)
         for index, answer in zip(order, outputs, strict=True):
             answers[index] = answer
-        lines = [
-            json.dumps({"id": example.id, "sample": sample, "tokens": answer})
-            for (example, sample), answer in zip(part, answers, strict=True)
-        ]
-
-        def fill(path: Path) -> None:
-            (path / "answers.jsonl").write_text("\n".join(lines) + "\n")
-
-        write_directory(directory, fill)
+        write_answers(
+            directory,
+            (
+                {"id": example.id, "sample": sample, "tokens": answer}
+                for (example, sample), answer in zip(part, answers, strict=True)
+            ),
+        )
         return sum(len(answer) for answer in answers)
 
     def _answer(

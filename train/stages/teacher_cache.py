@@ -1,7 +1,7 @@
 """`teacher_cache`: the target's top-k log-probabilities of a text, for any number of trainings."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -17,8 +17,9 @@ from distill.teacher.top_k_cache import (
     write_part,
     write_vocabulary,
 )
+from train.answers.answer_top_k import AnswerTopK
 from train.data.chat import Sample
-from train.schema import StageConfig
+from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import CacheStage, TextConfig, size
 
@@ -29,6 +30,9 @@ class TeacherCacheConfig(TextConfig):
     kind: Literal["teacher_cache"] = "teacher_cache"
     k: int = Field(64, ge=1)
     """The number of tokens kept of each distribution."""
+    source: Literal["target", "answers"] = "target"
+    """`target`: the target runs over the text. `answers`: the log-probabilities that a server gave
+    with its answers (`server.logprobs` of the generate stage, equal to `k`)."""
     temperature: float = Field(1.0, gt=0)
     """The temperature of the target."""
     draft_vocabulary: int | None = Field(None, ge=1)
@@ -57,6 +61,8 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
                 f"stage {config.name}: k is {config.k}, but draft_vocabulary is only "
                 f"{config.draft_vocabulary}; lower k, or raise draft_vocabulary"
             )
+        if config.source == "answers":
+            _require_stored(config, earlier)
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         k, tokens = self.config.k, self.planned_tokens(plans)
@@ -87,9 +93,17 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
         )
         ids = None if vocabulary is None else vocabulary.to(target.device)
         teacher = LiveTeacher(split_model(target.model), vocabulary=ids, tokens=target.token_count)
+        stored = (
+            AnswerTopK.of_stages({name: self.earlier[name] for name in config.text_stages})
+            if config.source == "answers"
+            else None
+        )
 
         def write(number: int, part: Sequence[Sample], hashes: list[tuple[str, str]]) -> int:
-            signals = self._score(teacher, part)
+            if stored is not None:
+                signals = [stored.read(sample.id, sum(sample.mask[1:])) for sample in part]
+            else:
+                signals = self._score(teacher, part)
             write_part(self.directory, number, hashes, signals, vocab_size, made_with)
             return sum(len(signal.ids) for signal in signals)
 
@@ -144,3 +158,21 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
     @property
     def _vocabulary_size(self) -> int:
         return self.config.draft_vocabulary or self.target.token_count
+
+
+def _require_stored(config: TeacherCacheConfig, earlier: Sequence[StageConfig]) -> None:
+    """Raise UserError unless all stages of the text keep the log-probabilities that are wanted."""
+    if config.temperature != 1 or config.draft_vocabulary is not None or not config.text_stages:
+        raise UserError(
+            f"stage {config.name}: source: answers has the target's distribution at temperature 1 "
+            "over all tokens of a generate stage's text; set temperature 1, leave draft_vocabulary "
+            "out and name such a stage, or set source: target"
+        )
+    for name in config.text_stages:
+        answers: Any = closest_stage(name, earlier, "generate")
+        kept = answers.server and answers.server.logprobs
+        if kept != config.k:
+            raise UserError(
+                f"stage {config.name}: k is {config.k}, but server.logprobs of stage {name} is "
+                f"{kept}; expected the same number"
+            )

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from decode.errors import UserError
+from decode.target.loading import Target
 from train.export.engines import Engine, EngineRun, EngineTask, environment_of
 
 STOP_SECONDS = 10.0
@@ -95,10 +96,12 @@ class Server:
                 f"{self.name} did not answer ({reason}). {log_ending(self._log)}"
             ) from error
 
-    def wait(self, health: str) -> None:
-        """Wait until `health` answers. Raises UserError if the server ends or takes too long."""
+    def wait(self, health: str, seconds: float | None = None) -> None:
+        """Wait until `health` answers. seconds: READY_SECONDS by default. Raises UserError if the
+        server ends or takes too long."""
+        seconds = READY_SECONDS if seconds is None else seconds
         begin = time.monotonic()
-        while time.monotonic() - begin < READY_SECONDS:
+        while time.monotonic() - begin < seconds:
             if self._process.poll() is not None:
                 raise UserError(
                     f"{self.name} ended before it was ready, with exit status "
@@ -113,25 +116,34 @@ class Server:
             except OSError:
                 pass  # Not listening yet, or still loading (503).
             time.sleep(0.2)
-        raise UserError(
-            f"{self.name} was not ready after {READY_SECONDS:.0f} s. {log_ending(self._log)}"
-        )
+        raise UserError(f"{self.name} was not ready after {seconds:.0f} s. {log_ending(self._log)}")
 
 
 @contextmanager
 def serving(
-    name: str, command: Sequence[str], health: str, env: Mapping[str, str] | None = None
+    name: str,
+    command: Sequence[str],
+    health: str,
+    env: Mapping[str, str] | None = None,
+    *,
+    log_file: Path | None = None,
+    ready_seconds: float | None = None,
 ) -> Iterator[Server]:
     """Start `command` with {port} filled in, wait until it is ready, and always stop it at the end.
-    Raises UserError if it cannot be started."""
+    log_file: keeps what it prints, and errors name it. ready_seconds: as for `Server.wait`. Raises
+    UserError if it cannot be started."""
     port = free_port()
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() if log_file is None else open(log_file, "w+b") as log:
         command = [part.replace("{port}", str(port)) for part in command]
         process = start_process(name, command, log, env)
         try:
             server = Server(name, port, process, log)
-            server.wait(health)
+            server.wait(health, ready_seconds)
             yield server
+        except UserError as error:
+            if log_file is None:
+                raise
+            raise UserError(f"{error}\nThe log of {name}: {log_file}") from error
         finally:
             stop_process(process)
 
@@ -191,14 +203,14 @@ def package_version(name: str, package: str) -> str | None:
     return next((info.name.removesuffix(".dist-info").rpartition("-")[2] for info in infos), None)
 
 
-def model_directory(task: EngineTask, directory: Path) -> Path:
+def model_directory(target: Target, spec: str, directory: Path) -> Path:
     """Return the target as a Hugging Face directory: the one it was loaded from, else `directory`,
-    into which the loaded weights are saved."""
-    loaded_from = Path(task.target_spec).expanduser()
+    into which the loaded weights are saved. spec: as `load_target` takes it."""
+    loaded_from = Path(spec).expanduser()
     if loaded_from.is_dir():
         return loaded_from.resolve()
-    task.target.model.save_pretrained(directory)
-    task.target.tokenizer.save_pretrained(directory)
+    target.model.save_pretrained(directory)
+    target.tokenizer.save_pretrained(directory)
     return directory
 
 
@@ -232,7 +244,7 @@ class LibraryEngine(Engine):
         task.say(f"{self.title} {self.work}")
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            target = model_directory(task, directory / "target")
+            target = model_directory(task.target, task.target_spec, directory / "target")
             job = self.job(task, target, directory) | {
                 "prompts": [list(prompt) for prompt in task.prompts],
                 "max_new_tokens": task.max_new_tokens,

@@ -1,0 +1,290 @@
+"""A generate stage whose answers come from a server, and the server's faults."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.responses import Response
+from tokenizers import normalizers
+
+pytest.importorskip("httpx2", reason="the extra serve is not installed")
+
+
+from decode.errors import UserError
+from decode.sampling import Sampling
+from decode.target.loading import Target
+from tests.answer_server import (
+    NEW,
+    SETTINGS,
+    AnswerEngine,
+    answer_with,
+    answers_of,
+    broken_answer,
+    without_reason,
+)
+from tests.stages import make_stage, plan_stage, run_stage, stage_context
+from tests.tiny import EOS_ID, tiny_target
+from tests.training import Killed
+from tests.upstream import served
+from train.answers import ask_servers
+from train.answers.journal import Journal
+from train.answers.protocols import PROTOCOLS, AnswerReader, AskSettings, Reply, Row
+from train.answers.server_config import ServerConfig
+from train.stage import StageInputs
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask_servers, "LONGEST_WAIT", 0.0)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> StageInputs:
+    return stage_context(tmp_path, tiny_target())
+
+
+@pytest.fixture
+def ours(context: StageInputs) -> list[dict[str, Any]]:
+    """The greedy answers of our own loop."""
+    run_stage(context, make_stage("generate", "ours", **SETTINGS))
+    return answers_of(context, "ours")
+
+
+@pytest.mark.parametrize("protocol", ["completions", "llama-server"])
+def test_greedy_answers_are_those_of_our_own_loop(
+    context: StageInputs, ours: Any, protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret")
+    engines = AnswerEngine(), AnswerEngine()
+    with served(engines[0].app()) as one, served(engines[1].app()) as two:
+        outcome = answer_with(context, [one, two], protocol=protocol, key_env="SOME_KEY")
+    answers = answers_of(context)
+    assert without_reason(answers) == ours
+    for answer in answers:
+        assert answer["finish_reason"] == ("stop" if answer["tokens"][-1] == EOS_ID else "length")
+    asked = engines[0].asked() + engines[1].asked()
+    assert len(asked) == 10 + 2
+    probes = 2 * 2
+    assert asked.total() == 10 + probes
+    assert min(len(engine.bodies) for engine in engines) > 2
+    assert engines[0].keys == engines[1].keys == {"Bearer secret"}
+    assert outcome.summary["left_out"] == "0"
+    assert not list(context.directory.glob("answers/open-*"))
+    assert (
+        context.corpus.samples("answers")[3].tokens[-len(ours[3]["tokens"]) :]
+        == (ours[3]["tokens"])
+    )
+
+
+def test_samples_are_drawn_with_seeds_of_their_own_and_with_every_setting(
+    context: StageInputs,
+) -> None:
+    sampling = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+    drawn = {"samples": 2, "sampling": sampling}
+    engine = AnswerEngine()
+    with served(engine.app()) as url:
+        answer_with(context, url, settings=drawn, probe_prompts=0)
+        answer_with(context, url, "again", settings=drawn, probe_prompts=0)
+    answers = answers_of(context)
+    assert answers == answers_of(context, "again")
+    assert len({str(answer["tokens"]) for answer in answers}) > 15
+    assert set(engine.asked().values()) == {2}
+    assert len(engine.asked()) == 20
+    fields = engine.bodies[0]
+    assert sampling.items() <= fields.items()
+    assert (fields["repetition_penalty"], fields["presence_penalty"]) == (1.0, 0.0)
+
+
+def test_faults_that_pass_are_waited_for(context: StageInputs, ours: Any) -> None:
+    engine = AnswerEngine()
+    engine.faults = [Response(status_code=429, headers={"retry-after": "0.3"})]
+    with served(engine.app()) as url:
+        answer_with(context, url, "one", concurrency=1)
+        assert engine.seconds[1] - engine.seconds[0] >= 0.3
+        engine.faults = [Response(status_code=503), broken_answer(), 0.4]
+        answer_with(context, url, "two", concurrency=1, timeout_seconds=0.2, retries=3)
+    assert not engine.faults
+    assert without_reason(answers_of(context, "one")) == ours
+    assert without_reason(answers_of(context, "two")) == ours
+
+
+def test_a_server_that_is_down_or_refuses_is_named(context: StageInputs) -> None:
+    engine = AnswerEngine()
+    with served(engine.app()) as url:
+        pass
+    with pytest.raises(UserError, match=r"did not answer in 3 attempts \(ConnectError"):
+        answer_with(context, url)
+    engine.faults = [Response(b"who are you?", status_code=401)]
+    with (
+        served(engine.app()) as url,
+        pytest.raises(UserError, match=r"status 401: who are you.*key_env"),
+    ):
+        answer_with(context, url)
+
+
+def test_a_kill_loses_no_answer(
+    context: StageInputs, ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, kept = Journal.add, []
+
+    def add(journal: Journal, row: int, answer: Any) -> None:
+        if len(kept) == 6:
+            with open(journal.path, "a") as file:
+                file.write('{"row": 9, "tok')  # cut short
+            raise Killed
+        kept.append(row)
+        original(journal, row, answer)
+
+    with served(AnswerEngine().app()) as url, monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", add)
+        with pytest.raises(Killed):
+            answer_with(context, url, probe_prompts=0)
+    engine = AnswerEngine()
+    with served(engine.app()) as url:
+        outcome = answer_with(context, url, probe_prompts=0)
+    settings = AskSettings(Sampling(), NEW, SETTINGS["seed"], (EOS_ID,))
+    missing = set(range(10)) - set(kept)
+    assert set(engine.asked()) == {settings.row_seed(Row(row, [])) for row in missing}
+    assert set(engine.asked().values()) == {1}
+    assert without_reason(answers_of(context)) == ours
+    # Nothing is asked again for a stage that is whole.
+    assert answer_with(context, url).summary["tokens"] == outcome.summary["tokens"]
+
+
+def test_a_damaged_journal_is_named(context: StageInputs, tmp_path: Path) -> None:
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers" / "open-part-0.jsonl").write_text('{"row": 1, "tokens": 3\n')
+    engine = AnswerEngine()
+    with served(engine.app()) as url, pytest.raises(UserError, match=r"open-part-0.jsonl:1 is dam"):
+        answer_with(context, url)
+
+
+def other_prompt(reply: dict[str, Any], number: int) -> None:
+    reply["choices"][0]["prompt_token_ids"] = [1, *reply["choices"][0]["prompt_token_ids"]]
+
+
+def longer_prompt(reply: dict[str, Any], number: int) -> None:
+    del reply["choices"][0]["prompt_token_ids"]
+    reply["usage"]["prompt_tokens"] += 1
+
+
+def large_id(reply: dict[str, Any], number: int) -> None:
+    reply["choices"][0]["token_ids"][0] = 70000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_prompt, "read another prompt than was sent: .* differ first at position 1"),
+        (longer_prompt, "read a prompt of .* tokens, but .* were sent"),
+        (large_id, "token id 70000, but the target has ids from 0 to 299"),
+        (lambda reply, number: reply.pop("choices"), "what is no answer .KeyError.*protocol"),
+    ],
+)
+def test_replies_that_are_no_answers_are_refused(
+    context: StageInputs, change: Any, message: str
+) -> None:
+    engine = AnswerEngine(change=change)
+    with served(engine.app()) as url, pytest.raises(UserError, match=message):
+        answer_with(context, url, probe_prompts=0)
+
+
+def test_another_model_is_refused_before_it_answers(context: StageInputs) -> None:
+    engine = AnswerEngine(tiny_target(seed=1))
+    with (
+        served(engine.app()) as url,
+        pytest.raises(UserError, match=r"does not run the target tiny-llama: of \d+ tokens"),
+    ):
+        answer_with(context, url)
+    assert len(engine.bodies) == 2
+    assert not list((context.directory / "answers").iterdir())
+
+
+def test_unusable_answers_are_left_out_and_counted(context: StageInputs, ours: Any) -> None:
+    def change(reply: dict[str, Any], number: int) -> None:
+        if number == 2:
+            reply["choices"][0]["finish_reason"] = "abort"
+        if number == 9:
+            reply["choices"][0]["token_ids"] = [EOS_ID, 5]
+
+    settings: dict[str, Any] = {"concurrency": 1, "probe_prompts": 0}
+    engine = AnswerEngine(change=change)
+    with served(engine.app()) as url:
+        with pytest.raises(UserError, match=r"1 of 4 answers for .*part-0.*ended with abort"):
+            answer_with(context, url, **settings)
+        engine.faults = [Response(b"too long", status_code=400)]
+        outcome = answer_with(context, url, max_unusable=0.5, **settings)
+    assert outcome.summary["left_out"] == (
+        "1 ended with abort, 1 refused by the server, 1 goes on after an end-of-text token"
+    )
+    answers = without_reason(answers_of(context))
+    assert len(answers) == 7
+    assert all(answer in ours for answer in answers)
+
+
+def reader(target: Target) -> AnswerReader:
+    settings = AskSettings(Sampling(), NEW, 0, target.eos_token_ids)
+    return AnswerReader.of_target(target, settings)
+
+
+def test_replies_without_ids_are_retokenised_if_that_is_sure() -> None:
+    target = tiny_target()
+    text = "the dog sells a sea shell"
+    ids = target.tokenizer(text).input_ids
+
+    def tokens(text: str, reason: str = "stop", count: int | None = None) -> Any:
+        answer = reader(target).answer(Reply(text, reason, token_count=count), [1, 2], "url")
+        assert bool(answer.left_out) is not bool(answer.tokens)
+        assert answer.retokenized
+        return answer.tokens or None
+
+    assert len(ids) < NEW
+    assert tokens(text) == [*ids, EOS_ID]
+    assert tokens(text, count=len(ids)) == tokens(text, count=len(ids) + 1) == [*ids, EOS_ID]
+    assert tokens(text, "length", len(ids)) == ids
+    assert tokens(text, "length", len(ids) + 1) is None
+    assert tokens(text, count=len(ids) - 1) is None  # other tokens with the same text
+    assert tokens("half a character: \ufffd") is None
+    target.tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert tokens("The dog") is None
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["completions", "llama-server"])
+def test_every_sampling_setting_is_in_a_request(name: str) -> None:
+    """Settings that are not sent get an engine's own defaults."""
+    sampling = Sampling(0.5, top_k=7, top_p=0.75, min_p=0.125, repetition_penalty=1.5)
+    sent = PROTOCOLS[name].body(Row(3, [1, 2]), AskSettings(sampling, NEW, 0, (2,), "tiny"))
+    assert {0.5, 7, 0.75, 0.125, 1.5} <= {v for v in sent.values() if isinstance(v, int | float)}
+    plain = PROTOCOLS[name].body(Row(4, [1, 2]), AskSettings(Sampling(), NEW, 0, (2,), "tiny"))
+    assert plain.keys() == sent.keys()
+    assert plain["seed"] != sent["seed"]
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ({}, "either url or launch"),
+        ({"url": "http://a", "launch": "vllm"}, "either url or launch"),
+        ({"url": "http://a:1/v1"}, "leave /v1 out"),
+        ({"url": "a:1"}, "expected http://HOST:PORT"),
+        ({"url": "http://a", "options": {"x": 1}}, "they need launch"),
+    ],
+)
+def test_settings_that_do_not_fit(server: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServerConfig.model_validate(server)
+
+
+def test_what_is_missing_is_said_in_the_plan(
+    context: StageInputs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "none"))
+    for server, message in (
+        ({"url": "http://127.0.0.1:9", "key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY, which is not set"),
+        ({"launch": "vllm"}, "make engine-vllm"),
+    ):
+        with pytest.raises(UserError, match=message):
+            plan_stage(context, make_stage("generate", "answers", server=server))

@@ -1,0 +1,1 @@
+"""Answers to prompts from an inference server: requests, replies, retries, journal, launch."""

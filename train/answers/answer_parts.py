@@ -1,0 +1,160 @@
+"""Parts of a generate stage from a server's answers."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decode.errors import UserError
+from decode.target.loading import Target
+from train.answers.answer_top_k import save_top_k
+from train.answers.ask_servers import REFUSED, ask_servers
+from train.answers.check_model import check_model
+from train.answers.journal import Journal
+from train.answers.launch import launched
+from train.answers.protocols import Answer, AnswerReader, AskSettings, Row
+from train.answers.server_config import ServerConfig
+from train.data.corpus import Corpus, write_answers
+from train.data.read import Example, spread
+
+
+@dataclass
+class Part:
+    """A part that is missing. jobs: the example and the number of the answer of each row. first:
+    the number of its first row. answers: those so far, by row number."""
+
+    directory: Path
+    jobs: Sequence[tuple[Example, int]]
+    first: int
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    @property
+    def journal(self) -> Journal:
+        return Journal(self.directory)
+
+
+class PartWriter:
+    """Turns missing parts into rows to ask for, and their answers into parts.
+
+    on_progress: called with the number of rows that have an answer and the number of tokens, both
+    of this process. A row that a journal has counts as answered, and its tokens do not count.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        parts: Sequence[Part],
+        max_unusable: float,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._corpus, self._parts, self._max_unusable = corpus, parts, max_unusable
+        self._on_progress = on_progress
+        self._open: dict[int, Part] = {}  # by row number
+        self._answered = self.tokens = 0
+
+    def rows(self) -> Iterator[Row]:
+        """The rows without an answer, in order. A part is opened when its first row is wanted."""
+        for part in self._parts:
+            numbers = range(part.first, part.first + len(part.jobs))
+            part.answers = part.journal.read(numbers)
+            self._answered += len(part.answers)
+            if self._finish(part):
+                continue
+            missing = [number for number in numbers if number not in part.answers]
+            self._open |= dict.fromkeys(missing, part)
+            prompts = self._corpus.prompts(part.jobs[n - part.first][0] for n in missing)
+            for number, prompt in zip(missing, prompts, strict=True):
+                yield Row(number, prompt)
+
+    def add(self, row: Row, answer: Answer) -> None:
+        """Keep an answer; write its part if that is whole. Raises UserError if too many of the
+        part's answers cannot be used."""
+        part = self._open.pop(row.number)
+        part.journal.add(row.number, answer)
+        part.answers[row.number] = answer
+        self._answered += 1
+        self.tokens += len(answer.tokens)
+        self._finish(part)
+        self._on_progress(self._answered, self.tokens)
+
+    def _finish(self, part: Part) -> bool:
+        if len(part.answers) < len(part.jobs):
+            return False
+        answers = [part.answers[part.first + i] for i in range(len(part.jobs))]
+        left_out = Counter(answer.left_out for answer in answers if answer.left_out)
+        if left_out.total() > self._max_unusable * len(answers):
+            said = {answer.finish_reason for answer in answers if answer.left_out == REFUSED}
+            raise UserError(
+                f"{left_out.total()} of {len(answers)} answers for {part.directory} cannot be "
+                f"used: {dict(left_out)}{' '.join(['.', *sorted(said)[:1]])}. Raise "
+                "server.max_unusable to leave them out, or delete its open answers "
+                f"({part.journal.path}) to ask again"
+            )
+        rows = [
+            {
+                "id": example.id,
+                "sample": sample,
+                "tokens": answer.tokens,
+                "finish_reason": answer.finish_reason,
+            }
+            for (example, sample), answer in zip(part.jobs, answers, strict=True)
+            if not answer.left_out
+        ]
+        retokenized = sum(answer.retokenized for answer in answers if not answer.left_out)
+        signals = [answer.top_k for answer in answers if answer.top_k]
+        if len(signals) not in (0, len(rows)):
+            raise UserError(
+                f"{part.journal.path} has answers with and without log-probabilities, because "
+                "server.logprobs was changed; delete it to ask again"
+            )
+        write_answers(
+            part.directory,
+            rows,
+            {"left_out": left_out, "retokenized": retokenized},
+            lambda path: save_top_k(path, signals),
+        )
+        part.journal.remove()
+        part.answers = {}
+        return True
+
+
+def write_server_parts(
+    parts: Sequence[Part],
+    corpus: Corpus,
+    target: Target,
+    config: ServerConfig,
+    settings: AskSettings,
+    *,
+    directory: Path,
+    processes: int,
+    on_progress: Callable[[int, str], None],
+) -> int:
+    """Write the missing parts of this process from answers of servers. Returns the number of tokens
+    that were generated now.
+
+    directory: of the stage. processes: how many share each server's `concurrency`. on_progress:
+    called with the number of answered rows and a note. Raises UserError; then every answer that has
+    come is in a journal.
+    """
+    if not parts:
+        return 0
+    examples = list({example.id: example for part in parts for example, _ in part.jobs}.values())
+    longest = settings.max_new_tokens
+    if config.launch:
+        longest += max(map(len, corpus.prompts(examples)))
+    begin = time.perf_counter()
+
+    def progress(answered: int, tokens: int) -> None:
+        on_progress(answered, f"{tokens / (time.perf_counter() - begin):.0f} tokens/s")
+
+    reader = AnswerReader.of_target(target, settings)
+    writer = PartWriter(corpus, parts, config.max_unusable, progress)
+    with launched(config, target, longest, directory) as urls:
+        if config.probe_prompts:
+            probes = corpus.prompts(spread(examples, config.probe_prompts))
+            check_model(urls, probes, target, config, settings)
+        begin = time.perf_counter()
+        concurrency = max(1, config.concurrency // processes)
+        ask_servers(urls, writer.rows(), config, settings, reader, writer.add, concurrency)
+    return writer.tokens

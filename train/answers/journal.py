@@ -1,0 +1,56 @@
+"""The answers of a part that is not whole yet: a line per answer, written as it comes."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from decode.errors import UserError
+from train.answers.protocols import Answer
+
+PREFIX = "open-"
+
+
+class Journal:
+    """The open answers of part `part`, a directory that does not exist yet. A process that is
+    killed loses no answer: its successor reads the file."""
+
+    def __init__(self, part: Path) -> None:
+        self.path = part.with_name(f"{PREFIX}{part.name}.jsonl")
+
+    def read(self, numbers: Iterable[int]) -> dict[int, Answer]:
+        """The answers so far by row number, of these rows only. Raises UserError for a line that is
+        damaged; a last line that a kill cut short is removed."""
+        if not self.path.exists():
+            return {}
+        text = self.path.read_bytes()
+        complete, _, cut = text.rpartition(b"\n")
+        if cut:
+            self.path.write_bytes(complete + b"\n" if complete else b"")
+        wanted, answers = set(numbers), {}
+        for place, line in enumerate(complete.splitlines(), 1):
+            try:
+                entry = json.loads(line)
+                row = entry.pop("row")
+                if row in wanted:
+                    answers[row] = Answer(**entry)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise UserError(
+                    f"{self.path}:{place} is damaged ({error}); delete this line, and its answer "
+                    "is asked for again"
+                ) from error
+        return answers
+
+    def add(self, row: int, answer: Answer) -> None:
+        """Append an answer. Raises UserError if the file cannot be written."""
+        line = json.dumps({"row": row} | asdict(answer))
+        try:
+            # Opened each time: many parts may be open, and a kill leaves nothing in a buffer.
+            with open(self.path, "a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def remove(self) -> None:
+        """Delete the file: the part is whole."""
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,157 @@
+"""Starts an inference engine that answers prompts for one stage, and stops it at the end."""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from decode.errors import UserError
+from decode.target.loading import EMBEDDED_PREFIX, Target
+from train.answers.server_config import ServerConfig
+from train.export.engines.child_process import (
+    model_directory,
+    package_version,
+    python_of,
+    serving,
+)
+from train.export.engines.llama_server import program
+from train.export.engines.vllm import VLLM
+from train.export.formats.gguf_layout import target_gguf
+from train.training.checkpoint import EXIT_STATUS
+
+# What `accelerate launch` sets for our own processes: vLLM would take its part in them.
+_OF_A_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "GROUP_",
+    "ACCELERATE_",
+    "TORCHELASTIC",
+)
+
+
+def require_server(config: ServerConfig, target: Target, processes: int) -> None:
+    """Raise UserError for everything that is known to be missing before a server is asked. Servers
+    that are up are not asked yet: they may start while earlier stages run."""
+    config.key()
+    if importlib.util.find_spec("httpx2") is None:
+        raise UserError("a server needs httpx2; run pip install 'draftsmith[serve]'")
+    if config.launch and processes > 1:
+        raise UserError(
+            f"server.launch starts one engine, but the run has {processes} processes; start the "
+            "engine yourself and set server.url"
+        )
+    if config.launch == "vllm" and not python_of("vllm").exists():
+        raise UserError(
+            f"server.launch: vllm needs {python_of('vllm')}; make it with make engine-vllm, or "
+            "start a server yourself and set server.url"
+        )
+    if config.launch == "llama-server":
+        if program() is None:
+            raise UserError(
+                "llama-server is not installed; install it with make engine-llama, or start a "
+                "server yourself and set server.url"
+            )
+        if not target.name.startswith(EMBEDDED_PREFIX) and not target.name.endswith(".gguf"):
+            raise UserError(
+                f"llama-server needs a GGUF file, but the target is {target.name}; set "
+                "server.launch: vllm, or name a .gguf file as the target"
+            )
+
+
+@contextmanager
+def launched(
+    config: ServerConfig, target: Target, longest: int, directory: Path
+) -> Iterator[list[str]]:
+    """The address of a started engine in a list; of servers that are up, their addresses.
+
+    longest: prompt and answer in tokens. directory: for the engine's log, and for the target as a
+    model directory if it has none. Raises UserError with the end of the log and its path if the
+    engine does not start. It is stopped at the end, also after errors and SIGTERM.
+    """
+    if config.launch is None:
+        yield config.urls
+        return
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}
+    with TemporaryDirectory(prefix="served-target-", dir=directory) as copy:
+        if config.launch == "vllm":
+            command = _vllm_command(target, longest, Path(copy))
+            command += ["--max-logprobs", str(config.logprobs)] if config.logprobs else []
+            if package_version("vllm", VLLM.package):
+                env = dict(VLLM.env) | env  # vLLM's build for CPUs
+                env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        else:
+            command = _llama_command(target, longest, config.concurrency)
+        command += _as_arguments(config.options)
+        with (
+            _sigterm_raises(),
+            serving(
+                config.launch,
+                command,
+                "/health",
+                env,
+                log_file=directory / f"{config.launch}.log",
+                ready_seconds=config.timeout_seconds,
+            ) as server,
+        ):
+            yield [f"http://127.0.0.1:{server.port}"]
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that what was started is stopped. Signals of other threads than
+    the main one cannot be handled."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STATUS))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _vllm_command(target: Target, longest: int, directory: Path) -> list[str]:
+    """directory: for the target, if it is neither a model directory nor a hub id."""
+    name, revision = target.name, [] if target.revision is None else ["--revision", target.revision]
+    if Path(name).expanduser().exists() or name.startswith(EMBEDDED_PREFIX):
+        name, revision = str(model_directory(target, name, directory)), []
+    return [
+        # Its build for CPUs refuses `vllm serve`, which asks for the version of another package.
+        str(python_of("vllm")), "-I", "-m", "vllm.entrypoints.openai.api_server",
+        "--model", name, *revision,
+        "--host", "127.0.0.1", "--port", "{port}",
+        "--dtype", str(target.dtype).removeprefix("torch."),
+        "--max-model-len", str(min(longest, target.max_positions)),
+        "--generation-config", "vllm",
+    ]  # fmt: skip
+
+
+def _llama_command(target: Target, longest: int, slots: int) -> list[str]:
+    file = target_gguf(target.name)
+    return [
+        str(program()), "-m", str(file), "--host", "127.0.0.1", "--port", "{port}",
+        "-np", str(slots), "-c", str(slots * min(longest + 1, target.max_positions)),
+    ]  # fmt: skip
+
+
+def _as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """{gpu_memory_utilization: 0.6} → --gpu-memory-utilization 0.6. true: the name alone. false:
+    --no-NAME. Mappings and lists: JSON."""
+    arguments = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            arguments += [f"--{flag}", text]
+    return arguments
