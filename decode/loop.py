@@ -321,12 +321,13 @@ class Decoding:
             decoder.policy.start(len(new))
 
     @torch.inference_mode()
-    def step(self, taking: np.ndarray | None = None) -> None:
+    def step(self, taking: np.ndarray | None = None, *, plain: bool = False) -> None:
         """One verification pass: draft, verify, commit the accepted tokens, roll back the rest.
 
         taking: bool [B], the rows that take part. None: all. The others get no token, and their
         caches, random numbers and policies stay as they are. This costs about as much as feeding
-        one token of each. Raises UserError if rows sit out and the drafter reads hidden states.
+        one token of each. plain: nothing is drafted, whatever the policy says. Raises UserError if
+        rows sit out and the drafter reads hidden states.
         """
         decoder, rows, clock = self.decoder, self.rows, self.clock
         contexts = rows.contexts
@@ -342,7 +343,9 @@ class Decoding:
         # its own limit. Otherwise its text would depend on the other rows.
         depths = np.minimum(decoder.policy.depths(), rows.ends - contexts.lengths - 1)
         depths = np.minimum(depths, decoder.lm.credit)
-        if taking is not None:
+        if plain:
+            depths = np.zeros_like(depths)
+        elif taking is not None:
             depths = np.where(taking, depths, 0)
         draft = self._draft(depths)
         clock.mark("draft")

@@ -230,7 +230,14 @@ def test_evaluate_and_generate_use_and_name_the_stored_tree(
     assert answer.stdout == command("generate", base, "none", *few).stdout
     sampled = command("generate", base, path, *few, "--temperature", "0.7")
     assert sampled.exit_code == 0, sampled.stderr
-    shown = CliRunner().invoke(app, ["inspect", str(path)])
+    figures = base / "answer.json"
+    command("generate", base, path, *few, "--json", str(figures))
+    stored = json.loads(figures.read_text())
+    assert stored["text"] == answer.stdout.removesuffix("\n")
+    assert stored["tokens_per_step"] >= 1
+    assert len(stored["outputs"][0]) > 1
+    shown = CliRunner().invoke(app, ["inspect", str(path), "--json", str(figures)])
+    assert json.loads(figures.read_text())["weight_bytes"] > 0
     assert "drafts in a tree of 7 nodes, 3 deep by default" in shown.output
 
 

@@ -33,6 +33,7 @@ from train.run import Run
 from train.stages.generate import GenerateStage
 from train.training.optimizer import OptimizerConfig
 from train.training.trainer import LoopConfig, Trainer, TrainingTask
+from train.watch.run_state import RunState
 
 ROOT = Path(__file__).parent.parent
 WORDS = [
@@ -171,6 +172,12 @@ def test_a_run_leaves_everything_behind(base):
     assert [answer["id"] for answer in answers] == [f"train-{i}" for i in range(12)]
     provenance = json.loads((run / "provenance.json").read_text())
     assert {"argv", "versions", "git_commit", "machine"} <= provenance[0].keys()
+
+    state = RunState(run).read()
+    assert state["finished"]
+    assert {stage["state"] for stage in state["stages"]} == {"done"}
+    assert state["progress"]["done"] == state["progress"]["total"]
+    assert any(line.endswith("stage distill (distill)") for line in state["log"])
 
     drafter = describe_drafter(run / "stages" / "02-distill" / "drafter")
     assert drafter["kind"] == "small_lm"

@@ -60,7 +60,8 @@ from tests.training import (
 )
 from train.cli.main import app
 from train.data.batches import collate, inputs
-from train.training.checkpoint import EXIT_STATUS, Stopped, StopRequest
+from train.exit_status import ExitStatus
+from train.training.checkpoint import Stopped, StopRequest
 from train.training.optimizer import (
     EMA,
     GroupConfig,
@@ -488,7 +489,7 @@ def check_ranks(directory: Path) -> None:
     whole = left_behind(directory / "whole")
     assert len(whole["history"]) == 6
 
-    assert train("stopped", 4, ask_to_stop) == [EXIT_STATUS] * 2
+    assert train("stopped", 4, ask_to_stop) == [ExitStatus.STOPPED] * 2
     assert steps_kept(directory / "stopped") == [2, 3]
     assert train("stopped") == [0, 0]
     assert_equal(left_behind(directory / "stopped"), whole)
@@ -579,7 +580,7 @@ def test_under_accelerate_launch_a_stopped_and_a_killed_rank_cost_nothing(tmp_pa
     assert whole.returncode == 0, whole.stderr[-2000:]
     stopped = train("parts", signal.SIGTERM, 4)
     assert stopped.returncode != 0
-    assert f"exitcode  : {EXIT_STATUS} " in stopped.stderr
+    assert f"exitcode  : {ExitStatus.STOPPED} " in stopped.stderr
     assert steps_kept(tmp_path / "parts") == [2, 3]
     killed = train("parts", signal.SIGKILL, 4)  # in step 5
     assert killed.returncode != 0
@@ -934,7 +935,7 @@ def test_sigterm_ends_the_command_with_143_and_the_same_command_goes_on(base, mo
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_optimizer_step", step)
         stopped = command(base, "name=parts")
-    assert stopped.exit_code == EXIT_STATUS == 143
+    assert stopped.exit_code == ExitStatus.STOPPED == 143
     assert "run the same command again to continue" in stopped.output
     assert not (base / "runs/parts/stages/01-second").exists()
     assert command(base, "name=parts").exit_code == 0

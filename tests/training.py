@@ -29,7 +29,8 @@ from train.console import Reporter
 from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.data.training_text import FixedText
-from train.training.checkpoint import EXIT_STATUS, Stopped
+from train.exit_status import ExitStatus
+from train.training.checkpoint import Stopped
 from train.training.optimizer import GroupConfig, OptimizerConfig
 from train.training.trainer import LoopConfig, Trainer, TrainingProgress, TrainingTask
 
@@ -201,7 +202,7 @@ def ask_to_stop() -> None:
 def forked(action: Callable[[], object], *, rank: int = 0, world: int = 1, port: int = 0) -> int:
     """Start `action` in a fork of this process, which must not have computed anything yet; its id.
 
-    The fork ends with 0, with EXIT_STATUS for Stopped, 2 for UserError (its message goes to
+    The fork ends with 0, with ExitStatus.STOPPED for Stopped, 2 for UserError (its message goes to
     stderr), 1 for anything else.
     """
     pid = os.fork()
@@ -221,7 +222,7 @@ def _leave_after(action: Callable[[], object]) -> NoReturn:
         action()
         code = 0
     except Stopped:
-        code = EXIT_STATUS
+        code = ExitStatus.STOPPED
     except UserError as error:
         os.write(2, f"UserError: {error}\n".encode())
         code = 2

@@ -1,7 +1,12 @@
-"""Output on the console during a run: lines and progress bars, from the main process only."""
+"""Output on the console during a run: lines and progress bars, from the main process only. The
+same in files, for programs that follow the run."""
 
+import json
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -15,6 +20,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from decode.artifact import write_file
+from decode.errors import UserError
+
+LOG_FILE, PROGRESS_FILE = "log.txt", "progress.json"
+JOURNAL_EVERY_SECONDS = 1.0
 LOG_EVERY_SECONDS = 15.0
 LOG_WIDTH = 140
 
@@ -28,10 +38,32 @@ class Reporter:
 
     def __init__(self, *, silent: bool = False) -> None:
         self.console = Console(quiet=silent, highlight=False)
+        self._journal: Path | None = None
+        self._written = -JOURNAL_EVERY_SECONDS
+
+    def follow(self, directory: Path) -> None:
+        """From now on, also append every line to log.txt in this directory, and write progress.json
+        there, at most once in JOURNAL_EVERY_SECONDS."""
+        self._journal = directory
 
     def say(self, text: str) -> None:
         """Print one line without wrapping it at the console's width, so paths stay in one piece."""
         self.console.print(text, markup=False, soft_wrap=True)
+        if self._journal is not None:
+            moment = time.strftime("%Y-%m-%d %H:%M:%S")
+            path = self._journal / LOG_FILE
+            # A run does not end because this cannot be written.
+            with suppress(OSError), path.open("a", encoding="utf-8", errors="replace") as log:
+                log.write(f"{moment} {text}\n")
+
+    def note_progress(self, progress: dict[str, Any], *, last: bool) -> None:
+        """Write progress.json, if a run is followed. last: also shortly after the last time."""
+        now = time.monotonic()
+        if self._journal is None or not (last or now - self._written >= JOURNAL_EVERY_SECONDS):
+            return
+        self._written = now
+        with suppress(UserError):
+            write_file(self._journal / PROGRESS_FILE, json.dumps(progress))
 
     def table(self, table: Table) -> None:
         """Print a table, up to LOG_WIDTH columns wide if there is no terminal to fit it into."""
@@ -64,11 +96,13 @@ class Bar:
         self._what, self._total = what, total
         self._task = progress.add_task(what, total=total, note="")
         self._said = -LOG_EVERY_SECONDS
+        self._first: tuple[float, int] | None = None  # time and units of the first update
 
     def update(self, done: int, note: str = "", what: str | None = None) -> None:
         """Show `done` of the total units. `what` renames the bar; `note` appears after it."""
         self._what = what or self._what
         self._progress.update(self._task, completed=done, note=note, description=self._what)
+        self._note(done, note)
         now = self._progress.get_time()
         if self._log and (now - self._said >= LOG_EVERY_SECONDS or done == self._total):
             self._said = now
@@ -78,3 +112,22 @@ class Bar:
         """Change the total number of units."""
         self._total = total
         self._progress.update(self._task, total=total)
+
+    def _note(self, done: int, note: str) -> None:
+        now = time.time()
+        if self._first is None or done < self._first[1]:
+            self._first = now, done
+        began, before = self._first
+        speed = (done - before) / (now - began) if now > began else 0.0
+        left = (self._total - done) / speed if speed > 0 else None
+        self._reporter.note_progress(
+            {
+                "what": self._what,
+                "done": done,
+                "total": self._total,
+                "note": note,
+                "time": now,
+                "seconds_left": left,
+            },
+            last=done == self._total,
+        )

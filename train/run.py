@@ -4,7 +4,7 @@ runs/NAME/config.json          the resolved config
           provenance.json      versions, git commit, machine, command line of every start
           stages/NN-STAGE/     the stage's results; done.json once it is complete
           evaluations/ROW/     the figures of one drafter
-          logs/                tensorboard
+          logs/                tensorboard; the lines and the progress that the console shows
           report.json, report.html
 """
 
@@ -185,6 +185,7 @@ class Run:
         """Create the run directory, or clean up an existing one."""
         for parent in DIRECTORIES:
             make_directory(self.directory / parent)
+        self.reporter.follow(self.directory / "logs")
         for parent in ("stages", "evaluations"):
             recover(self.directory / parent)
         write_file(self.directory / "data.json", json.dumps(_fingerprints(examples), indent=2))

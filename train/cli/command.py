@@ -15,9 +15,11 @@ import typer
 from rich.console import Console
 
 from decode.errors import UserError
+from train.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from decode.sampling import Sampling
     from decode.target.loading import Target
@@ -203,7 +205,7 @@ def shows_errors(command: Callable[..., None]) -> Callable[..., None]:
         except UserError as error:
             errors = Console(stderr=True, highlight=False, soft_wrap=True)
             errors.print(f"error: {error}", markup=False)
-            raise typer.Exit(2) from None
+            raise typer.Exit(ExitStatus.BAD_INPUT) from None
 
     return run
 
@@ -249,7 +251,7 @@ def tokenized_prompts(
 def table(
     title: str,
     columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Iterable[Sequence["str | Text"]],
     *,
     left: int = 1,
     caption: str | None = None,

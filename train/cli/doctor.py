@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from train.cli.command import DeviceOption, DtypeOption, quieten, shows_errors, table
+from train.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +53,7 @@ def doctor(
     if json_file:
         write_file(json_file, json.dumps(result, indent=2))
     if not examination.sound:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitStatus.FAILED)
 
 
 def tables(examination: "Examination", runs: Path) -> list["Table"]:

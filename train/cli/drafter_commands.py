@@ -131,6 +131,9 @@ def generate(
         bool, typer.Option("--trace", help="print each step's draft with p, q and the verdict")
     ] = False,
     verifying: Verifying,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write text, counts, times and steps here")
+    ] = None,
 ) -> None:
     """Answer one prompt, streaming the text as it becomes certain. With --verifier, draft here and
     verify on a server."""
@@ -141,10 +144,11 @@ def generate(
     import torch
 
     import heads  # noqa: F401  (registers its drafters)
+    from decode.artifact import write_file
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
     from decode.text import TextPieces
-    from decode.text_stream import StopStrings
+    from decode.text_stream import StopStrings, decode
     from decode.trace import format_trace
     from train.data.chat import prompt_tokens
     from train.data.read import Example
@@ -194,14 +198,23 @@ def generate(
         f"{rule}]",
         err=True,
     )
+    if json_file:
+        answer = {"text": decode(target.tokenizer, decoded.outputs[0]), **decoded.to_dict()}
+        write_file(json_file, json.dumps(answer, indent=2))
     if client is not None:
         verifying.report(client, lambda line: typer.echo(line, err=True))
         client.close()
 
 
 @shows_errors
-def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]) -> None:
+def inspect(
+    drafter: Annotated[Path, typer.Argument(help="a drafter directory")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write the description here")
+    ] = None,
+) -> None:
     """Check a drafter directory against its manifest and describe it."""
+    from decode.artifact import write_file
     from decode.drafters.directory import describe_drafter
     from decode.trees.static import stored_shape
 
@@ -218,8 +231,12 @@ def inspect(drafter: Annotated[Path, typer.Argument(help="a drafter directory")]
     typer.echo(f"{drafter}: complete, {size / 1e6:.1f} MB of {what} ({sizes})")
     shape, nodes = stored_shape(drafter), config.get("tree_nodes")
     plain = f"tree of at most {nodes} nodes" if nodes else "chain"
-    typer.echo(f"drafts in a {shape.describe() if shape else plain} by default")
+    drafts = shape.describe() if shape else plain
+    typer.echo(f"drafts in a {drafts} by default")
     typer.echo(json.dumps(description, indent=2))
+    if json_file:
+        figures = {"bytes": size, "drafts": drafts, **description}
+        write_file(json_file, json.dumps(figures, indent=2))
 
 
 @shows_errors

@@ -16,6 +16,7 @@ from train.cli.command import (
     takes_groups,
     tokenized_prompts,
 )
+from train.exit_status import ExitStatus
 from train.export import MIN_DRAFTED, ExportOptions
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def export(
         if json_file:
             write_file(json_file, json.dumps(verification.to_dict(), indent=2))
         if verification.failures:
-            raise typer.Exit(1)
+            raise typer.Exit(ExitStatus.FAILED)
     if options.repository is not None:
         if options.backbone is not None:
             reporter.say(f"pushed: {push_target(options.backbone, target_repository(options))}")

@@ -8,6 +8,7 @@ import typer
 
 from decode.errors import UserError
 from train.cli.command import quieten, shows_errors
+from train.exit_status import ExitStatus
 
 
 @shows_errors
@@ -39,7 +40,7 @@ def learn(
     from train.learn.cycle import Learner, require_ready
     from train.learn.learn_state import only_learner
     from train.learn.swap import EngineProcesses, RecorderSwitch
-    from train.training.checkpoint import EXIT_STATUS, Stopped
+    from train.training.checkpoint import Stopped
 
     quieten()
     require_ready(settings)
@@ -57,7 +58,7 @@ def learn(
                 learner.follow()
             elif learner.once() is None:
                 reporter.say("no cycle is due")
-                raise typer.Exit(3)
+                raise typer.Exit(ExitStatus.NOT_DUE)
         except Stopped as stopped:
             reporter.say(f"{stopped}; run the same command again to continue")
-            raise typer.Exit(EXIT_STATUS) from None
+            raise typer.Exit(ExitStatus.STOPPED) from None

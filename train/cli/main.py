@@ -1,8 +1,10 @@
-"""The command line: `draftsmith train | evaluate | generate | export | serve` and more."""
+"""The command line: `draftsmith train | evaluate | chat | export | serve` and more."""
 
 import typer
 
 from train.cli.calibrate import calibrate, calibrate_layers, calibrate_tree
+from train.cli.chat import chat
+from train.cli.compare import compare
 from train.cli.doctor import doctor
 from train.cli.drafter_commands import coverage, evaluate, generate, inspect
 from train.cli.export import export
@@ -12,6 +14,7 @@ from train.cli.record import forget, record
 from train.cli.serve import serve
 from train.cli.train import train
 from train.cli.verify_server import verify_server
+from train.cli.watch import watch
 
 app = typer.Typer(
     help="Trains drafters for speculative decoding and measures what they are worth.",
@@ -20,8 +23,11 @@ app = typer.Typer(
 )
 for command in (
     train,
+    watch,
+    compare,
     evaluate,
     generate,
+    chat,
     calibrate,
     calibrate_tree,
     calibrate_layers,

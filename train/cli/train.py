@@ -8,6 +8,7 @@ import typer
 
 from train.cli.command import cores, quieten, shows_errors, table
 from train.config_file import read_config
+from train.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -40,7 +41,7 @@ def train(
     from train.config import build_config
     from train.console import Reporter
     from train.run import Run
-    from train.training.checkpoint import EXIT_STATUS, Stopped
+    from train.training.checkpoint import Stopped
 
     settings = build_config(source)
     quieten()
@@ -56,7 +57,7 @@ def train(
             print_report(run, report)
     except Stopped as stopped:
         reporter.say(f"{stopped}; run the same command again to continue")
-        raise typer.Exit(EXIT_STATUS) from None
+        raise typer.Exit(ExitStatus.STOPPED) from None
     finally:
         accelerator.end_training()
 

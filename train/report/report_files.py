@@ -3,13 +3,13 @@
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from decode.artifact import write_file
@@ -101,8 +101,8 @@ def _read(path: Path) -> Any:
         ) from error
 
 
-def render_page(report: dict[str, Any], samples: dict[str, list[Any]]) -> str:
-    """Return report.html, which loads nothing from elsewhere. samples: texts by row label."""
+def template(name: str) -> Template:
+    """Return a template of this folder. Its pages load nothing from elsewhere."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -111,8 +111,13 @@ def render_page(report: dict[str, Any], samples: dict[str, list[Any]]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["number"] = format_number
+    return environment.get_template(name)
+
+
+def render_page(report: dict[str, Any], samples: dict[str, list[Any]]) -> str:
+    """Return report.html, which loads nothing from elsewhere. samples: texts by row label."""
     best = headline(report)
-    return environment.get_template("page.html.j2").render(
+    return template("page.html.j2").render(
         report=report,
         best=best,
         columns=list(COLUMNS),
@@ -213,6 +218,18 @@ def drafter_plots(report: dict[str, Any]) -> dict[str, str]:
             if row["drafter"] == "ngram" and row["evaluation"].get(key) is not None
         ]
         return max(lookups, key=lambda pair: pair[1]) if lookups else None
+
+    return evaluation_plots(names, evaluations, colours, reference)
+
+
+def evaluation_plots(
+    names: list[str],
+    evaluations: list[dict[str, Any]],
+    colours: list[str],
+    reference: Callable[[str], tuple[str, float] | None] = lambda _: None,
+) -> dict[str, str]:
+    """Return the plots of some evaluations as SVG text, by name. reference: the named value of a
+    figure that is drawn through all rows."""
 
     def figures(key: str) -> list[Any]:
         return [evaluation.get(key) for evaluation in evaluations]

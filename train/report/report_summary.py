@@ -82,7 +82,7 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
         "verdict": _verdict(evaluation),
         "before": before,
         "compared": compared,
-        "ranking": _ranking(compared),
+        "ranking": ranking(compared),
         "warnings": warnings,
     }
 
@@ -138,8 +138,10 @@ def _compared_entry(what: str, label: str, row: Row) -> dict[str, Any]:
     return {"what": what, "label": without_gamma(label), "evaluation": row["evaluation"]}
 
 
-def _ranking(compared: list[dict[str, Any]]) -> str:
-    """Return a sentence that names the fastest row. Overlapping intervals count as equal."""
+def ranking(compared: list[dict[str, Any]]) -> str:
+    """Return a sentence that names the fastest row. Overlapping intervals count as equal.
+
+    compared: rows with their label and evaluation."""
     if len(compared) < 2:
         return ""
     speedups = [(e["label"], s) for e in compared if (s := e["evaluation"].get("speedup"))]

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from train.serve.answers import event
 from train.serve.engine import Engine
+from train.serve.static_files import file_routes
 
 _STATIC = Path(__file__).parent / "static"
 _FILES = {
@@ -21,14 +22,6 @@ _FILES = {
 }
 # No secrets are in these files, and without them nobody could enter a key.
 OPEN_PATHS = frozenset(_FILES)
-# Nothing from elsewhere, nothing inline, in no frame.
-_POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-_HEADERS = {
-    "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
 _LIVE_SECONDS = 0.5
 
 
@@ -40,7 +33,7 @@ def page_routes(engine: Engine) -> list[Route]:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(_figures(engine), media_type="text/event-stream", headers=headers)
 
-    routes = [_file_route(path, *file) for path, file in _FILES.items()]
+    routes = file_routes(_STATIC, _FILES)
     return [*routes, Route("/live", live, methods=["GET"])]
 
 
@@ -48,12 +41,3 @@ async def _figures(engine: Engine) -> AsyncIterator[bytes]:
     while engine.alive:
         yield event({"seconds": round(time.monotonic(), 3), **engine.live()})
         await asyncio.sleep(_LIVE_SECONDS)
-
-
-def _file_route(path: str, name: str, kind: str) -> Route:
-    content = (_STATIC / name).read_bytes()
-
-    async def send(request: Request) -> Response:
-        return Response(content, media_type=kind, headers=_HEADERS)
-
-    return Route(path, send, methods=["GET"])

@@ -152,10 +152,6 @@ class Checkpoints:
         return [int(name) for name in names if name.isdigit()]
 
 
-# The exit status that a shell reports for a process ended by SIGTERM.
-EXIT_STATUS = 128 + signal.SIGTERM
-
-
 class Stopped(Exception):
     """Training stopped after a checkpoint because a signal asked for it."""
 

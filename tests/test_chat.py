@@ -1,0 +1,327 @@
+"""The conversation of `draftsmith chat` on a tiny target: its text, colours, commands, Ctrl-C."""
+
+import copy
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.directory import open_drafter, save_drafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.sampling import Sampling
+from decode.settings import DecodeSettings
+from decode.target.loading import Target
+from decode.text import prompt_ids
+from decode.text_stream import decode
+from decode.verification import Verification
+from tests.tiny import save_tiny, tiny_target
+from train.chat.conversation import OFTEN, Conversation, _Pieces
+from train.chat.terminal import Terminal, figures_line, write_svg
+from train.cli.chat import default_drafter
+from train.cli.main import app
+
+GREEN = "\x1b[32m"
+TOKENS = 40
+QUESTION = "The dog ran."
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(max_positions=512)
+
+
+def near_target(target: Target) -> Drafter:
+    """A drafter that is often right: the target with noise in its weights."""
+    model = copy.deepcopy(target.model)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for weights in model.parameters():
+            weights.add_(0.03 * torch.randn_like(weights))
+    return SmallLMDrafter.of_target(model, target)
+
+
+def talk(target: Target, *, tokens: int = TOKENS) -> Conversation:
+    settings = DecodeSettings(gamma=3)
+    return Conversation(target, near_target(target), settings, max_new_tokens=tokens)
+
+
+def plain_answer(target: Target, messages: list[dict[str, str]]) -> list[int]:
+    decoder = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
+    return decoder.decode([prompt_ids(messages, target.tokenizer)], TOKENS).outputs[0]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def terminal_of(conversation: Conversation, *lines: str, coloured: bool = True) -> Terminal:
+    script = iter(lines)
+
+    def console(terminal: bool) -> Console:
+        system: Any = "standard" if coloured else None
+        file = io.StringIO()
+        return Console(file=file, force_terminal=terminal, color_system=system, highlight=False)
+
+    answers = console(coloured)
+    return Terminal(
+        conversation,
+        answers,
+        answers if coloured else console(False),
+        lambda _: next(script, None),
+        lambda spec: open_drafter(spec, conversation.target),
+    )
+
+
+def printed(console: Console) -> str:
+    file: Any = console.file
+    return str(file.getvalue())
+
+
+def test_answers_are_those_of_plain_decoding_over_several_turns(target: Target) -> None:
+    conversation = talk(target)
+    messages: list[dict[str, str]] = []
+    for text in (QUESTION, "And the cat?", "é 漢字"):
+        messages.append(user(text))
+        pieces: list[str] = []
+        answer = conversation.ask(text, lambda piece, _, to=pieces: to.append(piece))
+        assert answer.tokens == plain_answer(target, messages)
+        assert "".join(pieces) == answer.text == decode(target.tokenizer, answer.tokens)
+        assert answer.counts.accepted.sum() > 0
+        messages.append({"role": "assistant", "content": answer.text})
+    assert conversation.messages == messages
+    assert conversation._prefixes.reused > 0
+    conversation.reset()
+    assert conversation.ask(QUESTION, lambda *_: None).tokens == plain_answer(target, messages[:1])
+
+
+def test_plain_steps_are_timed_and_are_not_among_the_figures(target: Target) -> None:
+    conversation = talk(target)
+    depths: list[int] = []
+    first = conversation.ask(QUESTION, lambda *_: None)
+    assert first.plain_seconds is not None or "too few" in figures_line(first)
+    assert conversation._decoder is not None
+    conversation._decoder.observers.append(lambda v: depths.append(int(v.depths[0])))
+    answer = conversation.ask("And the cat?", lambda *_: None)
+    forced = len(depths) - answer.counts.steps
+    assert len(depths) // OFTEN <= forced < len(depths) // 2
+    assert depths.count(0) - forced in (0, 1)  # the last step may have no room for a draft
+    assert answer.plain_seconds is not None
+    assert answer.speedup is not None
+    assert "× plain decoding" in figures_line(answer)
+    conversation.plain = True
+    depths.clear()
+    answer = conversation.ask(QUESTION, lambda *_: None)
+    assert not any(depths)
+    assert answer.tokens_per_second is None
+    assert answer.counts.steps == 0
+
+
+def test_colours_mark_exactly_the_accepted_draft_tokens(target: Target, tmp_path: Path) -> None:
+    conversation = talk(target)
+    terminal = terminal_of(conversation, QUESTION)
+    drafted = [False]  # by token; the first one comes from reading the prompt
+    observe = conversation._observe
+
+    def record(verification: Verification) -> None:
+        observe(verification)
+        kept, emitted = int(verification.accepted[0]), int(verification.emitted[0])
+        drafted.extend(place < kept for place in range(emitted))
+
+    conversation._observe = record  # type: ignore[method-assign]
+    terminal.run()
+    tokens = plain_answer(target, [user(QUESTION)])
+    assert len(drafted) == len(tokens)
+    assert 5 < sum(drafted) < len(drafted) - 5
+    expected: list[tuple[str, bool]] = []
+    pieces = _Pieces(target.tokenizer, lambda piece, kept: expected.append((piece, kept)))
+    for token, kept in zip(tokens, drafted, strict=True):
+        pieces.add([token], int(kept))
+    pieces.end()
+    answer = terminal.transcript[1]
+    green = [answer.plain[span.start : span.end] for span in answer.spans if span.style == "green"]
+    assert list(map(len, green)) == [len(piece) for piece, kept in expected if kept]
+    shown = printed(terminal.console)
+    assert shown.count(GREEN) >= len(green)  # a line break inside a piece repeats the colour
+    assert not set("\r\x07\x08\x7f") & set(shown)
+    assert "tokens per step" in shown
+    write_svg(tmp_path / "chat.svg", terminal.transcript, "a <title>")
+    picture = (tmp_path / "chat.svg").read_text()
+    assert "url(" not in picture.replace("url(#", "")
+    assert "&gt;&#160;The&#160;dog" in picture
+
+
+def test_a_character_waits_for_its_last_token_and_has_its_colour(target: Target) -> None:
+    text = "a é漢 😀b"
+    tokens = target.tokenizer(text).input_ids
+    assert len(tokens) > len(text)
+    pieces: list[tuple[str, bool]] = []
+    written = _Pieces(target.tokenizer, lambda piece, kept: pieces.append((piece, kept)))
+    last = next(n for n in range(len(tokens)) if "é" in decode(target.tokenizer, tokens[: n + 1]))
+    for place, token in enumerate(tokens):
+        written.add([token], int(place == last))
+    written.end()
+    assert "".join(piece for piece, _ in pieces) == written.text == text
+    assert [piece for piece, kept in pieces if kept] == ["é"]
+
+
+def test_commands(target: Target, tmp_path: Path) -> None:
+    conversation = talk(target)
+    missing = str(tmp_path)
+    terminal = terminal_of(
+        conversation,
+        "/trace",
+        QUESTION,
+        "/trace",
+        "/plain",
+        "/drafter ngram",
+        f"/drafter {missing}",
+        "/drafter",
+        "/help",
+        "/reset",
+        "/nothing",
+        "",
+        "/quit",
+        "never asked",
+    )
+    terminal.run()
+    shown = printed(terminal.console)
+    assert "nothing was drafted yet" in shown
+    assert "row 0 target adds" in shown
+    assert any(verdict in shown for verdict in ("accepted", "rejected"))
+    assert "plain decoding is on" in shown
+    assert "the drafter is ngram" in shown
+    assert "neither a drafter directory nor a model directory" in shown.replace("\n", " ")
+    assert "name a drafter" in shown
+    assert "/reset" in shown
+    assert "no command /nothing" in shown
+    assert conversation.messages == []
+    assert conversation.plain
+    assert len(terminal.transcript) == 4  # one turn
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_the_conversation(target: Target) -> None:
+    conversation = talk(target)
+    terminal = terminal_of(conversation, QUESTION)
+    written = 0
+    write = terminal._write
+
+    def interrupt(piece: str, style: str) -> None:
+        nonlocal written
+        written += 1
+        write(piece, style)
+        if written == 6:
+            signal.raise_signal(signal.SIGINT)
+
+    terminal._write = interrupt  # type: ignore[method-assign]
+    terminal.run()
+    partial = conversation.messages[1]["content"]
+    assert "[stopped, " in printed(terminal.console)
+    tokens = plain_answer(target, [user(QUESTION)])
+    complete = decode(target.tokenizer, tokens)
+    assert 0 < len(partial) < len(complete)
+    assert complete.startswith(partial.rstrip("�"))
+    messages = [*conversation.messages, user("more")]
+    assert conversation.ask("more", lambda *_: None).tokens == plain_answer(target, messages)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_full_context_forgets_the_oldest_turns(target: Target) -> None:
+    small = tiny_target(max_positions=128)
+    conversation = Conversation(
+        small, open_drafter("ngram", small), DecodeSettings(), max_new_tokens=24, system="s"
+    )
+    forgotten = 0
+    for number in range(4):
+        answer = conversation.ask(f"{number} {QUESTION}", lambda *_: None)
+        forgotten += answer.forgotten
+    assert forgotten > 0
+    assert conversation.messages[0] == {"role": "system", "content": "s"}
+    assert len(conversation.messages) == 1 + 2 * (4 - forgotten)
+    before = list(conversation.messages)
+    terminal = terminal_of(conversation, "漢" * 200)
+    terminal.run()
+    assert "error: " in printed(terminal.console)
+    assert conversation.messages == before
+
+
+def test_a_target_without_a_chat_template_is_refused_at_the_start() -> None:
+    bare = tiny_target()
+    bare.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        Conversation(bare, open_drafter("ngram", bare), DecodeSettings())
+
+
+def test_sampled_turns_draw_other_numbers_and_repeat_with_the_seed(target: Target) -> None:
+    def texts(seed: int) -> list[list[int]]:
+        settings = DecodeSettings(gamma=3, sampling=Sampling(temperature=1.0))
+        conversation = Conversation(
+            target, near_target(target), settings, max_new_tokens=12, seed=seed
+        )
+        outputs = []
+        for _ in range(2):
+            outputs.append(conversation.ask(QUESTION, lambda *_: None).tokens)
+            conversation.reset()
+        return outputs
+
+    first = texts(0)
+    assert first == texts(0)
+    assert first[0] != first[1]
+    assert first != texts(1)
+
+
+def test_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line per turn; the answers alone are on standard output."""
+    path = save_tiny(tmp_path / "target", max_positions=512)
+    monkeypatch.chdir(tmp_path)
+    command = ["chat", "--target", str(path), "--max-new-tokens", str(TOKENS), "--device", "cpu"]
+    lines = f"{QUESTION}\n\nAnd the cat?\n/quit\nnever asked\n"
+    result = CliRunner().invoke(
+        app, [*command, "--svg", "chat.svg", "--json", "chat.json"], input=lines
+    )
+    assert result.exit_code == 0, result.output
+    loaded = tiny_target(max_positions=512)
+    messages = [user(QUESTION)]
+    texts = [decode(loaded.tokenizer, plain_answer(loaded, messages))]
+    messages += [{"role": "assistant", "content": texts[0]}, user("And the cat?")]
+    texts.append(decode(loaded.tokenizer, plain_answer(loaded, messages)))
+    assert result.stdout_bytes.decode() == "".join(f"{text}\n" for text in texts)
+    assert "the drafter ngram (runs/quickstart has no trained drafter)" in result.stderr
+    assert result.stderr.count("tokens per step") == 2
+    assert "\x1b" not in result.stderr
+    assert (tmp_path / "chat.svg").read_text().startswith("<svg")
+    stored = json.loads((tmp_path / "chat.json").read_text())
+    assert [answer["text"] for answer in stored] == texts
+    assert stored[1]["steps"] > 0
+
+
+def test_the_default_drafter_is_the_newest_that_fits(target: Target, tmp_path: Path) -> None:
+    spec, _, why = default_drafter(target, tmp_path)
+    assert spec == "ngram"
+    assert "no trained drafter" in why
+
+    def write(directory: Path) -> None:
+        target.model.save_pretrained(directory)
+        target.tokenizer.save_pretrained(directory)
+
+    saved = {}
+    for age, name in enumerate(("05-small", "06-newest")):
+        saved[name] = tmp_path / "stages" / name / "drafter"
+        save_drafter(saved[name], "small_lm", write, target=target, provenance={})
+        os.utime(saved[name] / "drafter.json", (100 - age, 100 - age))
+    spec, drafter, _ = default_drafter(target, tmp_path)
+    assert spec == f"ngram+{saved['05-small']}"
+    assert drafter.vocab_size == target.vocab_size
+    (saved["05-small"] / "config.json").unlink()
+    spec, _, why = default_drafter(target, tmp_path)
+    assert spec == "ngram"
+    assert "config.json" in why

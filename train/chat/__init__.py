@@ -1,0 +1,1 @@
+"""`draftsmith chat`: a conversation in the terminal that shows which tokens were drafted."""

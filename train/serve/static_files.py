@@ -1,0 +1,31 @@
+"""The files of a page, with headers that let it load nothing from elsewhere."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+# Nothing from elsewhere, nothing inline, in no frame.
+_POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def file_routes(folder: Path, files: Mapping[str, tuple[str, str]]) -> list[Route]:
+    """Routes to files of a folder. files: by path, the file's name and its media type."""
+    return [_route(path, folder / name, kind) for path, (name, kind) in files.items()]
+
+
+def _route(path: str, file: Path, kind: str) -> Route:
+    content = file.read_bytes()
+
+    async def send(request: Request) -> Response:
+        return Response(content, media_type=kind, headers=HEADERS)
+
+    return Route(path, send, methods=["GET"])
