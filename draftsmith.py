@@ -16,6 +16,8 @@ from decode.settings import EvaluationProtocol
 from decode.target.loading import Target, load_target
 from decode.text import SpeculativeGenerator, TextPieces
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Decoded",
     "Decoder",

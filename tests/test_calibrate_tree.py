@@ -237,7 +237,7 @@ def test_evaluate_and_generate_use_and_name_the_stored_tree(
     assert stored["tokens_per_step"] >= 1
     assert len(stored["outputs"][0]) > 1
     shown = CliRunner().invoke(app, ["inspect", str(path), "--json", str(figures)])
-    assert json.loads(figures.read_text())["weight_bytes"] > 0
+    assert json.loads(figures.read_text())["bytes"] > 0
     assert "drafts in a tree of 7 nodes, 3 deep by default" in shown.output
 
 

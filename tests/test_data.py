@@ -72,8 +72,11 @@ BAD_ROWS = {
     "not an object": (b'["hi"]', r'found \["hi"\]; expected one JSON object'),
     "not UTF-8": (b'{"prompt": "\xff"}', "byte 0xff at column 13 is not UTF-8"),
     "lone surrogate": (b'{"prompt": "\\ud800"}', r"prompt contains the lone surrogate \\ud800"),
-    "no known field": ({"promt": "hi"}, 'found "promt"; expected .*Did you mean "prompt"'),
-    "no fields": ({}, "found no fields; expected messages, prompt or text"),
+    "no known field": (
+        {"promt": "hi"},
+        '\n  found "promt" .*Did you mean "prompt".*\n  expected {"messages"',
+    ),
+    "no fields": ({}, '\n  found no fields\n  expected .*"conversations".*"instruction".*"text"'),
     "wrong type": ({"prompt": 3}, "prompt is 3; expected text"),
     "answer of a wrong type": ({"prompt": "hi", "response": ["x"]}, r'response is \["x"\]'),
     "id of a wrong type": ({"prompt": "hi", "id": True}, "id is true; expected text or"),
@@ -82,13 +85,13 @@ BAD_ROWS = {
     "messages as text": ({"messages": "hi"}, 'messages is "hi"; expected a list of role and'),
     "no messages": ({"messages": []}, r"messages is \[\]; expected a list"),
     "other keys": (
-        {"messages": [{"from": "human", "value": "hi"}]},
-        r'messages\[0\] has "from", "value"; expected role and content',
+        {"messages": [{"speaker": "human", "value": "hi"}]},
+        r'messages\[0\] has "speaker", "value"; expected role and content, or from and value',
     ),
     "unknown role": ({"messages": [{"role": "gpt", "content": "x"}]}, 'role "gpt"; expected sys'),
     "content of parts": (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        r"messages\[0\]\.content is \[\{.*expected text",
+        r"messages\[0\]\.content\[0\] is \{.*expected \{\"type\": \"text\"",
     ),
     "assistant first": (
         {"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]},
@@ -119,10 +122,12 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
         "trian.jsonl": r'no such file .*Did you mean "train\.jsonl"',
         "./nowhere": "no such file or directory",
         "rows.parquet": "no such file or directory",
-        "notes.txt": r'cannot read files ending in "\.txt"; expected \.jsonl',
+        "notes.doc": r'cannot read files ending in "\.doc"; expected \.jsonl',
+        "broken.json": r"broken JSON .*expected an array of objects, or one object per line",
         "empty.jsonl": "no usable row in empty.jsonl: 0 read = 0 kept",
     }
-    (tmp_path / "notes.txt").write_text("hi")
+    (tmp_path / "notes.doc").write_text("hi")
+    (tmp_path / "broken.json").write_text('[{"prompt": "hi"}')
     (tmp_path / "empty.jsonl").write_text("\n\n")
     for source, found in cases.items():
         with pytest.raises(UserError, match=found):

@@ -38,7 +38,7 @@ name: one
 output_dir: {base}/runs
 trackers: []
 target: {{model: {base}/target, dtype: float32, device: cpu}}
-data: {{train: train.jsonl, dev: test.jsonl, test: test.jsonl}}
+data: {{train: train.jsonl, dev: test.jsonl, test: test.jsonl, duplicates: keep}}
 evaluation:
   {{prompts: 1, gamma: 2, max_new_tokens: 2, timed_prompts: 0, generate: false, baselines: [],
     in_turn: []}}

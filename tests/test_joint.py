@@ -457,7 +457,7 @@ output_dir: {base}/runs
 trackers: []
 threads: 1
 target: {{model: {base}/target, dtype: float32, device: cpu}}
-data: {{train: train.jsonl, dev: dev.jsonl, test: dev.jsonl}}
+data: {{train: train.jsonl, dev: dev.jsonl, test: dev.jsonl, duplicates: keep}}
 evaluation:
   {{prompts: 2, gamma: 2, max_new_tokens: 6, batch_size: 4, timed_prompts: 1, timed_tokens: 6,
     generate: false, baselines: [ngram], baseline_gammas: [2]}}

@@ -64,6 +64,7 @@ def target(vocab: int = VOCAB) -> Any:
         dtype=torch.float32,
         vocab_size=vocab,
         max_positions=256,
+        has_encoder=False,
     )
 
 
@@ -474,6 +475,7 @@ def test_a_version_is_a_drafter_directory(tmp_path: Path) -> None:
 def small_vocabulary() -> Any:
     """The target of `tests.lossless`, as heads ask for it."""
     fields = {"dtype": torch.float32, "vocab_size": lossless.VOCAB, "max_positions": 256}
+    fields["has_encoder"] = False
     return SimpleNamespace(model=lossless.model(0.0), device=torch.device("cpu"), **fields)
 
 

@@ -412,7 +412,7 @@ output_dir: {base}/runs
 trackers: []
 threads: 1
 target: {{model: {base}/target, dtype: float32, device: cpu}}
-data: {{train: a.jsonl, test: a.jsonl, stream: [a.jsonl, b.jsonl]}}
+data: {{train: a.jsonl, test: a.jsonl, duplicates: keep, stream: [a.jsonl, b.jsonl]}}
 evaluation:
   {{prompts: 1, gamma: 2, max_new_tokens: 2, timed_prompts: 0, generate: false, baselines: [],
     in_turn: []}}

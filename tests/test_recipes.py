@@ -37,6 +37,7 @@ def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
         f"output_dir={tmp_path}",
         f"target.model={tmp_path / 'target'}",
         "target.device=cpu",
+        "data.duplicates=keep",
     ]
     overrides += [f"data.{split}={tmp_path / 'rows.jsonl'}" for split in ("train", "dev", "test")]
     for stage in yaml.safe_load(path.read_text())["stages"]:

@@ -176,7 +176,9 @@ def rendered(report: dict[str, Any], width: int = 120) -> str:
 def test_report_json(tmp_path: Path) -> None:
     report = make_report(write_run(tmp_path, ROWS))
     assert report == json.loads((tmp_path / "report.json").read_text())
-    assert list(report) == ["format", "name", "finished", "rows", "stages", "provenance", "config"]
+    assert list(report) == [
+        *("format", "name", "finished", "rows", "stages", "data_notes", "provenance", "config")
+    ]
     assert report["format"] == 1
     assert report["name"] == "trial"
     # By the number of the directory, in which 10 comes after 9.

@@ -29,6 +29,7 @@ from train.console import Reporter
 from train.data.chat import Sample
 from train.data.corpus import read_answers
 from train.data.training_text import FixedText
+from train.report.report_summary import footnotes
 from train.run import Run
 from train.stages.generate import GenerateStage
 from train.training.optimizer import OptimizerConfig
@@ -361,6 +362,26 @@ def test_changed_data_are_refused(base, monkeypatch):
     path.write_text(path.read_text().replace("train-0", "train-zero"))
     with pytest.raises(UserError, match="the data of train changed"):
         start(base)
+
+
+def test_splits_that_are_left_out_come_from_train(base):
+    rows = [{"prompt": f"the {word} sells {word}"} for word in WORDS for _ in range(2)]
+    rows.append({"prompt": "the FOX sells: fox!"})
+    write_rows(base / "train.jsonl", rows)
+    answers = "{name: answers, kind: generate, max_new_tokens: 4, batch_size: 16}"
+    report = start(
+        base, "data={train: train.jsonl}", f"stages=[{answers}]", "evaluation.timed_prompts=0"
+    )
+    split = "split off from train by a hash of the first user message (seed 0): 2 rows for test"
+    assert report["data_notes"][0].startswith(split)
+    assert f"data: {report['data_notes'][0]}" in footnotes(report)
+    answered = read_answers(base / "runs" / "tiny" / "stages" / "00-answers")
+    assert len(answered) in (len(rows) - 4, len(rows) - 5)
+    write_rows(base / "test.jsonl", [{"prompt": "the fox sells fox"}])
+    config = load_config(base / "config.yaml")
+    run = Run(config, Accelerator(cpu=True), Reporter(silent=True))
+    assert len(run.read_data()["train"]) == len(rows) - 3
+    assert run.data_notes[0].startswith("left out of train, as they repeat prompts of dev or test")
 
 
 def test_a_run_that_could_not_begin_leaves_nothing(base):

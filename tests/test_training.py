@@ -852,7 +852,7 @@ seed: 5
 threads: 1
 trackers: []
 target: {{model: {base}/target, dtype: float32, device: cpu}}
-data: {{train: train.jsonl, test: train.jsonl}}
+data: {{train: train.jsonl, test: train.jsonl, duplicates: keep}}
 stages:
   - {{name: first, drafter: {{layers: [0]}}, {stage}}}
   - {{name: second, drafter: {{stage: first}}, {stage}}}

@@ -58,15 +58,23 @@ class TargetConfig(Strict):
 
 class DataConfig(Strict):
     """Where the splits come from: files (relative to the config), or data sets that `datasets`
-    loads, written `org/name@split`. Several files are read one after the other."""
+    loads, written `org/name@split`. Several files are read one after the other. The columns of a
+    row say what it is; see `train.data.rows`."""
 
     train: str | list[str]
     """The split that drafters are trained on."""
     dev: str | list[str] | None = None
-    """The split for choices and for figures during a training. None: there is no such split, and
-    settings that need one are refused."""
-    test: str | list[str]
-    """The split that drafters are evaluated on. No stage trains on it."""
+    """The split for choices and for figures during a training. None: it is split off from train if
+    `test` is; else there is no such split, and settings that need one are refused."""
+    test: str | list[str] | None = None
+    """The split that drafters are evaluated on. No stage trains on it. None: it is split off from
+    train, by a hash of the first user message and the run's seed."""
+    held_out: int = Field(200, ge=1)
+    """The number of prompts that are split off for `test`, and for `dev`; at most a tenth of the
+    train prompts each."""
+    duplicates: Literal["leave_out", "keep"] = "leave_out"
+    """Leave out the rows of train that repeat a prompt of dev or test, as it is or nearly (half of
+    the shorter one's sequences of 13 words), or keep them."""
     stream: str | list[str] | None = None
     """The prompts that an `online` stage serves, in their order. None: there is no such split."""
     limit: int | None = Field(None, ge=1)
@@ -77,6 +85,13 @@ class DataConfig(Strict):
     """Stop at the first row that cannot be read, or skip bad rows."""
     max_bad_rate: float = Field(0.01, ge=0, le=1)
     """The share of rows that may be skipped before the data is refused."""
+
+    @property
+    def split_off(self) -> list[str]:
+        """The splits that are split off from train."""
+        if self.test is not None:
+            return []
+        return ["test"] if self.dev is not None else ["test", "dev"]
 
 
 class EvaluationConfig(Strict):
@@ -262,7 +277,7 @@ def _explain(source: ConfigSource, item: Any) -> str:
 def _check_evaluation(config: RunConfig) -> None:
     """Raise UserError if a drafter could be trained but not evaluated."""
     settings, stages = config.evaluation, config.stages
-    if getattr(config.data, settings.split) is None:
+    if getattr(config.data, settings.split) is None and settings.split not in config.data.split_off:
         raise UserError(
             f"evaluation.split is {settings.split}, but data has no such split; set "
             f"data.{settings.split}, or set evaluation.split: test"

@@ -38,6 +38,8 @@ class Reporter:
 
     def __init__(self, *, silent: bool = False) -> None:
         self.console = Console(quiet=silent, highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = LOG_WIDTH
         self._journal: Path | None = None
         self._written = -JOURNAL_EVERY_SECONDS
 
@@ -67,7 +69,7 @@ class Reporter:
 
     def table(self, table: Table) -> None:
         """Print a table, up to LOG_WIDTH columns wide if there is no terminal to fit it into."""
-        self.console.print(table, width=None if self.console.is_terminal else LOG_WIDTH)
+        self.console.print(table)
 
     @contextmanager
     def bar(self, what: str, total: int) -> Iterator["Bar"]:

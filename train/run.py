@@ -4,6 +4,7 @@ runs/NAME/config.json          the resolved config
           provenance.json      versions, git commit, machine, command line of every start
           stages/NN-STAGE/     the stage's results; done.json once it is complete
           evaluations/ROW/     the figures of one drafter
+          data.json, data_notes.json     the splits' hashes, and what was left out of them
           logs/                tensorboard; the lines and the progress that the console shows
           report.json, report.html
 """
@@ -13,7 +14,7 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ from decode.target.loading import Target, load_target
 from decode.target.pretrained import decoder_start
 from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
 from train.console import Reporter
-from train.data.chat import prompt_tokens
+from train.data.chat import prompt_tokens, takes_tools
 from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
-from train.report.report_files import make_report
+from train.data.splits import split_off, without_duplicates
+from train.report.report_files import NOTES_FILE, make_report
 from train.run_evaluation import RunEvaluation
 from train.schema import StageConfig
 from train.stage import Outcome, StageInputs, StagePlan
@@ -45,7 +47,7 @@ PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "sa
 
 DIRECTORIES = ("stages", "evaluations", "logs")
 # What a start may leave in the directory if it is killed before it writes config.json.
-KILLED_START = {*DIRECTORIES, "data.json"}
+KILLED_START = {*DIRECTORIES, "data.json", NOTES_FILE}
 
 
 @dataclass
@@ -60,6 +62,8 @@ class Run:
     allow_changes: bool = False
     # The target, if the caller has it already.
     loaded: Target | None = None
+    # What `read_data` changed in the splits, in sentences.
+    data_notes: list[str] = field(default_factory=list)
 
     @property
     def directory(self) -> Path:
@@ -135,7 +139,7 @@ class Run:
         return report
 
     def plan(self) -> list[tuple[str, str, StagePlan]]:
-        """(stage, kind, plan) for every stage. Loads the target and writes nothing."""
+        """(stage, kind, plan) for every stage. Writes nothing."""
         return self._plan(self.read_data())
 
     def _plan(self, examples: dict[str, list[Example]]) -> list[tuple[str, str, StagePlan]]:
@@ -189,6 +193,7 @@ class Run:
         for parent in ("stages", "evaluations"):
             recover(self.directory / parent)
         write_file(self.directory / "data.json", json.dumps(_fingerprints(examples), indent=2))
+        write_file(self.directory / NOTES_FILE, json.dumps(self.data_notes, indent=2))
         resolved = dump_config(self.config)
         write_file(self.directory / "config.json", json.dumps(resolved, indent=2))
         provenance = self.directory / "provenance.json"
@@ -196,7 +201,8 @@ class Run:
         write_file(provenance, json.dumps([*starts, describe_process()], indent=2))
 
     def read_data(self) -> dict[str, list[Example]]:
-        """Read all splits. Raises UserError for missing, broken or empty data (file:line)."""
+        """Read all splits, split off those that are missing, and leave duplicates of held-out
+        prompts out of train. Raises UserError for missing, broken or empty data (file:line)."""
         data = self.config.data
         examples = {}
         for split in SPLITS:
@@ -213,7 +219,47 @@ class Run:
             )
             self.reporter.say(f"{split}: {report}")
             examples[split] = rows
+        self.data_notes = []
+        examples = {split: self._without_refused(split, rows) for split, rows in examples.items()}
+        if new := data.split_off:
+            examples |= split_off(
+                examples["train"], new, count=data.held_out, seed=self.config.seed
+            )
+            sizes = ", ".join(f"{len(examples[split])} rows for {split}" for split in new)
+            self.data_notes.append(
+                f"split off from train by a hash of the first user message (seed "
+                f"{self.config.seed}): {sizes}; {len(examples['train'])} rows are left"
+            )
+        if data.duplicates == "leave_out":
+            held_out = [e for split in ("dev", "test") for e in examples.get(split, ())]
+            examples["train"], lost = without_duplicates(examples["train"], held_out)
+            if lost.exact or lost.near:
+                self.data_notes.append(
+                    f"left out of train, as they repeat prompts of dev or test: {lost.exact} rows, "
+                    f"and {lost.near} that nearly do; {len(examples['train'])} rows are left"
+                )
+        for note in self.data_notes:
+            self.reporter.say(note)
         return examples
+
+    def _without_refused(self, split: str, rows: list[Example]) -> list[Example]:
+        """The rows without those whose tool messages the chat template does not write."""
+        if not any(
+            "tool_calls" in m or m["role"] == "tool" for e in rows for m in e.messages or ()
+        ):
+            return rows
+        kept = [example for example in rows if takes_tools(example, self.target.tokenizer)]
+        if not kept:
+            raise UserError(
+                f"all rows of {split} have tool messages, and the target's chat template does not "
+                "write them; expected conversations of system, user and assistant"
+            )
+        if len(kept) < len(rows):
+            self.data_notes.append(
+                f"left out of {split}, as the chat template does not write their tool messages: "
+                f"{len(rows) - len(kept)} rows"
+            )
+        return kept
 
     def _require_data_unchanged(self, examples: dict[str, list[Example]]) -> None:
         stored = json.loads((self.directory / "data.json").read_text())

@@ -20,12 +20,18 @@ from train.schema import StageConfig
 
 @dataclass
 class StagePlan:
-    """What a stage will do; sizes are estimates."""
+    """What a stage will do; sizes are estimates.
+
+    tokens: that it writes or learns from, at most. text_tokens: of the text that it writes, prompts
+    included. memory_bytes: of one process that shards nothing. disk_bytes: of its directory.
+    """
 
     what: str
     trained_parameters: int = 0
     tokens: int = 0
     memory_bytes: int = 0
+    disk_bytes: int = 0
+    text_tokens: int = 0
 
 
 @dataclass

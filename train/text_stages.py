@@ -104,6 +104,13 @@ class TextStage(Stage[T]):
             return sum(sum(sample.mask) for sample in self.corpus.samples("data"))
         return sum(plans[name].tokens for name in self.config.text_stages)
 
+    def planned_text_tokens(self, plans: Mapping[str, StagePlan]) -> int:
+        """The number of tokens of the text with its prompts, before it exists."""
+        if self.config.text == "data":
+            samples = self.corpus.samples("data")
+            return sum(min(len(sample.tokens), self.config.max_length) for sample in samples)
+        return sum(plans[name].text_tokens for name in self.config.text_stages)
+
     def fitting_samples(self) -> tuple[list[Sample], dict[str, int]]:
         """The samples that can be used, and the counts of `fit`. Also prints the counts."""
         config = self.config

@@ -78,10 +78,13 @@ def captured_modules(
     if not captured_layers:
         return {}
     # A decoder under an encoder may scale its states before the output layer.
-    last: nn.Module = model.get_output_embeddings() if has_encoder(model) else model.base_model
-    if FINAL in captured_layers and last is model:
-        raise UserError(f"{type(model).__name__} has no stack of layers below its output layer")
-    return {layer: last if layer == FINAL else _layer(model, layer) for layer in captured_layers}
+    modules = {layer: _layer(model, layer) for layer in captured_layers if layer != FINAL}
+    if FINAL in captured_layers:
+        last = model.get_output_embeddings() if has_encoder(model) else model.base_model
+        if last is model:
+            raise UserError(f"{type(model).__name__} has no stack of layers below its output layer")
+        modules[FINAL] = last
+    return modules
 
 
 class Recorder:

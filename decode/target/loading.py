@@ -23,7 +23,6 @@ from decode.target.chat_template import set_template_args
 from decode.target.identity import Fingerprint, fingerprint, token_count
 from decode.target.pretrained import (
     LoadOptions,
-    config_and_tokenizer,
     from_pretrained,
     gguf_read_once,
     has_encoder,
@@ -73,6 +72,11 @@ class Target:
     def has_encoder(self) -> bool:
         """Whether it is a decoder under an encoder, which reads the prompts."""
         return has_encoder(self.model)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it can run; see `decode.target.without_weights`."""
+        return self.device.type != "meta"
 
     @property
     def vocab_size(self) -> int:
@@ -260,7 +264,7 @@ def load_model_and_tokenizer(
     elif path.is_file() and path.suffix.lower() == ".gguf":
         loaded = _load_gguf(path, options, _weights_sha256([path]))
     else:
-        _require_hub_id(spec, path)
+        require_hub_id(spec, path)
         loaded = _load_hub(spec, options, revision)
     loaded.model.eval().requires_grad_(False)
     # Some quantised models cannot be moved. They are already on the right device.
@@ -268,25 +272,6 @@ def load_model_and_tokenizer(
         loaded.model.to(torch_device)
     require_finite(loaded.model, spec)
     return loaded
-
-
-def load_tokenizer(spec: str) -> tuple[Any, Fingerprint]:
-    """The tokenizer of a model and its fingerprint, without the model's weights. spec: as for
-    `load_model_and_tokenizer`, which it raises as. No code that comes with the model runs."""
-    source = spec
-    if spec.startswith(EMBEDDED_PREFIX):
-        embedded = EMBEDDED[spec.removeprefix(EMBEDDED_PREFIX)]
-        source = str(embedded.find() or embedded.hub_id)
-    path = Path(source).expanduser()
-    if path.suffix.lower() == ".gguf" and path.is_file():
-        with no_progress_bars():
-            config, tokenizer = config_and_tokenizer(str(path.parent), gguf_file=path.name)
-        gguf_file.correct_tokenizer(tokenizer, gguf_file.read_header(path))
-        return tokenizer, fingerprint(tokenizer, config)
-    if not path.is_dir():
-        _require_hub_id(source, path)
-    config, tokenizer = config_and_tokenizer(str(path) if path.is_dir() else source)
-    return tokenizer, fingerprint(tokenizer, config)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -382,7 +367,8 @@ def _load_gguf(path: Path, options: LoadOptions, revision: str) -> Loaded:
     return Loaded(model, tokenizer, revision)
 
 
-def _require_hub_id(spec: str, path: Path) -> None:
+def require_hub_id(spec: str, path: Path) -> None:
+    """Raise UserError unless a spec that is no directory can be the id of a model on the hub."""
     if path.is_file():
         raise UserError(f"{spec} is a file, expected a model directory, a .gguf file or a hub id.")
     if path.suffix.lower() == ".gguf" or _HUB_ID.fullmatch(spec) is None:

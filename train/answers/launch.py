@@ -15,6 +15,7 @@ from typing import Any
 from decode.errors import UserError
 from decode.target.loading import EMBEDDED_PREFIX, Target
 from train.answers.server_config import ServerConfig
+from train.exit_status import ExitStatus
 from train.export.engines.child_process import (
     model_directory,
     package_version,
@@ -24,7 +25,6 @@ from train.export.engines.child_process import (
 from train.export.engines.llama_server import program
 from train.export.engines.vllm import VLLM
 from train.export.formats.gguf_layout import target_gguf
-from train.training.checkpoint import EXIT_STATUS
 
 # What `accelerate launch` sets for our own processes: vLLM would take its part in them.
 _OF_A_LAUNCHER = (
@@ -112,7 +112,7 @@ def _sigterm_raises() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STATUS))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitStatus.STOPPED))
     try:
         yield
     finally:

@@ -261,7 +261,8 @@ def coverage(
 
     from decode.artifact import write_file
     from decode.drafters.tokenizers.token_texts import shared_coverage
-    from decode.target.loading import load_target, load_tokenizer
+    from decode.target.loading import load_target
+    from decode.target.without_weights import load_tokenizer
     from distill.choose_vocabulary import coverage as vocabulary_coverage
     from train.console import Reporter
     from train.data.chat import to_sample

@@ -78,7 +78,7 @@ class Verifying:
 def remote_target(link: "Link", loading: Loading) -> "Target":
     """The verifier's target, with the tokenizer of --target."""
     from decode.target.chat_template import set_template_args
-    from decode.target.loading import load_tokenizer
+    from decode.target.without_weights import load_tokenizer
     from train.edge.client import RemoteTarget
 
     tokenizer, fingerprint = load_tokenizer(loading.target)

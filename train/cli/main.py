@@ -9,6 +9,7 @@ from train.cli.doctor import doctor
 from train.cli.drafter_commands import coverage, evaluate, generate, inspect
 from train.cli.export import export
 from train.cli.import_drafter import import_drafter
+from train.cli.init import init, quickstart
 from train.cli.learn import learn
 from train.cli.record import forget, record
 from train.cli.serve import serve
@@ -22,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 for command in (
+    quickstart,
+    init,
     train,
     watch,
     compare,

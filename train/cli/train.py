@@ -1,11 +1,14 @@
 """`train`: run the stages of a config."""
 
 import os
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from decode.errors import UserError
 from train.cli.command import cores, quieten, shows_errors, table
 from train.config_file import read_config
 from train.exit_status import ExitStatus
@@ -13,6 +16,7 @@ from train.exit_status import ExitStatus
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from decode.target.loading import Target
     from train.config import RunConfig
 
 
@@ -21,8 +25,18 @@ def train(
     config: Annotated[Path, typer.Argument(help="a run config (YAML)")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the resolved plan and stop")
+        bool,
+        typer.Option(
+            "--dry-run", help="print the resolved plan and stop; reads no weights of the target"
+        ),
     ] = False,
+    speed: Annotated[
+        str | None,
+        typer.Option(
+            help="for --dry-run, tokens a second: KIND=NUMBER,… by kind or name of stage, or the "
+            "directory of a run that measured them; default: this run's, if it has a report"
+        ),
+    ] = None,
     allow_changes: Annotated[
         bool,
         typer.Option(
@@ -37,6 +51,8 @@ def train(
     training after a checkpoint, with exit status 143.
     """
     source = read_config(config, overrides or [])  # before anything heavy is imported
+    if speed is not None and not dry_run:
+        raise UserError("--speed is for --dry-run; give both, or leave it out")
 
     from train.config import build_config
     from train.console import Reporter
@@ -45,12 +61,14 @@ def train(
 
     settings = build_config(source)
     quieten()
+    require_trackers(settings.trackers)
     accelerator = start_accelerator(settings)
     reporter = Reporter(silent=not accelerator.is_main_process)
     run = Run(settings, accelerator, reporter, allow_changes)
     try:
         if dry_run:
-            print_plan(run, reporter)
+            run.loaded = plan_target(settings)
+            print_plan(run, reporter, speed)
             return
         report = run.execute()
         if accelerator.is_main_process:
@@ -60,6 +78,17 @@ def train(
         raise typer.Exit(ExitStatus.STOPPED) from None
     finally:
         accelerator.end_training()
+
+
+def require_trackers(trackers: Sequence[str]) -> None:
+    """Raise UserError for a tracker that is not installed: accelerate would leave it out without a
+    word. The default one, tensorboard, may be missing."""
+    for name in trackers:
+        if name not in ("all", "tensorboard") and find_spec(name) is None:
+            raise UserError(
+                f"trackers names {name}, which is not installed; run pip install {name}, or leave "
+                "it out"
+            )
 
 
 def start_accelerator(settings: "RunConfig") -> "Accelerator":
@@ -81,9 +110,31 @@ def start_accelerator(settings: "RunConfig") -> "Accelerator":
     return accelerator
 
 
-def print_plan(run: Any, reporter: Any) -> None:
+def plan_target(settings: "RunConfig") -> "Target":
+    """The target of a run without its weights, for a plan."""
+    from decode.target.without_weights import load_shapes
+
+    target = settings.target
+    return load_shapes(
+        target.model,
+        dtype=target.dtype,
+        device=target.device,
+        revision=target.revision,
+        trust_remote_code=target.trust_remote_code,
+    )
+
+
+def print_plan(run: Any, reporter: Any, speed: str | None) -> None:
     """Print the resolved config's stages, and what each trains, writes and needs."""
-    columns = ("stage", "kind", "what", "trained", "tokens", "memory")
+    from train.report.format_figures import format_duration
+    from train.training.estimates import read_speeds, seconds_of
+
+    if speed is None and (run.directory / "report.json").is_file():
+        speed = str(run.directory)
+    speeds = read_speeds(speed) if speed else {}
+    plans = run.plan()
+    times = [seconds_of(name, kind, plan, speeds) for name, kind, plan in plans]
+    columns = ("stage", "kind", "what", "trained", "tokens", "memory", "disk", "time")
     rows = [
         (
             name,
@@ -92,10 +143,22 @@ def print_plan(run: Any, reporter: Any) -> None:
             f"{plan.trained_parameters / 1e6:.1f}M" if plan.trained_parameters else "–",
             f"{plan.tokens:,}" if plan.tokens else "–",
             f"≈ {plan.memory_bytes / 2**30:.1f} GiB" if plan.memory_bytes else "–",
+            f"≈ {plan.disk_bytes / 2**30:.2f} GiB" if plan.disk_bytes else "–",
+            f"≈ {format_duration(seconds)}" if seconds else "–",
         )
-        for name, kind, plan in run.plan()
+        for (name, kind, plan), seconds in zip(plans, times, strict=True)
     ]
     reporter.table(table(f"plan of {run.directory}", columns, rows, left=len(columns)))
+    memory, disk = (
+        max(plan.memory_bytes for _, _, plan in plans),
+        sum(plan.disk_bytes for _, _, plan in plans),
+    )
+    reporter.say(
+        f"at most {memory / 2**30:.1f} GiB of memory for one process that shards nothing, and "
+        f"{disk / 2**30:.1f} GiB of disk; estimates for answers of full length"
+    )
+    if not speeds:
+        reporter.say("no time: give --speed generate=TOKENS_PER_SECOND,… or --speed RUN_DIRECTORY")
 
 
 def print_report(run: Any, report: dict[str, Any]) -> None:

@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from train.data.read import Example
+from train.data.rows import Message
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Messages = Sequence[dict[str, str]]
+Messages = Sequence[Message]
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,29 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -
             "write one; leave self_prompts out"
         )
     return list(tokenizer(before, add_special_tokens=False)["input_ids"])
+
+
+def tool_messages(example: Example) -> list[Message]:
+    """The messages of a conversation that call a tool, or that a tool answered."""
+    return [m for m in example.messages or () if m["role"] == "tool" or "tool_calls" in m]
+
+
+def takes_tools(example: Example, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes the tool calls and the tools' answers of a conversation.
+    True without any. Many templates leave them out without an error, or refuse them."""
+    uses = tool_messages(example)
+    if not uses:
+        return True
+    if not has_template(tokenizer):
+        return False
+    try:
+        text = str(tokenizer.apply_chat_template(list(example.messages or ()), tokenize=False))
+    except (TemplateError, TypeError):  # TypeError: a template adds a call's object to text
+        return False
+    names = [call["function"]["name"] for m in uses for call in m.get("tool_calls", ())]
+    answers = [m["content"].strip() for m in uses if m["role"] == "tool"]
+    # A template may write an answer as JSON, so its first word stands for it.
+    return all(part in text for part in [*names, *(a.split()[0] for a in answers if a)])
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -1,31 +1,42 @@
 """Reads prompts, conversations and texts, and counts every row.
 
-A row is one JSON object (one line of a .jsonl file, or one row of a data set). The first of these
-fields that is present and not null sets the type of the row:
-
-    messages   [{"role": "user", "content": "..."}, ...]     a conversation, one or more turns
-    prompt     "..."        a user message; `response` or `reference` adds the assistant's answer
-    text       "..."        plain text to train on
+A row is one JSON object: a line of a .jsonl file, an object of a .json array, or a row of a data
+set. Its kind follows from its fields, see `train.data.rows`. A .txt file has one text per
+paragraph.
 
 Optional: `id` (text or a whole number, unique), `kind` or `task` (a label for reports). Other
-fields are ignored, so hub data sets can be used unchanged.
+fields are ignored, so data sets can be used unchanged.
 """
 
 import hashlib
+import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from decode.errors import UserError, nearest
+from train.data.rows import (
+    EXPECTED,
+    FIELDS,
+    BadRow,
+    Message,
+    clean,
+    parse_line,
+    short,
+    string,
+    understand,
+)
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-FIELDS = ("messages", "prompt", "text")
-# The builder of `datasets` for each type of file. This module reads .jsonl itself, line by line.
-BUILDERS = {".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+# The builder of `datasets` for each type of file. This module reads the other types itself: in a
+# table of Arrow, all rows of a column have one type, and contents of messages have several.
+BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 LINES = (".jsonl", ".ndjson")
+ARRAY, PARAGRAPHS = ".json", ".txt"
+OWN_TYPES = (*LINES, ARRAY, PARAGRAPHS)
+MARK = b"\xef\xbb\xbf"  # of UTF-8, at the start of a file
 PROBLEMS_SHOWN = 20
 
 
@@ -33,13 +44,13 @@ PROBLEMS_SHOWN = 20
 class Example:
     """One row that was read.
 
-    `messages` is set for `messages` and `prompt` rows, `text` for `text` rows. `prompt` is the
+    `messages` is set for prompts and conversations, `text` for plain text. `prompt` is the
     user's text alone, for a tokenizer without a chat template; it is set if the conversation is one
     user message, answered or not. `source` is "file:line" (or "data set[split]:row").
     """
 
     id: str
-    messages: tuple[dict[str, str], ...] | None
+    messages: tuple[Message, ...] | None
     prompt: str | None
     text: str | None
     kind: str | None
@@ -69,15 +80,6 @@ class ReadReport:
         return f"{line} ({reasons})" if reasons else line
 
 
-class _BadRow(Exception):
-    """A row that cannot be used. reason: the key for counting it."""
-
-    def __init__(self, reason: str, problem: str) -> None:
-        super().__init__(problem)
-        self.reason = reason
-        self.problem = problem
-
-
 @dataclass(frozen=True)
 class _Row:
     """A row before parsing: the raw line of a file, or the mapping of a data set."""
@@ -98,9 +100,9 @@ def read_examples(
 ) -> tuple[list[Example], ReadReport]:
     """Read all sources in order, and keep at most `limit` examples.
 
-    A source is a .jsonl file, a file or directory that `datasets` reads (json, parquet, csv,
-    arrow, `save_to_disk`), or the name of a data set on the hub. Relative paths start at
-    `base_dir`. `split` picks the split of a data set; .jsonl files have none.
+    A source is a .jsonl, .json or .txt file, a file or directory that `datasets` reads (parquet,
+    csv, arrow, `save_to_disk`), or the name of a data set on the hub. Relative paths start at
+    `base_dir`. `split` picks the split of a data set; .jsonl, .json and .txt files have none.
 
     With on_bad="stop", a bad row raises an error. With "skip" it is counted; an error is raised at
     the end if the share of bad rows is above `max_bad_rate`. Blank lines are not rows.
@@ -118,7 +120,7 @@ def read_examples(
         report.read += 1
         try:
             example = _understand(row)
-        except _BadRow as bad:
+        except BadRow as bad:
             problem = f"{row.source}: {bad.problem}"
             if on_bad == "stop":
                 raise UserError(
@@ -147,7 +149,7 @@ def read_examples(
     if not examples:
         raise UserError(
             f"no usable row in {', '.join(sources) or 'an empty list of sources'}: {report}. "
-            f"Expected at least one row with {' or '.join(FIELDS)}."
+            f"Expected at least one row such as {EXPECTED}."
         )
     return examples, report
 
@@ -178,25 +180,23 @@ def _rows(sources: list[str], split: str | None, base_dir: Path) -> Iterator[_Ro
         # need their paths as well.
         path = base_dir / Path(source).expanduser()
         label = path.name if path.exists() and names[path.name] == 1 else source
-        if path.suffix in LINES and not path.is_dir():
+        if path.suffix in OWN_TYPES and not path.is_dir():
             if split is not None:
                 raise UserError(
                     f'{source}: split "{split}" is set, but a {path.suffix} file has no splits. '
                     f"Leave split out, or name the file of that split."
                 )
-            yield from _lines(path, source, label)
+            yield from _file_rows(path, source, label)
         else:
             yield from _data_set_rows(path, source, label, split)
 
 
-def _lines(path: Path, source: str, label: str) -> Iterator[_Row]:
+def _file_rows(path: Path, source: str, label: str) -> Iterator[_Row]:
+    read = {ARRAY: _array, PARAGRAPHS: _paragraphs}.get(path.suffix, _lines)
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line.strip():
-                    yield _Row(line, f"{label}:{number}", f"{source}:{number}")
+            for number, raw in read(file, source):
+                yield _Row(raw, f"{label}:{number}", f"{source}:{number}")
     except FileNotFoundError:
         beside = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
         raise UserError(
@@ -206,8 +206,60 @@ def _lines(path: Path, source: str, label: str) -> Iterator[_Row]:
         raise UserError(f"{source}: cannot be read: {error.strerror} ({path})") from error
 
 
+def _lines(file: BinaryIO, source: str) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, numbered from 1."""
+    for number, line in enumerate(file, start=1):
+        if number == 1:
+            line = line.removeprefix(MARK)
+        if line.strip():
+            yield number, line
+
+
+def _array(file: BinaryIO, source: str) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+    """The objects of a JSON array, numbered from 0. The array may be the only list of an object,
+    and a file with one object per line is read too."""
+    content = file.read().removeprefix(MARK)
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        lines = list(_lines(io.BytesIO(content), source))
+        if len(lines) < 2 or not lines[0][1].lstrip().startswith(b"{"):
+            raise UserError(
+                f"{source}: broken JSON ({error}); expected an array of objects, or one object "
+                "per line"
+            ) from error
+        yield from ((number - 1, line) for number, line in lines)
+        return
+    if isinstance(value, dict) and not any(name in value for name in FIELDS):
+        lists = [entry for entry in value.values() if isinstance(entry, list)]
+        value = lists[0] if len(lists) == 1 else [value]
+    for number, entry in enumerate(value if isinstance(value, list) else [value]):
+        yield number, entry if isinstance(entry, dict) else json.dumps(entry).encode()
+
+
+def _paragraphs(file: BinaryIO, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The parts between blank lines, numbered by their first line, from 1."""
+    first, lines = 0, list[str]()
+    for number, line in enumerate(file, start=1):
+        try:
+            text = line.removeprefix(MARK).decode()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{source}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; expected UTF-8 "
+                "text"
+            ) from error
+        if text.strip():
+            first = first if lines else number
+            lines.append(text)
+        elif lines:
+            yield first, {"text": "".join(lines).strip()}
+            lines = []
+    if lines:
+        yield first, {"text": "".join(lines).strip()}
+
+
 def _data_set_rows(path: Path, source: str, label: str, split: str | None) -> Iterator[_Row]:
-    # Imported here because the import takes a second, which .jsonl files do not need.
+    # Imported here because the import takes a second, which other files do not need.
     import datasets
 
     try:
@@ -228,7 +280,7 @@ def _data_set_rows(path: Path, source: str, label: str, split: str | None) -> It
             if path.suffix not in BUILDERS:
                 raise UserError(
                     f'{source}: cannot read files ending in "{path.suffix}"; expected '
-                    f"{', '.join([*LINES, *BUILDERS])} or a directory."
+                    f"{', '.join([*OWN_TYPES, *BUILDERS])} or a directory."
                 )
             data = datasets.load_dataset(
                 BUILDERS[path.suffix], data_files=str(path), split=split or "train"
@@ -264,124 +316,15 @@ def _data_set_rows(path: Path, source: str, label: str, split: str | None) -> It
 
 
 def _understand(row: _Row) -> Example:
-    """The example in a row. Raises _BadRow. Checks only structure and types, not the content."""
-    fields = _parse(row.raw) if isinstance(row.raw, bytes) else row.raw
-    # A data set has null if a row lacks a column that other rows have.
+    """The example in a row. Raises BadRow."""
+    fields = parse_line(row.raw) if isinstance(row.raw, bytes) else row.raw
     fields = {key: value for key, value in fields.items() if value is not None}
-    present = next((name for name in FIELDS if name in fields), None)
-    if present is None:
-        hint = next((f" ({name.strip()})" for key in fields if (name := nearest(key, FIELDS))), "")
-        raise _BadRow(
-            "no known field",
-            f"found {', '.join(map(_short, fields)) or 'no fields'}; "
-            f"expected {', '.join(FIELDS[:-1])} or {FIELDS[-1]}{hint}",
-        )
-    messages: tuple[dict[str, str], ...] | None = None
-    prompt = text = None
-    if present == "text":
-        text = _string(fields, "text")
-    elif present == "messages":
-        messages = _conversation(fields["messages"])
-    else:
-        messages = ({"role": "user", "content": _string(fields, "prompt")},)
-        answer = next((name for name in ("response", "reference") if name in fields), None)
-        if answer is not None:
-            messages += ({"role": "assistant", "content": _string(fields, answer)},)
+    messages, text = understand(fields)
+    prompt = None
     if messages and [m["role"] for m in messages] in (["user"], ["user", "assistant"]):
         prompt = messages[0]["content"]
-
-    kind = next((_string(fields, name) for name in ("kind", "task") if name in fields), None)
+    kind = next((string(fields, name) for name in ("kind", "task") if name in fields), None)
     label = fields.get("id", row.label)
     if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
-        raise _BadRow("wrong type", f"id is {_short(label)}; expected text or a whole number")
-    return Example(_clean(str(label), "id"), messages, prompt, text, kind, row.source)
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        decoded = line.decode()
-    except UnicodeDecodeError as error:
-        raise _BadRow(
-            "not UTF-8",
-            f"byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8; "
-            f"expected a line of UTF-8 text",
-        ) from error
-    try:
-        value = json.loads(decoded)
-    # RecursionError: brackets nested thousands deep.
-    except (ValueError, RecursionError) as error:
-        raise _BadRow("broken JSON", f"broken JSON ({error}); expected one JSON object") from error
-    if not isinstance(value, dict):
-        raise _BadRow("broken JSON", f"found {_short(value)}; expected one JSON object")
-    return value
-
-
-def _conversation(value: Any) -> tuple[dict[str, str], ...]:
-    if not isinstance(value, list) or not value:
-        raise _BadRow(
-            "wrong type", f"messages is {_short(value)}; expected a list of role and content"
-        )
-    messages = []
-    for position, message in enumerate(value):
-        name = f"messages[{position}]"
-        if not isinstance(message, dict):
-            raise _BadRow(
-                "wrong type", f"{name} is {_short(message)}; expected an object of role and content"
-            )
-        present = {key: text for key, text in message.items() if text is not None}
-        for key in ("role", "content"):
-            if key not in present:
-                raise _BadRow(
-                    "wrong type",
-                    f"{name} has {', '.join(map(_short, present)) or 'no fields'}; "
-                    f"expected role and content",
-                )
-        if present["role"] not in ROLES:
-            raise _BadRow(
-                "wrong type",
-                f"{name} has the role {_short(present['role'])}; expected {', '.join(ROLES)}",
-            )
-        # Only user and assistant need non-empty content: an empty system message is harmless.
-        speaks = present["role"] in ("user", "assistant")
-        messages.append(
-            {
-                key: _string(present, key, f"{name}.{key}", empty=key != "content" or not speaks)
-                for key in present
-            }
-        )
-    if messages[0]["role"] == "assistant" or all(m["role"] != "user" for m in messages):
-        raise _BadRow(
-            "no user message",
-            f"the roles are {', '.join(m['role'] for m in messages)}; "
-            f"expected a user message for the assistant to answer",
-        )
-    return tuple(messages)
-
-
-def _string(fields: dict[str, Any], key: str, name: str | None = None, empty: bool = False) -> str:
-    value = fields[key]
-    name = name or key
-    if not isinstance(value, str):
-        raise _BadRow("wrong type", f"{name} is {_short(value)}; expected text")
-    if not empty and not value.strip():
-        raise _BadRow(f"empty {key}", f"{name} is empty; expected text")
-    return _clean(value, name)
-
-
-def _clean(value: str, name: str) -> str:
-    """Refuse a lone surrogate: JSON can contain half a surrogate pair, but no tokenizer can encode
-    it."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise _BadRow(
-            "not UTF-8",
-            f"{name} contains the lone surrogate \\u{ord(value[error.start]):04x}; expected text",
-        ) from error
-    return value
-
-
-def _short(value: Any) -> str:
-    """A value's JSON, cut to a readable length for a message."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        raise BadRow("wrong type", f"id is {short(label)}; expected text or a whole number")
+    return Example(clean(str(label), "id"), messages, prompt, text, kind, row.source)

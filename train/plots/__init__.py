@@ -8,12 +8,18 @@ colour becomes a CSS variable of the page (`--plot-ink`, …) with the light col
 
 import io
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import wraps
 from html import escape
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ParamSpec
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+P = ParamSpec("P")
 
 # The series use Okabe and Ito's colours, which readers with any kind of colour vision can tell
 # apart. The dark theme has lighter ones in the same order.
@@ -73,19 +79,40 @@ def css_variables(colours: dict[str, str]) -> str:
     return " ".join(f"--plot-{name}: {colour};" for name, colour in colours.items())
 
 
+def can_plot() -> bool:
+    """Whether matplotlib is installed: `pip install 'draftsmith[plots]'`."""
+    return find_spec("matplotlib") is not None
+
+
+def plot(draw: Callable[P, str]) -> Callable[P, str]:
+    """Make a function that draws return "" if there is no matplotlib: a report needs no plots."""
+
+    @wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> str:
+        return draw(*args, **kwargs) if can_plot() else ""
+
+    return drawn
+
+
 def style() -> AbstractContextManager[None]:
     """Return the context in which to draw a figure."""
+    import matplotlib
+
     return matplotlib.rc_context(_STYLE)
 
 
-def canvas(height: float) -> tuple[Figure, Axes]:
+def canvas(height: float) -> tuple["Figure", "Axes"]:
     """Return an empty figure. height: in inches. Call it within `style`."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def svg(figure: Figure, name: str, alt: str) -> str:
+def svg(figure: "Figure", name: str, alt: str) -> str:
     """Return SVG for inlining: no prologue, unique ids, the page's colours, sized by the page."""
+    import matplotlib
+
     stream = io.StringIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({"svg.hashsalt": name}):

@@ -4,14 +4,16 @@ Rows run downwards in the given order. A missing value is None.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from train.plots import LIGHT, REFERENCE, canvas, plot, style, svg
 
-from train.plots import LIGHT, REFERENCE, canvas, style, svg
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
+@plot
 def bar_plot(
     name: str,
     labels: Sequence[str],
@@ -62,6 +64,7 @@ def bar_plot(
         return svg(figure, name, f"Bars, {axis}: {', '.join(rows)}.")
 
 
+@plot
 def interval_plot(
     name: str,
     labels: Sequence[str],
@@ -99,6 +102,7 @@ def interval_plot(
         return svg(figure, name, f"Dots with 95% intervals, {axis}: {', '.join(rows)}.")
 
 
+@plot
 def stacked_bar_plot(
     name: str,
     labels: Sequence[str],
@@ -154,6 +158,8 @@ def stacked_bar_plot(
         if line is not None:
             axes.axvline(line[1], color=LIGHT["ink"], linewidth=1.2)
         axes.set_xlim(0, longest * (1.14 if totals else 1.0))
+        from matplotlib.ticker import PercentFormatter
+
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_xlabel(axis)
         axes.legend(
@@ -179,7 +185,7 @@ def stacked_bar_plot(
         return svg(figure, name, f"Stacked bars, {axis}, by {title}. {'; '.join(rows)}.")
 
 
-def _rows(labels: Sequence[str], extra: float = 0.0) -> tuple[Figure, Axes]:
+def _rows(labels: Sequence[str], extra: float = 0.0) -> tuple["Figure", "Axes"]:
     figure, axes = canvas(0.95 + extra + 0.36 * len(labels))
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
@@ -188,7 +194,7 @@ def _rows(labels: Sequence[str], extra: float = 0.0) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _text_beside(axes: Axes, x: float, y: float, text: str, *, muted: bool = False) -> None:
+def _text_beside(axes: "Axes", x: float, y: float, text: str, *, muted: bool = False) -> None:
     axes.annotate(
         text,
         (x, y),
@@ -201,7 +207,7 @@ def _text_beside(axes: Axes, x: float, y: float, text: str, *, muted: bool = Fal
     )
 
 
-def _text_above(axes: Axes, x: float, text: str) -> None:
+def _text_above(axes: "Axes", x: float, text: str) -> None:
     axes.annotate(
         text,
         (x, 1.0),

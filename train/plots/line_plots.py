@@ -1,17 +1,18 @@
 """Plots with a line for every drafter or figure: by position, by step, over a stream."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from train.plots import LIGHT, REFERENCE, SERIES, canvas, plot, style, svg
 
-from train.plots import LIGHT, REFERENCE, SERIES, canvas, style, svg
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FEW = 30  # a share of fewer cases than this is mostly noise, so its marker is hollow
 MAX_POINTS = 300
 
 
+@plot
 def position_plot(
     name: str,
     labels: Sequence[str],
@@ -47,6 +48,8 @@ def position_plot(
         axes.set_ylim(-0.02, 1.04)
         _end_labels(axes, [(*p[-1], label, colour) for label, p, _, colour in lines], last)
         axes.set_xlim(1 - 0.04 * last, last + 0.02 * last)
+        from matplotlib.ticker import MaxNLocator
+
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_xlabel("position in the draft (tokens)")
         axes.set_ylabel("acceptance rate")
@@ -58,6 +61,7 @@ def position_plot(
         return svg(figure, name, f"Acceptance rate by position in the draft. {'; '.join(rows)}.")
 
 
+@plot
 def loss_plot(name: str, history: Sequence[dict[str, Any]], losses: Collection[str]) -> str:
     """Plot the loss by optimizer step, and its terms if it is a sum of several.
 
@@ -88,6 +92,7 @@ AGREEMENT = {
 }
 
 
+@plot
 def agreement_plot(name: str, dev: Sequence[dict[str, Any]]) -> str:
     """Plot the agreement with the target on a dev slice, by optimizer step."""
     labels = AGREEMENT | {
@@ -110,6 +115,7 @@ def agreement_plot(name: str, dev: Sequence[dict[str, Any]]) -> str:
     )
 
 
+@plot
 def stream_plot(
     name: str, windows: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]]
 ) -> str:
@@ -126,6 +132,8 @@ def stream_plot(
         axes.plot(updates, [0.0] * len(updates), "|", color=SERIES[1], markersize=9, clip_on=False)
         axes.set_ylim(0, 1)
         axes.margins(x=0.02)
+        from matplotlib.ticker import MaxNLocator
+
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("requests served" + ("   ( | new weights )" if updates else ""))
         axes.set_ylabel("acceptance rate α")
@@ -162,6 +170,8 @@ def _step_plot(
         axes.set_ylim(bottom=bottom)
         _end_labels(axes, ends, max(end[0] for end in ends), value=True)
         axes.margins(x=0.02)
+        from matplotlib.ticker import MaxNLocator
+
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(axis)
@@ -170,7 +180,7 @@ def _step_plot(
 
 
 def _end_labels(
-    axes: Axes, ends: list[tuple[float, float, str, str]], x: float, *, value: bool = False
+    axes: "Axes", ends: list[tuple[float, float, str, str]], x: float, *, value: bool = False
 ) -> None:
     """Write a label right of the plot for each (x, y, text, colour). Move colliding ones apart."""
     bottom, top = axes.get_ylim()

@@ -24,6 +24,7 @@ from train.stage import ReportSection
 from train.stages import STAGES
 
 FORMAT = 1
+NOTES_FILE = "data_notes.json"
 SAMPLES, SAMPLE_CHARACTERS = 3, 3000
 # Endings of keys that determine how a value is written.
 UNITS = ("_share", "seconds", "_bytes")
@@ -73,6 +74,8 @@ def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         "finished": finished,
         "rows": rows,
         "stages": stages,
+        # Runs of earlier versions have no such file.
+        "data_notes": _read(notes) if (notes := directory / NOTES_FILE).exists() else [],
         "provenance": _read(directory / "provenance.json"),
         "config": config,
     }

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from train.plots import can_plot
 from train.report.drafter_table import is_baseline, is_in_turn, row_labels, without_gamma
 from train.report.format_figures import (
     MISSING,
@@ -172,6 +173,8 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         f"{_speedup_basis(report)}",
         f"target {target.get('model', MISSING)} in {_dtype(report)}; {_machine(report)}",
         *_fixed_depths(report),
+        *([] if can_plot() else ["no plots: they need pip install 'draftsmith[plots]'"]),
+        *(f"data: {note}" for note in report.get("data_notes") or ()),
     ]
     for label, row in zip(row_labels(report), rows, strict=True):
         name, evaluation = without_gamma(label), row["evaluation"]

@@ -21,6 +21,7 @@ from decode.drafters.pard import (
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.target.cached_model import require_trees
+from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
 from distill.distillation_loss import Distillation
 from distill.parallel_distillation import (
@@ -28,7 +29,7 @@ from distill.parallel_distillation import (
     ParallelDistillation,
     require_full_attention,
 )
-from distill.teacher.feature_sources import holds_features
+from distill.teacher.feature_sources import bytes_per_token, holds_features
 from distill.teacher.teacher_signal import LiveTeacher, TeacherSource, split_model
 from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import LoraConfig, Trainable
@@ -41,6 +42,13 @@ from train.schema import Losses, StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import LossConfig, TrainingStage
 from train.training.dev_slice import DevConfig, DevSlice, Judging
+from train.training.estimates import (
+    activation_bytes,
+    forward_bytes,
+    optimizer_bytes,
+    planned_tokens,
+    training_disk_bytes,
+)
 from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import (
     DRAFTER_STAGES,
@@ -125,7 +133,7 @@ class DistillStage(TrainingStage[DistillConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
-        tokens = self.planned_tokens(plans) * config.loop.epochs
+        tokens = planned_tokens(self.planned_tokens(plans), config.loop)
         amount = f"{config.loop.epochs} epochs"
         if config.on_policy is not None:
             tokens = (config.loop.max_steps or 0) * config.loop.tokens_per_batch
@@ -138,6 +146,7 @@ class DistillStage(TrainingStage[DistillConfig]):
                 start.trained_parameters,
                 tokens,
                 start.memory_bytes,
+                start.disk_bytes,
             )
         model, _ = make_student(config.drafter, self.target, self.earlier)
         if self._mask_token(model) is not None:
@@ -146,17 +155,31 @@ class DistillStage(TrainingStage[DistillConfig]):
         choose_trained(model, embeddings=config.train_embeddings)
         student = Trainable(model, lora=config.lora).model
         trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-        # float32 weights, gradients and AdamW's two moments; the target; the logits of student and
-        # teacher for one chunk.
-        weights = 4 * sum(p.numel() for p in student.parameters()) + 12 * trained
-        teacher = self.target_bytes if config.teacher == "live" else 0
-        chunk = 2 * 4 * config.chunk_tokens * self.target.vocab_size
+        parameters = sum(p.numel() for p in student.parameters())
+        ema = config.optimizer.ema is not None
+        itemsize = 4 if self.accelerator.mixed_precision == "no" else 2
+        # Its float32 weights; the logits of student and teacher for one chunk.
+        memory = 4 * parameters + optimizer_bytes(trained, average=ema)
+        memory += 2 * 4 * config.chunk_tokens * self.target.vocab_size
+        memory += activation_bytes(
+            model,
+            model.config.get_text_config().num_hidden_layers,
+            config.loop.tokens_per_batch,
+            itemsize,
+            recompute=config.gradient_checkpointing,
+        )
+        if config.teacher == "live":
+            target = self.target.model
+            memory += self.target_bytes + forward_bytes(target, config.loop.tokens_per_batch)
+            if config.remember_teacher:
+                memory += self.planned_text_tokens(plans) * bytes_per_token(self.target, [FINAL])
         return StagePlan(
             f"{type(model).__name__} of {student.num_parameters() / 1e6:.1f}M parameters; "
             f"{config.losses_in_words}; {amount}",
             trained_parameters=trained,
             tokens=tokens,
-            memory_bytes=weights + teacher + chunk,
+            memory_bytes=memory,
+            disk_bytes=training_disk_bytes(parameters, trained, average=ema),
         )
 
     def run(self) -> Outcome:

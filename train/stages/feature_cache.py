@@ -19,6 +19,7 @@ from train.data.chat import Sample
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import CacheStage, TextConfig, size
+from train.training.estimates import forward_bytes
 
 
 class FeatureCacheConfig(TextConfig):
@@ -54,11 +55,13 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
         Recorder(self.target.model, layers)  # refuses layers that do not exist
         token_bytes = bytes_per_token(self.target, layers)
         what = f"{len(layers)} hidden states: {token_bytes} bytes a token, prompts included"
-        if self.config.text == "data":
-            samples = self.corpus.samples("data")
-            total = sum(min(len(s.tokens), self.config.max_length) for s in samples)
-            what += f"; {size(token_bytes * total)} on disk"
-        return StagePlan(what, tokens=self.planned_tokens(plans), memory_bytes=self.target_bytes)
+        return StagePlan(
+            what,
+            tokens=self.planned_tokens(plans),
+            memory_bytes=self.target_bytes
+            + forward_bytes(self.target.model, self.config.tokens_per_batch),
+            disk_bytes=token_bytes * self.planned_text_tokens(plans),
+        )
 
     def run(self) -> Outcome:
         config, target = self.config, self.target

@@ -21,6 +21,7 @@ from decode.target.generation_config import (
     stated_config,
 )
 from decode.target.loading import Target
+from decode.target.memory import slot_bytes
 from train.answers.launch import require_server
 from train.answers.protocols import AskSettings
 from train.answers.server_config import ServerConfig
@@ -36,6 +37,7 @@ from train.data.read import Example, spread
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.schema import SamplingConfig, StageConfig
 from train.stage import STAGES, Outcome, Stage, StagePlan
+from train.training.estimates import forward_bytes
 
 Job = tuple[Example, int]  # a prompt, and the number of its answer
 
@@ -45,6 +47,11 @@ class SelfPromptSampling(SamplingConfig):
 
     temperature: float = Field(1.0, gt=0)
     """Divides the logits."""
+
+
+# For the plan: prompts whose lengths are measured, bytes of a token id in JSON, and bytes of a
+# token's logit with its float64 copy, from which tokens are drawn.
+PROMPTS_MEASURED, ID_BYTES, LOGIT_BYTES = 64, 7, 12
 
 
 class GenerateConfig(StageConfig):
@@ -114,15 +121,27 @@ class GenerateStage(Stage[GenerateConfig]):
         if config.self_prompts:
             require_template(self.corpus.tokenizer, config.name)
             count, what = config.self_prompts * config.samples, " to the target's own prompts"
+            prompt = config.max_prompt_tokens
         else:
-            count, what = len(self._jobs()), ""
+            jobs = self._jobs()
+            count, what = len(jobs), ""
+            # Writing every prompt with the template would take long where there are many.
+            some = self.corpus.prompts(spread([example for example, _ in jobs], PROMPTS_MEASURED))
+            prompt = round(sum(map(len, some)) / len(some))
         if config.server:
             require_server(config.server, self.target, self.accelerator.num_processes)
             what += " by a server"
+        length, model = prompt + config.max_new_tokens, self.target.model
+        rows = config.batch_size * config.num_beams
         return StagePlan(
-            f"{count} answers{what} of at most {self.config.max_new_tokens} tokens",
-            tokens=count * self.config.max_new_tokens,
-            memory_bytes=self.target_bytes,
+            f"{count} answers{what} of at most {config.max_new_tokens} tokens",
+            tokens=count * config.max_new_tokens,
+            memory_bytes=self.target_bytes
+            + rows * length * slot_bytes(model)
+            + forward_bytes(model, rows * prompt)
+            + rows * self.target.vocab_size * LOGIT_BYTES,
+            disk_bytes=count * config.max_new_tokens * ID_BYTES,
+            text_tokens=count * length,
         )
 
     def run(self) -> Outcome:

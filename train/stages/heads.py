@@ -22,7 +22,7 @@ from decode.target.loading import Target
 from decode.trees.static import store_tree
 from distill.agreement import Bigrams, lookup_top1
 from distill.drift import Drift
-from distill.teacher.feature_sources import FeatureSource, LiveFeatures
+from distill.teacher.feature_sources import FeatureSource, LiveFeatures, bytes_per_token
 from distill.teacher.teacher_signal import split_model
 from heads.head_training import HeadTraining, JointTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
@@ -36,6 +36,13 @@ from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import LossConfig, TrainingStage
 from train.training.backbone import Backbone, BackboneConfig, FrozenBackbone, TrainedBackbone
 from train.training.dev_slice import DevConfig, DevSlice, Judging
+from train.training.estimates import (
+    activation_bytes,
+    forward_bytes,
+    optimizer_bytes,
+    planned_tokens,
+    training_disk_bytes,
+)
 from train.training.head_start import check_start
 from train.training.head_tree import TreeConfig, calibrated_tree, require_tree
 from train.training.optimizer import OptimizerConfig
@@ -134,9 +141,19 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         trained = sum(p.numel() for p in heads.parameters())
         if config.start is not None and config.start in plans:
             trained = plans[config.start].trained_parameters
-        # float32 weights, gradients and AdamW's two moments; the target; the logits of heads and
-        # target for one chunk.
-        memory = 16 * trained + self.target_bytes + 2 * 4 * config.chunk_tokens * heads.rows
+        loop, ema = config.loop, config.optimizer.ema is not None
+        itemsize = 4 if self.accelerator.mixed_precision == "no" else 2
+        # Float32 weights; the target, which computes the hidden states of a batch; a layer of the
+        # target's size for each place of a draft; the logits of heads and target for one chunk.
+        memory = 4 * trained + optimizer_bytes(trained, average=ema) + self.target_bytes
+        memory += forward_bytes(target.model, loop.tokens_per_batch)
+        memory += activation_bytes(target.model, heads.depth, loop.tokens_per_batch, itemsize)
+        memory += 2 * 4 * config.chunk_tokens * heads.rows
+        disk = training_disk_bytes(trained, trained, average=ema)
+        if config.remember_features:
+            memory += self.planned_text_tokens(plans) * bytes_per_token(
+                target, heads.captured_layers
+            )
         options = config.heads.model_dump(exclude={"type"}, exclude_none=True)
         what = f"{config.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
         if config.backbone is not None:
@@ -148,8 +165,9 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         return StagePlan(
             f"{what}{config.loop.epochs} epochs",
             trained_parameters=trained,
-            tokens=self.planned_tokens(plans) * config.loop.epochs,
+            tokens=planned_tokens(self.planned_tokens(plans), loop),
             memory_bytes=memory,
+            disk_bytes=disk,
         )
 
     def run(self) -> Outcome:

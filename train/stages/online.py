@@ -27,6 +27,7 @@ from train.online.stream_progress import StreamProgress, Versions
 from train.plots.line_plots import stream_plot
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, ReportSection, Stage, StagePlan, StagePlot
+from train.training.estimates import training_disk_bytes
 from train.training.student_and_teacher import choose_trained, make_student, start_provenance
 
 STREAM = "Acceptance over the stream, by windows of requests in their order."
@@ -84,14 +85,17 @@ class OnlineStage(Stage[OnlineStageConfig]):
         tokens = count * config.max_new_tokens
         if config.drafter.stage is not None:
             start = plans[config.drafter.stage]
-            return StagePlan(what, start.trained_parameters, tokens, start.memory_bytes)
+            return StagePlan(
+                what, start.trained_parameters, tokens, start.memory_bytes, start.disk_bytes
+            )
         model, _ = make_student(config.drafter, self.target, self.earlier)
         choose_trained(model, embeddings=config.train_embeddings)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         # Drafter and learning copy; gradients and AdamW's two moments; the last version's weights
         # and two moments.
         memory = 8 * model.num_parameters() + 24 * trained + self.target_bytes
-        return StagePlan(what, trained, tokens, memory)
+        disk = training_disk_bytes(model.num_parameters(), trained, average=False)
+        return StagePlan(what, trained, tokens, memory, disk)
 
     def run(self) -> Outcome:
         versions = Versions(

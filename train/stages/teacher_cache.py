@@ -22,6 +22,7 @@ from train.data.chat import Sample
 from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import CacheStage, TextConfig, size
+from train.training.estimates import forward_bytes
 
 
 class TeacherCacheConfig(TextConfig):
@@ -68,10 +69,11 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
         k, tokens = self.config.k, self.planned_tokens(plans)
         token_bytes = bytes_per_token(k, self._vocabulary_size)
         return StagePlan(
-            f"the target's top {k}: {token_bytes} bytes a token, "
-            f"{size(token_bytes * tokens)} on disk",
+            f"the target's top {k}: {token_bytes} bytes a token",
             tokens=tokens,
-            memory_bytes=self.target_bytes,
+            memory_bytes=self.target_bytes
+            + forward_bytes(self.target.model, self.config.tokens_per_batch),
+            disk_bytes=token_bytes * tokens,
         )
 
     def run(self) -> Outcome:

@@ -16,8 +16,9 @@ from decode.drafters.directory import describe_drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL
-from decode.target.identity import fingerprint, require_same_vocabulary
-from decode.target.loading import Target, load_model_and_tokenizer
+from decode.target.identity import require_same_vocabulary
+from decode.target.loading import Target, load_target
+from decode.target.without_weights import load_shapes
 from distill.choose_vocabulary import most_frequent
 from distill.teacher.cache_parts import text_sha256
 from distill.teacher.feature_sources import CachedFeatures, holds_features
@@ -77,22 +78,25 @@ def start_provenance(start: StudentConfig, earlier: Mapping[str, Path]) -> Any:
 def make_student(
     start: StudentConfig, target: Target, earlier: Mapping[str, Path]
 ) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
-    """The model to train, float32 on the CPU, and its reduced draft vocabulary, if it has one.
+    """The model to train, float32 on the CPU, and its reduced draft vocabulary, if it has one. It
+    has no weights if the target has none (`decode.target.without_weights`).
 
     earlier: the directories of earlier stages by name. Raises UserError for layers that the target
     does not have, a model with another vocabulary or with too few output rows for it, and a damaged
     drafter.
     """
-    if start.layers is not None:
-        return student_from_layers(target.model, start.layers).cpu(), None
-    if start.config is not None:
-        return student_from_config(target.model, start.config).cpu(), None
+    with torch.device("cpu" if target.has_weights else "meta"):
+        if start.layers is not None:
+            return student_from_layers(target.model, start.layers), None
+        if start.config is not None:
+            return student_from_config(target.model, start.config), None
     spec = start.model or ""
     if start.stage is not None:
         spec = str(earlier[start.stage] / "drafter")
         describe_drafter(Path(spec))
-    loaded = load_model_and_tokenizer(spec, dtype="float32", device="cpu")
-    drafter = fingerprint(loaded.tokenizer, loaded.model.config, loaded.model.generation_config)
+    load = load_target if target.has_weights else load_shapes
+    loaded = load(spec, dtype="float32", device="cpu")
+    drafter = loaded.fingerprint
     require_same_vocabulary(drafter, target.fingerprint, f"drafter {spec}", padding=True)
     if drafter.vocab_size < target.token_count:
         raise UserError(

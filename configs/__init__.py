@@ -1,0 +1,1 @@
+"""The configs and prompts that come with draftsmith, as package data."""

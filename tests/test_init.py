@@ -1,0 +1,170 @@
+"""`draftsmith init` writes configs that run, and a plan needs no weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate import Accelerator
+from click.testing import Result
+from typer.testing import CliRunner
+
+from decode.errors import UserError
+from tests.test_run import CONFIG, WORDS, fresh_accelerate  # noqa: F401  (a fixture)
+from tests.tiny import save_tiny
+from train import starter_config
+from train.cli.init import init
+from train.cli.main import app
+from train.cli.train import plan_target
+from train.config import load_config
+from train.console import Reporter
+from train.run import Run
+from train.stage import StagePlan
+from train.starter_config import GOALS, MACHINES
+from train.training.estimates import read_speeds, seconds_of
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    save_tiny(tmp_path / "target", "llama", layers=3)
+    rows = [{"instruction": f"the {a} {b}", "output": b} for a in WORDS[:5] for b in WORDS]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    return tmp_path
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def write(place: Path, goal: str, *more: str) -> Result:
+    target, data = str(place / "target"), str(place / "rows.json")
+    out = str(place / f"{goal}.yaml")
+    return command("init", "--target", target, "--data", data, "--goal", goal, "--out", out, *more)
+
+
+def plan(path: Path, *overrides: str, weights: bool = False) -> list[tuple[str, str, StagePlan]]:
+    config = load_config(path, overrides)
+    run = Run(config, Accelerator(cpu=True), Reporter(silent=True))
+    if not weights:
+        run.loaded = plan_target(config)
+    return run.plan()
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("goal", GOALS)
+def test_a_config_for_every_goal_and_machine_is_planned(place: Path, goal: str, machine: str):
+    result = write(place, goal, "--machine", machine)
+    assert result.exit_code == 0, result.stderr
+    path = place / f"{goal}.yaml"
+    config = load_config(path)
+    assert (config.data.test, config.data.train) == (None, str(place / "rows.json"))
+    assert (config.target.device == "cpu") == (machine == "cpu")
+    plans = plan(path, "target.device=cpu")
+    assert [kind for _, kind, _ in plans][-1] == {"small-lm": "distill"}.get(goal, goal)
+    assert all(p.tokens > 0 and p.memory_bytes > 0 and p.disk_bytes > 0 for _, _, p in plans)
+    # Comments name the sources of what is chosen.
+    assert "2310.08461" in path.read_text()
+    again = write(place, goal)
+    assert again.exit_code == 2
+    assert "exists; expected a new file" in again.stderr
+
+
+@pytest.mark.slow
+def test_a_config_runs_as_it_is(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(place)
+    assert write(place, "small-lm", "--machine", "cpu").exit_code == 0
+    small = ["stages.answers.max_new_tokens=8", "evaluation.timed_prompts=2", "trackers=[]"]
+    trained = command("train", "small-lm.yaml", *small, "data.limit=40", "threads=1")
+    assert trained.exit_code == 0, trained.stderr
+    assert "split off from train" in trained.stdout
+    assert (place / "runs" / "small-lm" / "report.html").exists()
+
+
+def test_what_is_missing_or_wrong_is_named(place: Path, monkeypatch: pytest.MonkeyPatch):
+    target, out = str(place / "target"), str(place / "new.yaml")
+    few = place / "few.jsonl"
+    few.write_text('{"prompt": "hi"}\n')
+    cases = (
+        (["--target", target, "--out", out], "--data is missing, and there is no terminal to ask"),
+        (["--target", target, "--data", str(few), "--out", out], "1 rows with a prompt; expected"),
+        (["--data", str(few), "--goal", "head", "--out", out], 'Did you mean "heads"'),
+        (["--data", str(few), "--machine", "tpu", "--out", out], "expected cpu, 24gb"),
+    )
+    for arguments, message in cases:
+        result = command("init", *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
+    assert not Path(out).exists()
+    monkeypatch.setitem(MACHINES, "24gb", starter_config.replace(MACHINES["24gb"], memory=2**16))
+    assert "at most 80% of that" in write(place, "heads", "--machine", "24gb").stderr
+    assert not (place / "heads.yaml").exists()
+
+
+def test_a_terminal_is_asked_for_what_is_not_given(place: Path, monkeypatch: pytest.MonkeyPatch):
+    answers = iter([str(place / "target"), str(place / "rows.json"), "online"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.prompt", lambda question, default: next(answers))
+    init(out=place / "asked.yaml", machine="cpu")
+    assert yaml.safe_load((place / "asked.yaml").read_text())["stages"][-1]["kind"] == "online"
+
+
+# --- plans without weights -----------------------------------------------------------------------
+
+ANSWERS = {"text": "answers"}
+STAGES: list[dict[str, Any]] = [
+    {"name": "answers", "kind": "generate", "max_new_tokens": 10},
+    {"name": "states", "kind": "feature_cache", **ANSWERS},
+    {"name": "top", "kind": "teacher_cache", "k": 4, **ANSWERS},
+    {"name": "first", "kind": "distill", "drafter": {"layers": [0, 2]}, **ANSWERS},
+    {"name": "new", "kind": "distill", "drafter": {"config": {"intermediate_size": 16}}},
+    {"name": "other", "kind": "distill", "drafter": {"model": "SMALL"}, **ANSWERS},
+    {"name": "adapted", "kind": "distill", "drafter": {"layers": [0]}, "lora": {}, **ANSWERS},
+    {"name": "heads", "kind": "heads", "heads": {"type": "eagle1"}, "tree": {}, **ANSWERS},
+    {"name": "both", "kind": "heads", "heads": {"type": "medusa"}, "backbone": {}, **ANSWERS},
+    {"name": "live", "kind": "online", "split": "train", "drafter": {"layers": [0]}},
+]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's affair
+def test_a_plan_needs_no_weights(place: Path):
+    save_tiny(place / "small", layers=1)
+    (place / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"the {w}", "response": w}) + "\n" for w in WORDS)
+    )
+    stages = json.loads(json.dumps(STAGES).replace("SMALL", str(place / "small")))
+    config = yaml.safe_load(CONFIG.format(base=place)) | {"stages": stages}
+    config["data"] = {"train": "train.jsonl"}
+    (place / "config.yaml").write_text(yaml.safe_dump(config))
+    complete = plan(place / "config.yaml", weights=True)
+    for directory in ("target", "small"):
+        (place / directory / "model.safetensors").unlink()
+    assert plan(place / "config.yaml") == complete
+    # Of a training: weights, gradients, two moments, and more for the text.
+    _, _, first = next(p for p in complete if p[0] == "first")
+    assert first.memory_bytes > 16 * first.trained_parameters
+    # max_steps ends a training before its epochs do.
+    shorter = plan(place / "config.yaml", "stages.first.loop={max_steps: 1, tokens_per_batch: 100}")
+    assert shorter[3][2].tokens == 100 < first.tokens
+    planned = command("train", str(place / "config.yaml"), "--dry-run", "--speed", "generate=10")
+    assert planned.exit_code == 0, planned.stderr
+    assert "≈ 15 s" in planned.stdout  # 15 answers of 10 tokens
+    refused = command("train", str(place / "config.yaml"), "--speed", "generate=10")
+    assert (refused.exit_code, "--speed is for --dry-run" in refused.stderr) == (2, True)
+
+
+def test_speeds_are_stated_or_measured_by_a_run(tmp_path: Path):
+    stages = [
+        {"name": "a", "kind": "generate", "summary": {"tokens_per_second": 50.0}},
+        {"name": "d", "kind": "distill", "summary": {"training": {"tokens_per_second": 20.0}}},
+        {"name": "o", "kind": "online", "summary": {}},
+    ]
+    (tmp_path / "report.json").write_text(json.dumps({"stages": stages}))
+    speeds = read_speeds(str(tmp_path))
+    assert speeds == {"generate": 50.0, "a": 50.0, "distill": 20.0, "d": 20.0}
+    assert seconds_of("b", "generate", StagePlan("", tokens=100), speeds) == 2
+    assert seconds_of("o", "online", StagePlan("", tokens=100), speeds) is None
+    assert read_speeds("a=1,heads=2.5") == {"a": 1.0, "heads": 2.5}
+    for wrong in ("fast", "a=b", "a=0", str(tmp_path / "none")):
+        with pytest.raises(UserError, match="expected KIND=TOKENS_PER_SECOND"):
+            read_speeds(wrong)

@@ -1,0 +1,99 @@
+"""`init`: a config for one's own target and data. `quickstart`: the shipped config."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from decode.errors import UserError, nearest
+from train.cli.command import quieten, shows_errors
+
+DEFAULT_TARGET = "embedded:smollm2-135m"
+ROWS_READ = 2000  # to look at; their number and lengths set sizes
+
+
+@shows_errors
+def init(
+    target: Annotated[
+        str | None, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="prompts or conversations: a file, or a data set as org/name@split"),
+    ] = None,
+    goal: Annotated[str | None, typer.Option(help="small-lm, heads or online")] = None,
+    out: Annotated[Path | None, typer.Option(help="the config to write; overwrites none")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="cpu, 24gb, 80gb or 8x80gb; default: this machine")
+    ] = None,
+) -> None:
+    """Write a config for a target and data. Asks for what is not given, if there is a terminal."""
+    out = Path(out or _ask("--out", "Config to write", "draftsmith.yaml"))
+    if out.exists():
+        raise UserError(f"{out} exists; expected a new file. Give --out another name")
+    target = target or _ask("--target", "Target (hub id, directory or GGUF file)", DEFAULT_TARGET)
+    data = data or _ask("--data", "Prompts (a file, or org/name@split)", None)
+    goal = goal or _ask("--goal", "Goal (small-lm, heads or online)", "heads")
+
+    from decode.target.without_weights import load_shapes
+    from train.data.read import read_examples
+    from train.starter_config import GOALS, MACHINES, Starter, data_for, this_machine
+
+    for option, value, known in (("--goal", goal, GOALS), ("--machine", machine, MACHINES)):
+        if value is not None and value not in known:
+            raise UserError(
+                f"{option} is {value!r}; expected {', '.join(known)}.{nearest(value, known)}"
+            )
+    quieten()
+    kind, detected = this_machine()
+    chosen = detected if machine in (None, kind) else MACHINES[machine or kind]
+    path, _, split = data.partition("@")
+    examples, report = read_examples(path, split=split or None, limit=ROWS_READ, on_bad="skip")
+    prompts = [example for example in examples if example.messages is not None]
+    if len({example.user_texts()[0] for example in prompts}) < 20:
+        raise UserError(
+            f"{data} has {len(prompts)} rows with a prompt; expected at least 20 different ones, "
+            "of which some are held out. Name another --data"
+        )
+    if Path(target).expanduser().exists():
+        target = str(Path(target).expanduser().absolute())
+    shapes = load_shapes(target, dtype=chosen.dtype, device="cpu")
+    source = data_for(path, out) + (f"@{split}" if split else "")
+    rows = report.kept if report.kept < ROWS_READ else None
+    text = Starter(goal, target, source, chosen, shapes, prompts, rows, out).text()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; give another --out") from error
+    typer.echo(
+        f"{out}: {GOALS[goal]}, sized for {chosen.title}, after a look at {report.kept} "
+        f"rows. Next: draftsmith train {out} --dry-run"
+    )
+
+
+@shows_errors
+def quickstart(
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the resolved plan and stop")
+    ] = False,
+) -> None:
+    """Train a first drafter with the shipped config, into ./runs/quickstart."""
+    import configs
+    from train.cli.train import train
+
+    shipped = Path(configs.__file__).parent / "quickstart.yaml"
+    train(shipped, overrides, dry_run=dry_run)
+
+
+def _ask(option: str, question: str, default: str | None) -> str:
+    """The user's answer. Without a terminal the default, or a UserError that names the option."""
+    if sys.stdin.isatty():
+        answer: str = typer.prompt(question, default=default)
+        return answer
+    if default is None:
+        raise UserError(f"{option} is missing, and there is no terminal to ask; give {option}")
+    return default

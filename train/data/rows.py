@@ -1,0 +1,226 @@
+"""Understands one row of a data file by its fields, whatever its source.
+
+The first of these fields that is present and not null sets the kind of the row:
+
+    messages        [{"role": "user", "content": "..."}, ...]    OpenAI's messages
+    conversations   [{"from": "human", "value": "..."}, ...]     ShareGPT's turns
+    prompt          "..."    a user message; `response`, `reference` or `completion`: its answer
+    instruction     "..."    Alpaca's; `input` is added to it; `output` or `response`: its answer
+    text            "..."    plain text to train on
+
+`messages` and `conversations` may each have turns of either kind. Optional for all but `text`:
+`system`, a system message for a conversation that has none.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from decode.errors import nearest
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# How ShareGPT and its descendants name the roles in `from`.
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+CONVERSATIONS = ("messages", "conversations")
+ANSWERS = {
+    "prompt": ("response", "reference", "completion"),
+    "instruction": ("output", "response"),
+}
+FIELDS = (*CONVERSATIONS, *ANSWERS, "text")
+EXPECTED = (
+    '{"messages": [{"role": …, "content": …}]}, {"conversations": [{"from": …, "value": …}]}, '
+    '{"prompt": …, "response": …}, {"instruction": …, "output": …} or {"text": …}'
+)
+
+
+class BadRow(Exception):
+    """A row that cannot be used. reason: the key for counting it."""
+
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem)
+        self.reason = reason
+        self.problem = problem
+
+
+def understand(fields: Mapping[str, Any]) -> tuple[tuple[Message, ...] | None, str | None]:
+    """The messages of a row, or its text. Checks structure and types, not the content. Raises
+    BadRow."""
+    # A data set has null if a row lacks a column that other rows have.
+    fields = {key: value for key, value in fields.items() if value is not None}
+    present = next((name for name in FIELDS if name in fields), None)
+    if present is None:
+        hint = next((f" ({name.strip()})" for key in fields if (name := nearest(key, FIELDS))), "")
+        columns = ", ".join(map(short, fields)) or "no fields"
+        raise BadRow("no known field", f"\n  found {columns}{hint}\n  expected {EXPECTED}")
+    if present == "text":
+        return None, string(fields, "text")
+    if present in CONVERSATIONS:
+        messages = _conversation(fields[present], present)
+    else:
+        asked = string(fields, present)
+        if present == "instruction" and fields.get("input"):
+            asked += "\n\n" + string(fields, "input")
+        messages = ({"role": "user", "content": asked},)
+        answer = next((name for name in ANSWERS[present] if name in fields), None)
+        if answer is not None:
+            messages += ({"role": "assistant", "content": string(fields, answer)},)
+    if fields.get("system") and messages[0]["role"] not in ("system", "developer"):
+        messages = ({"role": "system", "content": string(fields, "system")}, *messages)
+    return messages, None
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The object in a line of JSON. Raises BadRow."""
+    try:
+        decoded = line.decode()
+    except UnicodeDecodeError as error:
+        raise BadRow(
+            "not UTF-8",
+            f"byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8; "
+            f"expected a line of UTF-8 text",
+        ) from error
+    try:
+        value = json.loads(decoded)
+    # RecursionError: brackets nested thousands deep.
+    except (ValueError, RecursionError) as error:
+        raise BadRow("broken JSON", f"broken JSON ({error}); expected one JSON object") from error
+    if not isinstance(value, dict):
+        raise BadRow("broken JSON", f"found {short(value)}; expected one JSON object")
+    return value
+
+
+def string(fields: Mapping[str, Any], key: str, name: str = "", empty: bool = False) -> str:
+    """The text of a field. Raises BadRow for another type, and for blank text unless `empty`."""
+    value = fields[key]
+    name = name or key
+    if not isinstance(value, str):
+        raise BadRow("wrong type", f"{name} is {short(value)}; expected text")
+    if not empty and not value.strip():
+        raise BadRow(f"empty {key}", f"{name} is empty; expected text")
+    return clean(value, name)
+
+
+def clean(value: str, name: str) -> str:
+    """Refuse a lone surrogate: JSON can contain half a surrogate pair, but no tokenizer can encode
+    it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(
+            "not UTF-8",
+            f"{name} contains the lone surrogate \\u{ord(value[error.start]):04x}; expected text",
+        ) from error
+    return value
+
+
+def short(value: Any) -> str:
+    """A value's JSON, cut to a readable length for a message."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _conversation(value: Any, field: str) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise BadRow(
+            "wrong type", f"{field} is {short(value)}; expected a list of role and content"
+        )
+    messages = tuple(_message(turn, f"{field}[{i}]") for i, turn in enumerate(value))
+    if messages[0]["role"] == "assistant" or all(m["role"] != "user" for m in messages):
+        raise BadRow(
+            "no user message",
+            f"the roles are {', '.join(m['role'] for m in messages)}; "
+            f"expected a user message for the assistant to answer",
+        )
+    return messages
+
+
+def _message(turn: Any, name: str) -> Message:
+    if not isinstance(turn, dict):
+        raise BadRow(
+            "wrong type", f"{name} is {short(turn)}; expected an object of role and content"
+        )
+    present = {key: value for key, value in turn.items() if value is not None}
+    if "from" in present and "role" not in present:
+        role = present.pop("from")
+        present["role"] = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    if "value" in present and "content" not in present:
+        present["content"] = present.pop("value")
+    calls = present.pop("tool_calls", None)
+    if calls:
+        # Templates read a call's text from the same field as an answer's.
+        present.setdefault("content", "")
+    for key in ("role", "content"):
+        if key not in present:
+            columns = ", ".join(map(short, turn)) or "no fields"
+            raise BadRow(
+                "wrong type",
+                f"{name} has {columns}; expected role and content, or from and value",
+            )
+    if present["role"] not in ROLES:
+        raise BadRow(
+            "wrong type",
+            f"{name} has the role {short(present['role'])}; expected {', '.join(ROLES)}",
+        )
+    if isinstance(present["content"], list):
+        present["content"] = _joined_parts(present["content"], f"{name}.content")
+    # Only user and assistant need content: an empty system message is harmless, and an assistant
+    # may call a tool instead.
+    speaks = present["role"] in ("user", "assistant") and not calls
+    message: Message = {
+        key: string(present, key, f"{name}.{key}", empty=key != "content" or not speaks)
+        for key in present
+    }
+    if calls:
+        message["tool_calls"] = _tool_calls(calls, f"{name}.tool_calls")
+    return message
+
+
+def _joined_parts(parts: list[Any], name: str) -> str:
+    """The text of a content of parts. Raises BadRow for a part that is no text, such as an
+    image."""
+    texts = []
+    for number, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str) or (isinstance(part, dict) and part.get("type") != "text"):
+            raise BadRow(
+                "content is not text",
+                f'{name}[{number}] is {short(part)}; expected {{"type": "text", "text": …}}',
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
+    """Tool calls with the arguments as an object: chat templates expect it, OpenAI writes text."""
+    result = []
+    for number, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow(
+                "wrong type",
+                f'{name}[{number}] is {short(call)}; expected {{"function": {{"name": …, '
+                '"arguments": …}}',
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError as error:
+                raise BadRow(
+                    "broken JSON",
+                    f"{name}[{number}].function.arguments is no JSON ({error}); expected an object",
+                ) from error
+        kept = {key: value for key, value in call.items() if value is not None}
+        result.append(kept | {"function": {"name": function["name"], "arguments": arguments or {}}})
+    return result

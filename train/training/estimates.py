@@ -1,0 +1,94 @@
+"""Estimates for plans: the memory and disk space of a stage, and its time.
+
+Activations are counted per layer of a Llama-like model, as Korthikanti et al. (2205.05198,
+section 4) count them, but for a gated MLP and an attention that stores no scores.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.target.memory import slot_bytes
+from train.stage import StagePlan
+from train.training.checkpoint import KEEP
+from train.training.trainer import LoopConfig
+
+
+def layer_numbers(model: PreTrainedModel) -> int:
+    """The numbers that one layer keeps for the backward pass of one token: the inputs of two norms,
+    of the products (queries, keys, values, output, gate, up, down) and of the activation."""
+    config = model.config.get_text_config()
+    hidden: int = config.hidden_size
+    inner: int = getattr(config, "intermediate_size", None) or 4 * hidden
+    keys = slot_bytes(model) // (config.num_hidden_layers * model.dtype.itemsize)
+    return 8 * hidden + keys + 4 * inner
+
+
+def forward_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """The memory of a forward pass over `tokens` without gradients, above the weights: the numbers
+    of one layer at a time."""
+    return tokens * layer_numbers(model) * model.dtype.itemsize
+
+
+def activation_bytes(
+    model: PreTrainedModel, layers: int, tokens: int, itemsize: int, *, recompute: bool = False
+) -> int:
+    """What `layers` of this model keep for the backward pass over a batch of `tokens`. itemsize: of
+    the matrix products' precision. recompute: only the layers' inputs are kept, and one layer."""
+    inner, hidden = layer_numbers(model), model.config.get_text_config().hidden_size
+    numbers = layers * hidden + inner if recompute else layers * inner
+    return tokens * numbers * itemsize
+
+
+def optimizer_bytes(trained: int, *, average: bool) -> int:
+    """The gradients and AdamW's two moments of `trained` float32 weights, and their average."""
+    return (16 if average else 12) * trained
+
+
+def training_disk_bytes(parameters: int, trained: int, *, average: bool) -> int:
+    """The checkpoints that are kept, one more while it is written, the drafter and its start."""
+    checkpoint = 4 * parameters + (12 if average else 8) * trained
+    return (KEEP + 1) * checkpoint + 2 * 4 * parameters
+
+
+def planned_tokens(tokens: int, loop: LoopConfig) -> int:
+    """The tokens that a training learns from: those of its epochs, or fewer if `max_steps` ends it.
+    tokens: of the text."""
+    total = tokens * loop.epochs
+    if loop.max_steps is None:
+        return total
+    return min(total, loop.max_steps * loop.tokens_per_batch * loop.accumulation)
+
+
+def read_speeds(option: str) -> dict[str, float]:
+    """Tokens per second by stage or kind of stage, from `generate=900,distill=4000` or from the
+    directory of a run that measured them. Raises UserError for anything else."""
+    report = Path(option) / "report.json"
+    if report.is_file():
+        speeds: dict[str, float] = {}
+        for stage in json.loads(report.read_text())["stages"]:
+            summary = stage["summary"]
+            speed = (summary.get("training") or summary).get("tokens_per_second")
+            if speed:
+                speeds |= {stage["kind"]: speed, stage["name"]: speed}
+        return speeds
+    try:
+        pairs = [pair.split("=") for pair in option.split(",")]
+        speeds = {name: float(number) for name, number in pairs}
+    except ValueError:
+        speeds = {}
+    if not speeds or min(speeds.values()) <= 0:
+        raise UserError(
+            f"--speed is {option!r}; expected KIND=TOKENS_PER_SECOND,… such as "
+            "generate=900,distill=4000, or the directory of a run with a report"
+        )
+    return speeds
+
+
+def seconds_of(name: str, kind: str, plan: StagePlan, speeds: Mapping[str, float]) -> float | None:
+    """The time of a stage at the speed of that stage, or of its kind. None: neither is known."""
+    speed = speeds.get(name) or speeds.get(kind)
+    return plan.tokens / speed if speed and plan.tokens else None
