@@ -78,3 +78,21 @@ def test_the_readme_lists_the_rules_as_what_they_are() -> None:
     lossless, lossy = row.split(";")
     assert set(NAME.findall(lossless)) == {name for name in RULES if RULES[name].lossless}
     assert set(NAME.findall(lossy)) == {name for name in RULES if not RULES[name].lossless}
+
+
+def test_the_page_of_papers_names_real_files_and_every_paper_that_is_cited() -> None:
+    page = (ROOT / "docs" / "papers.md").read_text()
+    packages = ("decode", "distill", "heads", "train", "tests")
+    files = [path for name in packages for path in (ROOT / name).rglob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    assert named
+    for name in named:
+        assert any(path.as_posix().endswith(f"/{name}") for path in files), name
+    sources = [path for path in files if path.relative_to(ROOT).parts[0] != "tests"]
+    paper = re.compile(r"(?<![\d.])\d{4}\.\d{5}(?!\d)")
+    cited = {
+        number
+        for path in [*sources, *(ROOT / "docs").glob("*.md")]
+        for number in paper.findall(path.read_text())
+    }
+    assert cited <= set(paper.findall(page))

@@ -96,7 +96,9 @@ class Guesses(Drafter):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["none", "ngram", "store", "tree"])
+@pytest.mark.parametrize(
+    "kind", ["none", "ngram", "store", "suffix", "max_gram", "lookahead", "tree"]
+)
 def test_greedy_texts_are_those_of_generate(family: str, kind: str) -> None:
     lm = model(family)
     expected = [generated(lm, source) for source in SOURCES]
@@ -317,6 +319,8 @@ def test_drafters_that_do_not_read_sources_are_refused(tmp_path: Path) -> None:
     made, small = target(), tiny_model("llama")
     with pytest.raises(UserError, match="SmallLMDrafter needs a decoder-only target"):
         Decoder(made.model, SmallLMDrafter(small))
+    with pytest.raises(UserError, match="SkipDrafter needs a decoder-only target"):
+        Decoder(made.model, DRAFTERS.make("skip:attention=0,mlp=0"))
     small.save_pretrained(tmp_path / "small")
     with pytest.raises(UserError, match=r"small language model .* needs a decoder-only target"):
         open_drafter(str(tmp_path / "small"), made)

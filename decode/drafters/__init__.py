@@ -31,7 +31,7 @@ class Drafter(ABC):
     (`decode.target.hidden_states`). They come from the target's normal passes.
     trained: the drafter can only be loaded from a directory.
     decoder_only: it cannot draft for a target with an encoder, because it would not know the
-        source. Other drafters may read the sources in the contexts.
+    source. Other drafters may read the sources in the contexts.
     vocab_size: the size of the vocabulary, equal to the target's. None: it can draft any token.
     estimates: whenever a draft-length policy is asked, it also gets an estimate of how likely the
     target accepts the next token.

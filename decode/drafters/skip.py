@@ -26,6 +26,8 @@ class SelfDrafter(ShapedDrafter):
     back.
     """
 
+    decoder_only = True  # a view of the target has no sources
+
     def __init__(self, skipped: Sublayers, shape: Shape | None = None) -> None:
         super().__init__(None, shape)  # the target's vocabulary, which it gets with the target
         self.skipped = skipped

@@ -75,16 +75,17 @@ def captured_modules(
     """The module whose output is the hidden state, for each layer. For `FINAL` of a model with an
     encoder it is the output layer, whose input is the hidden state. Raises UserError for a layer
     the model does not have."""
-    if not captured_layers:
-        return {}
+    return {
+        layer: _last(model) if layer == FINAL else _layer(model, layer) for layer in captured_layers
+    }
+
+
+def _last(model: PreTrainedModel) -> nn.Module:
     # A decoder under an encoder may scale its states before the output layer.
-    modules = {layer: _layer(model, layer) for layer in captured_layers if layer != FINAL}
-    if FINAL in captured_layers:
-        last = model.get_output_embeddings() if has_encoder(model) else model.base_model
-        if last is model:
-            raise UserError(f"{type(model).__name__} has no stack of layers below its output layer")
-        modules[FINAL] = last
-    return modules
+    last: nn.Module = model.get_output_embeddings() if has_encoder(model) else model.base_model
+    if last is model:
+        raise UserError(f"{type(model).__name__} has no stack of layers below its output layer")
+    return last
 
 
 class Recorder:
