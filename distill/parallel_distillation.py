@@ -108,6 +108,17 @@ class MaskedCopies:
         return torch.cat([seen_text, seen_masks], 2)[:, None]
 
 
+def draws(training: bool) -> torch.Generator:
+    """Random numbers on the host for one batch.
+
+    One number of torch's random state, which checkpoints store, seeds them. So this state stays the
+    same on all ranks, whatever the sizes of their batches. Outside of training they are always the
+    same.
+    """
+    seed = int(torch.randint(2**62, ())) if training else 0
+    return torch.Generator().manual_seed(seed)
+
+
 class ParallelDistillation(Distillation):
     """Computes the distillation loss of a student that drafts in parallel.
 
@@ -147,8 +158,7 @@ class ParallelDistillation(Distillation):
         What is dropped depends on torch's random state, which checkpoints store. In eval mode it is
         always the same.
         """
-        generator = None if self.training else torch.Generator().manual_seed(0)
-        scores = torch.rand(loss_mask.shape, generator=generator).to(input_ids.device)
+        scores = torch.rand(loss_mask.shape, generator=draws(self.training)).to(input_ids.device)
         masks = MaskedCopies.drawn(loss_mask, self.parallel, scores)
         length = input_ids.shape[1]
         positions = masks.positions(length)

@@ -23,17 +23,19 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from decode.device import to_device
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
+from decode.drafters.pard import unused_special_tokens
 from decode.drafters.trained import ParallelGrowth
 from decode.errors import UserError
 from decode.sampling import Sampling
-from decode.target.forward.lean_forward import Attend, AttentionMask, SlotAttention
+from decode.target.forward.lean_forward import Attend
 from decode.target.loading import Target
 from decode.trees import Growth
+from distill.parallel_distillation import draws
 from heads.heads_drafter import AttendingDrafter, AttendingHeads
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
 from heads.layers.block_layer import BlockLayer, BlockMask, draw_anchors
-from heads.layers.llama_layer import Rotary, layer_config
-from heads.layers.target_layers import copy_norm
+from heads.layers.llama_layer import LayerSettings, Rotary, layer_config
+from heads.layers.target_layers import copy_norm, require_layers
 
 
 class DFlashOptions(HeadOptions):
@@ -58,10 +60,13 @@ class DFlashOptions(HeadOptions):
     decay: float = Field(7.0, gt=0)
     """γ; the loss weight of place k is exp(−(k − 1)/γ). 7 suits blocks of 16, 4 suits blocks
     of 8."""
+    layer: LayerSettings | None = None
+    """Settings of the layers that differ from the target's, as imports set them. None: the
+    target's."""
 
     def for_target(self, target: Target) -> Self:
         taps = self.taps or even_taps(self.layers, _layer_count(target.model))
-        _require_taps(taps, _layer_count(target.model))
+        require_layers("taps", taps, _layer_count(target.model))
         return self.model_copy(update={"mask_token": mask_token(self, target), "taps": taps})
 
 
@@ -83,31 +88,15 @@ def even_taps(count: int, layers: int) -> list[int]:
     return taps
 
 
-def _require_taps(taps: Sequence[int], layers: int) -> None:
-    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= layers:
-        raise UserError(
-            f"taps are {list(taps)}; expected distinct layers of the target in ascending order, "
-            f"from 0 to {layers - 1}"
-        )
-
-
 def mask_token(options: DFlashOptions, target: Target) -> int:
     """The id of the mask token. Raises UserError if texts may contain it, or if no id is free.
 
-    Free are ids that are no token, and special tokens that have no role: they do not end or pad
-    texts, and the chat template does not write them. An embedding of 0 is refused too.
+    Free are ids that are no token, and `unused_special_tokens`. An embedding of 0 is refused too.
     """
     tokenizer, embeddings = target.tokenizer, target.model.get_input_embeddings().weight
     rows = len(embeddings)
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    roles = {tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    roles |= {tokenizer.eos_token_id, *target.eos_token_ids}
-    idle = {
-        id
-        for id, token in tokenizer.added_tokens_decoder.items()
-        if token.special and id not in roles and token.content not in template
-    }
-    used = (set(tokenizer.get_vocab().values()) | roles) - idle
+    used = {*tokenizer.get_vocab().values(), *target.eos_token_ids}
+    used -= unused_special_tokens(target).keys()
     chosen = options.mask_token
     if chosen is None:
         free = (id for id in range(rows - 1, -1, -1) if id not in used and embeddings[id].any())
@@ -172,7 +161,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         assert options.mask_token is not None
         self.captured_layers, self.mask_token = tuple(options.taps), options.mask_token
         self.reserved_tokens = (self.mask_token,)
-        self.config = layer_config(model)
+        self.config = layer_config(model, options.layer)
         self.config.num_hidden_layers = self.attending_layers = options.layers
         self.spare_slots = options.block
         size, eps = self.hidden_size, self.config.rms_norm_eps
@@ -229,15 +218,11 @@ class DFlashHeads(TokenHeads, AttendingHeads):
     def anchors(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """The anchors of one visit to texts, as `draw_anchors` returns them.
 
-        They are drawn from torch's random state on the host, which checkpoints store. Outside of
-        training they are always the same. loss_mask: bool [B, T].
+        Outside of training they are always the same. loss_mask: bool [B, T].
         """
         candidates = shift_left(loss_mask, 1).cpu()
         candidates[:, 0] = False  # no context before it
-        # One number from torch's state, for any size of batch: so it is the same on all ranks.
-        seed = int(torch.randint(2**62, ())) if self.training else 0
-        generator = torch.Generator().manual_seed(seed)
-        return draw_anchors(candidates, self.options.anchors, generator)
+        return draw_anchors(candidates, self.options.anchors, draws(self.training))
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         length, device = batch.input_ids.shape[1], batch.input_ids.device
@@ -298,10 +283,8 @@ class DFlashDrafter(AttendingDrafter):
         device = self.states.device
         positions = to_device(anchors, device)[:, None]
         last = to_device(np.take_along_axis(contexts.tokens, anchors[:, None], 1), device)
-        self.slots.place(anchors, size)
         block = torch.ones(1, size, size, dtype=torch.bool, device=device)
-        mask = AttentionMask(self.slots.mask(positions, size, block), self.states.dtype)
-        attends = [SlotAttention(layer, mask) for layer in self.slots.layers]
+        attends = self.attentions(anchors, size, ancestors=block)
         states = self.heads.block_states(last, positions, attends)
         return states[:, 0, :max_depth], last[:, 0]
 

@@ -6,7 +6,6 @@ Shapes: B rows, n tokens, T tokens of a text, F features of a token, H hidden si
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -26,7 +25,7 @@ from heads.autoregressive_heads import (
 )
 from heads.heads_module import HEADS, HeadBatch, shift_left
 from heads.layers.llama_layer import Attend, DraftLayer
-from heads.layers.target_layers import copy_norm
+from heads.layers.target_layers import copy_norm, require_layers
 
 
 class Eagle1Options(AutoregressiveOptions):
@@ -171,12 +170,7 @@ def captured_outputs(named: Sequence[int] | None, layers: int) -> tuple[int, ...
     for layers that are not in ascending order."""
     if named is None:
         return auxiliary_layers(layers)
-    ascending = all(low < high for low, high in pairwise(named))
-    if not ascending or named[0] < 0 or named[-1] >= layers:
-        raise UserError(
-            f"captured_layers are {list(named)}; expected numbers from 0 to {layers - 1} in "
-            f"ascending order, because the target has {layers} layers"
-        )
+    require_layers("captured_layers", named, layers)
     return tuple(named)
 
 

@@ -25,7 +25,7 @@ from decode.drafters import DRAFTERS
 from decode.drafters.trained import ParallelGrowth
 from decode.sampling import Sampling
 from decode.trees import Growth
-from distill.parallel_distillation import MaskedCopies, ParallelConfig
+from distill.parallel_distillation import MaskedCopies, ParallelConfig, draws
 from heads.eagle_heads import Eagle3Layer, auxiliary_layers
 from heads.heads_drafter import AttendingDrafter, AttendingHeads
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
@@ -157,8 +157,8 @@ class PEagleHeads(TokenHeads, AttendingHeads):
             keep=1.0 if self.trains_all else options.keep,
             keep_min=options.keep_min,
         )
-        # From torch's random state on the CPU, which checkpoints store.
-        masks = MaskedCopies.drawn(predicted, parallel, torch.rand(ids.shape).to(ids.device))
+        scores = torch.rand(ids.shape, generator=draws(self.training)).to(ids.device)
+        masks = MaskedCopies.drawn(predicted, parallel, scores)
         rows, length = ids.shape
         count = masks.copies.shape[1]
         visible = masks.visible(torch.ones_like(ids))

@@ -123,6 +123,7 @@ def test_the_export_of_p_eagle_is_the_same_heads(
     stored = open_drafter(str(tmp_path / "drafter"), deep)
     assert isinstance(drafter, PEagleDrafter)
     assert isinstance(stored, PEagleDrafter)
+    assert drafter.heads.options == stored.heads.options
     for name, tensor in stored.heads.state_dict().items():
         assert torch.equal(tensor, drafter.heads.state_dict()[name]), name
     config = json.loads((out / "config.json").read_text())

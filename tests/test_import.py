@@ -252,7 +252,7 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "P-EAGLE": (
         "specforge_eagle3",
         tensors(mask_hidden=torch.zeros(1, 1, 192, dtype=torch.bfloat16)),
-        "format p_eagle can be written, but not imported",
+        "is in format p_eagle, which can be written, but not imported",
     ),
     "missing norm": (
         "safeailab_eagle3",
@@ -291,7 +291,7 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     ),
     "another kind": (
         "eagle1",
-        lambda made: (made.tensors.pop("fc.weight"), made.config.update(dflash_config={})),
+        lambda made: (made.tensors.pop("fc.weight"), made.config.update(spd_type="another")),
         "in no layout that can be imported",
     ),
 }

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,8 @@ from decode.loop import Decoder
 from decode.target.loading import Target, load_target
 from decode.text import prompt_ids
 from decode.text_stream import decode
-from tests.export import SHAPE, needs
+from heads.heads_directory import read_heads
+from tests.export import SHAPE, make_heads, needs
 from tests.service import MODEL, serving
 from tests.tiny import EOS_ID, save_tiny, tiny_tokenizer
 from tests.upstream import ADMIN_KEY, read_until, recorded
@@ -345,6 +347,52 @@ def test_mistakes_are_reported_before_anything_runs(base: Path) -> None:
         only_learner(base / "x"),
     ):
         pass
+
+
+HEADS_RUN = """
+name: replaced
+trackers: []
+threads: 1
+target: {{model: {base}/target, dtype: float32, device: cpu}}
+data: {{train: replaced, test: replaced}}
+stages:
+  - name: tune
+    kind: heads
+    text: data
+    start: "{{serving}}"
+    heads: {{type: medusa, heads: 2, output: shared}}
+    loop: {{epochs: 99, max_steps: 4, tokens_per_batch: 512}}
+    optimizer: {{lr: 1e-3}}
+"""
+
+
+def test_heads_continue_from_the_serving_drafter(base: Path) -> None:
+    """A cycle trains them from where the serving ones are, not anew."""
+    target = load_target(str(base / "target"))
+    config = read_learn_config(base / "learn.yaml")
+    (base / "run.yaml").write_text(HEADS_RUN.format(base=base))
+    with pytest.raises(UserError, match=r"trains heads, but .* is a small_lm drafter"):
+        require_ready(config)
+    shutil.rmtree(base / "drafter")
+    heads = {"type": "medusa", "heads": 2, "layers": 1, "output": "shared"}
+    before = make_heads(base / "drafter", target, heads, moved=0.1)
+    require_ready(config)
+    records = Records(base / "records" / "a").read()
+    work = base / "work"
+    run = TrainingRun(
+        config,
+        work,
+        base / "drafter",
+        "version-1",
+        Reporter(silent=True),
+        lambda settings: Accelerator(cpu=True),
+    )
+    run.write(usable(records))
+    run.train(base / "trained")
+    after = read_heads(base / "trained", target)
+    for name, tensor in before.state_dict().items():
+        change = (after.state_dict()[name] - tensor).abs().max()
+        assert 0 < change < 0.02, name
 
 
 SERVER = [sys.executable, "-m", "http.server", "{port}", "--bind", "127.0.0.1"]

@@ -51,7 +51,7 @@ def unused_token(wanted: int | str | None, target: Target, rows: int) -> int:
     role in the tokenizer or in its chat template.
     """
     tokenizer, count = target.tokenizer, target.token_count
-    free = sorted(_free_special_tokens(target).items())
+    free = sorted(unused_special_tokens(target).items())
     listed = ", ".join(f"{token} {text!r}" for token, text in free[:8])
     advice = f"unused special tokens of the tokenizer: {listed or 'none'}"
     if wanted is None:
@@ -86,7 +86,7 @@ def free_token(target: Target) -> int:
     no token for, else its last special token without a role. Raises UserError if there is none."""
     if target.token_count < target.vocab_size:
         return target.token_count
-    free = _free_special_tokens(target)
+    free = unused_special_tokens(target)
     if not free:
         raise UserError(
             f"the tokenizer of {target.name} has a token for each of its {target.vocab_size} "
@@ -96,8 +96,9 @@ def free_token(target: Target) -> int:
     return max(free)
 
 
-def _free_special_tokens(target: Target) -> dict[int, str]:
-    """Special tokens without a role, by id."""
+def unused_special_tokens(target: Target) -> dict[int, str]:
+    """Special tokens without a role, by id: the tokenizer and the target name them for nothing, and
+    the chat template does not write them."""
     tokenizer = target.tokenizer
     used = {*target.eos_token_ids, *tokenizer.all_special_ids}
     template = str(tokenizer.chat_template or "")

@@ -3,7 +3,7 @@
 Shapes: H hidden size, V' rows (draft vocabulary), D heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -121,6 +121,16 @@ def _rows(layer: nn.Linear, vocabulary: Tensor | None) -> list[Tensor]:
     if vocabulary is None:
         return parameters
     return [x[vocabulary.to(x.device)] for x in parameters]
+
+
+def require_layers(option: str, numbers: Sequence[int], count: int) -> None:
+    """Raise UserError unless these are distinct layers of a target with `count` layers, in
+    ascending order. option: its name."""
+    if not numbers or list(numbers) != sorted(set(numbers) & set(range(count))):
+        raise UserError(
+            f"{option} are {list(numbers)}; expected numbers from 0 to {count - 1} in ascending "
+            f"order, because the target has {count} layers"
+        )
 
 
 def copy_norm(norm: nn.Module, model: PreTrainedModel) -> None:

@@ -44,7 +44,7 @@ def import_drafter(
         Path | None, typer.Option("--json", help="write what was imported and measured here")
     ] = None,
 ) -> None:
-    """Read a published drafter (EAGLE, Medusa or a small model) and write a drafter directory."""
+    """Read a published drafter (heads or a small model) and write a drafter directory."""
     if prompts is None and (claimed is not None or gamma is not None):
         raise UserError(
             "--claimed and --gamma are for a measurement; give --prompts FILE too, with prompts "

@@ -143,10 +143,10 @@ class Checkpoint:
         if not file.exists():
             return
         try:
-            found = Tokenizer.from_file(str(file)).get_vocab()
+            vocabulary = Tokenizer.from_file(str(file)).get_vocab()
         except Exception as error:  # the library raises bare exceptions
             raise UserError(f"{self.source}: {TOKENIZER} cannot be read ({error})") from error
-        tokens = {number: token for token, number in found.items()}
+        tokens = {number: token for token, number in vocabulary.items()}
         expected = {number: token for token, number in target.tokenizer.get_vocab().items()}
         shared = tokens.keys() & expected.keys()
         different = sorted(number for number in shared if tokens[number] != expected[number])

@@ -159,7 +159,10 @@ class Format(ABC):
     def restored(self, job: ImportJob) -> Restored:
         """Read a published drafter. Raises UserError with everything in which it differs from what
         its target needs."""
-        raise UserError(f"format {self.name} can be written, but not imported")
+        raise UserError(
+            f"{job.checkpoint.source} is in format {self.name}, which can be written, but not "
+            "imported"
+        )
 
     @abstractmethod
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
@@ -234,4 +237,5 @@ from train.export.formats import (  # noqa: E402, F401  (each registers itself)
     medusa_heads,
     p_eagle_layers,
     small_lm_gguf,
+    speculators_block,
 )

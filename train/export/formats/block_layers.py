@@ -4,10 +4,8 @@ H hidden size, V vocabulary, m layers, n taps, R rank. `fc.weight` [H, nH]; `hid
 `layers.N.*`, with the tensors of a Qwen3 layer; `norm.weight`. DSpark also has
 `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight` [V, R], and maybe
 `confidence_head.proj.*`. Embeddings and output layer are the target's. The config names the layers
-whose output is read, counted from 0.
-
-The library speculators has another config, which names the layers whose input is read, one higher.
-There the weights hold the target's embeddings and output layer.
+whose output is read, counted from 0. `speculators_block` has the layout of the library
+speculators.
 """
 
 import json
@@ -23,6 +21,9 @@ from decode.target.loading import Target
 from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
 from heads.dspark_heads import DSparkDrafter, DSparkHeads, DSparkOptions
 from heads.heads_directory import stored_options
+from heads.layers.llama_layer import LayerSettings, layer_config
+from heads.layers.target_layers import output_layer
+from train.export.checkpoint import Checkpoint, stored_tensors
 from train.export.file_schema import (
     DTYPE_NAMES,
     TensorSpec,
@@ -34,13 +35,21 @@ from train.export.file_schema import (
     read_tensors,
     tensor_problems,
 )
-from train.export.formats import FORMATS, ExportJob, Format, vllm_serving
+from train.export.formats import (
+    FORMATS,
+    ExportJob,
+    Format,
+    ImportJob,
+    Restored,
+    vllm_serving,
+)
 from train.export.formats.eagle3_layer import (
-    LAYER_CONFIG,
+    MODEL_TYPE,
     OUTPUT,
-    VERSION,
-    is_speculators_config,
-    speculators_config,
+    ROWS,
+    map_problems,
+    map_value_problems,
+    token_ids,
 )
 from train.export.formats.eagle_layer import (
     EMBEDDINGS,
@@ -49,17 +58,29 @@ from train.export.formats.eagle_layer import (
     WEIGHTS,
     layer_tensors,
     llama_settings,
+    unusual_layer,
     weight_spec,
+)
+from train.export.formats.published_layer import (
+    differences,
+    embedding_problems,
+    head_problems,
+    plain_names,
+    row_problems,
+    sound_settings,
 )
 from train.export.trained_drafter import (
     copy_to_cpu,
     heads_drafter,
     is_reduced,
     read_heads_for,
+    rebuild_heads,
     require_fitting_target,
+    stored_dtype,
 )
 
-CONFIDENCE = "enable_confidence_head"
+CONFIDENCE, RANK = "enable_confidence_head", "markov_rank"
+FIRST_LAYER, FULL = "layers.0", "full_attention"
 
 
 class DFlashLayers(Format):
@@ -69,6 +90,7 @@ class DFlashLayers(Format):
     kinds: ClassVar[tuple[str, ...]] = ("dflash",)
     engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
     needs_target = True
+    layer_ids: ClassVar[str] = "outputs"  # what the numbers of its layers mean
     architecture: ClassVar[str] = "DFlashDraftModel"
     heads: ClassVar[type[DFlashHeads]] = DFlashHeads
     drafter: ClassVar[type[DFlashDrafter]] = DFlashDrafter
@@ -128,7 +150,7 @@ class DFlashLayers(Format):
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         target = job.loaded_target
         heads: Any = read_heads_for(self.name, job.drafter, target)
-        dtype = job.dtype or "float32"
+        dtype = job.dtype or stored_dtype(heads)
         weights: dict[str, Tensor] = dict(heads.state_dict())
         if self.has_target_layers:
             weights[EMBEDDINGS] = target.model.get_input_embeddings().weight
@@ -140,7 +162,7 @@ class DFlashLayers(Format):
         config |= {
             "model_type": "qwen3",
             "num_hidden_layers": layers,
-            "layer_types": ["full_attention"] * layers,
+            "layer_types": [FULL] * layers,
             "use_sliding_window": False,
             "block_size": heads.options.block,
             "num_target_layers": target.model.config.get_text_config().num_hidden_layers,
@@ -166,7 +188,7 @@ class DFlashLayers(Format):
             "architectures": [self.architecture],
             "model_type": "qwen3",
             "num_hidden_layers": is_count,
-            "layer_types": lambda x: x == ["full_attention"] * (layers or 0),
+            "layer_types": lambda x: x == [FULL] * (layers or 0),
             "use_sliding_window": False,
             "block_size": is_count,
             "num_target_layers": is_count,
@@ -212,7 +234,67 @@ class DFlashLayers(Format):
         require_fitting_target(config, directory, target)
         weights = load_file(directory / WEIGHTS)
         state = {name: x for name, x in weights.items() if name not in (EMBEDDINGS, OUTPUT)}
-        return heads_drafter(self.drafter, self.options_of(config), None, state, target)
+        options = _with_layer(self.options_of(config), unusual_layer(config, target))
+        return heads_drafter(self.drafter, options, None, state, target)
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return MODEL_TYPE not in checkpoint.config and "dflash_config" in checkpoint.config
+
+    def published_problems(self, contents: dict[str, Any]) -> list[str]:
+        """Return the problems with a published config outside the result of `block_config`."""
+        return []
+
+    def restored(self, job: ImportJob) -> Restored:
+        """Also heads with a reduced draft vocabulary, which this format cannot write."""
+        target, checkpoint = job.target, job.checkpoint
+        contents = self.block_config(checkpoint.config)
+        names = plain_names(checkpoint.tensors, FIRST_LAYER)
+        tensors = {ours: checkpoint.tensors[theirs] for ours, theirs in names.items()}
+        layer, problems = sound_settings(contents, target, contents.get("num_hidden_layers"))
+        layer_count = target.model.config.get_text_config().num_hidden_layers
+        usual = {"layer_types": None, "use_sliding_window": None, "num_target_layers": layer_count}
+        expected: dict[str, Any] = {
+            "num_hidden_layers": is_count,
+            "block_size": lambda x: is_count(x) and x > 1,
+            "layer_types": lambda x: set(x or [FULL]) == {FULL},
+            "use_sliding_window": lambda x: not x,
+            "num_target_layers": layer_count,
+            **self.kind_expected(),
+        }
+        problems += key_problems(expected, usual | contents, "config.json")
+        problems += self.published_problems(checkpoint.config)
+        problems += embedding_problems(tensors, target)
+        rows = checkpoint.config.get(ROWS) or contents.get("vocab_size")
+        problems += map_problems(tensors, rows, contents.get("vocab_size"))
+        job.require(problems or map_value_problems(tensors, target.vocab_size), self.name)
+        tensors.pop(EMBEDDINGS, None)
+        tensors.pop("t2d", None)
+        ids = token_ids(tensors.pop("d2t")) if "d2t" in tensors else None
+        table = output_layer(target.model).weight.detach()
+        table = table if ids is None else table[ids.to(table.device)]
+        problems = row_problems(OUTPUT, tensors.pop(OUTPUT, None), table, "output layer")
+        config = llama_settings(
+            layer_config(target.model, layer), self.architecture, checkpoint.dtype
+        )
+        config |= {key: contents[key] for key in ("num_hidden_layers", "block_size")}
+        config |= {key: contents[key] for key in self.kind_expected()} | {ROWS: len(table)}
+        specs = self.expected_tensors(config)
+        for name in (EMBEDDINGS, OUTPUT):
+            specs.pop(name, None)
+        problems += head_problems(config, tensors, FIRST_LAYER)
+        job.require(problems + tensor_problems(specs, stored_tensors(tensors)), self.name)
+        options = _with_layer(self.options_of(config), layer)
+        if job.layer_ids not in (None, self.layer_ids):
+            shift = 1 if job.layer_ids == "outputs" else -1
+            taps = [number + shift for number in options.taps or []]
+            options = options.model_copy(update={"taps": taps})
+        heads = rebuild_heads(options, ids, tensors, target)
+        if job.depth not in (None, heads.depth):
+            raise UserError(
+                f"--depth is {job.depth}, but {checkpoint.source} drafts blocks of {heads.depth} "
+                "tokens; leave it out"
+            )
+        return Restored.of_heads(heads, target, differences(layer, None))
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [
@@ -241,11 +323,14 @@ class DSparkLayers(DFlashLayers):
         return {
             "mask_token_id": heads.mask_token,
             "target_layer_ids": list(heads.captured_layers),
-            "markov_rank": heads.options.rank,
+            RANK: heads.options.rank,
             "markov_head_type": "vanilla",
             CONFIDENCE: heads.estimates,
             "confidence_head_with_markov": heads.estimates,
         }
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return MODEL_TYPE not in checkpoint.config and RANK in checkpoint.config
 
     def options_of(self, config: dict[str, Any]) -> DFlashOptions:
         return DSparkOptions(
@@ -253,26 +338,27 @@ class DSparkLayers(DFlashLayers):
             block=config["block_size"],
             mask_token=config["mask_token_id"],
             taps=config["target_layer_ids"],
-            rank=config["markov_rank"],
+            rank=config[RANK],
             confidence=config[CONFIDENCE],
         )
 
     def kind_expected(self) -> dict[str, Any]:
         return {
-            "mask_token_id": _is_id,
-            "target_layer_ids": _is_layers,
-            "markov_rank": is_count,
+            "mask_token_id": is_id,
+            "target_layer_ids": are_layers,
+            RANK: is_count,
             "markov_head_type": "vanilla",
             CONFIDENCE: lambda x: isinstance(x, bool),
             "confidence_head_with_markov": lambda x: isinstance(x, bool),
         }
 
     def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
-        rank = config["markov_rank"]
+        rank = config[RANK]
         specs = super().expected_tensors(config)
-        for number in (1, 2):
-            shape = config["vocab_size"], rank
-            specs[f"markov_head.markov_w{number}.weight"] = weight_spec(config, *shape)
+        embedded = config["vocab_size"]
+        for number, rows in ((1, embedded), (2, config.get(ROWS, embedded))):
+            name = f"markov_head.markov_w{number}.weight"
+            specs[name] = weight_spec(config, rows, rank)
         if config[CONFIDENCE]:
             width = config["hidden_size"] + rank
             specs["confidence_head.proj.weight"] = weight_spec(config, 1, width)
@@ -283,95 +369,28 @@ class DSparkLayers(DFlashLayers):
         return [vllm_serving(self.kind, target, repository, gamma)]
 
 
-class SpeculatorsBlock(DFlashLayers):
-    """The layout of the library speculators, which vLLM serves."""
-
-    has_target_layers = True
-
-    def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
-        outer = self.kind_settings(heads)
-        return {
-            "architectures": [self.architecture],
-            "speculators_model_type": self.kind,
-            "speculators_version": VERSION,
-            "speculators_config": speculators_config(self.kind, job),
-            LAYER_CONFIG: {key: x for key, x in config.items() if key not in outer},
-            "draft_vocab_size": heads.rows,
-            "block_size": config["block_size"],
-            "mask_token_id": heads.mask_token,
-            "aux_hidden_state_layer_ids": [layer + 1 for layer in heads.captured_layers],
-            "sample_from_anchor": self.heads.first_slot == 0,
-            "dtype": config["dtype"],
-            **{key: x for key, x in outer.items() if key not in _IDS},
-        }
-
-    def block_config(self, contents: dict[str, Any]) -> dict[str, Any]:
-        layers = contents.get(LAYER_CONFIG)
-        ids: Any = contents.get("aux_hidden_state_layer_ids")
-        inner = {
-            "mask_token_id": contents.get("mask_token_id"),
-            "target_layer_ids": [x - 1 for x in ids] if _is_layers(ids) else None,
-        }
-        kind = {key: contents[key] for key in self.kind_expected() if key in contents}
-        kind |= {"dflash_config": inner} if self.kind == "dflash" else inner
-        return (layers if isinstance(layers, dict) else {}) | kind
-
-    def setting_problems(self, contents: dict[str, Any]) -> list[str]:
-        layers = contents.get(LAYER_CONFIG) or {}
-        expected = {
-            "architectures": [self.architecture],
-            "speculators_model_type": self.kind,
-            "speculators_version": VERSION,
-            "speculators_config": lambda x: is_speculators_config(x, self.kind),
-            LAYER_CONFIG: lambda x: isinstance(x, dict),
-            "draft_vocab_size": lambda x: x == layers.get("vocab_size"),
-            "block_size": lambda x: x == layers.get("block_size"),
-            "mask_token_id": _is_id,
-            "aux_hidden_state_layer_ids": lambda x: _is_layers(x) and min(x) >= 1,
-            "sample_from_anchor": self.heads.first_slot == 0,
-            "dtype": lambda x: x == layers.get("dtype"),
-        }
-        problems = key_problems(expected, contents, "config.json")
-        others = [key for key in self.kind_expected() if key not in _IDS]
-        return problems + extra_key_problems([*expected, *others], contents, "config.json")
-
-    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [vllm_serving(self.kind, target, repository, gamma)]
-
-
-class SpeculatorsDFlash(SpeculatorsBlock):
-    """DFlash for the library speculators."""
-
-    name = "speculators-dflash"
-    engines = ("speculators",)
-
-
-class SpeculatorsDSpark(SpeculatorsBlock, DSparkLayers):
-    """DSpark for the library speculators."""
-
-    name = "speculators-dspark"
-    engines = ("speculators",)
-
-
-for layout in (DFlashLayers(), DSparkLayers(), SpeculatorsDFlash(), SpeculatorsDSpark()):
+for layout in (DFlashLayers(), DSparkLayers()):
     FORMATS.register(layout.name)(layout)
 
-# Settings that the library speculators writes in another way.
-_IDS = ("dflash_config", "mask_token_id", "target_layer_ids")
+
+def _with_layer(options: DFlashOptions, layer: LayerSettings | None) -> DFlashOptions:
+    return options.model_copy(update={"layer": layer})
 
 
-def _is_id(value: Any) -> bool:
+def is_id(value: Any) -> bool:
+    """Whether the value is an integer of at least 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_layers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_id, value))
+def are_layers(value: Any) -> bool:
+    """Whether the value is a list of layer numbers, counted from 0."""
+    return isinstance(value, list) and bool(value) and all(map(is_id, value))
 
 
 def _is_dflash_config(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and value.keys() == {"mask_token_id", "target_layer_ids"}
-        and _is_id(value["mask_token_id"])
-        and _is_layers(value["target_layer_ids"])
+        and is_id(value["mask_token_id"])
+        and are_layers(value["target_layer_ids"])
     )

@@ -46,7 +46,8 @@ class Eagle1(EagleLayer):
             )
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        is_layer = "fc.weight" in plain_names(checkpoint.names, self.layer)
+        names = plain_names(checkpoint.names, self.layer)
+        is_layer = "fc.weight" in names and "hidden_norm.weight" not in names
         is_other = is_eagle3(checkpoint.names) or "speculators_model_type" in checkpoint.config
         return is_layer and not is_other
 

@@ -116,7 +116,7 @@ class Eagle3(EagleLayer):
                 "EAGLE-1's way; expected an EAGLE-3 drafter of several"
             )
         rows = config[ROWS] = contents.get(ROWS) or contents.get("vocab_size")
-        problems += _map_problems(tensors, rows, contents.get("vocab_size"))
+        problems += map_problems(tensors, rows, contents.get("vocab_size"))
         named = named_layers(contents)
         if named is not None:
             config[LAYER_IDS] = named
@@ -147,18 +147,7 @@ class Eagle3(EagleLayer):
         return specs
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
-        if "d2t" not in weights:
-            return []
-        ids = _token_ids(weights["d2t"])
-        if not are_ascending_ids(ids, config["vocab_size"]):
-            problem = "d2t does not give distinct token ids in ascending order"
-            if are_ascending_ids(weights["d2t"], config["vocab_size"]):
-                problem += ": it holds the ids, expected each id minus its row"
-            return [problem]
-        if "t2d" not in weights:
-            return []
-        has_row = weights["t2d"].nonzero()[:, 0]
-        return [] if torch.equal(has_row, ids) else ["t2d does not mark the tokens of d2t"]
+        return map_value_problems(weights, config["vocab_size"])
 
     def rebuilt_heads(
         self, config: dict[str, Any], weights: dict[str, Tensor], depth: int | None
@@ -179,7 +168,7 @@ class Eagle3(EagleLayer):
 
     def rebuilt_state(self, weights: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return the draft vocabulary, and the heads' state with the layout's names of layers."""
-        ids = _token_ids(weights["d2t"]) if "d2t" in weights else None
+        ids = token_ids(weights["d2t"]) if "d2t" in weights else None
         others = ("d2t", "t2d", OUTPUT)
         state = {name: x for name, x in weights.items() if name not in others}
         if OUTPUT in weights:
@@ -231,7 +220,23 @@ def are_ascending_ids(ids: Tensor, vocab_size: int) -> bool:
     return bool(ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all())
 
 
-def _map_problems(tensors: dict[str, Tensor], rows: Any, vocab_size: Any) -> list[str]:
+def map_value_problems(weights: dict[str, Tensor], vocab_size: int) -> list[str]:
+    """Return the problems with the values of maps of the right kinds and shapes."""
+    if "d2t" not in weights:
+        return []
+    ids = token_ids(weights["d2t"])
+    if not are_ascending_ids(ids, vocab_size):
+        problem = "d2t does not give distinct token ids in ascending order"
+        if are_ascending_ids(weights["d2t"], vocab_size):
+            problem += ": it holds the ids, expected each id minus its row"
+        return [problem]
+    if "t2d" not in weights:
+        return []
+    has_row = weights["t2d"].nonzero()[:, 0]
+    return [] if torch.equal(has_row, ids) else ["t2d does not mark the tokens of d2t"]
+
+
+def map_problems(tensors: dict[str, Tensor], rows: Any, vocab_size: Any) -> list[str]:
     """Return the problems with the kinds of a published drafter's maps. Maps of a complete
     vocabulary are removed: they say nothing."""
     maps = {"d2t": (torch.int64, rows), "t2d": (torch.bool, vocab_size)}
@@ -265,7 +270,8 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _token_ids(offsets: Tensor) -> Tensor:
+def token_ids(offsets: Tensor) -> Tensor:
+    """Return the token ids of a map, int64 [V']: offsets plus rows."""
     return offsets + torch.arange(len(offsets))
 
 

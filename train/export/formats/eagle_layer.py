@@ -198,9 +198,7 @@ class EagleLayer(Format):
         depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["max_depth"]
         require_fitting_target(config, directory, target)
         options, ids, state = self.rebuilt_heads(config, load_file(directory / WEIGHTS), depth)
-        stored = LayerSettings(**{name: config[name] for name in LayerSettings.model_fields})
-        usual = layer_config(target.model)
-        layer = LayerSettings.difference(layer_config(target.model, stored), usual)
+        layer = unusual_layer(config, target)
         captured = self.captured(config, target, "inputs")
         return heads_drafter(self.drafter, _with(options, layer, captured), ids, state, target)
 
@@ -243,9 +241,16 @@ class EagleLayer(Format):
 def _with(
     options: HeadOptions, layer: LayerSettings | None, captured: list[int] | None
 ) -> HeadOptions:
-    """Return options with what only the target tells: what the usual layer and layers are."""
-    named = {} if captured is None else {"captured_layers": captured}
-    return options.model_copy(update={"layer": layer, **named})
+    """Return options with what only the target tells: what the usual layer and layers are. Kinds
+    that have no such options always read the usual ones."""
+    changes = {"layer": layer, "captured_layers": captured}
+    return options.model_copy(update={key: x for key, x in changes.items() if x is not None})
+
+
+def unusual_layer(config: dict[str, Any], target: Target) -> LayerSettings | None:
+    """Return the settings of an exported layer in which it differs from the target's."""
+    stored = LayerSettings(**{name: config[name] for name in LayerSettings.model_fields})
+    return LayerSettings.difference(layer_config(target.model, stored), layer_config(target.model))
 
 
 def layer_tensors(config: dict[str, Any], name: str, input_size: int) -> dict[str, TensorSpec]:

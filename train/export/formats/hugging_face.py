@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import transformers
 
 from decode.drafters import Drafter
+from decode.drafters.pard import mark_parallel, stored_mask_token
 from decode.errors import UserError
 from decode.target.identity import require_same_vocabulary
 from decode.target.loading import DTYPES, Target, load_model_and_tokenizer
@@ -91,10 +92,7 @@ class HuggingFace(Format):
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         """Any causal language model that is not a drafter of another kind."""
-        names = checkpoint.config.get("architectures") or [""]
-        is_model = str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
-        is_layer = any(name.removeprefix("model.") == "fc.weight" for name in checkpoint.names)
-        return is_model and not is_layer and not OTHER_DRAFTERS & checkpoint.config.keys()
+        return is_model(checkpoint) and not OTHER_DRAFTERS & checkpoint.config.keys()
 
     def restored(self, job: ImportJob) -> Restored:
         target, checkpoint = job.target, job.checkpoint
@@ -108,11 +106,16 @@ class HuggingFace(Format):
         what = f"drafter {checkpoint.source}"
         require_same_vocabulary(loaded.fingerprint, target.fingerprint, what, padding=True)
 
+        self.require_drafting(loaded.model.config)
+
         def write(directory: Path) -> None:
             loaded.model.save_pretrained(directory)
             loaded.tokenizer.save_pretrained(directory)
 
-        return Restored("small_lm", write)
+        return Restored(self.kinds[0], write)
+
+    def require_drafting(self, config: Any) -> None:
+        """Raise UserError if a published model's config lacks what this kind of drafter reads."""
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [
@@ -163,8 +166,28 @@ class ParallelHuggingFace(HuggingFace):
         mask = {"pard_token": has_embedding, "spd_type": "pard"}
         return key_problems(mask, config, "config.json") + super().problems(directory)
 
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """A causal language model whose config has a mask token."""
+        return is_model(checkpoint) and "pard_token" in checkpoint.config
+
+    def require_drafting(self, config: Any) -> None:
+        token = stored_mask_token(config)
+        if token is None:
+            raise UserError(
+                "the model's config has no pard_token, the id of the mask token of a drafter that "
+                "drafts in one pass; import it with --format hf"
+            )
+        mark_parallel(config, token)
+
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [vllm_serving("draft_model", target, repository, gamma, parallel_drafting=True)]
+
+
+def is_model(checkpoint: Checkpoint) -> bool:
+    """Whether a published drafter is a causal language model, and not a layer on its target."""
+    names = checkpoint.config.get("architectures") or [""]
+    is_layer = any(name.removeprefix("model.") == "fc.weight" for name in checkpoint.names)
+    return str(names[0]).endswith(("ForCausalLM", "LMHeadModel")) and not is_layer
 
 
 FORMATS.register("hf")(HuggingFace())

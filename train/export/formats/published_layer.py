@@ -84,13 +84,18 @@ def captured_count(contents: Mapping[str, Any]) -> int:
 def embedding_problems(tensors: Mapping[str, Tensor], target: Target) -> list[str]:
     """Return a problem if stored embeddings are not the target's, up to rounding: heads borrow the
     target's embeddings, so others would be lost."""
-    stored = tensors.get(EMBEDDINGS)
+    table = target.model.get_input_embeddings().weight.detach()
+    return row_problems(EMBEDDINGS, tensors.get(EMBEDDINGS), table, "embeddings")
+
+
+def row_problems(name: str, stored: Tensor | None, table: Tensor, what: str) -> list[str]:
+    """Return a problem if a stored tensor is not the target's `table`, up to rounding. None: it is
+    not stored. what: the table's name, in words."""
     if stored is None:
         return []
-    table = target.model.get_input_embeddings().weight.detach()
     if stored.shape != table.shape:
         return [
-            f"tensor {EMBEDDINGS} has shape {list(stored.shape)}, expected the target's "
+            f"tensor {name} has shape {list(stored.shape)}, expected the target's "
             f"{list(table.shape)}"
         ]
     eps = max(torch.finfo(x.dtype).eps for x in (stored, table))
@@ -100,16 +105,17 @@ def embedding_problems(tensors: Mapping[str, Tensor], target: Target) -> list[st
     if not rows:
         return []
     return [
-        f"tensor {EMBEDDINGS} differs from the target's embeddings in {rows} of {len(table)} rows; "
+        f"tensor {name} differs from the target's {what} in {rows} of {len(table)} rows; "
         "expected the target's, unquantised"
     ]
 
 
 def sound_settings(
-    contents: Mapping[str, Any], target: Target
+    contents: Mapping[str, Any], target: Target, layers: Any = 1
 ) -> tuple[LayerSettings | None, list[str]]:
     """Return the settings of a published layer in which it differs from the target's, and the
-    problems with its config. Settings that are left out get llama's values, as in all readers."""
+    problems with its config. Settings that are left out get llama's values, as in all readers.
+    layers: the number of layers to expect."""
     problems = [
         f"config.json has no valid {key} ({contents.get(key)!r})"
         for key in NEEDED
@@ -121,7 +127,7 @@ def sound_settings(
         "target_hidden_size": (None, hidden),
         "vocab_size": (target.vocab_size,),
         "target_vocab_size": (None, target.vocab_size),
-        "num_hidden_layers": (None, 1),
+        "num_hidden_layers": (None, layers),
         "hidden_act": (None, "silu"),
         **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias"), (None, False)),
     }

@@ -1,0 +1,232 @@
+"""Published drafters that draft in one pass, as drafter directories: DFlash, DSpark, PARD."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from decode.drafters.directory import open_drafter
+from decode.drafters.pard import ParallelLMDrafter
+from decode.errors import UserError
+from decode.target.loading import Target
+from heads.dflash_heads import DFlashDrafter
+from heads.heads_directory import read_heads
+from tests.export import KEPT, PROMPTS, edit_json, edit_weights, make_heads, save_target, task
+from tests.published import HIDDEN, Published, layer_shapes, llama_config, maps, random_tensors
+from tests.tiny import save_tiny
+from train.export import ImportOptions
+from train.export.checkpoint import Checkpoint
+from train.export.engines import Counting
+from train.export.export_directory import export_drafter
+from train.export.formats import FORMATS
+from train.export.import_directory import import_drafter
+from train.export.verify_export import count_drafts
+
+ROWS = 304
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {"type": "dflash", "layers": 2, "block": 4, "taps": [0, 2]},
+    "dspark": {"type": "dspark", "layers": 2, "block": 3, "taps": [0, 2], "rank": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """With ids that are no tokens, for the mask."""
+    return save_target(tmp_path_factory.mktemp("target") / "target", layers=4, vocab=ROWS)
+
+
+def z_lab() -> Published:
+    """Layers with other heads than the target's, in bfloat16, with what transformers writes."""
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN)}
+    norms = {"norm": HIDDEN, "hidden_norm": HIDDEN}
+    for layer in ("layers.0", "layers.1"):
+        shapes |= layer_shapes(layer, HIDDEN, heads=4, keys=1, size=16)
+        norms[f"{layer}.input_layernorm"] = HIDDEN
+        norms |= {f"{layer}.self_attn.{part}_norm": 16 for part in "qk"}
+    shapes |= {f"{name}.weight": (size,) for name, size in norms.items()}
+    config = llama_config(
+        architectures=["DFlashDraftModel"],
+        model_type="qwen3",
+        auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        layer_types=["full_attention"] * 2,
+        max_window_layers=2,
+        sliding_window=None,
+        use_sliding_window=False,
+        rope_scaling=None,
+        rope_theta=1e6,
+        attention_bias=False,
+        block_size=4,
+        num_target_layers=4,
+        dflash_config={"mask_token_id": 301, "target_layer_ids": [1, 2]},
+        vocab_size=ROWS,
+    )
+    return Published(config, random_tensors(shapes, torch.bfloat16))
+
+
+def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Target) -> None:
+    published = z_lab()
+    imported = import_drafter(str(published.save(tmp_path / "a")), target, tmp_path / "out")
+    assert (imported.layout, imported.depth, imported.dtype) == ("dflash", 3, "bfloat16")
+    assert imported.settings is not None
+    assert (imported.settings["taps"], imported.settings["mask_token"]) == ([1, 2], 301)
+    assert imported.settings["layer"]["num_attention_heads"] == 4
+    assert isinstance(open_drafter(str(tmp_path / "out"), target), DFlashDrafter)
+    export_drafter(tmp_path / "out", "vllm", tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == published.tensors.keys()
+    assert all(torch.equal(exported[n], x) for n, x in published.tensors.items())
+    assert all(exported[n].dtype == x.dtype for n, x in published.tensors.items())
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    for key in ("dflash_config", "block_size", "head_dim", "rope_theta", "num_target_layers"):
+        assert config[key] == published.config[key], key
+    counted = []
+    for drafter in (
+        open_drafter(str(tmp_path / "out"), target),
+        FORMATS["dflash"].reload(tmp_path / "export", target),
+    ):
+        few = task(target, tmp_path / "export", prompts=PROMPTS[:4])
+        counted.append(count_drafts(few, drafter, Counting()))
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_imported_as_it_was(
+    kind: str, form: str, tmp_path: Path, target: Target
+) -> None:
+    make_heads(tmp_path / "drafter", target, KINDS[kind], moved=0.1)
+    export_drafter(tmp_path / "drafter", form, tmp_path / "export")
+    checkpoint = Checkpoint.open(str(tmp_path / "export"))
+    (layout,) = [name for name in FORMATS if FORMATS[name].recognises(checkpoint)]
+    assert layout == (kind if form == "vllm" else f"speculators-{kind}")
+    import_drafter(str(tmp_path / "export"), target, tmp_path / "out")
+    before, after = (read_heads(tmp_path / name, target) for name in ("drafter", "out"))
+    assert before.options == after.options
+    assert before.state_dict().keys() == after.state_dict().keys()
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(tensor, after.state_dict()[name]), name
+
+
+def reduced(directory: Path) -> None:
+    """Give an export in the layout of speculators a draft vocabulary, as the library does."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][KEPT]
+    tensors["markov_head.markov_w2.weight"] = tensors["markov_head.markov_w2.weight"][KEPT]
+    has_row = torch.zeros(ROWS, dtype=torch.bool)
+    has_row[KEPT] = True
+    save_file(tensors | {"d2t": maps()["d2t"], "t2d": has_row}, file)
+    edit_json("config.json", draft_vocab_size=len(KEPT))(directory)
+
+
+def test_a_reduced_draft_vocabulary_is_read(tmp_path: Path, target: Target) -> None:
+    make_heads(tmp_path / "drafter", target, KINDS["dspark"], moved=0.1)
+    export_drafter(tmp_path / "drafter", "speculators", tmp_path / "export")
+    reduced(tmp_path / "export")
+    import_drafter(str(tmp_path / "export"), target, tmp_path / "out")
+    heads = read_heads(tmp_path / "out", target)
+    assert heads.vocabulary is not None
+    assert torch.equal(heads.vocabulary, KEPT)
+    drafter = open_drafter(str(tmp_path / "out"), target)
+    few = task(target, tmp_path / "export", prompts=PROMPTS[:2])
+    drafted, _ = count_drafts(few, drafter, Counting())
+    assert drafted
+
+
+FAULTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "windows": (
+        "vllm",
+        edit_json("config.json", layer_types=["full_attention", "sliding_attention"]),
+        "layer_types is ['full_attention', 'sliding_attention'], which is not valid",
+    ),
+    "another target": (
+        "vllm",
+        edit_json("config.json", num_target_layers=36),
+        "num_target_layers is 36, expected 4",
+    ),
+    "no taps": (
+        "vllm",
+        edit_json("config.json", dflash_config={"mask_token_id": 303}),
+        "dflash_config is",
+    ),
+    "taps past the target": (
+        "vllm",
+        edit_json("config.json", dflash_config={"mask_token_id": 303, "target_layer_ids": [0, 4]}),
+        "taps are [0, 4]; expected numbers from 0 to 3 in ascending order",
+    ),
+    "a token of texts": (
+        "vllm",
+        edit_json("config.json", dflash_config={"mask_token_id": 9, "target_layer_ids": [0, 2]}),
+        "mask_token is 9, which",
+    ),
+    "a missing norm": (
+        "vllm",
+        edit_weights(lambda tensors: tensors.pop("layers.1.self_attn.q_norm.weight")),
+        "tensor layers.1.self_attn.q_norm.weight is missing",
+    ),
+    "a trained output layer": (
+        "speculators",
+        edit_weights(lambda tensors: tensors["lm_head.weight"][5:7].add_(1.0)),
+        "lm_head.weight differs from the target's output layer in 2 of 304 rows",
+    ),
+    "the other shift": (
+        "speculators",
+        edit_json("config.json", sample_from_anchor=True),
+        "sample_from_anchor is True, expected False",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_refused_by_name(fault: str, tmp_path: Path, target: Target) -> None:
+    form, change, message = FAULTS[fault]
+    make_heads(tmp_path / "drafter", target, KINDS["dflash"])
+    export_drafter(tmp_path / "drafter", form, tmp_path / "export")
+    change(tmp_path / "export")
+    with pytest.raises(UserError) as refused:
+        import_drafter(str(tmp_path / "export"), target, tmp_path / "out")
+    assert message in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_layer_numbers_may_mean_inputs(tmp_path: Path, target: Target) -> None:
+    source = str(z_lab().save(tmp_path / "a"))
+    options = ImportOptions(layer_ids="inputs", depth=3)
+    imported = import_drafter(source, target, tmp_path / "out", options)
+    assert imported.settings is not None
+    assert imported.settings["taps"] == [0, 1]
+    with pytest.raises(UserError, match=r"--depth is 2, but .* drafts blocks of 3 tokens"):
+        import_drafter(source, target, tmp_path / "x", ImportOptions(depth=2))
+
+
+def test_a_parallel_small_model_keeps_its_weights(tmp_path: Path, target: Target) -> None:
+    source = save_tiny(tmp_path / "small", layers=1, vocab_size=ROWS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    model.config.pard_token = 302
+    model.save_pretrained(source)
+    imported = import_drafter(str(source), target, tmp_path / "out")
+    assert (imported.layout, imported.kind, imported.dtype) == ("pard", "pard", "bfloat16")
+    drafter = open_drafter(str(tmp_path / "out"), target)
+    assert isinstance(drafter, ParallelLMDrafter)
+    assert drafter.mask_token == 302
+    export_drafter(tmp_path / "out", "vllm", tmp_path / "export")
+    before, after = (load_file(p / "model.safetensors") for p in (source, tmp_path / "export"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    edit_json("config.json", pard_token=ROWS)(source)
+    with pytest.raises(UserError, match="from 0 to 303"):
+        import_drafter(str(source), target, tmp_path / "x")
+    edit_json("config.json", pard_token=None)(source)
+    checkpoint = Checkpoint.open(str(source))
+    assert [name for name in FORMATS if FORMATS[name].recognises(checkpoint)] == ["hf"]
+    with pytest.raises(UserError, match="has no pard_token"):
+        import_drafter(str(source), target, tmp_path / "x", ImportOptions(form="pard"))
