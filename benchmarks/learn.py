@@ -194,9 +194,10 @@ def drifted(rows: Sequence[list[dict[str, str]]]) -> list[list[dict[str, str]]]:
 def send(
     url: str, rows: Sequence[list[dict[str, str]]], clients: int, tokens: int, store: bool
 ) -> dict[str, Any]:
-    """Ask all rows, so many at a time; store: with the key
-    whose requests are recorded. Returns the engine's counts meanwhile, if it has counters,
-    the tokens of the answers and the seconds."""
+    """Ask all rows, `clients` at a time. Returns the tokens of the answers and the seconds.
+
+    store: with the key whose requests are recorded. If not, the result also has the engine's counts
+    of these requests."""
 
     def one(messages: list[dict[str, str]]) -> int:
         body = {"model": MODEL, "messages": messages, "max_tokens": tokens, "temperature": 0}

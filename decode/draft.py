@@ -54,6 +54,13 @@ class Contexts:
         self.tokens[row, self.lengths[row] + column] = block[row, column]
         self.lengths = self.lengths + counts
 
+    def standing(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """int [B]: how many tokens of each text, from the first on, are the same as in an earlier
+        state: then tokens[b], int64 [B, D], followed its first lengths[b] tokens, int [B]."""
+        columns = lengths[:, None] + np.arange(tokens.shape[1])
+        same = np.take_along_axis(self.tokens, columns, axis=1) == tokens
+        return np.minimum(lengths + same.cumprod(1).sum(1), self.lengths)
+
     def since(self, first: int) -> "Contexts":
         """The rows from `first` on. Shares the memory of the tokens."""
         sources = None if self.sources is None else self.sources[first:]

@@ -43,14 +43,14 @@ class Parts:
         any."""
         name, branches = type(drafter).__name__, drafter.branches
         named = rule if isinstance(rule, Rule) else RULES.make(rule or default_rule(branches))
-        made = make_policy(policy, drafter.max_depth(gamma), name, branches)
-        if made.reads_estimates and not drafter.estimates:
+        chosen = make_policy(policy, drafter.max_depth(gamma), name, branches)
+        if chosen.reads_estimates and not drafter.estimates:
             raise UserError(
-                f"the draft-length policy {type(made).__name__} reads the drafter's estimates of "
+                f"the draft-length policy {type(chosen).__name__} reads the drafter's estimates of "
                 f"acceptance, but {name} has none; use the policy confidence, or dspark heads with "
                 "a confidence head"
             )
-        return cls(drafter, named, made, (rule, policy, gamma))
+        return cls(drafter, named, chosen, (rule, policy, gamma))
 
     def remade(
         self,

@@ -120,7 +120,7 @@ class Timing:
     overhead: float = 0.0
     draft_prefill: float = 0.0
     steps: int = 0  # verification passes
-    draft_steps: int = 0  # passes of the drafter
+    draft_steps: int = 0  # sum over all verification passes of the depth of the draft
     tokens_fed: int = 0  # sum over all verification passes of the tokens fed per row
 
     @property

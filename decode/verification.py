@@ -151,7 +151,8 @@ class Verification:
         A broken row has accepted = reached = emitted = 0, and ends.
     waits: bool [B], the rows that sat this pass out: they drafted nothing and emitted nothing.
         None: no row.
-    width: tokens fed per row. draft_steps: passes of the drafter.
+    width: tokens fed per row. draft_steps: how deep the drafter went. A small language model takes
+        so many passes; other drafters may take fewer.
     features: the target's hidden states of the tokens fed and kept, if the drafter captures layers.
         previous_features: those of the pass before. They end with the text's second-to-last token,
         at position lengths − 2. The draft was made from them.

@@ -14,10 +14,12 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.max_gram import MaxGramDrafter, longest_match
 from decode.drafters.lookup.ngram import NgramDrafter, NgramIndex, StoreDrafter
+from decode.drafters.lookup.suffix import SuffixDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter, TokenProfiles
+from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
@@ -196,7 +198,7 @@ def test_a_model_with_fewer_rows_and_a_short_context(reduced: bool) -> None:
 
 
 def test_a_policy_stops_a_cascade_where_it_stops_its_model() -> None:
-    for policy in ("heuristic", "confidence:threshold=0.3", "entropy"):
+    for policy in ("heuristic", "confidence:threshold=0.3", "entropy", "draft_exit:threshold=0.3"):
         options = {"policy": policy, "gamma": 5}
         alone = run(middle(), **options)
         both = run(VerticalCascade(middle(), NgramDrafter(1, 2), gamma=3), **options)
@@ -248,11 +250,18 @@ def test_what_a_cascade_refuses() -> None:
     with pytest.raises(UserError, match="unknown verification rule"):
         VerticalCascade(middle(), NgramDrafter(), rule="spekulative")
 
+    with pytest.raises(UserError, match="reads the target's keys and values, and the later"):
+        HorizontalCascade(middle(), CompositeDrafter([NgramDrafter(), SkipDrafter("1")]))
+
     class Stateful(NgramDrafter):
         rewind = Drafter.rewind
 
-    with pytest.raises(UserError, match="takes back no tokens"):
-        run(VerticalCascade(middle(), Stateful()))
+    for make in (
+        lambda: VerticalCascade(middle(), Stateful()),
+        lambda: HorizontalCascade(Stateful(), CompositeDrafter([SuffixDrafter(), NgramDrafter()])),
+    ):
+        with pytest.raises(UserError, match="takes back no tokens"):
+            make()
 
 
 # --- horizontal -----------------------------------------------------------------------------------
@@ -302,6 +311,10 @@ def test_a_policy_that_stops_the_first_drafter_stops_the_draft() -> None:
     assert done.outputs == plain.outputs
     drafted = np.concatenate([step.drafted[step.depths > 1] for step in done.steps])
     assert (drafted == 1).sum() > 3
+    done = run(both, policy="draft_exit:threshold=1", gamma=5)
+    assert done.outputs == plain.outputs
+    drafted = np.concatenate([step.drafted[step.depths > 0] for step in done.steps])
+    assert (drafted == 1).all()  # the token that ends a draft is in it
 
 
 # --- lookups --------------------------------------------------------------------------------------

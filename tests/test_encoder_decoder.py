@@ -15,6 +15,7 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
+from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
@@ -317,6 +318,8 @@ def test_a_checkpoint_loads_where_an_encoder_is_allowed(family: str, tmp_path: P
 
 def test_drafters_that_do_not_read_sources_are_refused(tmp_path: Path) -> None:
     made, small = target(), tiny_model("llama")
+    with pytest.raises(UserError, match="SkipDrafter needs a decoder-only target"):
+        Decoder(tiny_encoder_decoder("t5"), SkipDrafter("1", "1"))
     with pytest.raises(UserError, match="SmallLMDrafter needs a decoder-only target"):
         Decoder(made.model, SmallLMDrafter(small))
     with pytest.raises(UserError, match="SkipDrafter needs a decoder-only target"):

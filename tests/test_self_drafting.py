@@ -305,6 +305,9 @@ def test_swift_searches_while_it_serves() -> None:
         score = drafter.search.score
         assert decoder.decode(PROMPTS, 30).outputs == [text[:30] for text in plain]
         assert drafter.search.score >= score  # kept for the next requests
+        drafter.forget()
+        assert decoder.decode(PROMPTS, 2).outputs == [text[:2] for text in plain]
+        assert (drafter.skipped, drafter.search.trials) == (first, 0)
     assert runs[0] == runs[1]
     assert runs[0][2] > VARY_EVERY
 

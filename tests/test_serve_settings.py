@@ -118,6 +118,7 @@ def test_a_drafter_is_loaded_only_from_below_its_directory(endless: Any, tmp_pat
             ("ngram++../outside", "not below the directory"),
             ("nothing", "no drafter directory 'nothing'"),
             ("small_lm", "trained drafter"),
+            ("ngram+skip:file=layers.json", "a request cannot name one"),
             ("some/hub-id", "no drafter directory 'some/hub-id'"),
         ):
             answer = set_to(client, drafter=name, gamma=9)

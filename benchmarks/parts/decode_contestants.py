@@ -177,7 +177,8 @@ class Models:
     def load(cls, target: Target, drafter: str) -> "Models":
         """Raises UserError for a drafter that only our loop can use."""
         opened = open_drafter(drafter, target)
-        if not isinstance(opened, SmallLMDrafter) or opened.vocabulary is not None:
+        # Subclasses draft in another way, which other loops do not have.
+        if type(opened) is not SmallLMDrafter or opened.vocabulary is not None:
             raise UserError(
                 f"drafter {drafter} is not a small language model with the target's full "
                 "vocabulary, and other decoding loops need one; leave --drafter out to have one "

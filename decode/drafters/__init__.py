@@ -29,6 +29,7 @@ class Drafter(ABC):
 
     captured_layers: the layers whose hidden states are captured for the drafter
     (`decode.target.hidden_states`). They come from the target's normal passes.
+    reads_cache: its drafts read the target's keys and values of the text.
     trained: the drafter can only be loaded from a directory.
     decoder_only: it cannot draft for a target with an encoder, because it would not know the
     source. Other drafters may read the sources in the contexts.
@@ -38,6 +39,7 @@ class Drafter(ABC):
     """
 
     captured_layers: tuple[int, ...] = ()
+    reads_cache: bool = False
     vocab_size: int | None = None
     trained: bool = False
     decoder_only: bool = False
@@ -56,6 +58,13 @@ class Drafter(ABC):
     def branches(self) -> bool:
         """Whether its drafts can be trees, not only chains."""
         return False
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether it takes back tokens that it was shown (`rewind`). A drafter that keeps no state
+        of a row has nothing to take back."""
+        kind = type(self)
+        return kind.keep_rows is Drafter.keep_rows or kind.rewind is not Drafter.rewind
 
     def siblings(self, sampling: Sampling) -> Siblings:
         """How this drafter picks the children of one node under `sampling`."""
@@ -115,13 +124,8 @@ class Drafter(ABC):
     def rewind(self, lengths: np.ndarray) -> None:
         """Only the first lengths[b] tokens, int [B], of the text of row b still stand: a larger
         drafter showed it tokens that are drafted, and some were rejected. The right tokens follow.
-
-        Raises UserError for a drafter that keeps state of each row and does not define this."""
-        if type(self).keep_rows is not Drafter.keep_rows:
-            raise UserError(
-                f"{type(self).__name__} keeps state of each row and takes back no tokens, so it "
-                "cannot continue the drafts of another drafter; use another one, or define `rewind`"
-            )
+        Only a drafter that `rewinds` is shown such tokens."""
+        return None
 
     def forget(self) -> None:
         """Drop what was learnt from earlier requests. An evaluation calls this between decodes, so

@@ -26,6 +26,7 @@ class SelfDrafter(ShapedDrafter):
     back.
     """
 
+    reads_cache = True
     decoder_only = True  # a view of the target has no sources
 
     def __init__(self, skipped: Sublayers, shape: Shape | None = None) -> None:

@@ -280,10 +280,7 @@ class SmallLMDrafter(ShapedDrafter):
         if last is None or verification.draft is last[0]:
             return
         # Beside another drafter, that one's tokens may have been accepted, and not those fed.
-        fed, lengths = last[1].cpu().numpy(), last[2]
-        columns = lengths[:, None] + np.arange(fed.shape[1])
-        same = np.take_along_axis(text.tokens, columns, axis=1) == fed
-        self._cached = np.minimum(self._cached, lengths + same.cumprod(1).sum(1))
+        self._cached = np.minimum(self._cached, text.standing(last[1].cpu().numpy(), last[2]))
 
     def rewind(self, lengths: np.ndarray) -> None:
         self._cached, self._fed = np.minimum(self._cached, lengths), None

@@ -140,7 +140,7 @@ class SwiftDrafter(SelfDrafter):
                 "layers; expected at least 3"
             )
         if self.search is None or self._layers != layers:
-            self._layers = layers
+            self._layers, self._drafts = layers, 0
             self.search = LayerSearch(
                 layers,
                 np.random.default_rng(self.seed),
@@ -151,6 +151,9 @@ class SwiftDrafter(SelfDrafter):
             )
             self.skipped = self.search.best
         super().attach(lm)
+
+    def forget(self) -> None:
+        self.search = self.lm = None  # both begin again when the target is attached
 
     def start(self, contexts: Contexts) -> None:
         self._begins = contexts.lengths.copy()

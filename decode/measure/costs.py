@@ -22,12 +22,12 @@ _WORKING = ("user", "nice", "system", "irq", "softirq", "steal")
 class Costs:
     """Measured costs of one target with one drafter.
 
-    step_s: seconds of a plain decoding step of `rows` rows. c: the cost of a draft step, in plain
-    steps, without the drafter's pass over the prompt. widths, v: verifying widths[i] tokens per row
-    costs v[i] plain steps; v at width 1 is 1. noise: the relative standard error of the cost of a
-    draft and its verification, estimated from two halves of the measurement; 0 if unknown.
-    others: the share of the processor that other processes used during the measurement
-    (`OtherProcesses`).
+    step_s: seconds of a plain decoding step of `rows` rows. c: the cost of a draft per token of
+    its depth, in plain steps, without the drafter's pass over the prompt. widths, v: verifying
+    widths[i] tokens per row costs v[i] plain steps; v at width 1 is 1. noise: the relative standard
+    error of the cost of a draft and its verification, estimated from two halves of the measurement;
+    0 if unknown. others: the share of the processor that other processes used during the
+    measurement (`OtherProcesses`).
 
     >>> costs = Costs(0.05, 1, 0.1, (1, 2, 4), (1.0, 1.1, 1.3))
     >>> costs.verify([3, 8]).round(2).tolist()

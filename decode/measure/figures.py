@@ -10,8 +10,9 @@ The meaning of each figure:
   decoding, it is the ratio of wall times (`speedup_basis`).
 - speed-up without prefill: without the target's and the drafter's passes over the prompts, and
   without the token from the target's pass.
-- c, v: the time of one draft step without the drafter's pass over the prompt, and of one
-  verification pass of the mean width, in plain steps.
+- c, v: the time of a draft divided by its depth, without the drafter's pass over the prompt, and
+  the time of one verification pass of the mean width, in plain steps. So c is the time of a pass of
+  a small language model, and less for a drafter that gets several tokens from one pass.
 - break-even acceptance: the α at which (1 − α^(γ+1)) / ((1 − α)(γc + v)) is 1. It exists only for a
   fixed γ. A pass over several tokens is never cheaper than a pass over one: a v below 1 is noise,
   and then there is no break-even.

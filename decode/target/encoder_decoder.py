@@ -66,14 +66,14 @@ class DecoderForward(TransformersForward):
         """The keys and values of every layer's cross attention, [B, N, T, D] each. ids, mask: int64
         [B, T], padded on the right."""
         states = self.model.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
-        made = []
+        layers = []
         for key, value, size in self._cross:
             keys, values = (
                 projection(states).unflatten(2, (-1, size)).transpose(1, 2)
                 for projection in (key, value)
             )
-            made.append((keys, values))
-        return made
+            layers.append((keys, values))
+        return layers
 
     @contextmanager
     def reading(self, layers: list[CacheLayerMixin], mask: AttentionMask) -> Iterator[None]:

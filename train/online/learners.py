@@ -76,6 +76,11 @@ class Learning:
         kind = describe_drafter(path)["kind"]
         if kind == "pard":
             raise UserError(f"the drafter {path} {PARALLEL}")
+        if kind not in ("small_lm", *HEADS):
+            raise UserError(
+                f"the drafter {path} is of the kind {kind}, which does not learn while it serves; "
+                "name heads or a small language model"
+            )
         if kind not in HEADS:
             model = load_model_and_tokenizer(str(path), dtype="float32", device="cpu").model
             return self.of_model(model, load_vocabulary(path, model), target)

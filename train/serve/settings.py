@@ -198,6 +198,11 @@ def _located(name: str, directory: Path | None) -> str:
     """A drafter's name with complete paths. Raises UserError for a path outside `directory`."""
     first, plus, others = name.partition("+")
     if first.partition(":")[0] in DRAFTERS:
+        if "file" in Choice.of(first).options:
+            raise UserError(
+                f"the drafter {first!r} names a file, and a request cannot name one; name the "
+                "layers, or start the service with this drafter"
+            )
         if not plus:
             return name
         merged = "+" if others.startswith("+") else ""

@@ -4,7 +4,7 @@ by a smaller one, and a chain that one drafter begins and a cheaper one continue
 Shapes: B rows, D draft tokens, N tokens of an inner draft, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,20 +21,9 @@ from decode.sampling import CounterRNG, Sampling
 from decode.trees import require_whole
 from decode.verification import Scores, Verification
 
-
-@dataclass
-class Tail:
-    """What a drafter was shown after the committed texts: tokens, int64 [B, D], after the first
-    lengths[b] tokens of each row."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-
-    def standing(self, contexts: Contexts) -> np.ndarray:
-        """int [B]: how many tokens of the texts now are as they were shown, from the first on."""
-        columns = self.lengths[:, None] + np.arange(self.tokens.shape[1])
-        same = np.take_along_axis(contexts.tokens, columns, axis=1) == self.tokens
-        return np.minimum(self.lengths + same.cumprod(1).sum(1), contexts.lengths)
+# The arguments of `Contexts.standing`: the tokens that a drafter saw after the committed texts, and
+# the lengths of these texts.
+Tail = tuple[np.ndarray, np.ndarray]
 
 
 def require_chains(drafter: Drafter, place: str) -> None:
@@ -47,12 +36,23 @@ def require_chains(drafter: Drafter, place: str) -> None:
 
 
 def require_tokens_only(drafter: Drafter, place: str) -> None:
-    """Raises UserError for a drafter that reads the target's hidden states, which drafted tokens
-    do not have yet."""
-    if drafter.captured_layers:
+    """Raises UserError for a drafter that reads the target's hidden states, or its keys and values.
+    Drafted tokens do not have them yet."""
+    if drafter.captured_layers or drafter.reads_cache:
+        states = "hidden states" if drafter.captured_layers else "keys and values"
         raise UserError(
-            f"{type(drafter).__name__} reads the target's hidden states, and the {place} of a "
+            f"{type(drafter).__name__} reads the target's {states}, and the {place} of a "
             "cascade reads tokens that the target has not read; use a lookup or a small model there"
+        )
+
+
+def require_rewind(drafter: Drafter, place: str) -> None:
+    """Raises UserError for a drafter that does not take back tokens that are rejected."""
+    if not drafter.rewinds:
+        raise UserError(
+            f"{type(drafter).__name__} takes back no tokens, and the {place} of a cascade is shown "
+            "drafted tokens; use ngram, store or a small model with the target's tokenizer there, "
+            "or define `rewind`"
         )
 
 
@@ -93,6 +93,8 @@ class VerticalCascade(Group):
         super().__init__([model, inner])
         require_chains(inner, "inner drafter")
         require_tokens_only(inner, "inner drafter")
+        require_rewind(model, "model")
+        require_rewind(inner, "inner drafter")
         require_whole(gamma=gamma, rounds=1 if rounds is None else rounds)
         self.model, self.inner, self.gamma, self.rounds = model, inner, gamma, rounds
         self.rule: Rule = rule if isinstance(rule, Rule) else RULES.make(rule)
@@ -118,7 +120,7 @@ class VerticalCascade(Group):
         width = int(sizes.max(initial=0))
         if not width:
             return Draft.none(len(before), device)
-        texts = Contexts(contexts.tokens.copy(), before)
+        texts = replace(contexts, tokens=contexts.tokens.copy())
         rule = RULES["coupled"]() if rng.couples else used_rule(self.rule, sampling)
         drawn = not sampling.greedy and not rng.couples
         q = torch.zeros(len(before), width, self.model.vocab_size, device=device) if drawn else None
@@ -139,8 +141,9 @@ class VerticalCascade(Group):
                 q[at, place] = done.scores.probs()[at, from_]
         sizes = np.minimum(sizes, texts.lengths - before)
         columns = before[:, None] + np.arange(width)
-        self._tail = Tail(np.take_along_axis(texts.tokens, columns, axis=1), before)
-        return Draft(to_device(self._tail.tokens, device), sizes, q)
+        tokens = np.take_along_axis(texts.tokens, columns, axis=1)
+        self._tail = tokens, before
+        return Draft(to_device(tokens, device), sizes, q)
 
     def _pass(
         self,
@@ -175,27 +178,30 @@ class VerticalCascade(Group):
     def observe(self, verification: Verification) -> None:
         tail, self._tail = self._tail, None
         if tail is not None:
-            self.rewind(tail.standing(verification.contexts))
+            self.rewind(verification.contexts.standing(*tail))
         super().observe(verification)
 
 
 def _stopped(
     limits: Limits, done: Verification, offset: np.ndarray, sizes: np.ndarray
 ) -> np.ndarray:
-    """The sizes, int [B], with drafts ended where `limits.stops` ends them before a token of this
-    pass. offset: int [B], the index of each row's first token of the pass. The stop depends on the
-    tokens before, and so leaves the law of each token as it is."""
+    """The sizes, int [B], with drafts ended where `limits.stops` ends them at a token of this pass.
+    offset: int [B], the index of each row's first token of the pass. The stop depends on the tokens
+    before, and so leaves the law of each token as it is."""
     assert limits.stops is not None
     logits, reached = done.scores.logits, offset + done.emitted
     rows = torch.arange(len(offset), device=logits.device)
+    ends = to_device(sizes, logits.device)
     begin = int(offset[done.emitted > 0].min(initial=reached.max(initial=0)))
     for position in range(begin, int(reached.max())):
-        here = (offset <= position) & (position < np.minimum(reached, sizes))
         column = to_device(np.clip(position - offset, 0, logits.shape[1] - 1), logits.device)
-        drafting = to_device(here, logits.device)
+        here = to_device((offset <= position) & (position < reached), logits.device)
+        drafting = here & (ends > position)
         ended = limits.stops(position, logits[rows, column], drafting, None) & drafting
-        sizes = np.where(ended.cpu().numpy(), position, sizes)
-    return sizes
+        ends = ends.masked_fill(ended, position + limits.stops_after)
+    # Read once, after all positions.
+    stopped: np.ndarray = ends.cpu().numpy()
+    return stopped
 
 
 class HorizontalCascade(Group):
@@ -216,9 +222,14 @@ class HorizontalCascade(Group):
         for drafter, place in ((first, "first drafter"), (later, "later drafter")):
             require_chains(drafter, place)
         require_tokens_only(later, "later drafter")
+        require_rewind(later, "later drafter")
         require_whole(depth=depth)
         self.first, self.later, self.depth = first, later, depth
         self._tail: Tail | None = None
+
+    @property
+    def estimates(self) -> bool:
+        return self.first.estimates  # no policy is asked about the part of `later`
 
     def max_depth(self, gamma: int) -> int:
         return gamma
@@ -242,13 +253,14 @@ class HorizontalCascade(Group):
             return seen[-1]
 
         watched = None if limits.stops is None else stops
-        head = self.first.draft(contexts, Limits(depths, watched), sampling, rng.fork(0))
+        parts = replace(limits, depths=depths, stops=watched)
+        head = self.first.draft(contexts, parts, sampling, rng.fork(0))
         head.limit_depth(depths)
         if seen:
             stopped = torch.stack(seen).any(0).cpu().numpy()
-        texts = Contexts(contexts.tokens.copy(), before)
+        texts = replace(contexts, tokens=contexts.tokens.copy())
         texts.append(head.tokens.cpu().numpy(), head.sizes)
-        self._tail = Tail(_after(texts, before, limits.max_depth), before)
+        self._tail = _after(texts, before, limits.max_depth), before
         left = np.where(stopped, 0, limits.depths - head.sizes)
         if not left.any():
             return head
@@ -256,13 +268,13 @@ class HorizontalCascade(Group):
         rest = self.later.draft(texts, Limits(left.copy()), sampling, noise)
         rest.limit_depth(left)
         texts.append(rest.tokens.cpu().numpy(), rest.sizes)
-        self._tail = Tail(_after(texts, before, limits.max_depth), before)
+        self._tail = _after(texts, before, limits.max_depth), before
         return _one_chain(head, rest)
 
     def observe(self, verification: Verification) -> None:
         tail, self._tail = self._tail, None
         if tail is not None:
-            self.later.rewind(tail.standing(verification.contexts))
+            self.later.rewind(verification.contexts.standing(*tail))
         super().observe(verification)
 
 

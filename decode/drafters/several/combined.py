@@ -39,6 +39,7 @@ class Group(Drafter):
             )
         self.vocab_size = next(iter(sizes), None)
         self.decoder_only = any(drafter.decoder_only for drafter in drafters)
+        self.reads_cache = any(drafter.reads_cache for drafter in drafters)
         self.captured_layers = tuple(
             sorted({layer for drafter in drafters for layer in drafter.captured_layers})
         )
@@ -46,6 +47,10 @@ class Group(Drafter):
     @property
     def estimates(self) -> bool:
         return all(drafter.estimates for drafter in self.drafters)
+
+    @property
+    def rewinds(self) -> bool:
+        return all(drafter.rewinds for drafter in self.drafters)
 
     def max_depth(self, gamma: int) -> int:
         return max(drafter.max_depth(gamma) for drafter in self.drafters)

@@ -13,7 +13,6 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.token_texts import TokenTexts, share_roles
-from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.loading import Target, load_model_and_tokenizer
 from decode.trees import Shape
@@ -85,11 +84,11 @@ class OtherTokenizerDrafter(SmallLMDrafter):
         ours = TokenTexts(target.tokenizer, target.vocab_size)
         theirs = TokenTexts(tokenizer, model.config.get_text_config().vocab_size)
         share_roles(ours, theirs)
-        return cls._made(model, ours, theirs, target.vocab_size, vocabulary, shape)
+        return cls._of_texts(model, ours, theirs, target.vocab_size, vocabulary, shape)
 
     @classmethod
     @abstractmethod
-    def _made(
+    def _of_texts(
         cls,
         model: PreTrainedModel,
         target_texts: TokenTexts,
@@ -99,6 +98,10 @@ class OtherTokenizerDrafter(SmallLMDrafter):
         shape: Shape | None,
     ) -> Self:
         """The drafter for `of_models`."""
+
+    @property
+    def rewinds(self) -> bool:
+        return False  # nor does it `verify`, because its model reads other tokens
 
     def new_text(self) -> RowText:
         """An empty text."""
@@ -153,21 +156,8 @@ class OtherTokenizerDrafter(SmallLMDrafter):
         self._make_slots(contexts)
         return super().draft(contexts, limits, sampling, rng)
 
-    def rewind(self, lengths: np.ndarray) -> None:
-        raise _no_cascade()
-
-    def verify(self, contexts: Contexts, draft: Draft, drafting: np.ndarray) -> Tensor:
-        raise _no_cascade()
-
     def keep_rows(self, rows: Tensor) -> None:
         kept = rows.cpu().numpy()
         self._texts = [self._texts[row] for row in kept]
         self._read.keep_rows(kept)
         super().keep_rows(rows)
-
-
-def _no_cascade() -> UserError:
-    return UserError(
-        "a drafter with another tokenizer takes back no tokens, so it cannot be part of a cascade; "
-        "use a lookup or a model with the target's tokenizer there"
-    )

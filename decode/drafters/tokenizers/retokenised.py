@@ -49,7 +49,7 @@ class RetokenisedDrafter(OtherTokenizerDrafter):
     """
 
     @classmethod
-    def _made(
+    def _of_texts(
         cls,
         model: PreTrainedModel,
         target_texts: TokenTexts,

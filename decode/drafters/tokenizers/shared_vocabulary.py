@@ -52,7 +52,7 @@ class SharedVocabularyDrafter(OtherTokenizerDrafter):
         self._pieces: dict[int, list[int]] = {}  # of the tokens of the target met so far
 
     @classmethod
-    def _made(
+    def _of_texts(
         cls,
         model: PreTrainedModel,
         target_texts: TokenTexts,

@@ -126,8 +126,8 @@ def _numbers(name: str, spec: str | int | Sequence[int]) -> frozenset[int]:
             raise UserError(f"{name} is {spec!r}, which has a range without layers; {EXPECTED}")
         return frozenset(layer for one in ranges for layer in one)
     layers = [spec] if isinstance(spec, int) else spec
-    whole = isinstance(layers, Sequence) and all(type(x) is int and x >= 0 for x in layers)
-    if not whole:
+    valid = isinstance(layers, Sequence) and all(type(x) is int and x >= 0 for x in layers)
+    if not valid:
         raise UserError(f"{name} is {spec!r}; {EXPECTED}")
     return frozenset(layers)
 
