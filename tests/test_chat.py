@@ -223,6 +223,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_conversation(target: Target) -> No
             signal.raise_signal(signal.SIGINT)
 
     terminal._write = interrupt  # type: ignore[method-assign]
+    before = signal.getsignal(signal.SIGINT)
     terminal.run()
     partial = conversation.messages[1]["content"]
     assert "[stopped, " in printed(terminal.console)
@@ -232,7 +233,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_conversation(target: Target) -> No
     assert complete.startswith(partial.rstrip("�"))
     messages = [*conversation.messages, user("more")]
     assert conversation.ask("more", lambda *_: None).tokens == plain_answer(target, messages)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_full_context_forgets_the_oldest_turns(target: Target) -> None:

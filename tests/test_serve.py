@@ -443,9 +443,9 @@ def test_a_prompt_that_breaks_the_decode_leaves_no_row_of_a_client_that_has_gone
 ) -> None:
     with serving(endless) as running, running.client() as client:
         engine: Any = running.engine
+        held = Held(running)
         begun = begin(client)
         (gone,) = running.requests
-        held = Held(running)
 
         def breaks(*args: Any, **options: Any) -> list[int]:
             # The client goes away after the engine has looked for such clients.
