@@ -146,7 +146,8 @@ class LlamaServer(Protocol):
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "repeat_penalty": sampling.repetition_penalty,
-            "repeat_last_n": -1,
+            # The complete text.
+            "repeat_last_n": len(row.prompt) + settings.max_new_tokens,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "dynatemp_range": 0.0,
