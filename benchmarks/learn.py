@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from accelerate import Accelerator
 
 from benchmarks.common import (
     PROMPTS,
@@ -44,7 +45,6 @@ from benchmarks.decode import train_drafter
 from benchmarks.serve.process import MODEL, ServiceProcess, command, serve_command
 from decode.errors import UserError
 from decode.target.loading import Target, load_target
-from train.cli.train import start_accelerator
 from train.data.read import read_examples
 from train.export import ExportOptions
 from train.export.engines import ENGINES, environment_of
@@ -117,7 +117,7 @@ def main(
             engines,
             RecorderSwitch(recorder.url, os.environ[KEY]),
             reporter,
-            start_accelerator,
+            lambda settings: Accelerator(cpu=loaded.device.type == "cpu"),
             sleep=meanwhile,
         )
         begin = time.perf_counter()

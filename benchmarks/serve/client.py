@@ -92,7 +92,7 @@ def ask(
             if answer.error is None and not ends:
                 raise ConnectionError("the stream has broken off")
         else:
-            answer.read(json.loads(response.read()))
+            answer.read(json.loads(response.read() or b"{}"))
             answer.first, answer.ended = time.perf_counter() - begun, True
         answer.seconds = time.perf_counter() - begun
         return answer
