@@ -154,8 +154,8 @@ def print_plan(run: Any, reporter: Any, speed: str | None) -> None:
         sum(plan.disk_bytes for _, _, plan in plans),
     )
     reporter.say(
-        f"at most {memory / 2**30:.1f} GiB of memory for one process that shards nothing, and "
-        f"{disk / 2**30:.1f} GiB of disk; estimates for answers of full length"
+        f"about {memory / 2**30:.1f} GiB for the tensors of the largest stage, in one process that "
+        f"shards nothing, and {disk / 2**30:.1f} GiB of disk; estimates for answers of full length"
     )
     if not speeds:
         reporter.say("no time: give --speed generate=TOKENS_PER_SECOND,… or --speed RUN_DIRECTORY")
