@@ -7,14 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.parts import Part
 from decode.sampling import Sampling
 from decode.target.loading import Target
-from tests.tiny import tiny_model, tiny_target
+from tests.tiny import near_drafter, tiny_target
 from train.edge.client import EdgeClient
 from train.edge.link import Link
 from train.edge.server import VerifyServer
@@ -29,16 +26,6 @@ NEW = 24
 @functools.cache
 def target() -> Target:
     return tiny_target()
-
-
-def near_drafter() -> SmallLMDrafter:
-    """A drafter that is near the target, not equal to it."""
-    model = tiny_model("llama")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.03 * torch.randn(weight.shape, generator=generator)
-    return SmallLMDrafter(model)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from decode.rows import RowSettings
 from decode.rules import RULES
 from decode.sampling import CounterRNG, Sampling
 from tests.lossless import LONGER, Watched, decode_runs, small_lm
-from tests.tiny import VOCAB, tiny_model
+from tests.tiny import VOCAB, near_drafter, tiny_model
 
 PROMPTS = [[5, 9, 12, 40], [7, 7, 3], [100, 2]]
 SAMPLING = Sampling(temperature=0.9, top_p=0.95)
@@ -26,16 +26,6 @@ SAMPLING = Sampling(temperature=0.9, top_p=0.95)
 
 def decoder(drafter: Drafter, rule: str = "coupled", sampling: Sampling = SAMPLING) -> Decoder:
     return Decoder(tiny_model("llama"), drafter, rule=rule, sampling=sampling, gamma=3)
-
-
-def near() -> SmallLMDrafter:
-    """A drafter that is near the target, not equal to it."""
-    model = tiny_model("llama")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.03 * torch.randn(weight.shape, generator=generator)
-    return SmallLMDrafter(model)
 
 
 def test_texts_have_the_targets_distribution() -> None:
@@ -87,15 +77,19 @@ def test_filters_that_look_at_few_tokens_draw_the_same() -> None:
 
 
 def test_a_seed_gives_one_text_whatever_drafts() -> None:
-    drafters: list[Any] = [near(), NgramDrafter(), SmallLMDrafter(tiny_model("llama", seed=9))]
+    drafters: list[Any] = [
+        near_drafter(),
+        NgramDrafter(),
+        SmallLMDrafter(tiny_model("llama", seed=9)),
+    ]
     runs = [decoder(drafter).decode(PROMPTS, 20, seed=4) for drafter in drafters]
     assert runs[0].outputs == runs[1].outputs == runs[2].outputs
-    assert runs[0].outputs != decoder(near()).decode(PROMPTS, 20, seed=5).outputs
+    assert runs[0].outputs != decoder(near_drafter()).decode(PROMPTS, 20, seed=5).outputs
 
 
 def test_coupled_drafts_are_accepted_more_often_than_exact_match() -> None:
     rates = [
-        decoder(near(), rule).decode(PROMPTS * 8, 30, seed=1).counts.acceptance_rate
+        decoder(near_drafter(), rule).decode(PROMPTS * 8, 30, seed=1).counts.acceptance_rate
         for rule in ("coupled", "exact")
     ]
     assert rates[0] > rates[1] + 0.05, rates
@@ -106,7 +100,12 @@ def test_coupled_drafts_are_accepted_more_often_than_exact_match() -> None:
 def test_rows_that_sit_out_stay_as_they_are(rule: str, policy: str) -> None:
     def decoding() -> Decoding:
         parts = Decoder(
-            tiny_model("llama"), near(), rule=rule, sampling=SAMPLING, policy=policy, gamma=3
+            tiny_model("llama"),
+            near_drafter(),
+            rule=rule,
+            sampling=SAMPLING,
+            policy=policy,
+            gamma=3,
         )
         return Decoding(parts, PROMPTS, 16, seed=2)
 

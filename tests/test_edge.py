@@ -19,8 +19,8 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from tests.edge import NEW, PROMPTS, edge, near_drafter, plain_texts, serving, target
-from tests.tiny import save_tiny
+from tests.edge import NEW, PROMPTS, edge, plain_texts, serving, target
+from tests.tiny import near_drafter, save_tiny
 from train.cli.main import app
 from train.edge.client import EdgeClient, summary
 from train.edge.link import Link

@@ -21,7 +21,6 @@ import psutil
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from decode.drafters.directory import open_drafter, save_drafter
 from decode.errors import UserError
@@ -51,14 +50,20 @@ from train.learn.training_run import TrainingRun, split_by_time, usable
 from train.record.answers import Exchange
 from train.record.records import LEARNT_FILE, Records, make_record
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
 WORDS = ["the", "a", "dog", "fox", "sea", "shell", "target", "drafter", "token", "sells", "jumps"]
-RUN = """
+HEAD = """
 name: replaced
 trackers: []
 threads: 1
 target: {{model: {base}/target, dtype: float32, device: cpu}}
 data: {{train: replaced, test: replaced}}
 stages:
+"""
+RUN = (
+    HEAD
+    + """\
   - name: distill
     kind: distill
     text: data
@@ -67,6 +72,7 @@ stages:
     loop: {{epochs: 99, max_steps: 60, tokens_per_batch: 512, save_every: 20}}
     optimizer: {{lr: 3e-3, warmup_steps: 5}}
 """
+)
 LEARN = """
 records: records/a
 directory: learning
@@ -86,13 +92,6 @@ poll_seconds: 0.01
 
 class Killed(BaseException):
     """Stands for a kill: no handler of ours may catch it."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def noisy(path: Path, target: Target, noise: float) -> Path:
@@ -349,13 +348,9 @@ def test_mistakes_are_reported_before_anything_runs(base: Path) -> None:
         pass
 
 
-HEADS_RUN = """
-name: replaced
-trackers: []
-threads: 1
-target: {{model: {base}/target, dtype: float32, device: cpu}}
-data: {{train: replaced, test: replaced}}
-stages:
+HEADS_RUN = (
+    HEAD
+    + """\
   - name: tune
     kind: heads
     text: data
@@ -364,6 +359,7 @@ stages:
     loop: {{epochs: 99, max_steps: 4, tokens_per_batch: 512}}
     optimizer: {{lr: 1e-3}}
 """
+)
 
 
 def test_heads_continue_from_the_serving_drafter(base: Path) -> None:

@@ -17,6 +17,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from decode.draft import Contexts, Draft
+from decode.drafters.small_lm import SmallLMDrafter
 from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import Features
@@ -282,3 +283,13 @@ def verify(rule: Rule, draft: Draft, scores: Scores, rng: CounterRNG) -> Verific
 def after(contexts: Contexts, features: Features | None = None) -> Verification:
     """The pass after which the texts are `contexts`, for a drafter to observe."""
     return verification([0] * len(contexts.lengths), contexts=contexts, features=features)
+
+
+def near_drafter() -> SmallLMDrafter:
+    """A drafter that is near the target, not equal to it."""
+    model = tiny_model("llama")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.03 * torch.randn(weight.shape, generator=generator)
+    return SmallLMDrafter(model)

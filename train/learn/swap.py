@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from decode.errors import UserError
-from train.export.engines.child_process import log_ending, start_process
+from train.export.engines.child_process import free_port, log_ending, start_process
 from train.learn.counters import ask
 from train.learn.learn_config import EngineConfig
 
@@ -47,7 +46,7 @@ class EngineProcesses(Engines):
     def start(self, directory: Path, export: Path) -> str:
         self.stop(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
+        port = free_port()
         values = {"{drafter}": str(export), "{gamma}": str(self.gamma), "{port}": str(port)}
         command = [_replaced(word, values) for word in self.config.command]
         launch = ["/bin/sh", "-c", _LAUNCH, str(directory / PID_FILE), *command]
@@ -143,9 +142,3 @@ def _replaced(word: str, values: dict[str, str]) -> str:
     for name, value in values.items():
         word = word.replace(name, value)
     return word
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
