@@ -1,19 +1,20 @@
 """Compares kinds of heads on SmolLM2-135M's hidden states with each other and with a small LM.
 
-    python -m benchmarks.heads [--quick] [--arms NAME,…] [--more FILE] [--json FILE]
-        [--plots DIR] [--runs DIR]
+    python -m benchmarks.heads [--quick] [--arms NAME,…] [--minutes M] [--more FILE]
+        [--json FILE] [--plots DIR] [--runs DIR]
 
 One run: the target answers the shipped training prompts, its hidden states are cached once, and
 every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and
 a small LM of the target's first two layers. Each is stored with the tree that pays at this
-machine's costs. With --more, the run also uses your own prompts for training. Some arms, which
-compare losses or draft blocks, run only if --arms names them.
+machine's costs. Arms make the same number of passes over the text, or with --minutes train for the
+same time. With --more, the run also uses your own prompts for training. Some arms, which compare
+losses or draft in one pass, run only if --arms names them.
 
-The measurements use the shipped test prompts: how often the first head predicts the target's next
-but one token, compared with a bigram table of the same text and with prompt lookup; tokens per
-step; and the speed-up over plain decoding in the same loop, greedy, in bfloat16. In float32 every
-arm's greedy text must equal plain decoding's, token by token, and the benchmark checks that. Runs
-are kept and continue where they stopped.
+The measurements use the shipped test prompts: how often the first draft token is the target's,
+compared with a bigram table of the same text and with prompt lookup; tokens per step; and the
+speed-up over plain decoding in the same loop, greedy, in bfloat16. In float32 every arm's greedy
+text must equal plain decoding's, token by token, and the benchmark checks that. Runs are kept and
+continue where they stopped.
 """
 
 from dataclasses import dataclass
@@ -62,6 +63,10 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "hydra": ({"type": "hydra", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
     "eagle1": ({"type": "eagle1", "depth": 4}, {"forward_kl": 0.1}),
     "eagle3": ({"type": "eagle3", "steps": 3}, {"forward_kl": 1.0}),
+    "eagle31": (
+        {"type": "eagle3", "steps": 3, "fc_norm": True, "norm_output": True},
+        {"forward_kl": 1.0},
+    ),
     "p_eagle": ({"type": "p_eagle", "tokens": 4, "layers": 2}, {"forward_kl": 1.0}),
     "hydra_plus": ({"type": "hydra_plus", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
     # EAGLE-1 without its regression.
@@ -76,20 +81,24 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
 # Arms with D-PACE's weights (2605.18810).
 SMOOTHING = {"eagle3_dpace": 0.5, "hydra_dpace": 0.5, "dflash_dpace": 0.5}
 HEADS |= {name: HEADS[name.removesuffix("_dpace")] for name in SMOOTHING}
-SMALL_LM = "small_lm"
-KNOWN = (SMALL_LM, *HEADS)
+# Small LMs, of the target's first two layers. "pard" drafts all tokens in one pass.
+SMALL_LM, PARD = "small_lm", "pard"
+KNOWN = (SMALL_LM, PARD, *HEADS)
 # These compare variants, and run only if --arms names them.
-EXTRA = ("p_eagle", "dflash", "dspark", "eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
+ONE_PASS = (PARD, "p_eagle", "dflash", "dspark")
+EXTRA = (*ONE_PASS, "eagle31", "eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """arms: their names. more: a file of prompts; its first more_prompts are used for training with
+    """arms: their names. minutes: of training for each arm; None: the same passes over the text for
+    all. more: a file of prompts; its first more_prompts are used for training with
     the shipped ones. runs: the directory for runs."""
 
     quick: bool
     arms: tuple[str, ...]
+    minutes: float | None
     more: Path | None
     more_prompts: int
     runs: Path
@@ -98,6 +107,9 @@ class Settings:
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="little text, one epoch")] = False,
     arms: Annotated[str, typer.Option(help="arms to train, in order")] = ",".join(ARMS),
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="minutes of training for each arm")
+    ] = None,
     more: Annotated[Path | None, typer.Option(help="more prompts to train on")] = None,
     more_prompts: Annotated[int, typer.Option(help="number of prompts of --more")] = 4000,
     json_file: JsonOption = None,
@@ -109,7 +121,7 @@ def main(
     names = tuple(arms.split(","))
     if unknown := [name for name in names if name not in KNOWN]:
         raise UserError(f"unknown arm {unknown[0]!r}; known arms: {', '.join(KNOWN)}")
-    settings = Settings(quick, names, more, more_prompts, runs)
+    settings = Settings(quick, names, minutes, more, more_prompts, runs)
     run, report = execute_run(heads_config(settings), reporter)
     figures = figures_by_arm(report)
     identical = identical_shares(run, reporter, prompts=3 if quick else 12)
@@ -137,12 +149,15 @@ def heads_config(settings: Settings) -> dict[str, Any]:
         shipped = len((PROMPTS / train[0]).read_text().splitlines())
         train, limit = [*train, str(settings.more.absolute())], shipped + settings.more_prompts
     answer = {"kind": "generate", "max_new_tokens": 80, "batch_size": 32, "part_prompts": 96}
-    loop = {"epochs": 1 if quick else 3, "tokens_per_batch": 1024, "log_every": 40}
+    loop: dict[str, Any] = {"epochs": 1 if quick else 3, "tokens_per_batch": 1024, "log_every": 40}
+    start_loop = loop | {"max_steps": 30}
+    if settings.minutes is not None:
+        loop |= {"epochs": 1000, "max_minutes": settings.minutes}
     training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
     reads_layers = any(
         HEADS[name][0]["type"] in ("eagle3", "p_eagle", "dflash", "dspark")
         for name in settings.arms
-        if name != SMALL_LM
+        if name in HEADS
     )
     # These figures are not used to choose anything, so they may use test text.
     dev = {"text": "test-answers", "samples": 42, "every": 10**6}
@@ -161,28 +176,20 @@ def heads_config(settings: Settings) -> dict[str, Any]:
             "captured_layers": [-1, *TAPS] if reads_layers else [-1],
         },
     ]
+    small_lm: dict[str, Any] = {"kind": "distill", "train_embeddings": False, **training}
+    if {SMALL_LM, PARD} & {*settings.arms}:
+        stages.append(
+            small_lm
+            | {"name": "words", "drafter": {"layers": [0, 1]}, "draft_vocabulary": 8000}
+            | {"losses": {"cross_entropy": 1.0}, "loop": start_loop}
+        )
     for name in settings.arms:
-        if name == SMALL_LM:
-            start = {
-                "name": "words",
-                "kind": "distill",
-                "drafter": {"layers": [0, 1]},
-                "draft_vocabulary": 8000,
-                "losses": {"cross_entropy": 1.0},
-                "train_embeddings": False,
-                **training,
-                "loop": loop | {"max_steps": 30},
-            }
-            distilled = {
-                "name": SMALL_LM,
-                "kind": "distill",
-                "drafter": {"stage": "words"},
-                "teacher": "states",
-                "losses": {"forward_kl": 1.0},
-                "train_embeddings": False,
-                **training,
-            }
-            stages += [start, distilled]
+        if name in (SMALL_LM, PARD):
+            distilled = {"name": name, "drafter": {"stage": "words"}, "teacher": "states"}
+            distilled |= {"losses": {"forward_kl": 1.0}, "dev": dev}
+            if name == PARD:
+                distilled["parallel"] = {"tokens": 4, "mask_token": "<reponame>"}
+            stages.append(small_lm | distilled)
             continue
         heads, losses = HEADS[name]
         stages.append(
@@ -202,6 +209,8 @@ def heads_config(settings: Settings) -> dict[str, Any]:
     parts = ["heads"]
     if settings.arms != ARMS:
         parts += settings.arms
+    if settings.minutes is not None:
+        parts.append(f"{settings.minutes:g}min")
     if settings.more is not None:
         parts.append(f"more{settings.more_prompts}")
     return run_config(
@@ -238,7 +247,8 @@ def figures_by_arm(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 key: evaluation[key]
                 for key in ("tokens_per_step", "acceptance_rate", "c", "v", "speedup", "drafts")
             },
-            "top1": last.get("head1/top1"),
+            # A small LM has no heads; its figure is that of the first token too.
+            "top1": last.get("head1/top1", last.get("top1")),
             "top5": last.get("head1/top5"),
             "bigram_top1": summary.get("bigram_top1"),
             "lookup_top1": summary.get("lookup_top1"),
@@ -278,7 +288,7 @@ def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, float]:
     for name, row in figures.items():
         if row["speedup"] is not None:
             values[f"speedup_{name}"] = row["speedup"]["value"]
-        if row["top1"] is not None:
+        if row["bigram_top1"] is not None:
             values[f"top1_gain_{name}"] = row["top1"] - row["bigram_top1"]
         if name != SMALL_LM and SMALL_LM in figures:
             values[f"tokens_per_step_{name}_vs_small_lm"] = (
@@ -306,7 +316,7 @@ def arms_table(figures: dict[str, dict[str, Any]], identical: dict[str, float]) 
             "drafter": name,
             "trained": cell(row["trained_parameters"], ",d"),
             "seconds": cell(row["seconds"], ".0f"),
-            "first head: top-1": cell(row["top1"], ".1%"),
+            "first token: top-1": cell(row["top1"], ".1%"),
             "top-5": cell(row["top5"], ".1%"),
             "drafts": row["drafts"],
             "tokens/step": cell(row["tokens_per_step"], ".2f"),

@@ -61,17 +61,21 @@ def test_the_objectives_are_one_sound_run(quick: bool, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arms", [heads.ARMS, heads.KNOWN[1:], ("eagle1",), ("eagle3_lk",), (heads.SMALL_LM,)]
+    "arms",
+    [heads.ARMS, heads.KNOWN, ("eagle1",), ("eagle3_lk",), (heads.SMALL_LM,), (heads.PARD,)],
 )
 def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path):
     more = tmp_path / "more.jsonl"
     more.write_text('{"prompt": "Why?"}\n')
     plain, with_more = (
         validate_config(
-            heads.heads_config(heads.Settings(False, arms, file, 1, tmp_path)), base_dir=PROMPTS
+            heads.heads_config(heads.Settings(False, arms, minutes, file, 1, tmp_path)),
+            base_dir=PROMPTS,
         )
-        for file in (None, more)
+        for minutes, file in ((None, None), (5, more))
     )
+    limits = {s.name: s.loop.max_minutes for s in with_more.stages if s.name in arms}
+    assert limits == dict.fromkeys(arms, 5)
     assert len({stage.name for stage in plain.stages}) == len(plain.stages)
     assert set(arms) <= {stage.name for stage in plain.stages}
     assert plain.name != with_more.name

@@ -637,6 +637,20 @@ class Two(nn.Module):
         self.frozen = nn.Linear(2, 2).requires_grad_(False)
 
 
+def test_a_training_of_limited_time_ends_its_schedule_and_is_not_continued(tmp_path):
+    """The time is over in the first step: that step has the last learning rate, is stored and
+    measured, and the training does not go on after it."""
+    schedule = {"lr": 1e-3, "warmup_steps": 0, "schedule": "linear", "min_lr_ratio": 0.25}
+    settings = {"optimizer": schedule, "max_minutes": 1e-9, "save_every": 100, "log_every": 100}
+    trainer = tiny_trainer(tmp_path, 7, measure=lambda *_: {"accuracy": 0.5}, **settings)
+    progress = trainer.fit()
+    assert (progress.step, len(progress.dev)) == (1, 1)
+    assert progress.history[-1]["lr"] == pytest.approx(0.25e-3)
+    again = tiny_trainer(tmp_path, 7, **settings).fit()
+    assert (again.step, again.tokens) == (1, progress.tokens)
+    assert tiny_trainer(tmp_path / "long", 7, max_minutes=60).fit().step == 7
+
+
 def test_groups_have_the_rate_and_the_decay_of_the_first_pattern_that_matches():
     module = Two()
     config = OptimizerConfig(

@@ -3,6 +3,7 @@
 Each stage is one file in `train/stages` and registers itself in STAGES.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ class StagePlan:
     """What a stage will do; sizes are estimates.
 
     tokens: that it writes or learns from, at most. text_tokens: of the text that it writes, prompts
-    included. memory_bytes: of one process that shards nothing. disk_bytes: of its directory.
+    included. max_seconds: the limit of its time, if it has one. memory_bytes: of one process that
+    shards nothing. disk_bytes: of its directory.
     """
 
     what: str
@@ -32,6 +34,7 @@ class StagePlan:
     memory_bytes: int = 0
     disk_bytes: int = 0
     text_tokens: int = 0
+    max_seconds: float = math.inf
 
 
 @dataclass

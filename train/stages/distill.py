@@ -47,6 +47,7 @@ from train.training.estimates import (
     forward_bytes,
     optimizer_bytes,
     planned_tokens,
+    time_limit,
     training_disk_bytes,
 )
 from train.training.optimizer import OptimizerConfig
@@ -147,6 +148,7 @@ class DistillStage(TrainingStage[DistillConfig]):
                 tokens,
                 start.memory_bytes,
                 start.disk_bytes,
+                max_seconds=time_limit(config.loop),
             )
         model, _ = make_student(config.drafter, self.target, self.earlier)
         if self._mask_token(model) is not None:
@@ -180,6 +182,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             tokens=tokens,
             memory_bytes=memory,
             disk_bytes=training_disk_bytes(parameters, trained, average=ema),
+            max_seconds=time_limit(config.loop),
         )
 
     def run(self) -> Outcome:

@@ -41,6 +41,7 @@ from train.training.estimates import (
     forward_bytes,
     optimizer_bytes,
     planned_tokens,
+    time_limit,
     training_disk_bytes,
 )
 from train.training.head_start import check_start
@@ -168,6 +169,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             tokens=planned_tokens(self.planned_tokens(plans), loop),
             memory_bytes=memory,
             disk_bytes=disk,
+            max_seconds=time_limit(loop),
         )
 
     def run(self) -> Outcome:

@@ -5,6 +5,7 @@ section 4) count them, but for a gated MLP and an attention that stores no score
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -88,7 +89,15 @@ def read_speeds(option: str) -> dict[str, float]:
     return speeds
 
 
+def time_limit(loop: LoopConfig) -> float:
+    """The most seconds that a training takes by its `max_minutes`; infinite without it."""
+    return 60 * loop.max_minutes if loop.max_minutes else math.inf
+
+
 def seconds_of(name: str, kind: str, plan: StagePlan, speeds: Mapping[str, float]) -> float | None:
-    """The time of a stage at the speed of that stage, or of its kind. None: neither is known."""
+    """The time of a stage at the speed of that stage, or of its kind, or its limit if that is less.
+    None: none of them is known."""
     speed = speeds.get(name) or speeds.get(kind)
-    return plan.tokens / speed if speed and plan.tokens else None
+    seconds = plan.tokens / speed if speed and plan.tokens else math.inf
+    seconds = min(seconds, plan.max_seconds)
+    return seconds if math.isfinite(seconds) else None

@@ -81,11 +81,15 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
-def learning_rate_factor(step: int, total: int, config: OptimizerConfig) -> float:
-    """The factor of the learning rate at a step: linear warm-up, then the schedule."""
+def learning_rate_factor(
+    step: int, total: int, config: OptimizerConfig, time_share: float = 0.0
+) -> float:
+    """The factor of the learning rate at a step: linear warm-up, then the schedule over the steps,
+    or over a limited time if a greater share of that is over."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
-    done = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    done = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
+    done = min(1.0, max(done, time_share))
     shape = {
         "cosine": 0.5 * (1 + math.cos(math.pi * done)),
         "linear": 1 - done,
@@ -100,16 +104,18 @@ def take_step(
     *,
     step: int,
     total: int,
+    time_share: float = 0.0,
     clip: Callable[[float], float],
 ) -> tuple[float, float]:
     """Take one optimizer step and clear the gradients. Returns the gradient's norm before clipping
     and the learning rate.
 
-    step: from 0; the learning rate is a pure function of it, so there is no scheduler state to
-    lose. total: the number of steps of the training. clip(maximum): clips the gradients by their
-    global norm and returns the norm before clipping. A step whose norm is not finite is not taken.
+    step: from 0; the learning rate is a pure function of it and of the time that is over, so there
+    is no scheduler state to lose. total: the number of steps of the training. clip(maximum): clips
+    the gradients by their global norm and returns the norm before clipping. A step whose norm is
+    not finite is not taken.
     """
-    factor = learning_rate_factor(step, total, config)
+    factor = learning_rate_factor(step, total, config, time_share)
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
     norm = clip(config.clip)

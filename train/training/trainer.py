@@ -38,6 +38,10 @@ class LoopConfig(Strict):
     max_steps: int | None = Field(None, ge=1)
     """The training stops after this many optimizer steps, even if `epochs` are not complete. None:
     no limit."""
+    max_minutes: float | None = Field(None, gt=0)
+    """The training stops after this many minutes, and the learning rate falls with the time if that
+    is over first. Figures on dev text count. The number of steps then depends on the machine. None:
+    no limit."""
     tokens_per_batch: int = Field(2048, ge=1)
     """The size of a batch, for all ranks together: rows times the longest row's length."""
     accumulation: int = Field(1, ge=1)
@@ -131,13 +135,15 @@ class TrainingProgress:
     """The progress of a training; stored in every checkpoint.
 
     history: figures of logged steps. dev: figures of `TrainingTask.measure`. seconds: total wall
-    time. clock: the measured seconds by activity.
+    time. time_share: the share of `max_minutes` that is over, the same on all ranks. clock: the
+    measured seconds by activity.
     """
 
     step: int = 0
     round: int = 0  # of the text: an epoch, or one round of generated samples
     batch: int = 0  # the next batch of the round
     seconds: float = 0.0
+    time_share: float = 0.0
     tokens: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
     dev: list[dict[str, float]] = field(default_factory=list)
@@ -211,28 +217,29 @@ class Trainer:
         self.total_steps = self._total_steps()
         if stored:
             self.reporter.say(f"  continuing after step {progress.step} of {self.total_steps}")
-        if progress.step < self.total_steps:
+        if not self._ended():
             self._require_space()
         request = StopRequest()
         self.module.train()
         with request.listening(), self.reporter.bar("training", self.total_steps) as bar:
             bar.update(progress.step)
-            while progress.step < self.total_steps:
+            while not self._ended():
                 current = self._text(progress.round)
                 if progress.batch >= len(current.batches):
                     progress.round, progress.batch = progress.round + 1, 0
                     continue
                 number = progress.step + 1
-                last = number == self.total_steps
-                log = last or number % self.loop.log_every == 0
+                log = number == self.total_steps or number % self.loop.log_every == 0
                 if self.accelerator.device.type != "cpu":
                     self.clock.weight = self.loop.log_every if log else 0
+                progress.seconds = time.perf_counter() - begin
                 entry, stopping = self._optimizer_step(progress, current, request)
+                last = self._ended()
                 self.clock.weight = 1
                 progress.seconds = time.perf_counter() - begin
                 speed = progress.tokens / progress.seconds
                 bar.update(progress.step, f"loss {entry['loss']:.3f}, {speed:.0f} tokens/s")
-                if log:
+                if log or last:
                     progress.history.append(entry | {"step": number, "epoch": progress.round})
                     memory = peak_memory() / 2**30
                     self._log(entry | {"tokens_per_second": speed, "memory_gib": memory})
@@ -248,6 +255,9 @@ class Trainer:
                     raise Stopped(f"stopped after step {number} of {self.total_steps}")
         self._text(progress.round)  # for `padding_share`, even if no step was left
         return progress
+
+    def _ended(self) -> bool:
+        return self.progress.step >= self.total_steps or self.progress.time_share >= 1
 
     def _require_space(self) -> None:
         """Raise UserError if the disk lacks space for the kept checkpoints, one more while it is
@@ -300,8 +310,11 @@ class Trainer:
                 parallel.backward(accelerator, self.module, loss * world / tokens)
             sums += parts
             total += loss.detach()
-        shared = torch.cat([total[None], sums, total.new_tensor([float(request.received)])])
-        *values, stopping = accelerator.reduce(shared).tolist()
+        time_share = progress.seconds / (60 * (self.loop.max_minutes or math.inf))
+        flags = total.new_tensor([float(request.received), time_share / world])
+        # One exchange, so that all ranks end after the same step.
+        reduced = accelerator.reduce(torch.cat([total[None], sums, flags])).tolist()
+        *values, stopping, progress.time_share = reduced
         sums_by_term = dict(zip(self.task.terms, values[1:], strict=True))
         figures = self.task.figures or _means
         entry = {"loss": values[0] / tokens, **figures(sums_by_term, tokens)}
@@ -313,6 +326,7 @@ class Trainer:
                 self.settings,
                 step=progress.step,
                 total=self.total_steps,
+                time_share=progress.time_share,
                 clip=partial(parallel.clip_gradients, accelerator, self.module),
             )
         entry |= {"gradient_norm": norm, "lr": lr}
