@@ -1,5 +1,6 @@
 """The recorder: bytes pass as they are, and only what may be stored is stored."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ from train.record.answers import Exchange, exchanges  # noqa: E402
 from train.record.consent import Keys  # noqa: E402
 from train.record.records import DAY, Records, Retention, make_record, tenants  # noqa: E402
 from train.record.redaction import passes_luhn, redact  # noqa: E402
+from train.record.upstream import Upstreams  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
@@ -159,6 +161,19 @@ def test_a_switch_lets_answers_end_where_they_began(tmp_path: Path) -> None:
             return not client.get("/admin/upstream", headers=ADMIN).json()["draining"]
 
         until(drained, 10)
+
+
+def test_a_switch_is_remembered(tmp_path: Path) -> None:
+    first, second, third = (f"http://127.0.0.1:{port}" for port in (8001, 8002, 8003))
+    memory = tmp_path / "records" / "upstream.json"
+    upstreams = Upstreams(first, memory)
+    assert upstreams.current.url == first
+    asyncio.run(upstreams.switch(second))
+    assert Upstreams(first, memory).current.url == second
+    assert Upstreams(third, memory).current.url == third
+    memory.write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        Upstreams(first, memory)
 
 
 # --- what is recorded -----------------------------------------------------------------------------

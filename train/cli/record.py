@@ -68,7 +68,8 @@ def record(
 
     keys = Keys() if record_keys is None else Keys.of_file(record_keys)
     retention = Retention(keep_days, keep_bytes)
-    recorder = Recorder(Upstreams(upstream), out, keys, retention, time.time, key)
+    upstreams = Upstreams(upstream, out / "upstream.json")
+    recorder = Recorder(upstreams, out, keys, retention, time.time, key)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     with bind(host, port) as bound:
         config = uvicorn.Config(
@@ -80,7 +81,7 @@ def record(
         )
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{bound.getsockname()[1]}/v1"
-        typer.echo(f"{upstream} is behind {address}; records are in {out}")
+        typer.echo(f"{upstreams.current.url} is behind {address}; records are in {out}")
         uvicorn.Server(config).run(sockets=[bound])
 
 

@@ -1,12 +1,15 @@
 """The engine behind the recorder, and the switch from one engine to the next."""
 
 import asyncio
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
 
+from decode.artifact import write_file
 from decode.errors import UserError
 
 CONNECT_SECONDS = 10.0
@@ -60,20 +63,29 @@ class Upstream:
 
 
 class Upstreams:
-    """The engine that gets new requests, and earlier ones with requests that have not ended."""
+    """The engine that gets new requests, and earlier ones with requests that have not ended.
 
-    def __init__(self, url: str) -> None:
-        self.current = Upstream(engine_url(url))
+    url: of the first engine. memory: the file with the last switch. A recorder that is started
+    again with the same first engine continues at the one it was switched to; another first engine
+    counts for itself. Raises UserError for an address that is none, and for a damaged file.
+    """
+
+    def __init__(self, url: str, memory: Path | None = None) -> None:
+        self._first, self._memory = engine_url(url), memory
+        self.current = Upstream(self._remembered() or self._first)
         self.draining: list[Upstream] = []
         self._switching = asyncio.Lock()
 
     async def switch(self, url: str) -> None:
         """Send new requests to another engine. Requests that run stay where they are. Raises
-        UserError for an address that is none."""
+        UserError for an address that is none, and if the switch cannot be stored."""
         url = engine_url(url)
         async with self._switching:
             if url == self.current.url:
                 return
+            if self._memory is not None:  # first, so that a full disk leaves all as it was
+                self._memory.parent.mkdir(parents=True, exist_ok=True)
+                write_file(self._memory, json.dumps({"first": self._first, "current": url}))
             self.draining.append(self.current)
             # An engine that is still draining goes on with the requests that it has.
             back = next((up for up in self.draining if up.url == url), None)
@@ -81,6 +93,18 @@ class Upstreams:
                 self.draining.remove(back)
             self.current = back or Upstream(url)
             await self.close_idle()
+
+    def _remembered(self) -> str | None:
+        if self._memory is None or not self._memory.is_file():
+            return None
+        try:
+            stored = json.loads(self._memory.read_text())
+            return engine_url(stored["current"]) if stored["first"] == self._first else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{self._memory} is damaged; expected the addresses of a recorder's first engine "
+                "and of the one it was switched to. Delete it to begin at --upstream"
+            ) from error
 
     async def close_idle(self) -> None:
         """Close the connections to earlier engines that have no request left."""
