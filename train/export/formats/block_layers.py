@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from decode.drafters import Drafter
@@ -21,24 +21,19 @@ from decode.target.loading import Target
 from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
 from heads.dspark_heads import DSparkDrafter, DSparkHeads, DSparkOptions
 from heads.heads_directory import stored_options
+from heads.heads_drafter import HeadsDrafter
 from heads.layers.llama_layer import LayerSettings, layer_config
 from heads.layers.target_layers import output_layer
 from train.export.checkpoint import Checkpoint, stored_tensors
 from train.export.file_schema import (
-    DTYPE_NAMES,
     TensorSpec,
-    extra_key_problems,
     is_count,
-    is_positive,
     key_problems,
-    read_json,
-    read_tensors,
     tensor_problems,
 )
 from train.export.formats import (
     FORMATS,
     ExportJob,
-    Format,
     ImportJob,
     Restored,
     vllm_serving,
@@ -51,17 +46,16 @@ from train.export.formats.eagle3_layer import (
     map_value_problems,
     token_ids,
 )
-from train.export.formats.eagle_layer import (
-    EMBEDDINGS,
-    SIZES,
-    TOKEN_IDS,
+from train.export.formats.layer_format import (
     WEIGHTS,
+    LayerFormat,
     layer_tensors,
     llama_settings,
     unusual_layer,
     weight_spec,
 )
 from train.export.formats.published_layer import (
+    EMBEDDINGS,
     differences,
     embedding_problems,
     head_problems,
@@ -70,30 +64,26 @@ from train.export.formats.published_layer import (
     sound_settings,
 )
 from train.export.trained_drafter import (
-    copy_to_cpu,
     heads_drafter,
     is_reduced,
-    read_heads_for,
     rebuild_heads,
     require_fitting_target,
-    stored_dtype,
 )
 
 CONFIDENCE, RANK = "enable_confidence_head", "markov_rank"
 FIRST_LAYER, FULL = "layers.0", "full_attention"
 
 
-class DFlashLayers(Format):
+class DFlashLayers(LayerFormat):
     """DFlash, as its authors publish it."""
 
     name = "dflash"
     kinds: ClassVar[tuple[str, ...]] = ("dflash",)
     engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
-    needs_target = True
     layer_ids: ClassVar[str] = "outputs"  # what the numbers of its layers mean
-    architecture: ClassVar[str] = "DFlashDraftModel"
+    architecture = "DFlashDraftModel"
     heads: ClassVar[type[DFlashHeads]] = DFlashHeads
-    drafter: ClassVar[type[DFlashDrafter]] = DFlashDrafter
+    drafter: ClassVar[type[HeadsDrafter]] = DFlashDrafter
     has_target_layers: ClassVar[bool] = False
 
     @property
@@ -135,31 +125,11 @@ class DFlashLayers(Format):
         """Return the expected values of `kind_settings`, for `key_problems`."""
         return {"dflash_config": _is_dflash_config}
 
-    def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
-        """Return the contents of config.json."""
-        return config
-
-    def block_config(self, contents: dict[str, Any]) -> dict[str, Any]:
-        """Recover `config` from the result of `config_file`. Leaves out missing settings."""
-        return contents
-
-    def setting_problems(self, contents: dict[str, Any]) -> list[str]:
-        """Return the problems with config.json outside the result of `block_config`."""
-        return []
-
-    def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        target = job.loaded_target
-        heads: Any = read_heads_for(self.name, job.drafter, target)
-        dtype = job.dtype or stored_dtype(heads)
-        weights: dict[str, Tensor] = dict(heads.state_dict())
-        if self.has_target_layers:
-            weights[EMBEDDINGS] = target.model.get_input_embeddings().weight
-            weights[OUTPUT] = heads.output.of(1)[0]
-        save_file(copy_to_cpu(weights, dtype), directory / WEIGHTS)
+    def settings(self, heads: Any, dtype: str, target: Target) -> dict[str, Any]:
         config = llama_settings(heads.config, self.architecture, dtype)
         del config["mlp_bias"]
         layers = heads.options.layers
-        config |= {
+        return config | {
             "model_type": "qwen3",
             "num_hidden_layers": layers,
             "layer_types": [FULL] * layers,
@@ -168,50 +138,29 @@ class DFlashLayers(Format):
             "num_target_layers": target.model.config.get_text_config().num_hidden_layers,
             **self.kind_settings(heads),
         }
-        contents = self.config_file(config, heads, job)
-        (directory / "config.json").write_text(json.dumps(contents, indent=2))
-        return {
-            "dtype": dtype,
-            "kept": None,
-            "filled_from": None,
-            "parameters": sum(x.numel() for x in weights.values()),
-            "size": f"{layers} decoder layers",
-        }
 
-    def problems(self, directory: Path) -> list[str]:
-        contents = read_json(directory / "config.json")
-        if contents is None:
-            return ["config.json is missing or is not JSON"]
-        config = self.block_config(contents)
-        layers = config.get("num_hidden_layers")
-        expected: dict[str, Any] = {
-            "architectures": [self.architecture],
+    def expected_settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {
             "model_type": "qwen3",
-            "num_hidden_layers": is_count,
-            "layer_types": lambda x: x == [FULL] * (layers or 0),
+            "layer_types": lambda x: x == [FULL] * (config.get("num_hidden_layers") or 0),
             "use_sliding_window": False,
             "block_size": is_count,
             "num_target_layers": is_count,
-            **dict.fromkeys(SIZES, is_count),
-            "rms_norm_eps": is_positive,
-            "rope_theta": is_positive,
-            "rope_parameters": lambda x: isinstance(x, dict) and is_positive(x.get("rope_theta")),
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "torch_dtype": lambda x: x in DTYPE_NAMES,
-            "dtype": config.get("torch_dtype"),
             **self.kind_expected(),
         }
-        problems = self.setting_problems(contents) + key_problems(expected, config, "config.json")
-        problems += extra_key_problems([*expected, *TOKEN_IDS], config, "config.json")
-        if problems:
-            return problems
+
+    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = dict(heads.state_dict())
+        if self.has_target_layers:
+            tensors[EMBEDDINGS] = target.model.get_input_embeddings().weight
+            tensors[OUTPUT] = heads.output.of(1)[0]
+        return tensors
+
+    def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
         taps = self.options_of(config).taps or []
         if taps != sorted(set(taps)) or taps[-1] >= config["num_target_layers"]:
             return [f"config.json: the target's layers are {taps}, which is not valid"]
-        tensors, problems = read_tensors([directory / WEIGHTS])
-        return problems + tensor_problems(self.expected_tensors(config), tensors)
+        return []
 
     def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
         """Return the tensors that a sound config requires."""
@@ -230,7 +179,7 @@ class DFlashLayers(Format):
         return specs
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        config = self.block_config(json.loads((directory / "config.json").read_text()))
+        config = self.stored_settings(json.loads((directory / "config.json").read_text()))
         require_fitting_target(config, directory, target)
         weights = load_file(directory / WEIGHTS)
         state = {name: x for name, x in weights.items() if name not in (EMBEDDINGS, OUTPUT)}
@@ -241,13 +190,13 @@ class DFlashLayers(Format):
         return MODEL_TYPE not in checkpoint.config and "dflash_config" in checkpoint.config
 
     def published_problems(self, contents: dict[str, Any]) -> list[str]:
-        """Return the problems with a published config outside the result of `block_config`."""
+        """Return the problems with a published config outside the result of `stored_settings`."""
         return []
 
     def restored(self, job: ImportJob) -> Restored:
         """Also heads with a reduced draft vocabulary, which this format cannot write."""
         target, checkpoint = job.target, job.checkpoint
-        contents = self.block_config(checkpoint.config)
+        contents = self.stored_settings(checkpoint.config)
         names = plain_names(checkpoint.tensors, FIRST_LAYER)
         tensors = {ours: checkpoint.tensors[theirs] for ours, theirs in names.items()}
         layer, problems = sound_settings(contents, target, contents.get("num_hidden_layers"))

@@ -13,7 +13,8 @@ from heads.heads_module import HeadOptions
 from train.export.checkpoint import Checkpoint
 from train.export.file_schema import TensorSpec
 from train.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
-from train.export.formats.eagle_layer import EagleLayer, layer_tensors, weight_spec
+from train.export.formats.eagle_layer import EagleLayer
+from train.export.formats.layer_format import layer_tensors, weight_spec
 from train.export.formats.published_layer import EMBEDDINGS, is_eagle3, plain_names
 
 FC_BIAS = "fc.bias"

@@ -25,7 +25,8 @@ from heads.heads_module import HeadOptions
 from train.export.checkpoint import Checkpoint
 from train.export.file_schema import TensorSpec, extra_key_problems, is_count, key_problems
 from train.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
-from train.export.formats.eagle_layer import EagleLayer, layer_tensors, weight_spec
+from train.export.formats.eagle_layer import EagleLayer
+from train.export.formats.layer_format import layer_tensors, weight_spec
 from train.export.formats.published_layer import (
     LAYER_IDS,
     NESTED,
@@ -344,7 +345,7 @@ class Speculators(Eagle3):
             "dtype": config["dtype"],
         }
 
-    def layer_config(self, contents: dict[str, Any]) -> dict[str, Any]:
+    def stored_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
         layer = contents.get(LAYER_CONFIG)
         outer = {key: contents[key] for key in OUTER_KEYS if key in contents}
         return outer | (layer if isinstance(layer, dict) else {})

@@ -18,7 +18,8 @@ from train.export.checkpoint import Checkpoint
 from train.export.file_schema import TensorSpec, is_count
 from train.export.formats import FORMATS, ExportJob, Format, vllm_serving
 from train.export.formats.eagle3_layer import MASK_HIDDEN, Eagle3, eagle3_tensors, shared_tensors
-from train.export.formats.eagle_layer import EMBEDDINGS, layer_tensors, weight_spec
+from train.export.formats.layer_format import layer_tensors, weight_spec
+from train.export.formats.published_layer import EMBEDDINGS
 
 MASK_EMBEDDING = "mask_embedding"
 

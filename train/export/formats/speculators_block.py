@@ -57,7 +57,7 @@ class SpeculatorsBlock(DFlashLayers):
             **{key: x for key, x in outer.items() if key not in OTHER_NAMES},
         }
 
-    def block_config(self, contents: dict[str, Any]) -> dict[str, Any]:
+    def stored_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
         layers = contents.get(LAYER_CONFIG)
         ids: Any = contents.get("aux_hidden_state_layer_ids")
         inner = {
