@@ -1,7 +1,8 @@
 """The negative controls of losslessness: errors that the tests must find, and how surely they do.
 
-`python -m tests.controls` prints each with the statistic that finds it and the share of seeds in
-which it is found; `--seeds` says how many. About a minute and a half with 20.
+`python -m tests.controls` prints each with the statistic that finds it, the total variation of the
+texts and the exact law, which chance alone keeps above 0, and the share of seeds in which it is
+found; `--seeds` says how many. About a minute and a half with 20.
 """
 
 import argparse
@@ -54,8 +55,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Found:
+    """total_variation: of the texts and the exact law."""
+
     statistic: float
     limit: float
+    total_variation: float
 
     @property
     def rejected(self) -> bool:
@@ -80,7 +84,8 @@ class Control:
             found, _ = decode(
                 setup.drafter(), setup.rule(), rows=self.rows, seed=seed, case=self.case
             )
-        return Found(np.inf if found.impossible else found.chi2, found.limit)
+        statistic = np.inf if found.impossible else found.chi2
+        return Found(statistic, found.limit, found.total_variation)
 
 
 class OfDrafting(Control):
@@ -91,10 +96,10 @@ class OfDrafting(Control):
 
     def find(self, setup: Setup, seed: int) -> Found:
         with setup.breaking():
-            _, counts = decode(
+            found, counts = decode(
                 setup.drafter(), setup.rule(), rows=self.rows, seed=seed, case=self.case
             )
-        return Found(1 - counts.acceptance_rate, 1e-3)
+        return Found(1 - counts.acceptance_rate, 1e-3, found.total_variation)
 
 
 def _of_rule(
@@ -236,13 +241,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     seeds = range(parser.parse_args().seeds)
-    print("error | statistic | limit | without it | with it (median) | found in")
+    print(
+        "error | statistic | limit | without it | with it (median) | total variation without it | "
+        "with it (median) | found in"
+    )
     for control in CONTROLS:
         sound = control.find(control.sound, 0)
         found = [control.find(control.faulty, seed) for seed in seeds]
         print(
             f"{control.name} | {control.statistic} | {sound.limit:.4g} | {sound.statistic:.4g} | "
-            f"{np.median([f.statistic for f in found]):.4g} | "
+            f"{np.median([f.statistic for f in found]):.4g} | {sound.total_variation:.4f} | "
+            f"{np.median([f.total_variation for f in found]):.4f} | "
             f"{sum(f.rejected for f in found)} of {len(found)}",
             flush=True,
         )

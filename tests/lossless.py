@@ -175,11 +175,16 @@ def _cut(texts: np.ndarray, case: Case) -> np.ndarray:
 
 @dataclass
 class Fit:
-    """How texts fit the exact law: χ² over bins that expect 5 or more, all others pooled."""
+    """How texts fit the exact law: χ² over bins that expect 5 or more, all others pooled.
+
+    impossible: how many texts have probability 0. total_variation: of the shares of texts and the
+    law; by chance alone it is above 0, and the smaller the more texts there are.
+    """
 
     chi2: float
     df: int
-    impossible: int  # how many texts have probability 0
+    impossible: int
+    total_variation: float
 
     @property
     def limit(self) -> float:
@@ -207,7 +212,8 @@ def fit_texts(texts: Sequence[Sequence[int]], case: Case) -> Fit:
     if wanted[-1] < 5:
         found, wanted = found[:-1], wanted[:-1]
     chi2 = float(((found - wanted) ** 2 / wanted).sum())
-    return Fit(chi2, len(wanted) - 1, int(counts[expected == 0].sum()))
+    distance = float(np.abs(counts - expected).sum() / (2 * len(texts)))
+    return Fit(chi2, len(wanted) - 1, int(counts[expected == 0].sum()), distance)
 
 
 def fit(texts: np.ndarray) -> Fit:

@@ -538,5 +538,5 @@ def test_declaring_the_old_q_while_drawing_from_the_new_is_found() -> None:
     fits = [learning(OldQ, seed).run(100_000, seed) for seed in range(5)]
     # How far two versions differ depends on the seed, so all five are judged together. A sum of χ²
     # is χ² with the sum of their df.
-    together = lossless.Fit(sum(fit.chi2 for fit in fits), sum(fit.df for fit in fits), 0)
+    together = lossless.Fit(sum(f.chi2 for f in fits), sum(f.df for f in fits), 0, 0.0)
     assert not together.passes, fits
