@@ -3,6 +3,7 @@
 train/schema.json          the schema of all configs: the early check reads it, and editors
 docs/reference/config.md   every setting of a config
 docs/reference/cli.md      every command and its options
+docs/reference/lossless.md  every pairing of drafter, draft and rule in the joint tests
 """
 
 import inspect
@@ -16,6 +17,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic.json_schema import GenerateJsonSchema
 from typer.models import ArgumentInfo
 
+from tests.pairings import pairings_reference
 from train.cli.main import app
 from train.config import RunConfig
 from train.config_file import describe
@@ -161,6 +163,7 @@ def make_files() -> dict[Path, str]:
         ROOT / "train" / "schema.json": json.dumps(schema, indent=1, ensure_ascii=False) + "\n",
         ROOT / "docs" / "reference" / "config.md": config_reference(schema),
         ROOT / "docs" / "reference" / "cli.md": cli_reference(),
+        ROOT / "docs" / "reference" / "lossless.md": pairings_reference(),
     }
 
 

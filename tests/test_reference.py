@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.pairings import UNPAIRED, unpaired
 from tests.reference import ROOT, make_files, make_schema
 
 # What describes a value, and what `train.config_file` checks.
@@ -28,6 +29,12 @@ def pinned(package: str) -> str:
 @pytest.mark.parametrize("path", make_files(), ids=lambda path: path.name)
 def test_a_generated_file_is_current(path: Path) -> None:
     assert path.read_text() == make_files()[path], "run `python -m tests.reference --write`"
+
+
+def test_every_drafter_and_every_lossless_rule_is_in_a_joint_test_or_has_a_reason() -> None:
+    drafters, rules = unpaired()
+    assert set(drafters) == set(UNPAIRED)
+    assert not rules
 
 
 def test_every_keyword_of_the_schema_is_checked() -> None:
