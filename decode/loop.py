@@ -9,26 +9,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from decode.device import Clock, to_device
 from decode.draft import Draft, Limits
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.logits import LogitsProcessor
 from decode.logprobs import TokenLogprob, token_logprobs
-from decode.parts import Part, Parts
+from decode.parts import Part
 from decode.policies import Policy
-from decode.prefill import prefill, remember, start_drafter
-from decode.rows import Rows, RowSettings, compacted, new_rows, require_prompts
+from decode.prefill import new_rows, prefill, remember, start_drafter
+from decode.rows import Rows, RowSettings, compacted, require_prompts
 from decode.rules import Rule, used_rule
-from decode.sampling import Sampling
+from decode.setup import Setup
 from decode.stats import Counts, Tally, Timing
-from decode.target.cached_model import PASS_TOKENS, CachedLM
 from decode.target.hidden_states import Features
-from decode.target.prefix_cache import PrefixCache
-from decode.text_stream import Stop
-from decode.verification import Observer, Scores, Verification
+from decode.verification import Scores, Verification
 
 # Prompts join when this part of a batch is free.
 JOIN_SHARE = 8
@@ -63,130 +58,6 @@ class Decoded:
         }
 
 
-class Decoder:
-    """A target, a drafter, a rule and a draft-length policy, ready to decode.
-
-    model: the target, or an object in the place of its `CachedLM`, such as a target on another
-        machine.
-    gamma: the depth of every draft, at least 1. Ignored for drafts with a fixed depth
-        (`Drafter.max_depth`), and if a policy is given.
-    policy, rule: an instance, or a name with options (`decode.parts`). policy None: `fixed`.
-        rule None: `speculative`, or `multi_round` for trees. At temperature 0, exact match replaces
-        the rules that are equivalent to it there.
-    sampling: how text is drawn. draft_sampling: how the drafter draws, if different.
-    processors: as `transformers`' LogitsProcessorList. They change the target's logits after the
-        repetition penalty, before temperature and filters. They must keep no state between calls,
-        because they see rejected drafts too.
-    stop: ends a text, in addition to the EOS ids and the length limit.
-    observers: called with every verification pass except the prefill, after the drafter.
-    prefill_tokens: how many tokens of prompts a pass reads, over all rows. Longer prompts take
-        several passes, so no pass has a mask or activations for all of a long prompt.
-    prefixes: keys and values of earlier texts, for prompts that begin like them. Not used if the
-        drafter reads hidden states. None: every prompt is read completely.
-    first_target: the prefill pass yields the first token, so every draft follows a token of the
-        target. If False, the first token is drafted and verified like all others. The text is the
-        same (when sampled: its distribution), each prompt takes one more pass, and the counts
-        include that token. This helps to debug a drafter right after a prompt.
-
-    Raises UserError if γ < 1 or γ reaches the context length, for an unknown rule, a rule that
-    cannot judge this drafter's drafts, a policy that watches chains for a drafter of trees, or a
-    drafter with another vocabulary.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel | CachedLM,
-        drafter: Drafter,
-        *,
-        eos_token_ids: Sequence[int] = (),
-        gamma: int = 4,
-        rule: Part | Rule | None = None,
-        sampling: Sampling | None = None,
-        draft_sampling: Sampling | None = None,
-        policy: Part | Policy | None = None,
-        processors: Sequence[LogitsProcessor] = (),
-        stop: Stop | None = None,
-        observers: Sequence[Observer] = (),
-        prefill_tokens: int = PASS_TOKENS,
-        prefixes: PrefixCache | None = None,
-        first_target: bool = True,
-    ) -> None:
-        self.sampling = sampling or Sampling()
-        self.draft_sampling = draft_sampling or self.sampling
-        self.usual = RowSettings(self.sampling, 0, stop, draft_sampling=self.draft_sampling)
-        parts = Parts.of(drafter, rule, policy, gamma)
-        parts.require_sampling([(self.sampling, self.draft_sampling)])
-        if prefill_tokens < 1:
-            raise UserError(f"prefill_tokens is {prefill_tokens}; expected at least 1")
-        cached = isinstance(model, CachedLM)
-        self.lm = model if cached else CachedLM(model, pass_tokens=prefill_tokens)
-        self.vocab_size = self.lm.vocab_size
-        parts.require_target(self.lm, self.vocab_size)
-        self.use(parts)
-        self.stop = stop
-        self.processors, self.observers = list(processors), list(observers)
-        self.prefixes, self.first_target = prefixes, first_target
-        self.eos = np.array(sorted(eos_token_ids), dtype=np.int64)
-
-    def use(self, parts: Parts) -> None:
-        """Decode with these parts, which fit."""
-        self.parts, self.drafter, self.policy = parts, parts.drafter, parts.policy
-        self.rule = used_rule(parts.rule, self.sampling)
-        self.lm.capture(parts.drafter.captured_layers)
-
-    def rule_for(self, sampling: Sampling) -> Rule:
-        """The rule for rows that are drawn so. Exact match serves only if all are greedy."""
-        if sampling.greedy == self.sampling.greedy:
-            return self.rule
-        return used_rule(self.parts.rule, sampling)
-
-    def decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        *,
-        seed: int = 0,
-        row_ids: Sequence[int] | None = None,
-        on_tokens: OnTokens | None = None,
-        on_end: OnEnd | None = None,
-        batch_size: int | None = None,
-    ) -> Decoded:
-        """Continue all prompts (token ids) to their ends. Arguments are as for `Decoding`.
-
-        batch_size: how many are decoded together. When texts have ended, the next prompts take
-        their places, some at a time: reading several costs little more than reading one. None: all.
-        """
-        require_prompts(prompts, self.lm.max_prompt, self.vocab_size)
-        if batch_size is not None and batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; expected at least 1")
-        count = len(prompts)
-        size = min(batch_size or count, count)
-        decoding = Decoding(
-            self,
-            seed=seed,
-            on_tokens=on_tokens,
-            on_end=on_end,
-            rows=size,
-            slots=self.slots(max(map(len, self.lm.begin(prompts)[0])), max_new_tokens),
-        )
-        begin, group = 0, -(-size // JOIN_SHARE)
-        while begin < count or not decoding.finished:
-            end = min(begin + size - len(decoding.rows), count)
-            if begin < end and (end - begin >= group or end == count):
-                ids = range(begin, end) if row_ids is None else row_ids[begin:end]
-                decoding.admit(prompts[begin:end], max_new_tokens, row_ids=ids)
-                begin = end
-            else:
-                decoding.step()
-        return decoding.result()
-
-    def slots(self, length: int, max_new_tokens: int) -> int:
-        """How many slots a prompt of `length` tokens and its answer need. In a ragged batch, a row
-        near its end is still fed a draft as deep as the others."""
-        end = min(length + max_new_tokens, self.lm.max_positions)
-        return end + self.drafter.max_nodes(self.policy.max_depth)
-
-
 class Decoding:
     """Texts that are being decoded. `admit` reads prompts, which then join the running rows. Each
     `step` is one verification pass over all rows. A row leaves when its text ends, or by `drop`.
@@ -201,7 +72,7 @@ class Decoding:
     on_error: called with (row, error) when a row ends because its logits are NaN or processors mask
         them all. It gets no token of that pass, and the others go on. None: the error is raised.
     rows, slots: memory to allocate from the start, for so many rows of so many tokens (see
-        `Decoder.slots`). More is allocated when it is needed.
+        `Setup.slots`). More is allocated when it is needed.
     outputs: {row: its tokens so far}. logprobs: {row: one entry per token}, for rows that ask for
         them; it has the new ones when `on_tokens` is called. errors: {row: why it failed}. steps:
         the passes so far. A service that runs on and on deletes from all four what it does not
@@ -216,7 +87,7 @@ class Decoding:
 
     def __init__(
         self,
-        decoder: Decoder,
+        setup: Setup,
         prompts: Sequence[Sequence[int]] = (),
         max_new_tokens: int = 0,
         *,
@@ -228,11 +99,11 @@ class Decoding:
         rows: int = 0,
         slots: int = 0,
     ) -> None:
-        decoder.drafter.attach(decoder.lm)
-        self.clock = Clock(decoder.lm.device, Timing())
-        self.decoder, self.seed = decoder, seed
+        setup.drafter.attach(setup.lm)
+        self.clock = Clock(setup.lm.device, Timing())
+        self.setup, self.seed = setup, seed
         self.on_tokens, self.on_end, self.on_error = on_tokens, on_end, on_error
-        self.rows = Rows.none(decoder.lm.device)
+        self.rows = Rows.none(setup.lm.device)
         self.outputs: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprob]] = {}
         self.errors: dict[int, UserError] = {}
@@ -241,11 +112,11 @@ class Decoding:
         self._features: Features | None = None  # the hidden states of the last pass
         self._passes = 0  # verification passes, without prefills
         self._drafted = False  # since the first of the running rows joined
-        if decoder.stop:
-            decoder.stop.start()
-        if decoder.prefixes is not None:
-            decoder.prefixes.serve(decoder.lm.model)
-        decoder.lm.reset(rows, slots)
+        if setup.stop:
+            setup.stop.start()
+        if setup.prefixes is not None:
+            setup.prefixes.serve(setup.lm.model)
+        setup.lm.reset(rows, slots)
         self._keep_slots(np.zeros(0, dtype=np.int64))
         if prompts:
             self.admit(prompts, max_new_tokens, row_ids=row_ids)
@@ -277,17 +148,17 @@ class Decoding:
         own sampling and stop, and the seed of this decode. row_ids: see `Decoding`. Default: the
         rows' numbers. Raises UserError also if the rule cannot judge drafts under these settings.
         """
-        decoder, first = self.decoder, len(self.rows)
+        setup, first = self.setup, len(self.rows)
         self.clock.resume()
         numbers = np.arange(self._admitted, self._admitted + len(prompts))
-        each = replace(decoder.usual, seed=self.seed) if settings is None else settings
-        new = new_rows(decoder, prompts, max_new_tokens, numbers, row_ids, each)
+        each = replace(setup.usual, seed=self.seed) if settings is None else settings
+        new = new_rows(setup, prompts, max_new_tokens, numbers, row_ids, each)
         capacity = max(rows.contexts.tokens.shape[1] for rows in (new, self.rows))
-        for stop in new.own_stops() - self.rows.own_stops() - {decoder.stop}:
+        for stop in new.own_stops() - self.rows.own_stops() - {setup.stop}:
             stop.start()
-        decoder.lm.add_rows(len(new), capacity)
+        setup.lm.add_rows(len(new), capacity)
         try:
-            verification, features = prefill(decoder, new, first)
+            verification, features = prefill(setup, new, first)
             self._commit(new, verification, np.zeros(len(new), dtype=np.int64))
         except BaseException:
             self._keep_slots(np.arange(first))
@@ -300,25 +171,25 @@ class Decoding:
         self.clock.mark("draft_prefill")
         self.retire(verification, first)
         if self._drafted and len(self.rows) > first:
-            decoder.drafter.prefill(self.rows.contexts, first)
+            setup.drafter.prefill(self.rows.contexts, first)
         self.clock.mark("draft_prefill")
         return numbers.tolist()
 
     def _join(self, new: Rows, verification: Verification, features: Features | None) -> None:
         """Append new rows, and tell drafter and policy. verification: their prefill."""
-        decoder = self.decoder
+        setup = self.setup
         verification.features = features
         if len(self.rows):
             self.rows.add(new)
-            decoder.drafter.add_rows(self.rows.contexts, verification)
-            decoder.policy.add_rows(len(new))
-            if self._features is not None and features is not None and decoder.observers:
+            setup.drafter.add_rows(self.rows.contexts, verification)
+            setup.policy.add_rows(len(new))
+            if self._features is not None and features is not None and setup.observers:
                 self._features = self._features.last().joined(features.last())
         else:
             self.rows, self._features, self._drafted = new, features, False
-            decoder.drafter.start(new.contexts)
-            decoder.drafter.observe(verification)
-            decoder.policy.start(len(new))
+            setup.drafter.start(new.contexts)
+            setup.drafter.observe(verification)
+            setup.policy.start(len(new))
 
     @torch.inference_mode()
     def step(self, taking: np.ndarray | None = None, *, plain: bool = False) -> None:
@@ -329,44 +200,44 @@ class Decoding:
         one token of each. plain: nothing is drafted, whatever the policy says. Raises UserError if
         rows sit out and the drafter reads hidden states.
         """
-        decoder, rows, clock = self.decoder, self.rows, self.clock
+        setup, rows, clock = self.setup, self.rows, self.clock
         contexts = rows.contexts
         clock.resume()
         self._passes += 1
-        if taking is not None and decoder.drafter.captured_layers:
+        if taking is not None and setup.drafter.captured_layers:
             raise UserError(
-                f"{type(decoder.drafter).__name__} reads hidden states, so no row can sit out a "
+                f"{type(setup.drafter).__name__} reads hidden states, so no row can sit out a "
                 "pass; let all rows take part"
             )
         rows.rng.next_round(contexts.lengths, taking)
         # The pass itself emits a token, so drafting the last one is never worth it. Each row has
         # its own limit. Otherwise its text would depend on the other rows.
-        depths = np.minimum(decoder.policy.depths(), rows.ends - contexts.lengths - 1)
-        depths = np.minimum(depths, decoder.lm.credit)
+        depths = np.minimum(setup.policy.depths(), rows.ends - contexts.lengths - 1)
+        depths = np.minimum(depths, setup.lm.credit)
         if plain:
             depths = np.zeros_like(depths)
         elif taking is not None:
             depths = np.where(taking, depths, 0)
         draft = self._draft(depths)
         clock.mark("draft")
-        logits = decoder.lm.verify(contexts, draft)
+        logits = setup.lm.verify(contexts, draft)
         clock.mark("verify")
-        scores = Scores(logits, rows.sampling, draft, contexts, decoder.processors)
-        decision = decoder.rule_for(rows.sampling).decide(draft, scores, rows.rng)
+        scores = Scores(logits, rows.sampling, draft, contexts, setup.processors)
+        decision = self._rule().decide(draft, scores, rows.rng)
         verification = Verification.of(draft, scores, decision)
         verification.number = self._passes
         if taking is not None:
             verification.sit_out(~taking)
         if not draft.is_chain:
             kept = verification.accepted + 1
-            decoder.lm.commit(contexts.lengths - 1, verification.columns(), kept)
+            setup.lm.commit(contexts.lengths - 1, verification.columns(), kept)
         self._commit(rows, verification, depths)
         self._tell_drafter(verification)
-        for observer in decoder.observers:
+        for observer in setup.observers:
             observer(verification)
         clock.mark("overhead")
-        clock.give(verification, at_once=decoder.policy.reads_times)
-        decoder.policy.observe(verification)
+        clock.give(verification, at_once=setup.policy.reads_times)
+        setup.policy.observe(verification)
         self.steps.append(verification)
         self.retire(verification)
 
@@ -416,40 +287,40 @@ class Decoding:
         lossless. Raises UserError as `Decoder` does, and if the rule does not fit the settings of a
         running row.
         """
-        decoder, rows = self.decoder, self.rows
-        parts = decoder.parts.remade(drafter, policy, rule)
-        parts.require_sampling((x.sampling, x.drafts) for x in [decoder.usual, *rows.settings])
-        parts.require_target(decoder.lm, decoder.vocab_size)
+        setup, rows = self.setup, self.rows
+        parts = setup.parts.remade(drafter, policy, rule)
+        parts.require_sampling((x.sampling, x.drafts) for x in [setup.usual, *rows.settings])
+        parts.require_target(setup.lm, setup.vocab_size)
         self.clock.resume()
         if len(rows):
-            features = start_drafter(decoder, rows, parts, fresh=drafter is not None)
+            features = start_drafter(setup, rows, parts, fresh=drafter is not None)
             parts.policy.start(len(rows))
             if drafter is not None:
                 self._features, self._drafted = features, False
-        decoder.use(parts)
+        setup.use(parts)
         self.clock.mark("draft_prefill")
 
     def _keep(self, stays: np.ndarray) -> None:
         """Keep only these rows, bool [B]."""
-        decoder, kept = self.decoder, compacted(stays)
+        setup, kept = self.setup, compacted(stays)
         self.rows.leave(~stays)
         sound = ~np.isin(self.rows.numbers, list(self.errors))
-        remember(decoder, self.rows.contexts, np.flatnonzero(~stays & sound))
+        remember(setup, self.rows.contexts, np.flatnonzero(~stays & sound))
         self.rows.keep(kept)
         self._keep_slots(kept)
         if len(kept):
-            decoder.drafter.keep_rows(to_device(kept, decoder.lm.device))
-            decoder.policy.keep_rows(kept)
-            if self._features is not None and decoder.observers:
+            setup.drafter.keep_rows(to_device(kept, setup.lm.device))
+            setup.policy.keep_rows(kept)
+            if self._features is not None and setup.observers:
                 self._features = self._features.keep_rows(kept)
 
     def _keep_slots(self, rows: np.ndarray) -> None:
-        self.decoder.lm.keep_rows(to_device(rows, self.decoder.lm.device))
+        self.setup.lm.keep_rows(to_device(rows, self.setup.lm.device))
 
     def result(self) -> Decoded:
         """All texts so far. Needs all `outputs` and `steps`."""
         self.clock.finish()
-        tally = Tally(self._admitted, self.decoder.policy.max_depth)
+        tally = Tally(self._admitted, self.setup.policy.max_depth)
         for step in self.steps:
             tally.add(step)
         timing = replace(
@@ -461,22 +332,29 @@ class Decoding:
         outputs = [self.outputs[row] for row in range(self._admitted)]
         return Decoded(outputs, tally, timing, self.steps)
 
+    def _rule(self) -> Rule:
+        """The rule for the running rows. Exact match serves only if all are greedy."""
+        sampling = self.rows.sampling
+        if sampling.greedy == self.setup.sampling.greedy:
+            return self.setup.rule
+        return used_rule(self.setup.parts.rule, sampling)
+
     def _draft(self, depths: np.ndarray) -> Draft:
         """The draft of each row, at most depths[b] deep, int [B]."""
-        decoder = self.decoder
+        setup = self.setup
         if not depths.any():
-            return Draft.none(len(depths), decoder.lm.device)
+            return Draft.none(len(depths), setup.lm.device)
         if not self._drafted:
             # Not earlier: a policy may decode a complete text without a draft.
-            decoder.drafter.prefill(self.rows.contexts)
+            setup.drafter.prefill(self.rows.contexts)
             self.clock.mark("draft_prefill")
             self._drafted = True
-        policy = decoder.policy
+        policy = setup.policy
         limits = Limits(depths, policy.stops if policy.watches else None, policy.stops_after)
         rows = self.rows
-        rng = rows.rng.coupled() if decoder.rule_for(rows.sampling).couples else rows.rng
-        draft = decoder.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
-        draft = draft.to(decoder.lm.device)
+        rng = rows.rng.coupled() if self._rule().couples else rows.rng
+        draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
+        draft = draft.to(setup.lm.device)
         draft.limit_depth(depths)
         return draft
 
@@ -493,16 +371,61 @@ class Decoding:
                 raise error
             self.errors[int(rows.numbers[index])] = error
         room = rows.ends - contexts.lengths
-        verification.cut(room, self.decoder.eos, rows.ignore_eos, rows.stops)
+        verification.cut(room, self.setup.eos, rows.ignore_eos, rows.stops)
         contexts.append(verification.block, verification.emitted)
-        verification.describe(depths, self.decoder.policy.watched)
+        verification.describe(depths, self.setup.policy.watched)
 
     def _tell_drafter(self, verification: Verification) -> None:
         """Give the pass to the drafter, with the hidden states of the tokens that stay."""
-        if self.decoder.drafter.captured_layers:
+        if self.setup.drafter.captured_layers:
             verification.previous_features = self._features
             counts = verification.accepted + 1
-            features = Features(self.decoder.lm.features, counts)
+            features = Features(self.setup.lm.features, counts)
             self._features = features.at(verification.positions(), counts)
             verification.features = self._features
-        self.decoder.drafter.observe(verification)
+        self.setup.drafter.observe(verification)
+
+
+class Decoder(Setup):
+    """A target, a drafter, a rule and a draft-length policy, ready to decode. `Setup` says what the
+    arguments mean, and which errors are raised."""
+
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        seed: int = 0,
+        row_ids: Sequence[int] | None = None,
+        on_tokens: OnTokens | None = None,
+        on_end: OnEnd | None = None,
+        batch_size: int | None = None,
+    ) -> Decoded:
+        """Continue all prompts (token ids) to their ends. Arguments are as for `Decoding`.
+
+        batch_size: how many are decoded together. When texts have ended, the next prompts take
+        their places, some at a time: reading several costs little more than reading one. None: all.
+        """
+        require_prompts(prompts, self.lm.max_prompt, self.vocab_size)
+        if batch_size is not None and batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; expected at least 1")
+        count = len(prompts)
+        size = min(batch_size or count, count)
+        decoding = Decoding(
+            self,
+            seed=seed,
+            on_tokens=on_tokens,
+            on_end=on_end,
+            rows=size,
+            slots=self.slots(max(map(len, self.lm.begin(prompts)[0])), max_new_tokens),
+        )
+        begin, group = 0, -(-size // JOIN_SHARE)
+        while begin < count or not decoding.finished:
+            end = min(begin + size - len(decoding.rows), count)
+            if begin < end and (end - begin >= group or end == count):
+                ids = range(begin, end) if row_ids is None else row_ids[begin:end]
+                decoding.admit(prompts[begin:end], max_new_tokens, row_ids=ids)
+                begin = end
+            else:
+                decoding.step()
+        return decoding.result()

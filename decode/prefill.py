@@ -1,26 +1,72 @@
-"""The target reads the prompts of new rows, apart from the rows that already decode."""
+"""New rows: the target reads their prompts, apart from the rows that already decode."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from decode.device import to_device
 from decode.draft import Contexts, Draft
+from decode.errors import UserError
 from decode.parts import Parts
-from decode.rows import Rows
+from decode.rows import Rows, RowSettings, require_prompts
 from decode.sampling import CounterRNG
+from decode.setup import Setup
 from decode.target.cached_model import CachedLM
 from decode.target.hidden_states import Features
 from decode.target.prefix_cache import SHORTEST
 from decode.verification import Decision, Scores, Verification
 
-if TYPE_CHECKING:
-    from decode.loop import Decoder
+
+def new_rows(
+    setup: Setup,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    numbers: np.ndarray,
+    ids: Sequence[int] | None,
+    settings: RowSettings | Sequence[RowSettings],
+) -> Rows:
+    """The rows of new prompts (token ids), with space for their texts and drafts.
+
+    numbers: int [B]. ids: of each row, for its random numbers. None: the numbers.
+    max_new_tokens, settings: one for all, or one for each prompt. Raises UserError as
+    `require_prompts` does, for another number of limits or settings than prompts, for a limit below
+    1, for more log-probabilities than tokens, and if the rule cannot judge the drafts of a row.
+    """
+    count, device = len(prompts), setup.lm.device
+    limits = [max_new_tokens] if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    each = [settings] if isinstance(settings, RowSettings) else list(settings)
+    if min(limits, default=1) < 1:
+        raise UserError(f"max_new_tokens is {min(limits)}; expected at least 1")
+    require_prompts(prompts, setup.lm.max_prompt, setup.vocab_size)
+    for name, values, one in (
+        ("max_new_tokens", limits, isinstance(max_new_tokens, int)),
+        ("settings", each, isinstance(settings, RowSettings)),
+    ):
+        if len(values) != count and not one:
+            raise UserError(
+                f"there are {len(values)} {name} for {count} prompts; expected one for each, "
+                "or one for all"
+            )
+    asked = max((one.logprobs or 0 for one in each), default=0)
+    if asked > setup.vocab_size:
+        raise UserError(
+            f"logprobs is {asked}; expected at most {setup.vocab_size}, the tokens of the target"
+        )
+    setup.parts.require_sampling((one.sampling, one.drafts) for one in each)
+    texts, sources = setup.lm.begin(prompts)
+    lengths = np.array([len(text) for text in texts])
+    ends = np.minimum(lengths + np.array(limits), setup.lm.max_positions)
+    contexts = Contexts.of(texts, setup.slots(int(ends.max()), 0), sources)
+    identities = to_device(np.asarray(numbers if ids is None else ids, dtype=np.int64), device)
+    if len(each) == 1:
+        rng = CounterRNG(each[0].seed, identities)
+        return Rows(numbers, contexts, ends, rng, each, np.zeros(count, dtype=np.int64))
+    seeds = to_device(np.array([one.seed for one in each], dtype=np.int64), device)
+    return Rows(numbers, contexts, ends, CounterRNG(seeds, identities), each, np.arange(count))
 
 
-def prefill(decoder: "Decoder", new: Rows, first: int) -> tuple[Verification, Features | None]:
+def prefill(setup: Setup, new: Rows, first: int) -> tuple[Verification, Features | None]:
     """Read the prompts of new rows, in the slots of the rows from `first` on. What the decoder's
     prefix cache knows of a prompt is copied, and only the rest is read.
 
@@ -28,46 +74,46 @@ def prefill(decoder: "Decoder", new: Rows, first: int) -> tuple[Verification, Fe
     hidden states of the prompts' tokens. They are None if the drafter captures none, or if nothing
     is read: a prompt of one token, whose first token is drafted (`first_target`).
     """
-    contexts, count, device = new.contexts, len(new), decoder.lm.device
-    fed = contexts.lengths - (not decoder.first_target)
+    contexts, count, device = new.contexts, len(new), setup.lm.device
+    fed = contexts.lengths - (not setup.first_target)
     logits, features = None, None
     if contexts.sources is not None:
-        decoder.lm.encode(contexts.sources, first)
+        setup.lm.encode(contexts.sources, first)
     if fed.any():
-        start = reuse(decoder, contexts, fed, first)
+        start = reuse(setup, contexts, fed, first)
         # Past the end of a row's prompt is padding. It needs slots too.
         columns = start[:, None] + np.arange(int((fed - start).max()))
         columns = np.minimum(columns, contexts.tokens.shape[1] - 1)
         ids = to_device(np.take_along_axis(contexts.tokens, columns, axis=1), device)
-        with decoder.lm.only(first, first + count):
-            logits = decoder.lm.read(ids, start, fed - start)
-        if decoder.drafter.captured_layers:
-            features = Features(decoder.lm.features, fed)
-    if not decoder.first_target:  # the first step verifies the first token like all others
+        with setup.lm.only(first, first + count):
+            logits = setup.lm.read(ids, start, fed - start)
+        if setup.drafter.captured_layers:
+            features = Features(setup.lm.features, fed)
+    if not setup.first_target:  # the first step verifies the first token like all others
         return Verification.of_nothing(new.numbers, contexts, device, logits), features
     assert logits is not None
     nothing = Draft.none(count, device)
-    scores = Scores(logits, new.sampling, nothing, contexts, decoder.processors)
+    scores = Scores(logits, new.sampling, nothing, contexts, setup.processors)
     none = torch.zeros(count, dtype=torch.int64, device=device)
     token = scores.pick(new.rng.uniforms(CounterRNG.NEXT, 0, 1))[:, 0]
     decision = Decision(nothing.tokens, accepted=none, reached=none, next_token=token)
     return Verification.of(nothing, scores, decision), features
 
 
-def reuse(decoder: "Decoder", contexts: Contexts, fed: np.ndarray, first: int) -> np.ndarray:
+def reuse(setup: Setup, contexts: Contexts, fed: np.ndarray, first: int) -> np.ndarray:
     """Copy known keys and values into the slots of the rows from `first` on. Returns how many
     tokens of each row need not be fed, int [B]: at most fed[b] − 1, because the last one gives
     logits.
 
     Nothing is reused if the drafter reads hidden states: those of known tokens are not kept.
     """
-    start, known = np.zeros(len(fed), dtype=np.int64), decoder.prefixes
-    if known is None or decoder.drafter.captured_layers:
+    start, known = np.zeros(len(fed), dtype=np.int64), setup.prefixes
+    if known is None or setup.drafter.captured_layers:
         return start
     for row, tokens in enumerate(contexts.tokens):
         states = known.find(tokens[: max(fed[row] - 1, 0)])
         if states is not None:
-            decoder.lm.slots.put(first + row, states)
+            setup.lm.slots.put(first + row, states)
             start[row] = states.count
     start = np.minimum(start, contexts.tokens.shape[1] - int((fed - start).max()))
     known.reused += int(start.sum())
@@ -75,14 +121,14 @@ def reuse(decoder: "Decoder", contexts: Contexts, fed: np.ndarray, first: int) -
     return start
 
 
-def start_drafter(decoder: "Decoder", rows: Rows, parts: Parts, fresh: bool) -> Features | None:
+def start_drafter(setup: Setup, rows: Rows, parts: Parts, fresh: bool) -> Features | None:
     """Make room for the drafts of other parts, which the decoder does not use yet. fresh: the
     drafter is new, so it starts with the running texts.
 
     Returns the hidden states that it got: those of the texts, except their last tokens. Raises
     UserError if memory is missing. The parts in use can then go on.
     """
-    lm, before = decoder.lm, rows.contexts.tokens.shape[1]
+    lm, before = setup.lm, rows.contexts.tokens.shape[1]
     capacity = max(int(rows.ends.max()) + parts.draft_room, before)
     lm.add_rows(0, capacity)
     rows.widen(capacity)
@@ -135,12 +181,12 @@ def read_again(lm: CachedLM, contexts: Contexts, layers: Sequence[int]) -> Featu
     return Features(values, counts)
 
 
-def remember(decoder: "Decoder", contexts: Contexts, rows: np.ndarray) -> None:
+def remember(setup: Setup, contexts: Contexts, rows: np.ndarray) -> None:
     """Keep the keys and values of rows, int [n], before they leave."""
-    known = decoder.prefixes
-    if known is None or decoder.drafter.captured_layers:
+    known = setup.prefixes
+    if known is None or setup.drafter.captured_layers:
         return
-    slots = decoder.lm.slots
+    slots = setup.lm.slots
     room = known.room(slots.token_bytes)
     for row in rows.tolist():
         # The target has not read the last token.

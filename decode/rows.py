@@ -5,7 +5,6 @@ Shapes: B rows, C tokens of space.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,9 +15,6 @@ from decode.errors import UserError
 from decode.mixed_sampling import combined
 from decode.sampling import CounterRNG, Sampling
 from decode.text_stream import Stop
-
-if TYPE_CHECKING:
-    from decode.loop import Decoder
 
 
 @dataclass(frozen=True)
@@ -144,54 +140,6 @@ class Rows:
             stop = self.stops[index]
             if stop is not None:
                 stop.leave(int(self.numbers[index]))
-
-
-def new_rows(
-    decoder: "Decoder",
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int | Sequence[int],
-    numbers: np.ndarray,
-    ids: Sequence[int] | None,
-    settings: RowSettings | Sequence[RowSettings],
-) -> Rows:
-    """The rows of new prompts (token ids), with space for their texts and drafts.
-
-    numbers: int [B]. ids: of each row, for its random numbers. None: the numbers.
-    max_new_tokens, settings: one for all, or one for each prompt. Raises UserError as
-    `require_prompts` does, for another number of limits or settings than prompts, for a limit below
-    1, for more log-probabilities than tokens, and if the rule cannot judge the drafts of a row.
-    """
-    count, device = len(prompts), decoder.lm.device
-    limits = [max_new_tokens] if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    each = [settings] if isinstance(settings, RowSettings) else list(settings)
-    if min(limits, default=1) < 1:
-        raise UserError(f"max_new_tokens is {min(limits)}; expected at least 1")
-    require_prompts(prompts, decoder.lm.max_prompt, decoder.vocab_size)
-    for name, values, one in (
-        ("max_new_tokens", limits, isinstance(max_new_tokens, int)),
-        ("settings", each, isinstance(settings, RowSettings)),
-    ):
-        if len(values) != count and not one:
-            raise UserError(
-                f"there are {len(values)} {name} for {count} prompts; expected one for each, "
-                "or one for all"
-            )
-    asked = max((one.logprobs or 0 for one in each), default=0)
-    if asked > decoder.vocab_size:
-        raise UserError(
-            f"logprobs is {asked}; expected at most {decoder.vocab_size}, the tokens of the target"
-        )
-    decoder.parts.require_sampling((one.sampling, one.drafts) for one in each)
-    texts, sources = decoder.lm.begin(prompts)
-    lengths = np.array([len(text) for text in texts])
-    ends = np.minimum(lengths + np.array(limits), decoder.lm.max_positions)
-    contexts = Contexts.of(texts, decoder.slots(int(ends.max()), 0), sources)
-    identities = to_device(np.asarray(numbers if ids is None else ids, dtype=np.int64), device)
-    if len(each) == 1:
-        rng = CounterRNG(each[0].seed, identities)
-        return Rows(numbers, contexts, ends, rng, each, np.zeros(count, dtype=np.int64))
-    seeds = to_device(np.array([one.seed for one in each], dtype=np.int64), device)
-    return Rows(numbers, contexts, ends, CounterRNG(seeds, identities), each, np.arange(count))
 
 
 def compacted(stays: np.ndarray) -> np.ndarray:

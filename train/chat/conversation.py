@@ -222,7 +222,7 @@ class Conversation:
         self, decoding: Decoding, plain: set[int], text: str, forgotten: int, stopped: bool
     ) -> Answer:
         decoded = decoding.result()
-        tally = Tally(1, decoding.decoder.policy.max_depth)
+        tally = Tally(1, decoding.setup.policy.max_depth)
         seconds = 0.0
         for number, step in enumerate(decoded.steps):
             taken = step.draft_s + step.verify_s + step.overhead_s

@@ -212,7 +212,7 @@ class Learner(RowWatch):
         """Give the drafter its newest version, if it drafts."""
         assert self._engine is not None
         self._engine.drafter_version = 0  # another drafter has the weights it was loaded with
-        if decoding.decoder.drafter is self.drafter:
+        if decoding.setup.drafter is self.drafter:
             self.online.swap()
             self._engine.drafter_version = self.online.version
 
