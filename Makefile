@@ -7,11 +7,14 @@ CONFIG ?= configs/quickstart.yaml
 ENGINES ?= .engines
 export DRAFTSMITH_ENGINES = $(ENGINES)
 
+# Where `make docs` writes the site.
+SITE ?= site
+
 # The environment of `make test-lowest`.
 LOWEST ?= .venv-lowest
 
 .PHONY: help install quickstart test test-lowest test-engines engine-llama engine-openvino engine-vllm \
-	lint format clean
+	lint format docs clean
 
 help:
 	@echo "make quickstart   install, then train a first drafter and show what it is worth"
@@ -19,6 +22,7 @@ help:
 	@echo "make test-lowest  the tests on the oldest versions that pyproject.toml allows: 6 GB"
 	@echo "make install      prepare $(VENV) with everything both need"
 	@echo "make lint         ruff and mypy"
+	@echo "make docs         the documentation's site, in site/"
 	@echo "make engine-llama llama-server in $(ENGINES)/llama: compiles it, 10 min on 2 cores"
 	@echo "make engine-openvino OpenVINO GenAI in $(ENGINES)/openvino: 1.6 GB, 2 min"
 	@echo "make engine-vllm  vLLM for the CPU in $(ENGINES)/vllm: 3.4 GB, 2 min"
@@ -93,9 +97,18 @@ lint: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+# Broken links and anchors end the build (with --quiet mkdocs would not see them).
+# DRAFTSMITH_REPOSITORY: the address of links into the repository; without it they are plain text.
+$(VENV)/.docs: $(VENV)/.installed
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --site-dir $(abspath $(SITE))
+
 format: install
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) build $(SITE) *.egg-info .pytest_cache .mypy_cache .ruff_cache

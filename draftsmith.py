@@ -1,8 +1,9 @@
 """The public names of draftsmith. Importing them also registers every kind of drafter.
 
->>> from draftsmith import Decoder, load_target, open_drafter          # doctest: +SKIP
+>>> from draftsmith import Decoder, load_target, open_drafter, train   # doctest: +SKIP
 >>> target = load_target("embedded:smollm2-135m")                      # doctest: +SKIP
 >>> decoder = Decoder(target.model, open_drafter("ngram", target))     # doctest: +SKIP
+>>> drafters = train("my.yaml").drafters                               # doctest: +SKIP
 """
 
 import heads  # noqa: F401  (registers the drafters that read the target's hidden states)
@@ -15,6 +16,10 @@ from decode.sampling import Sampling
 from decode.settings import EvaluationProtocol
 from decode.target.loading import Target, load_target
 from decode.text import SpeculativeGenerator, TextPieces
+from train.config import RunConfig
+from train.entry import train
+from train.run import Run
+from train.training.checkpoint import Stopped
 
 __version__ = "0.1.0"
 
@@ -23,8 +28,11 @@ __all__ = [
     "Decoder",
     "Evaluation",
     "EvaluationProtocol",
+    "Run",
+    "RunConfig",
     "Sampling",
     "SpeculativeGenerator",
+    "Stopped",
     "Target",
     "TextPieces",
     "UserError",
@@ -32,4 +40,5 @@ __all__ = [
     "load_target",
     "open_drafter",
     "save_drafter",
+    "train",
 ]

@@ -65,6 +65,10 @@ class Run:
     # What `read_data` changed in the splits, in sentences.
     data_notes: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        # `target` may be read after the accelerator has ended.
+        self._rank_device = self.accelerator.device
+
     @property
     def directory(self) -> Path:
         return self.config.run_dir
@@ -75,13 +79,36 @@ class Run:
         return self.directory / "stages" / f"{index:02d}-{name}"
 
     @property
+    def drafters(self) -> dict[str, Path]:
+        """The drafter directories of the stages that are finished and made one, by stage, in the
+        order of the stages."""
+        directories = {stage.name: self.stage_directory(stage.name) for stage in self.config.stages}
+        return {
+            name: directory / "drafter"
+            for name, directory in directories.items()
+            if (directory / "done.json").exists() and (directory / "drafter").is_dir()
+        }
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """report.json: the config, provenance, the stages' summaries, and in `rows` the figures of
+        every drafter (`decode.measure.figures`). Raises UserError if the run has none yet."""
+        try:
+            found: dict[str, Any] = json.loads((self.directory / "report.json").read_text("utf-8"))
+        except OSError as error:
+            raise UserError(
+                f"run {self.directory} has no report ({error.strerror}); finish the run first"
+            ) from error
+        return found
+
+    @property
     def target(self) -> Target:
         """The target, loaded on first use: a finished run does not need it."""
         if self.loaded is None:
             settings = self.config.target
             self.reporter.say(f"loading target {settings.model}")
             kinds = {stage.kind for stage in self.config.stages}
-            rank_device, device = self.accelerator.device, settings.device
+            rank_device, device = self._rank_device, settings.device
             if device == "auto":
                 # Under a launcher each rank has its own device.
                 device = str(rank_device) if rank_device.type == "cuda" else rank_device.type

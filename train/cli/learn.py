@@ -35,8 +35,8 @@ def learn(
             f"recorder.key_env names {settings.recorder.key_env}, which is not set or empty; "
             "expected the name of the variable with the recorder's key"
         )
-    from train.cli.train import start_accelerator
     from train.console import Reporter
+    from train.entry import start_accelerator
     from train.learn.cycle import Learner, require_ready
     from train.learn.learn_state import only_learner
     from train.learn.swap import EngineProcesses, RecorderSwitch

@@ -1,21 +1,16 @@
 """`train`: run the stages of a config."""
 
-import os
-from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from decode.errors import UserError
-from train.cli.command import cores, quieten, shows_errors, table
+from train.cli.command import shows_errors, table
 from train.config_file import read_config
 from train.exit_status import ExitStatus
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from decode.target.loading import Target
     from train.config import RunConfig
 
@@ -55,59 +50,22 @@ def train(
         raise UserError("--speed is for --dry-run; give both, or leave it out")
 
     from train.config import build_config
-    from train.console import Reporter
-    from train.run import Run
+    from train.entry import begun
     from train.training.checkpoint import Stopped
 
     settings = build_config(source)
-    quieten()
-    require_trackers(settings.trackers)
-    accelerator = start_accelerator(settings)
-    reporter = Reporter(silent=not accelerator.is_main_process)
-    run = Run(settings, accelerator, reporter, allow_changes)
-    try:
+    with begun(settings, allow_changes=allow_changes) as run:
         if dry_run:
             run.loaded = plan_target(settings)
-            print_plan(run, reporter, speed)
+            print_plan(run, run.reporter, speed)
             return
-        report = run.execute()
-        if accelerator.is_main_process:
+        try:
+            report = run.execute()
+        except Stopped as stopped:
+            run.reporter.say(f"{stopped}; run the same command again to continue")
+            raise typer.Exit(ExitStatus.STOPPED) from None
+        if run.accelerator.is_main_process:
             print_report(run, report)
-    except Stopped as stopped:
-        reporter.say(f"{stopped}; run the same command again to continue")
-        raise typer.Exit(ExitStatus.STOPPED) from None
-    finally:
-        accelerator.end_training()
-
-
-def require_trackers(trackers: Sequence[str]) -> None:
-    """Raise UserError for a tracker that is not installed: accelerate would leave it out without a
-    word. The default one, tensorboard, may be missing."""
-    for name in trackers:
-        if name not in ("all", "tensorboard") and find_spec(name) is None:
-            raise UserError(
-                f"trackers names {name}, which is not installed; run pip install {name}, or leave "
-                "it out"
-            )
-
-
-def start_accelerator(settings: "RunConfig") -> "Accelerator":
-    """This process's part of the launched engine, with its threads set."""
-    import torch
-
-    from train.training import parallel
-
-    accelerator = parallel.start(
-        # accelerate would choose Apple's mps, which targets do not use (`decode.target.loading`).
-        cpu=settings.target.device == "cpu" or torch.backends.mps.is_available(),
-        mixed_precision=settings.precision,
-        log_with=settings.trackers or None,
-        project_dir=str(settings.run_dir / "logs"),
-    )
-    if accelerator.device.type == "cpu":
-        share = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        torch.set_num_threads(settings.threads or share)
-    return accelerator
 
 
 def plan_target(settings: "RunConfig") -> "Target":

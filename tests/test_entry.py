@@ -1,0 +1,127 @@
+"""`draftsmith.train`: a run from Python, with what it returns and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
+
+import draftsmith
+from tests.tiny import save_tiny
+from train.config import load_config
+
+STAGE = {
+    "name": "heads",
+    "kind": "heads",
+    "text": "data",
+    "heads": {"type": "medusa", "heads": 2},
+    "loop": {"max_steps": 4, "tokens_per_batch": 80},
+    "optimizer": {"lr": 1e-2, "warmup_steps": 1},
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> Path:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "target", "llama")
+    rows = [{"prompt": f"the dog {i}", "response": f"it sells shells {i}"} for i in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def settings(base: Path, **changes: Any) -> dict[str, Any]:
+    """A run of one stage, as a program writes it: with a path, and tuples."""
+    evaluation = {"prompts": 3, "timed_prompts": 0, "max_new_tokens": 6, "baselines": ()}
+    return {
+        "name": "first",
+        "trackers": (),
+        "target": {"model": base / "target", "dtype": "float32", "device": "cpu"},
+        "data": {"train": "rows.jsonl", "duplicates": "keep"},
+        "evaluation": evaluation | {"in_turn": ()},
+        "stages": (STAGE,),
+    } | changes
+
+
+def test_a_run_from_a_mapping_gives_its_report_and_a_drafter_that_decodes(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = draftsmith.train(settings(base), overrides=["stages.heads.loop.max_steps=3"], quiet=True)
+    assert capsys.readouterr().out == ""
+    assert run.directory == Path("runs/first")
+    assert [row["stage"] for row in run.report["rows"]] == ["heads"]
+    assert run.drafters == {"heads": run.directory / "stages" / "00-heads" / "drafter"}
+    assert run.config.stages[0].loop.max_steps == 3
+    target = run.target
+    prompt = target.tokenizer("the dog")["input_ids"]
+    texts = [
+        draftsmith.Decoder(target.model, draftsmith.open_drafter(spec, target)).decode(
+            [prompt], max_new_tokens=8
+        )
+        for spec in (str(run.drafters["heads"]), "none")
+    ]
+    assert texts[0].outputs == texts[1].outputs
+
+    # The same run, finished, from a file; then another one in bfloat16, in the same process.
+    path = Path("config.yaml")
+    path.write_text(yaml.safe_dump(run.config.model_dump(mode="json")))
+    begun = (run.directory / "stages" / "00-heads" / "done.json").stat().st_mtime_ns
+    again = draftsmith.train(path)
+    assert "stage heads: done" in capsys.readouterr().out
+    assert (run.directory / "stages" / "00-heads" / "done.json").stat().st_mtime_ns == begun
+    assert again.loaded is None
+    assert again.target.vocab_size == target.vocab_size
+    assert not is_initialized()
+    other = draftsmith.train(
+        load_config(path), overrides=["name=other", "precision=bf16"], quiet=True
+    )
+    assert other.drafters["heads"] == Path("runs/other/stages/00-heads/drafter")
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (["a.yaml"], "the config is a list; expected a path, a mapping or a RunConfig"),
+        ("none.yaml", "cannot read the config none.yaml"),
+        ({"nme": "x"}, "config key 'nme' is unknown."),
+        ({"trackers": ["swanlab"]}, "trackers names swanlab, which is not installed"),
+    ],
+)
+def test_bad_input_is_one_error_before_any_work(base: Path, config: Any, message: str) -> None:
+    if isinstance(config, dict):
+        config = settings(base, **config)
+    with pytest.raises(draftsmith.UserError) as raised:
+        draftsmith.train(config)
+    assert message in str(raised.value)
+    assert not (base / "runs").exists()
+
+
+def test_an_unfinished_run_has_no_report_and_no_drafters(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[draftsmith.Run] = []
+
+    def stop(run: draftsmith.Run) -> None:
+        kept.append(run)
+        raise draftsmith.Stopped("stopped after step 1 of 4")
+
+    monkeypatch.setattr("train.run.Run.execute", stop)
+    with pytest.raises(draftsmith.Stopped):
+        draftsmith.train(settings(base))
+    assert not is_initialized()
+    assert kept[0].drafters == {}
+    with pytest.raises(draftsmith.UserError, match="has no report"):
+        _ = kept[0].report
+
+
+def test_another_precision_is_refused_if_the_caller_has_an_accelerator(base: Path) -> None:
+    Accelerator(mixed_precision="no", cpu=True)
+    with pytest.raises(draftsmith.UserError, match="train in a process of its own"):
+        draftsmith.train(settings(base, precision="bf16"))
+    assert is_initialized()
