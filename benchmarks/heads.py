@@ -68,6 +68,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
         {"forward_kl": 1.0},
     ),
     "p_eagle": ({"type": "p_eagle", "tokens": 4, "layers": 2}, {"forward_kl": 1.0}),
+    "pass": ({"type": "pass", "tokens": 4}, {"forward_kl": 1.0}),
     "hydra_plus": ({"type": "hydra_plus", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
     # EAGLE-1 without its regression.
     "eagle1_tokens": ({"type": "eagle1", "depth": 4, "regression": 0.0}, {"forward_kl": 1.0}),
@@ -85,7 +86,7 @@ HEADS |= {name: HEADS[name.removesuffix("_dpace")] for name in SMOOTHING}
 SMALL_LM, PARD = "small_lm", "pard"
 KNOWN = (SMALL_LM, PARD, *HEADS)
 # These compare variants, and run only if --arms names them.
-ONE_PASS = (PARD, "p_eagle", "dflash", "dspark")
+ONE_PASS = (PARD, "pass", "p_eagle", "dflash", "dspark")
 EXTRA = (*ONE_PASS, "eagle31", "eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 

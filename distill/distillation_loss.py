@@ -73,6 +73,7 @@ class Distillation(nn.Module):
         loss_mask: Tensor,
         teacher: Teacher | None = None,
         agreement_with: Callable[[slice], TeacherLogits] | None = None,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The weighted loss summed over the predicted tokens, and each term's sum, float64 [terms].
 
@@ -81,6 +82,9 @@ class Distillation(nn.Module):
 
         agreement_with: returns the target's logits over its full vocabulary. If given, the loss is
         0 and the second value is `agreement_sums`.
+
+        weights: float32 [n], of the predicted tokens in the loss; None: 1 each. The terms' sums do
+        not use them.
         """
         hidden = self.student.base_model(
             input_ids=self.known(input_ids), attention_mask=attention_mask, use_cache=False
@@ -89,7 +93,7 @@ class Distillation(nn.Module):
         hidden = hidden[:, :-1][predicted]
         if agreement_with is not None:
             return hidden.new_zeros(()), self.agreement(hidden, agreement_with)
-        return self.loss(hidden, input_ids[:, 1:][predicted], teacher)
+        return self.loss(hidden, input_ids[:, 1:][predicted], teacher, weights)
 
     def known(self, input_ids: Tensor) -> Tensor:
         """The same ids. A target with more rows may emit ids for which the student has no
@@ -97,7 +101,11 @@ class Distillation(nn.Module):
         return input_ids.clamp(max=self.vocab_size - 1)
 
     def loss(
-        self, hidden: Tensor, labels: Tensor, teacher: Teacher | None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        teacher: Teacher | None,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`chunked_loss` of hidden states [n, H] that predict the tokens `labels`, int64 [n]."""
         weight, bias, _ = self._output()
@@ -106,7 +114,14 @@ class Distillation(nn.Module):
         if isinstance(rows, Tensor):
             labels = torch.where(labels < 0, labels, rows[labels.clamp(min=0)])
         return chunked_loss(
-            hidden, weight, bias, teacher, labels, self.weighted_loss, chunk=self.chunk
+            hidden,
+            weight,
+            bias,
+            teacher,
+            labels,
+            self.weighted_loss,
+            chunk=self.chunk,
+            weights=weights,
         )
 
     def agreement(self, hidden: Tensor, target: Callable[[slice], TeacherLogits]) -> Tensor:

@@ -151,9 +151,10 @@ class ParallelDistillation(Distillation):
         loss_mask: Tensor,
         teacher: Teacher | None = None,
         agreement_with: Callable[[slice], TeacherLogits] | None = None,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Distillation.forward`. With `agreement_with`, the second value has the
-        `agreement_sums` of each copy, float64 [4K].
+        `agreement_sums` of each copy, float64 [4K]. All predictions of a token have its weight.
 
         What is dropped depends on torch's random state, which checkpoints store. In eval mode it is
         always the same.
@@ -166,7 +167,7 @@ class ParallelDistillation(Distillation):
             input_ids=torch.cat(
                 [self.known(input_ids), torch.full_like(masks.copies, self.mask_token)], 1
             ),
-            attention_mask=self._form(masks.visible(attention_mask)),
+            attention_mask=taken_mask(self.student, masks.visible(attention_mask)),
             position_ids=positions,
             use_cache=False,
         ).last_hidden_state
@@ -183,7 +184,8 @@ class ParallelDistillation(Distillation):
             return hidden.new_zeros(()), self._agreements(hidden, copies, number, agreement_with)
         labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1)).flatten()[place]
         shared = None if teacher is None else shared_signal(teacher, number)
-        loss, sums = self.loss(hidden, labels, shared)
+        of_copies = None if weights is None else weights[number]
+        loss, sums = self.loss(hidden, labels, shared, of_copies)
         share = predicted.sum() / max(len(number), 1)
         return loss * share, sums * share
 
@@ -213,12 +215,13 @@ class ParallelDistillation(Distillation):
                 figures[f"place{place}/top1"] = agreement.top1
         return figures
 
-    def _form(self, visible: Tensor) -> Tensor:
-        """The mask as the student's attention takes it."""
-        if self.student.config._attn_implementation == "sdpa":
-            return visible
-        lowest = torch.finfo(self.student.dtype).min
-        return torch.zeros_like(visible, dtype=self.student.dtype).masked_fill(~visible, lowest)
+
+def taken_mask(model: PreTrainedModel, visible: Tensor) -> Tensor:
+    """The mask `visible`, bool [B, 1, n, S], as the model's attention takes it."""
+    if model.config._attn_implementation == "sdpa":
+        return visible
+    lowest = torch.finfo(model.dtype).min
+    return torch.zeros_like(visible, dtype=model.dtype).masked_fill(~visible, lowest)
 
 
 def shared_signal(teacher: Callable[[slice], S], number: Tensor) -> Callable[[slice], S]:
@@ -236,8 +239,9 @@ def shared_signal(teacher: Callable[[slice], S], number: Tensor) -> Callable[[sl
     return signal
 
 
-def require_full_attention(model: PreTrainedModel) -> None:
-    """Raise UserError for a model that cannot take one mask for all of its layers."""
+def require_full_attention(model: PreTrainedModel, otherwise: str = "leave out parallel") -> None:
+    """Raise UserError for a model that cannot take one mask for all of its layers. otherwise: what
+    a user can do about it, other than use another model."""
     attention = str(model.config._attn_implementation)
     windows = {window for window in layer_windows(model) if window is not None}
     if windows or "flash" in attention or "flex" in attention:
@@ -245,5 +249,5 @@ def require_full_attention(model: PreTrainedModel) -> None:
         raise UserError(
             f"{type(model).__name__} has {what}, which does not take the mask of a parallel "
             "drafter's training; use a model whose layers see the full text, with sdpa or eager "
-            "attention, or leave out parallel"
+            f"attention, or {otherwise}"
         )

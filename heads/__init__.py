@@ -2,7 +2,7 @@
 
 Importing this package registers all kinds of heads and their drafters by name: Medusa and Blockwise
 (`parallel_heads`), Hydra and Hydra++ (`hydra_heads`), EAGLE-1 and EAGLE-3 (`eagle_heads`), P-EAGLE
-(`p_eagle_heads`), DFlash (`dflash_heads`), DSpark (`dspark_heads`).
+(`p_eagle_heads`), DFlash (`dflash_heads`), DSpark (`dspark_heads`), PaSS (`pass_heads`).
 """
 
 from heads import (
@@ -12,6 +12,7 @@ from heads import (
     hydra_heads,
     p_eagle_heads,
     parallel_heads,
+    pass_heads,
 )
 from heads.heads_module import HEADS
 
@@ -23,4 +24,5 @@ __all__ = [
     "hydra_heads",
     "p_eagle_heads",
     "parallel_heads",
+    "pass_heads",
 ]

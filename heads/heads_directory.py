@@ -43,8 +43,9 @@ def build_heads(
     kind: Any = HEADS[options.type]
     if target.has_encoder:
         require_no_encoder(DRAFTERS[options.type], f"a drafter with {options.type} heads")
+    options = options.for_target(target)  # may try the target, on its own device
     with torch.device(device):
-        heads: Heads = kind(options.for_target(target), target.model, vocabulary)
+        heads: Heads = kind(options, target.model, vocabulary)
     if heads.depth + 1 >= target.max_positions:
         raise UserError(
             f"{heads.depth} heads draft beyond the target's context of {target.max_positions} "

@@ -49,11 +49,7 @@ class HeadsDrafter(ShapedDrafter):
         super().__init__(vocab_size, shape, depth_limit=heads.depth)
         self.heads = heads.eval().requires_grad_(False)
         self.captured_layers = heads.captured_layers
-        if (self.shape.depth or 0) > heads.depth:
-            raise UserError(
-                f"the tree is {self.shape.depth} deep, but the heads draft {heads.depth} tokens; "
-                "make the tree shallower, or train more heads"
-            )
+        require_depth(self.shape, heads)
         self.newest_features = torch.zeros(0)  # [B, F]
         self._has_features = np.zeros(0, dtype=bool)  # [B]
 
@@ -123,6 +119,15 @@ class HeadsDrafter(ShapedDrafter):
             self.newest_features = self.newest_features.index_select(
                 0, rows.to(self.newest_features.device)
             )
+
+
+def require_depth(shape: Shape, heads: Heads) -> None:
+    """Raise UserError for a shape deeper than the heads."""
+    if (shape.depth or 0) > heads.depth:
+        raise UserError(
+            f"the tree is {shape.depth} deep, but the heads draft {heads.depth} tokens; "
+            "make the tree shallower, or train more heads"
+        )
 
 
 def _of_rows(new: Tensor, old: Tensor, first: int) -> Tensor:

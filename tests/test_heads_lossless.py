@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle1": {"type": "eagle1", "depth": 3},
     "eagle3": {"type": "eagle3", "steps": 3},
     "p_eagle": {"type": "p_eagle", "tokens": 3, "layers": 2},
+    "pass": {"type": "pass", "tokens": 2},
     # Any token may be the mask: what is drafted then is worse, not wrong.
     "dflash": {"type": "dflash", "layers": 2, "block": 4, "taps": [0], "mask_token": 2},
     "dspark": {
@@ -72,6 +73,8 @@ def drafter(kind: str, shape: Shape | None, case: Case = SHORT) -> Drafter:
         ("eagle3", "multi_round", "distinct"),
         ("p_eagle", "speculative", None),
         ("p_eagle", "traversal", "distinct"),
+        ("pass", "speculative", None),
+        ("pass", "multi_round", "distinct"),
         ("dflash", "speculative", None),
         ("dflash", "multi_round", "distinct"),
         ("dspark", "speculative", None),
@@ -105,6 +108,7 @@ def test_texts_have_the_targets_distribution(
         ("hydra_plus", "spectr", "independent"),
         ("eagle1", "block", None),
         ("eagle1", "multi_round", "distinct"),
+        ("pass", "traversal", "distinct"),
         ("dflash", "block", None),
         ("dflash", "traversal", "distinct"),
         ("dspark", "multi_round", "distinct"),

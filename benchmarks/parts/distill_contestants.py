@@ -322,9 +322,11 @@ class EagerDistillation(Distillation):
         loss_mask: Tensor,
         teacher: Teacher | None = None,
         agreement_with: Callable[[slice], TeacherLogits] | None = None,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert teacher is not None
         assert agreement_with is None
+        assert weights is None
         hidden = self.student.base_model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state

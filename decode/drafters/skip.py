@@ -1,6 +1,7 @@
 """The target drafts itself without some of its sublayers (Draft & Verify, 2309.08168)."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM, LayerView
 from decode.target.forward.sublayers import Sublayers
-from decode.trees import Shape
+from decode.trees import Growth, Shape
 
 
 class SelfDrafter(ShapedDrafter):
-    """Draws tokens from the target without the sublayers `skipped`, in any shape.
+    """Draws tokens from the target without the sublayers `skipped`, in any shape. depth_limit: the
+    max depth of its drafts; None: no limit.
 
     A draft reads the target's keys and values of the text. It needs no second model, no cache and
     no pass over the prompt. Its slots are restored after the draft, so there is nothing to roll
@@ -29,16 +31,30 @@ class SelfDrafter(ShapedDrafter):
     reads_cache = True
     decoder_only = True  # a view of the target has no sources
 
-    def __init__(self, skipped: Sublayers, shape: Shape | None = None) -> None:
-        super().__init__(None, shape)  # the target's vocabulary, which it gets with the target
+    def __init__(
+        self, skipped: Sublayers, shape: Shape | None = None, depth_limit: int | None = None
+    ) -> None:
+        # It gets the target's vocabulary with the target.
+        super().__init__(None, shape, depth_limit)
         self.skipped = skipped
         self.lm: CachedLM | None = None
         self._view: LayerView | None = None
 
     def attach(self, lm: CachedLM) -> None:
         if self.lm is not lm:
-            self._view, self.lm = lm.view(self.skipped), lm
+            self._view, self.lm = self.view_of(lm), lm
             self.vocab_size = lm.vocab_size
+
+    def view_of(self, lm: CachedLM) -> LayerView:
+        """The form of the target that drafts."""
+        return lm.view(self.skipped)
+
+    def growth(
+        self, view: LayerView, contexts: Contexts, sampling: Sampling, max_depth: int
+    ) -> Growth:
+        """The object that predicts the next tokens after the text and after each node. max_depth:
+        the max depth of the draft."""
+        return _SelfGrowth(view, contexts, sampling)
 
     def use(self, skipped: Sublayers) -> None:
         """Draft without these sublayers from now on."""
@@ -60,9 +76,12 @@ class SelfDrafter(ShapedDrafter):
         assert view is not None, "attach() comes before draft()"
         if not limits.depths.any():
             return Draft.none(len(contexts.lengths), view.device)
+        if self.depth_limit is not None:
+            limits = replace(limits, depths=np.minimum(limits.depths, self.depth_limit))
         room = self.max_nodes(limits.max_depth) + 1
         with view.slots.restored(contexts.lengths - 1, room):
-            return self.shape.grow(_SelfGrowth(view, contexts, sampling), limits, sampling, rng)
+            growth = self.growth(view, contexts, sampling, limits.max_depth)
+            return self.shape.grow(growth, limits, sampling, rng)
 
 
 class _SelfGrowth(CachedGrowth):

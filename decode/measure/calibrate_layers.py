@@ -249,7 +249,7 @@ def calibrate_layers(
 
     depth: of the longest chains. costs: None: they are measured. Raises UserError for no prompts,
     if the target emits nothing, and as `Decoder`, `measure_costs` and
-    `decode.target.forward.sublayers.forward_without` do.
+    `decode.target.forward.sublayers.changed_forward` do.
     """
     if not prompts:
         raise UserError("there are no prompts to search layers on")

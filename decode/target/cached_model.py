@@ -19,7 +19,7 @@ from decode.target.decoder_positions import Positions
 from decode.target.encoder_decoder import DecoderForward, Sources, reason_against_decoding
 from decode.target.forward.lean_forward import LONGEST_CHAIN, AttentionMask
 from decode.target.forward.prepare_model import prepare, refresh_packed
-from decode.target.forward.sublayers import Sublayers, forward_without
+from decode.target.forward.sublayers import Sublayers, changed_forward
 from decode.target.hidden_states import captured_modules, layer_list_name
 from decode.target.memory import require_memory
 from decode.target.pretrained import decoder_config, input_device
@@ -187,10 +187,11 @@ class CachedLM:
         """The number of its layers."""
         return len(self._windows)
 
-    def view(self, skipped: Sublayers) -> "LayerView":
-        """The model without some sublayers, over the same slots. Raises UserError as
-        `decode.target.forward.sublayers.forward_without` does."""
-        return LayerView(self, skipped)
+    def view(self, skipped: Sublayers, embedding: nn.Module | None = None) -> "LayerView":
+        """The model without some sublayers, over the same slots. embedding: in the place of its
+        layer of embeddings; None: its layer. Raises UserError as
+        `decode.target.forward.sublayers.changed_forward` does."""
+        return LayerView(self, skipped, embedding)
 
     def reset(self, rows: int, capacity: int) -> None:
         """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots` and
@@ -399,7 +400,8 @@ class CachedLM:
 
 
 class LayerView(CachedLM):
-    """A model without some sublayers, over the slots of that model.
+    """A model without some sublayers, or with another layer of embeddings, over the slots of that
+    model.
 
     It reads the keys and values that the complete model made, and it writes its own into the same
     slots. That is sound where it feeds the tokens after a text, from the text's last token on:
@@ -407,10 +409,12 @@ class LayerView(CachedLM):
     `Slots.restored` leaves no trace. Rows join and leave in the complete model, not here.
     """
 
-    def __init__(self, lm: CachedLM, skipped: Sublayers) -> None:
+    def __init__(
+        self, lm: CachedLM, skipped: Sublayers, embedding: nn.Module | None = None
+    ) -> None:
         super().__init__(lm.model, pass_tokens=lm.pass_tokens)
         self.lm, self.skipped = lm, skipped
-        self.forward_pass = forward_without(lm.forward_pass, skipped)
+        self.forward_pass = changed_forward(lm.forward_pass, skipped, embedding)
 
     @property
     def slots(self) -> Slots:

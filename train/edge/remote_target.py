@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode.draft import Contexts, Draft
 from decode.errors import UserError
@@ -113,7 +113,7 @@ class RemoteLM(CachedLM):
                 "choose a drafter that reads only tokens"
             )
 
-    def view(self, skipped: Sublayers) -> LayerView:
+    def view(self, skipped: Sublayers, embedding: nn.Module | None = None) -> LayerView:
         raise UserError(
             "the drafter runs layers of the target, which is on another machine; choose a drafter "
             "that runs at the edge"

@@ -41,6 +41,13 @@ from train.online.learners import drafts_in_parallel, heads_stage
 from train.schema import Losses, StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import LossConfig, TrainingStage
+from train.training.boosting import (
+    BoostConfig,
+    TokenWeights,
+    check_boost,
+    check_earlier_drafter,
+    token_weights,
+)
 from train.training.dev_slice import DevConfig, DevSlice, Judging
 from train.training.estimates import (
     activation_bytes,
@@ -96,6 +103,9 @@ class DistillConfig(LossConfig):
     parallel: ParallelConfig | None = None
     """Train a drafter that drafts all tokens in one pass (PARD, 2504.18583). None: it drafts one
     token after the other."""
+    boost: BoostConfig | None = None
+    """Train the drafter on the tokens that earlier drafters miss (SpecInfer, 2305.09781). None: all
+    tokens have the same weight."""
     draft_vocabulary: int | None = Field(None, ge=1)
     """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
     of the stage that this stage continues, or of the cache."""
@@ -120,6 +130,9 @@ class DistillStage(TrainingStage[DistillConfig]):
             closest_stage(name, earlier, "generate")
         if config.drafter.stage is not None:
             _check_start(config, config.drafter.stage, earlier)
+        if config.boost is not None:
+            check_boost(config.boost, earlier, stage=config.name)
+            _refuse(config, on_policy="boost compares the target's text with drafters' guesses")
         if config.teacher != "live":
             _check_cache(config, earlier)
         if config.on_policy is not None:
@@ -134,6 +147,9 @@ class DistillStage(TrainingStage[DistillConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
+        for name in config.boost.names if config.boost else ():
+            if name not in plans:
+                check_earlier_drafter(Path(name), self.target)
         tokens = planned_tokens(self.planned_tokens(plans), config.loop)
         amount = f"{config.loop.epochs} epochs"
         if config.on_policy is not None:
@@ -188,13 +204,15 @@ class DistillStage(TrainingStage[DistillConfig]):
     def run(self) -> Outcome:
         config = self.config
         samples, counts = self.fitting_samples()
+        # Before the student exists, so that the earlier drafters are not in memory beside it.
+        weights = self._token_weights(samples)
         cache = None
         if config.teacher != "live":
             cache = open_cache(self.cache_directory(config.teacher), self.target, samples)
         student, vocabulary, coverage = self._prepare(samples, cache)
         self._require_unused(stored_mask_token(student.model.config), samples)
         with teaching_model(self.target, shard=config.shard_teacher) as model:
-            trainer = self._trainer(student, vocabulary, samples, model, cache)
+            trainer = self._trainer(student, vocabulary, samples, model, cache, weights)
             progress = trainer.fit()
         with trainer.final_weights():
             drafter = student.plain(trainer.weights("student."))
@@ -203,8 +221,32 @@ class DistillStage(TrainingStage[DistillConfig]):
             self._save("drafter", *drafter, self.provenance(progress) | {"start": start})
         summary = self.summary(trainer, counts, drafter[0].num_parameters())
         summary |= {"draft_vocabulary": None if vocabulary is None else len(vocabulary), **coverage}
+        summary |= {} if weights is None else {"missed_share": weights.missed}
         self.accelerator.free_memory()
         return Outcome(self.directory / "drafter", summary)
+
+    def _token_weights(self, samples: Sequence[Sample]) -> TokenWeights | None:
+        """The weights of the text's tokens in the loss. None: the same for all."""
+        config = self.config
+        if config.boost is None:
+            return None
+        paths = [
+            self.earlier[name] / "drafter" if name in self.earlier else Path(name)
+            for name in config.boost.names
+        ]
+        with self.reporter.bar("earlier drafters", len(paths) * len(samples)) as bar:
+            weights = token_weights(
+                config.boost,
+                paths,
+                samples,
+                self.accelerator.device,
+                tokens=self.target.token_count,
+                tokens_per_batch=config.loop.tokens_per_batch,
+                chunk=config.chunk_tokens,
+                progress=bar.update,
+            )
+        self.reporter.say(f"  the earlier drafters miss {weights.missed:.1%} of the text's tokens")
+        return weights
 
     def _prepare(
         self, samples: Sequence[Sample], cache: Cache | None
@@ -291,8 +333,9 @@ class DistillStage(TrainingStage[DistillConfig]):
         samples: Sequence[Sample],
         model: PreTrainedModel,
         cache: Cache | None,
+        weights: TokenWeights | None,
     ) -> Trainer:
-        """model: the target's, as a teacher."""
+        """model: the target's, as a teacher. weights: of the tokens in the loss."""
         config, loss = self.config, self.config.weighted_loss
         tokens = self.target.token_count
         clock = Clock(self.accelerator.device)
@@ -312,7 +355,8 @@ class DistillStage(TrainingStage[DistillConfig]):
             if teacher is not None:
                 with clock("teacher"):
                     signal = teacher.signal(**batch, ids=ids)
-            return module(**batch, teacher=signal)
+            of_tokens = None if weights is None else weights.of(ids, self.accelerator.device)
+            return module(**batch, teacher=signal, weights=of_tokens)
 
         module = self._module(student.model, vocabulary)
         dev = None if config.dev is None else self._dev_slice(config.dev, student, model, module)

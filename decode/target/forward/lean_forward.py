@@ -306,7 +306,7 @@ class LeanForward(nn.Module):
 
     packed: for a CPU, with packed products. Else for any device: a pass is tensors in, tensors out,
     over static slots (`decode.target.slots`).
-    skipped_attention, skipped_mlps: the layers that run without this part (`without`).
+    skipped_attention, skipped_mlps: the layers that run without this part (`changed`).
     """
 
     has_our_attention = True
@@ -334,10 +334,15 @@ class LeanForward(nn.Module):
         self.output = product(output, packed=packed)
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
 
-    def without(self, attention: Iterable[int], mlps: Iterable[int]) -> "LeanForward":
-        """The same forward without the attention and the MLPs of these layers. Shares all
-        modules."""
+    def changed(
+        self, attention: Iterable[int], mlps: Iterable[int], embedding: nn.Module | None = None
+    ) -> "LeanForward":
+        """The same forward without the attention and the MLPs of these layers, and with another
+        layer of embeddings, if there is one. Shares all other modules."""
         other = copy.copy(self)
+        if embedding is not None:
+            other._modules = dict(self._modules)
+            other.embedding = embedding
         other.skipped_attention, other.skipped_mlps = frozenset(attention), frozenset(mlps)
         return other
 

@@ -143,18 +143,23 @@ def _ranges(layers: Iterable[int]) -> str:
     return "/".join("-".join(map(str, run)) for run in runs)
 
 
-def forward_without(
-    forward: LeanForward | TransformersForward, skipped: Sublayers
+def changed_forward(
+    forward: LeanForward | TransformersForward,
+    skipped: Sublayers,
+    embedding: nn.Module | None = None,
 ) -> LeanForward | TransformersForward:
-    """The forward without these sublayers. It shares all weights with the forward.
+    """The forward without these sublayers. It shares all weights with the forward. embedding: in
+    the place of its layer of embeddings; None: its layer.
 
     Raises UserError if the set does not fit the model, or if the model's sublayers cannot be told
     apart.
     """
     if isinstance(forward, LeanForward):
         skipped.require_fit(len(forward.layers))
-        return forward.without(skipped.attention, skipped.mlp)
+        return forward.changed(skipped.attention, skipped.mlp, embedding)
     model, kept = _model_without(forward.model, skipped)
+    if embedding is not None:
+        model.set_input_embeddings(embedding)
     return TransformersForward(model, kept)
 
 

@@ -1,0 +1,209 @@
+"""PaSS: the target drafts from trained embeddings of look-ahead tokens."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS
+from decode.drafters.directory import open_drafter
+from decode.errors import UserError
+from decode.loop import Decoder, Decoding
+from decode.sampling import CounterRNG, Sampling
+from decode.target.forward.lean_forward import LeanForward
+from decode.target.forward.prepare_model import prepare
+from decode.target.loading import Target
+from decode.trees import SHAPES
+from decode.trees.static import Static
+from distill.losses import WeightedLoss
+from heads.head_training import HeadTraining
+from heads.heads_directory import build_heads, load_heads, new_heads, save_heads
+from heads.heads_module import HeadBatch, HeadOptions
+from heads.pass_heads import PassDrafter
+from tests.stages import LOOP, drafter_weights, make_stage, run_killed, run_stage, stage_context
+from tests.test_distill import batch_of
+from tests.test_drafters import drafted
+from tests.test_p_eagle import features
+from tests.tiny import VOCAB, tiny_target
+
+TOKENS = 3
+OPTIONS = {"type": "pass", "tokens": TOKENS}
+PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
+# Lean, embeddings that are scaled, and transformers' forward with learnt positions.
+FAMILIES = ("llama", "gemma", "gpt2")
+
+
+@functools.cache
+def target(family: str = "llama") -> Target:
+    return tiny_target(family)
+
+
+def make(family: str = "llama", moved: float = 0.5, **options: Any) -> Any:
+    """Look-ahead embeddings that differ from each other."""
+    heads: Any = new_heads(HeadOptions.of(OPTIONS | options), target(family), None)
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        heads.lookahead += moved * torch.randn(heads.lookahead.shape, generator=g)
+    heads.borrow(target(family).model, torch.float32)
+    return heads
+
+
+def plain_logits(heads: Any, model: Any, text: Tensor, depth: int) -> Tensor:
+    """[depth, V]: of the tokens after `text`, int64 [L], by one causal pass without a cache."""
+    embedded = model.get_input_embeddings()(text)
+    fed = torch.cat([embedded, heads.lookahead[: depth - 1]])[None]
+    with torch.no_grad():
+        logits: Tensor = model(inputs_embeds=fed, use_cache=False).logits
+    return logits[0, len(text) - 1 :]
+
+
+class Checked(PassDrafter):
+    """Checks each draft against `plain_logits`, and that it leaves no trace in the slots."""
+
+    drafts = 0
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        assert self.lm is not None
+        stores = self.lm.slots._stores
+        before = [x.clone() for store in stores for x in store._tensors]
+        draft = super().draft(contexts, limits, sampling, rng)
+        now = [x for store in stores for x in store._tensors]
+        assert all(torch.equal(*pair) for pair in zip(now, before, strict=True))
+        for row, tokens in enumerate(drafted(draft)):
+            if tokens:
+                text = torch.as_tensor(contexts.tokens[row, : contexts.lengths[row]])
+                logits = plain_logits(self.heads, self.lm.model, text, len(tokens))
+                assert draft.q is not None
+                q = draft.q[row, : len(tokens)]
+                torch.testing.assert_close(q, sampling.probs(logits), rtol=1e-3, atol=1e-5)
+                self.drafts += 1
+        return draft
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_place_has_the_q_of_a_plain_pass(family: str) -> None:
+    """In ragged batches, after any verdict. The first place is the target's own distribution, so
+    its tokens are accepted."""
+    model = target(family).model
+    assert isinstance(prepare(model), LeanForward) == (family != "gpt2")
+    drafter = Checked(make(family), VOCAB)
+    run = Decoder(model, drafter, gamma=TOKENS + 1, sampling=Sampling(1.0)).decode(PROMPTS, 16)
+    assert drafter.drafts >= 12
+    for step in run.steps:
+        assert (step.accepted >= np.minimum(step.depths, 1)).all()
+
+
+@pytest.mark.parametrize("name", ["chain", "static:widths=[2,1,2]", "dynamic:width=2,nodes=6"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_plain_decodings(family: str, name: str) -> None:
+    """Of ragged rows, some of which join when others already run."""
+    model = target(family).model
+    plain = Decoder(model, DRAFTERS["none"]()).decode(PROMPTS, 16)
+    drafter = PassDrafter(make(family), VOCAB, SHAPES.make(name))
+    decoder = Decoder(model, drafter, gamma=TOKENS + 1)
+    done = decoder.decode(PROMPTS, 16)
+    assert done.outputs == plain.outputs
+    assert done.counts.tokens_per_step > 1.8
+    decoding = Decoding(decoder)
+    for prompt in PROMPTS:
+        decoding.admit([prompt], 16)
+        decoding.step()
+    while not decoding.finished:
+        decoding.step()
+    assert [decoding.outputs[row] for row in range(len(PROMPTS))] == plain.outputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_predicts_what_drafting_computes(family: str) -> None:
+    heads, model = make(family).eval(), target(family).model
+    batch = batch_of([(4, 6), (3, 9), (1, 3)])
+    ids, loss_mask = batch["input_ids"], batch["loss_mask"]
+    taken = {-1: model.base_model(ids).last_hidden_state.detach()}
+    heads_batch = HeadBatch(ids, loss_mask, {heads.captured_layers[0]: taken[-1]})
+    count = 0
+    for prediction in heads.predictions(heads_batch, range(1, TOKENS + 2)):
+        depth = prediction.depth
+        for (row, place), state in zip(
+            prediction.positions.nonzero().tolist(), prediction.states, strict=True
+        ):
+            expected = plain_logits(heads, model, ids[row, : place + 2], depth)[-1]
+            found = heads.output.at(depth, state)
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+            count += 1
+    # A head reads the token before the last one of a text, so prompts of one token lose a draft.
+    longest = [(6, 0), (9, 0), (3, 1)]
+    depths = range(1, TOKENS + 2)
+    assert count == sum(max(n - d + 1 - lost, 0) for n, lost in longest for d in depths)
+
+
+def test_training_reaches_every_embedding_and_nothing_else() -> None:
+    heads = make(keep=0.5, keep_min=0.1)
+    batch = batch_of([(4, 40), (3, 30)])
+    ids, loss_mask = batch["input_ids"], batch["loss_mask"]
+    module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target().model)
+    seen = features(heads, ids)
+    assert dict(module.named_parameters()).keys() == {"heads.lookahead"}
+    loss, sums = module(ids, loss_mask, seen, heads.loss_weights(0.0))
+    loss.backward()
+    assert (heads.lookahead.grad.abs().amax(1) > 0).all()
+    named = dict(zip(module.sums, sums.tolist(), strict=True))
+    counts = [named[f"head{depth}/tokens"] for depth in range(1, TOKENS + 2)]
+    assert counts == [0, 20 + 15, 10 + 7, 5 + 3]
+    # Answers of one token have no place for a look-ahead token, and still give a gradient.
+    short = batch_of([(4, 1), (3, 1)])
+    seen = features(heads, short["input_ids"])
+    loss, _ = module(short["input_ids"], short["loss_mask"], seen, heads.loss_weights(0.0))
+    heads.lookahead.grad = None
+    loss.backward()
+    assert not heads.lookahead.grad.any()
+
+
+def test_the_stage_trains_them_and_survives_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(
+        "heads",
+        "p",
+        heads=OPTIONS,
+        losses={"forward_kl": 1.0},
+        loop=LOOP,
+        draft_vocabulary=80,
+        optimizer={"lr": 0.05},
+        dev={"samples": 4, "every": 2, "decode_prompts": 2, "gamma": 3},
+    )
+    context = stage_context(tmp_path / "one", target())
+    outcome = run_stage(context, stage)
+    assert outcome.summary["trained_parameters"] == TOKENS * 32
+    first, last = (outcome.summary["training"]["dev"][i] for i in (0, -1))
+    assert last["head2/forward_kl"] < first["head2/forward_kl"]
+    assert last["acceptance_rate"] > 0
+    again = run_killed(stage_context(tmp_path / "two", target()), stage, monkeypatch, 3)
+    weights = drafter_weights(outcome)
+    assert all(torch.equal(x, weights[name]) for name, x in drafter_weights(again).items())
+    # It drafts over its vocabulary, and the text is the target's.
+    drafter: Any = open_drafter(str(outcome.drafter), target())
+    plain = Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, 12)
+    assert Decoder(target().model, drafter, gamma=3).decode(PROMPTS, 12).outputs == plain.outputs
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    save_heads(tmp_path / "drafter", make(), target=target(), provenance={})
+    loaded, _ = load_heads(tmp_path / "drafter", target(), torch.float32)
+    assert torch.equal(loaded.get_parameter("lookahead"), make().lookahead)
+    with pytest.raises(UserError, match=r"the target of the heads .*drafter"):
+        load_heads(tmp_path / "drafter", tiny_target(seed=1), torch.float32)
+    with pytest.raises(UserError, match="read hidden states of size 32, but the target"):
+        load_heads(tmp_path / "drafter", tiny_target(hidden=16), torch.float32)
+    with pytest.raises(UserError, match="the tree is 5 deep, but the heads draft 4 tokens"):
+        PassDrafter(make(), VOCAB, Static(widths=[1] * 5))
+    # The trial of trees needs weights, also where only the shapes of the heads are made.
+    assert build_heads(HeadOptions.of(OPTIONS), tiny_target(seed=2), None, "meta").depth == 4
+    with pytest.raises(UserError, match=r"a sliding window of 8 tokens.*or train other heads"):
+        build_heads(HeadOptions.of(OPTIONS), tiny_target("mistral", sliding_window=8), None)
