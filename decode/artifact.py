@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -114,18 +114,19 @@ def free_space(directory: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def verify_directory(path: Path, *, deep: bool = True) -> dict[str, Any]:
+def verify_directory(path: Path, *, deep: bool | Collection[str] = True) -> dict[str, Any]:
     """Check `path` against its manifest and return the manifest's meta.
 
-    With `deep`, every file is hashed. Without it, only presence and size are checked. Files that
-    the manifest does not list are ignored (a clone from a model hub adds some). Raises
-    CorruptArtifact for the first file that is missing, changed, unreadable, a link, or outside the
-    directory.
+    With `deep`, every file is hashed, or those that it names. Of the others only presence and size
+    are checked. Files that the manifest does not list are ignored (a clone from a model hub adds
+    some). Raises CorruptArtifact for the first file that is missing, changed, unreadable, a link,
+    or outside the directory.
     """
     body = _read_manifest(path)
     for name, entry in body["files"].items():
         try:
-            problem = _problem_of(path, name, entry, deep)
+            hashed = deep if isinstance(deep, bool) else name in deep
+            problem = _problem_of(path, name, entry, hashed)
         except (FileNotFoundError, NotADirectoryError):
             problem = "is missing"
         except OSError as error:

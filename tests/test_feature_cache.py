@@ -1,24 +1,45 @@
 """The offline cache of hidden states: what a live target shows, and nothing that does not fit."""
 
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from decode import artifact
 from decode.artifact import CorruptArtifact
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
+from distill.teacher import cache_parts
 from distill.teacher.cache_parts import text_sha256
 from distill.teacher.feature_sources import CachedFeatures, LiveFeatures
-from tests.stages import drafter_weights, make_stage, plan_stage, run_stage, stage_context
+from distill.teacher.read_ahead import ReadAhead
+from tests.stages import (
+    drafter_weights,
+    make_stage,
+    plan_stage,
+    run_killed,
+    run_stage,
+    stage_context,
+)
 from tests.tiny import tiny_target
-from tests.training import Killed, assert_equal
+from tests.training import Killed, assert_equal, forked, status_of, two_ranks
+from train.cli.main import app
 from train.data.batches import collate
 from train.data.chat import Sample
 from train.stage import StageInputs
+from train.training.live_window import LiveWindow
+from train.training.open_caches import check_directory, open_features
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -97,6 +118,46 @@ def test_training_from_it_is_training_beside_the_target(context: Any) -> None:
     assert_equal(drafter_weights(run_stage(context, by_path)), ours)
 
 
+def test_states_of_a_window_train_as_those_of_a_cache_do(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of three batches, filled by passes of other sizes than the batches."""
+    stage = HEADS | {"loop": HEADS["loop"] | {"epochs": 1, "save_every": 1}}
+    run_stage(context, cache_stage(captured_layers=[FINAL]))
+    cached = run_stage(context, make_stage("heads", "c", cache_stage(), features="cache", **stage))
+    passes: list[tuple[int, tuple[str, ...]]] = []
+    held: list[int] = []
+    forward, fill = LiveFeatures.features, LiveWindow._fill
+
+    def counted(self: LiveFeatures, tokens: torch.Tensor, mask: Any, ids: Any) -> Any:
+        passes.append((tokens.numel(), tuple(ids)))
+        return forward(self, tokens, mask, ids)
+
+    def filled(self: LiveWindow, text: Any, number: int) -> None:
+        fill(self, text, number)
+        rows = [row for batch in self._held.values() for row in batch]
+        held.append(sum(len(row[FINAL]) for row in rows))
+
+    monkeypatch.setattr(LiveFeatures, "features", counted)
+    monkeypatch.setattr(LiveWindow, "_fill", filled)
+    window = run_stage(context, make_stage("heads", "w", tokens_per_pass=140, **stage))
+    steps = window.summary["training"]["steps"]
+    assert steps == cached.summary["training"]["steps"]
+    assert 2 <= len(held) < steps
+    sizes = [size for size, _ in passes]
+    assert max(sizes) <= 140 < sum(sizes) / len(held)
+    assert max(held) <= 4 * 140
+    ours, theirs = drafter_weights(window), drafter_weights(cached)
+    for name, weights in theirs.items():
+        torch.testing.assert_close(ours[name], weights, rtol=1e-3, atol=1e-4)
+    # A kill in the middle of a window changes no bit, as each sample's pass stays the same.
+    whole = set(passes)
+    passes.clear()
+    again = make_stage("heads", "killed", tokens_per_pass=140, **stage)
+    assert_equal(drafter_weights(run_killed(context, again, monkeypatch, 3)), ours)
+    assert set(passes) == whole
+
+
 def test_a_small_lm_distilled_from_it_is_one_distilled_beside_the_target(context: Any) -> None:
     def distilled(name: str, **settings: Any) -> Any:
         settings |= {"drafter": {"layers": [0]}, "draft_vocabulary": 100, "loop": HEADS["loop"]}
@@ -108,10 +169,23 @@ def test_a_small_lm_distilled_from_it_is_one_distilled_beside_the_target(context
         patch.setattr("train.training.student_and_teacher.lost_mass", lambda *args: 0.0)
         patch.setattr("train.training.student_and_teacher.LiveTeacher", None)
         cached = distilled("cached-lm", teacher_temperature=0.9, teacher="cache")
-    ours, theirs = drafter_weights(cached), drafter_weights(live)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.training.student_and_teacher.LiveTeacher", None)
+        patch.setattr("train.training.student_and_teacher.lost_mass", lambda *args: 0.0)
+        window = distilled("window-lm", teacher_temperature=0.9, tokens_per_pass=140)
+    theirs = drafter_weights(live)
     assert cached.summary["training"]["history"][0]["loss"] > 0.1
-    for name, weights in theirs.items():
-        torch.testing.assert_close(ours[name], weights, rtol=1e-3, atol=1e-4)
+    for other in (cached, window):
+        ours = drafter_weights(other)
+        for name, weights in theirs.items():
+            torch.testing.assert_close(ours[name], weights, rtol=1e-3, atol=1e-4)
+    for settings in (
+        {"shard_teacher": True},
+        {"teacher": "cache"},
+        {"losses": {"cross_entropy": 1.0}},
+    ):
+        with pytest.raises(UserError, match="tokens_per_pass cannot be set here"):
+            distilled("both", tokens_per_pass=9, **settings)
     with pytest.raises(UserError, match="remember_teacher cannot be set here: a cache"):
         distilled("both", teacher="cache", remember_teacher=True)
 
@@ -137,6 +211,92 @@ def test_a_killed_cache_goes_on_with_the_next_part(
     again = {p.name: (p / "cache.safetensors").read_bytes() for p in directory.glob("part-*")}
     assert again == whole
     assert (directory / "part-0" / "cache.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_a_full_disk_costs_only_the_part_under_way(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, save = context.directory / "cache", cache_parts.save_file
+
+    def filling(tensors: Any, path: Path) -> None:
+        if "part-1" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_parts, "save_file", filling)
+        with pytest.raises(UserError, match=r"stage cache: .*part-1: the disk is full.*are kept"):
+            run_stage(context, cache_stage())
+    assert [path.name for path in directory.iterdir()] == ["part-0"]
+    sizes = [256 * len(sample.tokens) for sample in context.corpus.samples("data")]
+    missing = sum(sizes[4:])
+    with monkeypatch.context() as patch:
+        patch.setattr("decode.artifact.free_space", lambda _: missing - 1)
+        with pytest.raises(UserError, match=r"the 2 missing parts of this cache .* need 0.00 GiB"):
+            run_stage(context, cache_stage())
+        patch.setattr("decode.artifact.free_space", lambda _: missing)
+        run_stage(context, cache_stage())
+    assert len(list(directory.glob("part-*"))) == 3
+
+
+def test_each_part_is_hashed_once_and_again_after_a_change(
+    context: Any, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_stage(context, cache_stage())
+    directory, samples = context.earlier["cache"], context.corpus.samples("data")
+    hashed: list[str] = []
+    digest = artifact._sha256
+
+    def counted(file: Path) -> str:
+        hashed.append(f"{file.parent.name}/{file.name}")
+        return digest(file)
+
+    monkeypatch.setattr(artifact, "_sha256", counted)
+
+    def tensors_hashed() -> list[str]:
+        hashed.clear()
+        open_features(directory, target, samples, CAPTURED_LAYERS, context.accelerator)
+        return [name for name in hashed if name.endswith("cache.safetensors")]
+
+    assert tensors_hashed() == []
+    assert len(hashed) == 3  # the lists of samples
+    os.utime(directory / "part-2" / "cache.safetensors", ns=(1, 1))
+    assert tensors_hashed() == ["part-2/cache.safetensors"]
+    assert tensors_hashed() == []
+    said = CliRunner().invoke(app, ["verify-cache", str(directory)])
+    assert (said.exit_code, said.stdout) == (0, f"{directory}: 3 parts, all sound\n")
+    file = directory / "part-1" / "cache.safetensors"
+    stamp = file.stat().st_mtime_ns
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    os.utime(file, ns=(stamp, stamp))
+    assert tensors_hashed() == []  # nothing shows that it changed
+    said = CliRunner().invoke(app, ["verify-cache", str(directory)])
+    assert said.exit_code == 2
+    assert "part-1" in said.stderr
+    with pytest.raises(CorruptArtifact, match=r"part-1.*cache.safetensors"):
+        check_directory(directory, "feature cache", again=True)
+
+
+def test_batches_are_read_before_their_use_and_only_so_many() -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def read(ids: Sequence[str]) -> dict[int, torch.Tensor]:
+        seen.append(tuple(ids))
+        if "bad" in ids:
+            raise UserError("cannot be read")
+        return {0: torch.tensor([ord(name) for name in ids])}
+
+    ahead, cpu = ReadAhead(read), torch.device("cpu")
+    ahead.expect([["a", "b"], ["c"], []])
+    assert ahead.take(["a", "b"], cpu)[0].tolist() == [97, 98]
+    ahead.expect([["c"], ["d"]])
+    assert ahead.take(["c"], cpu)[0].tolist() == [99]
+    assert ahead.take(["e"], cpu)[0].tolist() == [101]
+    ahead.expect([["bad"]])
+    assert ahead._reading.keys() == {("bad",)}
+    with pytest.raises(UserError, match="cannot be read"):
+        ahead.take(["bad"], cpu)
+    assert seen.count(("a", "b")) == seen.count(("c",)) == seen.count(("e",)) == 1
 
 
 @pytest.mark.parametrize(
@@ -175,7 +335,7 @@ def test_what_a_cache_lacks_is_refused(context: Any, target: Target) -> None:
     damaged[-1] ^= 1
     file.write_bytes(bytes(damaged))
     with pytest.raises(CorruptArtifact, match=r"part-1.*cache.safetensors"):
-        CachedFeatures(directory, target, [0])
+        open_features(directory, target, context.corpus.samples("data"), [0], context.accelerator)
     with pytest.raises(UserError, match="holds no feature cache; expected directories part-N"):
         CachedFeatures(context.directory / "nowhere", target, [0])
 
@@ -191,6 +351,66 @@ def test_bad_settings_are_refused(context: Any) -> None:
         make_stage(
             "heads", "heads", cache_stage(), features="cache", remember_features=True, **HEADS
         )
+    for settings in ({"features": "cache"}, {"backbone": {}}):
+        with pytest.raises(UserError, match="tokens_per_pass cannot be set here"):
+            make_stage("heads", "heads", cache_stage(), tokens_per_pass=9, **settings, **HEADS)
     plan = plan_stage(context, cache_stage())
     assert "256 bytes a token" in plan.what
     assert plan.tokens > 0
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+def train_heads(directory: Path, name: str, **settings: Any) -> None:
+    """The work of one rank, or of a process alone."""
+    context = stage_context(directory, tiny_target())
+    run_stage(context, cache_stage(captured_layers=[FINAL]))
+    run_stage(context, make_stage("heads", name, cache_stage(), **settings, **HEADS))
+
+
+def open_for_rank(directory: Path, rank: int) -> None:
+    """Rank 1 has a copy without the last part, which none of the samples needs."""
+    context = stage_context(directory, tiny_target())
+    cache = directory / ("cache" if rank == 0 else "copy")
+    samples = context.corpus.samples("data")[:8]
+    open_features(cache, context.target, samples, [FINAL], context.accelerator)
+
+
+def check_ranks(directory: Path) -> None:
+    """In a process that has computed nothing yet, as its forks compute."""
+    window = {"tokens_per_pass": 140}
+    alone = forked(lambda: train_heads(directory / "one", "cached", features="cache"))
+    assert status_of(alone) == 0
+    for name, settings in (("cached", {"features": "cache"}), ("window", window)):
+        done = two_ranks(lambda _: train_heads(directory / "two", name, **settings))  # noqa: B023
+        assert done == [0, 0]
+    shutil.copytree(directory / "two" / "cache", directory / "two" / "copy")
+    shutil.rmtree(directory / "two" / "copy" / "part-2")
+    assert two_ranks(lambda rank: open_for_rank(directory / "two", rank)) == [2, 2]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_and_must_see_the_same_files(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from tests.test_feature_cache import *\ncheck_ranks(Path({str(tmp_path)!r}))",
+        ],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("UserError: rank 1 sees other files in") == 2
+    one, cached, window = (
+        load_file(tmp_path / name / "drafter" / "heads.safetensors")
+        for name in ("one/cached", "two/cached", "two/window")
+    )
+    for name, weights in one.items():
+        for other in (cached, window):
+            torch.testing.assert_close(other[name], weights, rtol=1e-3, atol=1e-4)

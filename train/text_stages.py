@@ -8,10 +8,10 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 from torch import Tensor
 
-from decode.artifact import verify_directory
+from decode.artifact import require_space
 from decode.errors import UserError
 from distill.losses import WeightedLoss
-from distill.teacher.cache_parts import PART, text_sha256
+from distill.teacher.cache_parts import PART, check_parts, note_checked, text_sha256
 from train.data.batches import Batch, Inputs, bucket_batches, collate, fit, inputs
 from train.data.chat import Sample
 from train.data.corpus import stages_of
@@ -53,6 +53,10 @@ class LossConfig(TextConfig):
     """Divides the target's logits before a loss compares the distributions (1503.02531)."""
     drafter_temperature: float = Field(1.0, gt=0)
     """Divides the drafter's logits before a loss compares the distributions."""
+    tokens_per_pass: int | None = Field(None, ge=1)
+    """The live target runs over the samples of the next batches together, in passes of this size on
+    each rank: rows times the longest row's length. The states of at most four passes are in memory.
+    None: one pass for each batch of the training."""
 
     @property
     def weighted_loss(self) -> WeightedLoss:
@@ -136,23 +140,48 @@ class CacheStage(TextStage[T]):
     one part of each rank."""
 
     def write_parts(
-        self, samples: Sequence[Sample], part_samples: int, write: WritePart
+        self,
+        samples: Sequence[Sample],
+        part_samples: int,
+        write: WritePart,
+        sizes: Sequence[int],
     ) -> float | None:
         """Write every missing part, with all ranks together. Returns the tokens per second that
-        this rank scored, or None if it scored none. Raises UserError for a damaged part."""
+        this rank scored, or None if it scored none.
+
+        sizes: the bytes on disk of each sample. Raises UserError before the first part if the disk
+        lacks space for the missing ones, for a damaged part, and for a disk that fills up on the
+        way. Finished parts are kept.
+        """
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         begin, scored = time.perf_counter(), 0
+        firsts = range(0, len(samples), part_samples)
+        parts = [self.directory / f"{PART}{number}" for number in range(len(firsts))]
+        # Each rank hashes a share of the parts of an earlier start.
+        check_parts([part for part in parts[rank::world] if part.exists()])
+        missing = [number for number, part in enumerate(parts) if not part.exists()]
+        needed = sum(sum(sizes[firsts[n] : firsts[n] + part_samples]) for n in missing)
+        require_space(self.directory, needed, f"the {len(missing)} missing parts of this cache")
+        # No rank may take a part of another rank for one of an earlier start.
+        self.accelerator.wait_for_everyone()
         with self.reporter.bar("scoring", len(samples)) as bar:
-            for number, first in enumerate(range(0, len(samples), part_samples)):
+            for number, first in enumerate(firsts):
                 part = samples[first : first + part_samples]
-                directory = self.directory / f"{PART}{number}"
-                if directory.exists():
-                    verify_directory(directory)
-                elif number % world == rank:
+                if number in missing and number % world == rank:
                     # Each rank writes complete parts without communication, so no rank waits.
                     names = [(s.id, text_sha256(s.tokens, s.mask)) for s in part]
-                    scored += write(number, part, names)
+                    try:
+                        scored += write(number, part, names)
+                    except UserError as error:
+                        raise UserError(
+                            f"stage {self.config.name}: {error} The finished parts are kept; the "
+                            "same command goes on with the missing ones."
+                        ) from error
                 bar.update(first + len(part))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            # The writer hashed each part when it was whole.
+            note_checked(self.directory, "cache")
         self.accelerator.wait_for_everyone()
         return scored / (time.perf_counter() - begin) if scored else None
 

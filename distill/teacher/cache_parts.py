@@ -2,27 +2,35 @@
 
 Each part is written completely or not at all. It stores a description of its target and a hash of
 every text, so it cannot be used for another target or text. After a kill, the writer continues with
-the next part. `distill.teacher.top_k_cache` (log-probabilities) and
-`distill.teacher.feature_sources` (hidden states) define the tensors.
+the next part.
+
+Caches may have terabytes, so opening one hashes only the small files, and compares the sizes of the
+others. `check_parts` hashes the tensors. `checked.json` notes the size and the time of each file
+that was hashed, so a file is hashed again only after it changed.
+
+`distill.teacher.top_k_cache` (log-probabilities) and `distill.teacher.feature_sources` (hidden
+states) define the tensors.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from decode.artifact import verify_directory, write_directory
+from decode.artifact import MANIFEST, verify_directory, write_directory, write_file
 from decode.errors import UserError
 
 PART = "part-"
 FILE = "cache.safetensors"
 ROWS = "samples.json"
+CHECKED = "checked.json"
 
 
 def text_sha256(tokens: Sequence[int], mask: Sequence[bool]) -> str:
@@ -57,31 +65,92 @@ def write_part(
     write_directory(directory / f"{PART}{number}", fill, meta=meta)
 
 
+def part_directories(directory: Path, what: str) -> list[Path]:
+    """The parts of a cache in order. Raises UserError if there is none. what: names the cache."""
+    parts = [
+        path for path in directory.glob(f"{PART}*") if path.name.removeprefix(PART).isdecimal()
+    ]
+    if not parts:
+        raise UserError(f"{directory} holds no {what}; expected directories {PART}N")
+    return sorted(parts, key=lambda path: int(path.name.removeprefix(PART)))
+
+
+def check_parts(parts: Sequence[Path], *, again: bool = False) -> int:
+    """Hash the tensors of the parts of one cache that changed since they were last hashed. Returns
+    the number of hashed parts.
+
+    again: hash all of them. Raises CorruptArtifact for the first damaged part.
+    """
+    noted = {} if again or not parts else _checked(parts[0].parent)
+    changed = [part for part in parts if again or noted.get(part.name) != _stamp(part)]
+    for part in changed:
+        verify_directory(part)
+    return len(changed)
+
+
+def note_checked(directory: Path, what: str) -> None:
+    """Note in `checked.json` that all parts of a cache were hashed as they are now. A directory
+    that cannot be written stays without the note; its parts are then hashed at each check."""
+    stamps = {part.name: _stamp(part) for part in part_directories(directory, what)}
+    if stamps != _checked(directory):
+        with suppress(UserError):
+            write_file(directory / CHECKED, json.dumps(stamps))
+
+
+def _stamp(part: Path) -> list[int] | None:
+    """The size and the time of a part's tensors. None if there is no such file."""
+    try:
+        status = (part / FILE).stat()
+    except OSError:
+        return None
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _checked(directory: Path) -> dict[str, Any]:
+    try:
+        noted = json.loads((directory / CHECKED).read_text())
+    except (OSError, ValueError):
+        return {}
+    return noted if isinstance(noted, dict) else {}
+
+
 class Parts:
     """Reads the parts of a cache. It loads only the requested tensors.
 
     metas: the metadata of each part, by its directory. samples: the ids of all stored samples.
+    index_sha256: a hash of the names of the parts and of their manifests, which list the hash of
+    every file.
 
     what: a name for the content of the directory, for messages. Raises UserError if the directory
-    has no part or a part is damaged.
+    has no part, or if a part lacks a file, has one of another size, or has a damaged list of
+    samples. Tensors are not hashed here; `check_parts` does this.
     """
 
     def __init__(self, directory: Path, what: str) -> None:
         self.directory, self.what = directory, what
-        parts = sorted(
-            directory.glob(f"{PART}*"), key=lambda path: int(path.name.removeprefix(PART))
-        )
-        if not parts:
-            raise UserError(f"{directory} holds no {what}; expected directories {PART}N")
-        self.metas = {part: verify_directory(part) for part in parts}
+        parts = part_directories(directory, what)
+        self.metas = {part: verify_directory(part, deep=[ROWS]) for part in parts}
+        digest = hashlib.sha256()
         # By sample id: the file, the first row and the end in it, and the hash of the text.
         self._rows: dict[str, tuple[Path, int, int, str]] = {}
         for part in parts:
+            digest.update(part.name.encode() + (part / MANIFEST).read_bytes())
             begin = 0
             for row in json.loads((part / ROWS).read_text()):
                 end = begin + row["tokens"]
                 self._rows[row["id"]] = (part / FILE, begin, end, row["text"])
                 begin = end
+        self.index_sha256 = digest.hexdigest()
+
+    def kinds(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """The parts whose metadata differ from those of all parts before them. A check of the
+        metadata needs no other part."""
+        seen = set()
+        for part, meta in self.metas.items():
+            text = json.dumps(meta, sort_keys=True)
+            if text not in seen:
+                seen.add(text)
+                yield part, meta
 
     @property
     def samples(self) -> Iterable[str]:
@@ -104,8 +173,15 @@ class Parts:
     def read(self, sample: str, names: Sequence[str]) -> list[Tensor]:
         """Return the tensors with these names for a sample.
 
-        Raises KeyError for a sample that is not stored; check with `require` first.
+        Raises KeyError for a sample that is not stored; check with `require` first. Raises
+        UserError if the file cannot be read.
         """
         file, begin, end, _ = self._rows[sample]
-        with safe_open(file, "pt") as stored:
-            return [stored.get_slice(name)[begin:end] for name in names]
+        try:
+            with safe_open(file, "pt") as stored:
+                return [stored.get_slice(name)[begin:end] for name in names]
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{file}, a part of the {self.what}, cannot be read: {error}. Restore it, or "
+                "delete its directory and make the cache again"
+            ) from error

@@ -9,19 +9,21 @@ Shapes: B rows, T tokens of a text, H hidden size.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from decode.artifact import verify_directory
 from decode.errors import UserError
 from decode.target.generation_config import padded_prompts
 from decode.target.hidden_states import Recorder
 from decode.target.identity import describe_target, require_same_target
 from decode.target.loading import Target
-from distill.teacher.cache_parts import Parts, write_part
+from distill.teacher.cache_parts import Parts, part_directories, write_part
+from distill.teacher.read_ahead import ReadAhead
 
 CACHE_NAME = "feature cache"
 
@@ -69,7 +71,7 @@ class LiveFeatures:
         with self._timed():
             remembered = self._remembered
             if remembered and ids and all(sample in remembered for sample in ids):
-                return _padded([remembered[sample] for sample in ids], input_ids.device)
+                return join_rows([remembered[sample] for sample in ids], input_ids.device)
             with self._recorder.recording() as features:
                 if self._sources is None:
                     self._model.base_model(
@@ -106,17 +108,21 @@ def write_features(
     number: int,
     samples: Sequence[tuple[str, str]],
     features: Mapping[int, Sequence[Tensor]],
-    target: Target,
+    made_with: Mapping[str, Any],
 ) -> None:
     """Write part `number` of the cache.
 
     samples: (id, `distill.teacher.cache_parts.text_sha256`) of each sample. features: by captured
-    layer, [T, H] of each sample, in the target's dtype.
+    layer, [T, H] of each sample, in the target's dtype. made_with: the result of `describe_source`.
     """
     tensors = {_tensor_name(layer): x for layer, x in features.items()}
-    teacher = {"target": target.name, **describe_target(target, weights=True)}
-    meta = {"teacher": teacher, "captured_layers": list(features)}
+    meta = {"teacher": made_with, "captured_layers": list(features)}
     write_part(directory, number, samples, tensors, meta)
+
+
+def describe_source(target: Target) -> dict[str, Any]:
+    """The description of the target that a cache of its hidden states stores."""
+    return {"target": target.name, **describe_target(target, weights=True)}
 
 
 def _tensor_name(layer: int) -> str:
@@ -125,21 +131,23 @@ def _tensor_name(layer: int) -> str:
 
 def holds_features(directory: Path) -> bool:
     """Whether a cache holds hidden states. Raises UserError for a directory without a cache."""
-    return all("captured_layers" in meta for meta in Parts(directory, "cache").metas.values())
+    first, *_ = part_directories(directory, "cache")
+    return "captured_layers" in verify_directory(first, deep=False)
 
 
 class CachedFeatures:
     """Hidden states from a cache, in place of `LiveFeatures`.
 
     Raises UserError if the cache was made from another target, other weights, another revision or
-    dtype, lacks one of the captured_layers, or is damaged. `require` raises UserError for texts
-    that are not in the cache; `features` then raises KeyError.
+    dtype, lacks one of the captured_layers, or is damaged as `Parts` says. `require` raises
+    UserError for texts that are not in the cache; `features` then raises KeyError.
     """
 
     def __init__(self, directory: Path, target: Target, captured_layers: Sequence[int]) -> None:
         self.parts = Parts(directory, CACHE_NAME)
         self._captured_layers = list(captured_layers)
-        for part, meta in self.parts.metas.items():
+        self._ahead = ReadAhead(self._read_batch)
+        for part, meta in self.parts.kinds():
             require_same_target(meta["teacher"], target, f"the {CACHE_NAME} {directory}")
             lacking = [layer for layer in captured_layers if layer not in meta["captured_layers"]]
             if lacking:
@@ -161,29 +169,39 @@ class CachedFeatures:
         Without ids it returns features that only have the right shape. Such a batch has no tokens
         to train on.
         """
-        rows = [self._read(sample) for sample in ids]
-        if not rows:
+        if not ids:
             # Take the sizes and the dtype from any sample.
             sample = self._read(next(iter(self.parts.samples)))
             rows = [{k: x[:1].expand(input_ids.shape[1], -1) for k, x in sample.items()}]
-        return _padded(rows, input_ids.device)
+            return join_rows(rows, input_ids.device)
+        return self._ahead.take(ids, input_ids.device)
+
+    def expect(self, batches: Sequence[Sequence[str]]) -> None:
+        """Read these batches of samples in the background (`ReadAhead.expect`)."""
+        self._ahead.expect(batches)
+
+    def _read_batch(self, ids: Sequence[str]) -> dict[int, Tensor]:
+        return join_rows([self._read(sample) for sample in ids], torch.device("cpu"))
 
     def _read(self, sample: str) -> dict[int, Tensor]:
         names = [_tensor_name(layer) for layer in self._captured_layers]
         return dict(zip(self._captured_layers, self.parts.read(sample, names), strict=True))
 
 
-def _padded(rows: Sequence[Mapping[int, Tensor]], device: torch.device) -> dict[int, Tensor]:
-    """[B, T, H] by layer, from [T, H] by layer for each row. Padded with 0 on the right."""
+def join_rows(rows: Sequence[Mapping[int, Tensor]], device: torch.device) -> dict[int, Tensor]:
+    """Return [B, T, H] by layer, from [T, H] by layer for each row. Padded with 0 on the right."""
     return {
         layer: pad_sequence([row[layer] for row in rows], batch_first=True).to(device)
         for layer in rows[0]
     }
 
 
-def split_rows(features: Mapping[int, Tensor], lengths: Sequence[int]) -> list[dict[int, Tensor]]:
-    """Split a padded batch into rows without padding, on the CPU: [T, H] by layer, row by row."""
+def split_rows(
+    features: Mapping[int, Tensor], lengths: Sequence[int], device: torch.device
+) -> list[dict[int, Tensor]]:
+    """Split a padded batch into rows without padding: [T, H] by layer, row by row. The rows are
+    copies, so they do not keep the batch in memory."""
     return [
-        {layer: x[row, :length].to("cpu", copy=True) for layer, x in features.items()}
+        {layer: x[row, :length].to(device, copy=True) for layer, x in features.items()}
         for row, length in enumerate(lengths)
     ]

@@ -5,8 +5,9 @@ teacher and drafter over a set of outcomes. A signal converts the drafter's log-
 its vocabulary to log-probabilities over these outcomes. It also converts a gradient over the
 outcomes back to a gradient over the vocabulary.
 
-The signal of a batch comes from the live target (`LiveTeacher`), from stored hidden states
-(`CachedStatesTeacher`) or from stored top-k log-probabilities (`distill.teacher.top_k_cache`).
+The signal of a batch comes from the live target (`LiveTeacher`), from hidden states that are stored
+or made for several batches together (`StatesTeacher`), or from stored top-k log-probabilities
+(`distill.teacher.top_k_cache`).
 
 Shapes: B rows, T tokens, n predicted tokens, H hidden size, V vocabulary, k cached tokens.
 """
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL
 from decode.target.pretrained import input_device, require_present
-from distill.teacher.feature_sources import CachedFeatures
+from distill.teacher.feature_sources import FeatureSource
 
 
 class Signal(Protocol):
@@ -263,8 +264,8 @@ class LiveTeacher:
         return torch.cat([self._remembered[sample] for sample in ids]).to(device)
 
 
-class CachedStatesTeacher(LiveTeacher):
-    """A `LiveTeacher` that runs only the target's output layer, on cached hidden states.
+class StatesTeacher(LiveTeacher):
+    """A `LiveTeacher` that runs only the target's output layer, on the hidden states of a source.
 
     states: must contain the layer `FINAL`. vocabulary, tokens, timed: as for `LiveTeacher`.
     """
@@ -272,7 +273,7 @@ class CachedStatesTeacher(LiveTeacher):
     def __init__(
         self,
         target: SplitModel,
-        states: CachedFeatures,
+        states: FeatureSource,
         *,
         vocabulary: Tensor | None = None,
         tokens: int | None = None,

@@ -22,6 +22,7 @@ from decode.target.identity import describe_target, require_equal, require_same_
 from decode.target.loading import Target
 from distill.teacher import cache_parts
 from distill.teacher.cache_parts import Parts
+from distill.teacher.read_ahead import ReadAhead
 from distill.teacher.teacher_signal import Teacher, TopK
 
 CACHE_NAME = "teacher cache"
@@ -114,20 +115,22 @@ class CachedTeacher:
     """Reads a cache. It loads only the samples of a batch.
 
     Raises UserError if the cache was made from another target, other weights, another revision,
-    dtype or draft vocabulary, if its parts differ in k or temperature, or if a part is damaged.
-    `require` raises UserError for text that is not in the cache; `signal` then raises KeyError.
+    dtype or draft vocabulary, if its parts differ in k or temperature, or if a part is damaged as
+    `Parts` says. `require` raises UserError for text that is not in the cache; `signal` then raises
+    KeyError.
     """
 
     def __init__(self, directory: Path, target: Target) -> None:
         self.directory = directory
-        self._parts = Parts(directory, CACHE_NAME)
+        self.parts = Parts(directory, CACHE_NAME)
+        self._ahead = ReadAhead(self._read_batch)
         self.vocabulary: Tensor | None = None
         if (directory / "vocabulary").exists():
             verify_directory(directory / "vocabulary")
             self.vocabulary = load_file(directory / "vocabulary" / VOCABULARY)["ids"]
         self.k, self.temperature = 0, 1.0
-        first, *_ = self._parts.metas
-        for part, meta in self._parts.metas.items():
+        first, *_ = self.parts.metas
+        for part, meta in self.parts.kinds():
             teacher = meta["teacher"]
             expected = describe_teacher(
                 target,
@@ -146,23 +149,30 @@ class CachedTeacher:
 
     def require(self, samples: Sequence[tuple[str, str]]) -> None:
         """Raise UserError unless the cache holds every (id, text_sha256)."""
-        self._parts.require(samples)
+        self.parts.require(samples)
 
     def signal(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Teacher:
         """Like `LiveTeacher.signal`. For a batch without samples the signal is empty."""
         device = input_ids.device
-        signals = [self._read(name) for name in ids]
-        if not signals:
+        if not ids:
             empty = torch.zeros(0, self.k, device=device)
             return TopK(empty.long(), empty, empty[:, 0]).__getitem__
-        return TopK(
-            torch.cat([s.ids for s in signals]).to(device),
-            torch.cat([s.log_p for s in signals]).to(device),
-            torch.cat([s.log_tail for s in signals]).to(device),
-        ).__getitem__
+        return TopK(**self._ahead.take(ids, device)).__getitem__
+
+    def expect(self, batches: Sequence[Sequence[str]]) -> None:
+        """Read these batches of samples in the background (`ReadAhead.expect`)."""
+        self._ahead.expect(batches)
+
+    def _read_batch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        signals = [self._read(name) for name in names]
+        return {
+            "ids": torch.cat([s.ids for s in signals]),
+            "log_p": torch.cat([s.log_p for s in signals]),
+            "log_tail": torch.cat([s.log_tail for s in signals]),
+        }
 
     def _read(self, name: str) -> TopK:
-        ids, log_p, tail = self._parts.read(name, ("ids", "log_p", "log_tail"))
+        ids, log_p, tail = self.parts.read(name, ("ids", "log_p", "log_tail"))
         return TopK(ids.to(torch.int64), log_p.float(), tail)

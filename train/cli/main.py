@@ -13,7 +13,7 @@ from train.cli.init import init, quickstart
 from train.cli.learn import learn
 from train.cli.record import forget, record
 from train.cli.serve import serve
-from train.cli.train import train
+from train.cli.train import train, verify_cache
 from train.cli.verify_server import verify_server
 from train.cli.watch import watch
 
@@ -26,6 +26,7 @@ for command in (
     quickstart,
     init,
     train,
+    verify_cache,
     watch,
     compare,
     evaluate,

@@ -68,6 +68,17 @@ def train(
             print_report(run, report)
 
 
+@shows_errors
+def verify_cache(
+    directory: Annotated[Path, typer.Argument(help="of a teacher_cache or feature_cache stage")],
+) -> None:
+    """Hash all files of a cache, also those that did not change since they were hashed."""
+    from train.training.open_caches import check_directory
+
+    count = check_directory(directory, "cache", again=True)
+    typer.echo(f"{directory}: {count} parts, all sound")
+
+
 def plan_target(settings: "RunConfig") -> "Target":
     """The target of a run without its weights, for a plan."""
     from decode.target.without_weights import load_shapes
@@ -84,6 +95,7 @@ def plan_target(settings: "RunConfig") -> "Target":
 
 def print_plan(run: Any, reporter: Any, speed: str | None) -> None:
     """Print the resolved config's stages, and what each trains, writes and needs."""
+    from decode.artifact import free_space
     from train.report.format_figures import format_duration
     from train.training.estimates import read_speeds, seconds_of
 
@@ -111,10 +123,17 @@ def print_plan(run: Any, reporter: Any, speed: str | None) -> None:
         max(plan.memory_bytes for _, _, plan in plans),
         sum(plan.disk_bytes for _, _, plan in plans),
     )
+    free = free_space(run.directory)
     reporter.say(
         f"about {memory / 2**30:.1f} GiB for the tensors of the largest stage, in one process that "
-        f"shards nothing, and {disk / 2**30:.1f} GiB of disk; estimates for answers of full length"
+        f"shards nothing, and {disk / 2**30:.1f} GiB of disk, where {free / 2**30:.1f} GiB are "
+        "free; estimates for answers of full length"
     )
+    if disk > free:
+        reporter.say(
+            "the disk may be too small: choose another output_dir, or let stages use the live "
+            "target (features: live, teacher: live) in place of caches"
+        )
     if not speeds:
         reporter.say("no time: give --speed generate=TOKENS_PER_SECOND,… or --speed RUN_DIRECTORY")
 

@@ -156,6 +156,23 @@ class RankBatches:
         return self._batches.batch(i)[self._rank :: self._world]
 
 
+class RankText:
+    """One rank's samples of the batches of a round.
+
+    round: its number. `batch(i)` is the same at every call, as in `RankBatches`.
+    """
+
+    def __init__(self, number: int, samples: Sequence[Sample], batches: RankBatches) -> None:
+        self.round, self._samples, self._batches = number, samples, batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def batch(self, i: int) -> list[Sample]:
+        """The samples of batch `i`; may be empty."""
+        return [self._samples[row] for row in self._batches.batch(i)]
+
+
 class Batch(TypedDict):
     """The input of one step; rows are padded on the right."""
 

@@ -1,6 +1,7 @@
 """`distill`: a small language model learns the target's distribution (DistillSpec, 2310.08461)."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from distill.parallel_distillation import (
     ParallelDistillation,
     require_full_attention,
 )
-from distill.teacher.feature_sources import bytes_per_token, holds_features
+from distill.teacher.feature_sources import LiveFeatures, bytes_per_token, holds_features
 from distill.teacher.teacher_signal import LiveTeacher, TeacherSource, split_model
 from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import LoraConfig, Trainable
@@ -57,15 +58,15 @@ from train.training.estimates import (
     time_limit,
     training_disk_bytes,
 )
+from train.training.live_window import WINDOW_PASSES, LiveWindow, look_ahead_of
+from train.training.open_caches import Cache, open_cache
 from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import (
     DRAFTER_STAGES,
-    Cache,
     StudentConfig,
     checkpoint_layers,
     choose_trained,
     make_student,
-    open_cache,
     start_provenance,
     teacher_of,
     teaching_model,
@@ -137,8 +138,11 @@ class DistillStage(TrainingStage[DistillConfig]):
             _check_cache(config, earlier)
         if config.on_policy is not None:
             _check_on_policy(config)
+        if not config.weighted_loss.needs_teacher:
+            _refuse(config, tokens_per_pass="no loss reads the teacher")
         if config.shard_teacher:
-            _refuse(config, remember_teacher="all ranks must run a sharded target for every batch")
+            reason = "all ranks must run a sharded target for every batch"
+            _refuse(config, remember_teacher=reason, tokens_per_pass=reason)
             if config.dev is not None and config.dev.decode_prompts:
                 raise UserError(
                     f"stage {config.name}: dev.decode_prompts needs the complete target on one "
@@ -188,9 +192,13 @@ class DistillStage(TrainingStage[DistillConfig]):
         )
         if config.teacher == "live":
             target = self.target.model
-            memory += self.target_bytes + forward_bytes(target, config.loop.tokens_per_batch)
+            pass_tokens = config.tokens_per_pass or config.loop.tokens_per_batch
+            states = bytes_per_token(self.target, [FINAL])
+            memory += self.target_bytes + forward_bytes(target, pass_tokens)
+            if config.tokens_per_pass is not None:
+                memory += states * max(WINDOW_PASSES * pass_tokens, config.loop.tokens_per_batch)
             if config.remember_teacher:
-                memory += self.planned_text_tokens(plans) * bytes_per_token(self.target, [FINAL])
+                memory += states * self.planned_text_tokens(plans)
         return StagePlan(
             f"{type(model).__name__} of {student.num_parameters() / 1e6:.1f}M parameters; "
             f"{config.losses_in_words}; {amount}",
@@ -208,7 +216,9 @@ class DistillStage(TrainingStage[DistillConfig]):
         weights = self._token_weights(samples)
         cache = None
         if config.teacher != "live":
-            cache = open_cache(self.cache_directory(config.teacher), self.target, samples)
+            cache = open_cache(
+                self.cache_directory(config.teacher), self.target, samples, self.accelerator
+            )
         student, vocabulary, coverage = self._prepare(samples, cache)
         self._require_unused(stored_mask_token(student.model.config), samples)
         with teaching_model(self.target, shard=config.shard_teacher) as model:
@@ -340,10 +350,12 @@ class DistillStage(TrainingStage[DistillConfig]):
         tokens = self.target.token_count
         clock = Clock(self.accelerator.device)
         teacher: TeacherSource | None = None
+        source: LiveWindow | Cache | None = None
         if loss.needs_teacher:
+            source = cache or self._window(model, clock)
             teacher = teacher_of(
                 model,
-                cache,
+                source,
                 vocabulary,
                 tokens=tokens,
                 remember=config.remember_teacher,
@@ -369,6 +381,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             self.target.tokenizer.pad_token_id or 0,
             measure=dev.measure if dev else None,
             measure_every=config.dev.every if config.dev else 1,
+            look_ahead=None if source is None else look_ahead_of(source),
         )
         return Trainer(
             self.accelerator,
@@ -379,6 +392,22 @@ class DistillStage(TrainingStage[DistillConfig]):
             self.directory,
             clock=clock,
             allow_changes=self.allow_changes,
+        )
+
+    def _window(self, model: PreTrainedModel, clock: Clock) -> LiveWindow | None:
+        """The live teacher's hidden states for the next batches, if it runs over them together."""
+        config = self.config
+        if config.tokens_per_pass is None:
+            return None
+        live = LiveFeatures(
+            model, [FINAL], remember=config.remember_teacher, timed=partial(clock, "teacher")
+        )
+        return LiveWindow(
+            live,
+            config.loop,
+            self.accelerator,
+            tokens_per_pass=config.tokens_per_pass,
+            pad_id=self.target.tokenizer.pad_token_id or 0,
         )
 
     def _module(self, model: PreTrainedModel, vocabulary: Tensor | None) -> Distillation:
@@ -495,6 +524,7 @@ def _check_cache(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
         config,
         on_policy="the cache has no results for text that the drafter generates later",
         remember_teacher="a cache replaces the live target",
+        tokens_per_pass="a cache replaces the live target",
         shard_teacher="a cache replaces the live target",
     )
     if config.teacher_temperature != 1 and not holds_states:

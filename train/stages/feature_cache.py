@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from distill.teacher.feature_sources import (
     CachedFeatures,
     LiveFeatures,
     bytes_per_token,
+    describe_source,
     split_rows,
     write_features,
 )
@@ -68,16 +70,18 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
         source = LiveFeatures(target.model, config.captured_layers)
         samples, counts = self.fitting_samples()
         token_bytes = bytes_per_token(target, config.captured_layers)
+        sizes = [token_bytes * len(sample.tokens) for sample in samples]
         tokens = sum(len(sample.tokens) for sample in samples)
+        made_with = describe_source(target)
         self.reporter.say(
             f"  {token_bytes} bytes a token, {tokens} tokens: {size(token_bytes * tokens)}"
         )
 
         def write(number: int, part: Sequence[Sample], hashes: list[tuple[str, str]]) -> int:
-            write_features(self.directory, number, hashes, self._states(source, part), target)
+            write_features(self.directory, number, hashes, self._states(source, part), made_with)
             return sum(len(sample.tokens) for sample in part)
 
-        speed = self.write_parts(samples, config.part_samples, write)
+        speed = self.write_parts(samples, config.part_samples, write, sizes)
         # Checks that the cache is complete and belongs to this target.
         CachedFeatures(self.directory, target, config.captured_layers)
         return Outcome(
@@ -98,7 +102,9 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
                 tensors["input_ids"], tensors["attention_mask"], batch["ids"]
             )
             lengths = [len(part[i].tokens) for i in rows]
-            states |= dict(zip(rows, split_rows(features, lengths), strict=True))
+            states |= dict(
+                zip(rows, split_rows(features, lengths, torch.device("cpu")), strict=True)
+            )
         return {
             layer: [states[i][layer] for i in range(len(part))]
             for layer in self.config.captured_layers

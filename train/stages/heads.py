@@ -22,7 +22,7 @@ from decode.target.loading import Target
 from decode.trees.static import store_tree
 from distill.agreement import Bigrams, lookup_top1
 from distill.drift import Drift
-from distill.teacher.feature_sources import FeatureSource, LiveFeatures, bytes_per_token
+from distill.teacher.feature_sources import CachedFeatures, LiveFeatures, bytes_per_token
 from distill.teacher.teacher_signal import split_model
 from heads.head_training import HeadTraining, JointTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
@@ -46,8 +46,9 @@ from train.training.estimates import (
 )
 from train.training.head_start import check_start
 from train.training.head_tree import TreeConfig, calibrated_tree, require_tree
+from train.training.live_window import WINDOW_PASSES, LiveWindow
+from train.training.open_caches import open_features
 from train.training.optimizer import OptimizerConfig
-from train.training.student_and_teacher import open_features
 from train.training.trainer import Clock, LoopConfig, Trainer, TrainingTask
 
 if TYPE_CHECKING:
@@ -118,10 +119,10 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         if config.features != "live":
             if not Path(config.features).is_dir():
                 closest_stage(config.features, earlier, "feature_cache")
-            if config.remember_features:
+            for key in _live_settings(config):
                 raise UserError(
-                    f"stage {config.name}: remember_features cannot be set here: a cache replaces "
-                    "the live target; leave it out"
+                    f"stage {config.name}: {key} cannot be set here: a cache replaces the live "
+                    "target; leave it out"
                 )
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
@@ -147,14 +148,15 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         # Float32 weights; the target, which computes the hidden states of a batch; a layer of the
         # target's size for each place of a draft; the logits of heads and target for one chunk.
         memory = 4 * trained + optimizer_bytes(trained, average=ema) + self.target_bytes
-        memory += forward_bytes(target.model, loop.tokens_per_batch)
+        memory += forward_bytes(target.model, config.tokens_per_pass or loop.tokens_per_batch)
         memory += activation_bytes(target.model, heads.depth, loop.tokens_per_batch, itemsize)
         memory += 2 * 4 * config.chunk_tokens * heads.rows
         disk = training_disk_bytes(trained, trained, average=ema)
+        states = bytes_per_token(target, heads.captured_layers)
+        if config.tokens_per_pass is not None:
+            memory += states * max(WINDOW_PASSES * config.tokens_per_pass, loop.tokens_per_batch)
         if config.remember_features:
-            memory += self.planned_text_tokens(plans) * bytes_per_token(
-                target, heads.captured_layers
-            )
+            memory += self.planned_text_tokens(plans) * states
         options = config.heads.model_dump(exclude={"type"}, exclude_none=True)
         what = f"{config.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
         if config.backbone is not None:
@@ -254,16 +256,27 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         if config.backbone is not None:
             return TrainedBackbone(config.backbone, target, self.corpus, clock, stage=config.name)
 
-        def features(captured_layers: Sequence[int]) -> FeatureSource:
+        def features(
+            captured_layers: Sequence[int],
+        ) -> LiveFeatures | LiveWindow | CachedFeatures:
             if config.features != "live":
                 directory = self.cache_directory(config.features)
-                return open_features(directory, target, samples, captured_layers)
-            return LiveFeatures(
+                return open_features(directory, target, samples, captured_layers, self.accelerator)
+            live = LiveFeatures(
                 target.model,
                 captured_layers,
                 remember=config.remember_features,
                 timed=partial(clock, "teacher"),
                 sources={s.id: s.source for s in samples} if target.has_encoder else None,
+            )
+            if config.tokens_per_pass is None:
+                return live
+            return LiveWindow(
+                live,
+                config.loop,
+                self.accelerator,
+                tokens_per_pass=config.tokens_per_pass,
+                pad_id=target.tokenizer.pad_token_id or 0,
             )
 
         return FrozenBackbone(target, features)
@@ -301,6 +314,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             measure=dev.measure if dev else None,
             measure_every=config.dev.every if config.dev else 1,
             figures=module.figures,
+            look_ahead=backbone.look_ahead,
         )
         trainer = Trainer(
             self.accelerator,
@@ -453,12 +467,16 @@ def _require_decoder_only_parts(config: HeadsConfig) -> None:
             )
 
 
+def _live_settings(config: HeadsConfig) -> list[str]:
+    """The settings of a live frozen target that are set."""
+    return [key for key in ("remember_features", "tokens_per_pass") if getattr(config, key)]
+
+
 def _check_backbone(
     config: HeadsConfig, backbone: BackboneConfig, earlier: Sequence[StageConfig]
 ) -> None:
     backbone.check(config.name, earlier)
-    if config.features != "live" or config.remember_features:
-        key = "remember_features" if config.remember_features else "features"
+    for key in _live_settings(config) or ["features"] * (config.features != "live"):
         raise UserError(
             f"stage {config.name}: {key} cannot be set here: the target is trained, so its "
             "hidden states change with every step; leave it out"

@@ -87,6 +87,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
             )
         tokens = sum(sum(sample.mask[1:]) for sample in samples)
         token_bytes = bytes_per_token(config.k, vocab_size)
+        sizes = [token_bytes * sum(sample.mask[1:]) for sample in samples]
         self.reporter.say(
             f"  {token_bytes} bytes a token, {tokens} tokens: {size(token_bytes * tokens)}"
         )
@@ -109,7 +110,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
             write_part(self.directory, number, hashes, signals, vocab_size, made_with)
             return sum(len(signal.ids) for signal in signals)
 
-        speed = self.write_parts(samples, config.part_samples, write)
+        speed = self.write_parts(samples, config.part_samples, write, sizes)
         CachedTeacher(self.directory, target)  # checks: complete, and made from this target
         return Outcome(
             summary={

@@ -19,7 +19,7 @@ from decode.errors import UserError
 from decode.target.loading import Target, load_target
 from distill.drift import Drift, measure_drift
 from distill.losses import WeightedLoss
-from distill.teacher.feature_sources import FeatureSource, LiveFeatures
+from distill.teacher.feature_sources import CachedFeatures, FeatureSource, LiveFeatures
 from distill.teacher.teacher_signal import LiveTeacher, split_model
 from distill.trainable_model import LoraConfig, Trainable
 from heads.head_training import HeadTraining, JointTraining
@@ -28,8 +28,9 @@ from train.data.chat import Sample
 from train.data.corpus import Corpus
 from train.data.read import spread
 from train.schema import Losses, StageConfig, Strict, closest_stage
+from train.training.live_window import LiveWindow, look_ahead_of
 from train.training.optimizer import GroupConfig, OptimizerConfig
-from train.training.trainer import Clock
+from train.training.trainer import Clock, LookAhead
 
 PREFIX = "backbone."
 
@@ -134,6 +135,11 @@ class Backbone(ABC):
         the training's steps that are done, in [0, 1].
         """
 
+    @property
+    def look_ahead(self) -> LookAhead | None:
+        """What the trainer calls before each batch (`TrainingTask.look_ahead`)."""
+        return None
+
     @abstractmethod
     def target_with(self, weights: Mapping[str, Tensor]) -> Target:
         """The target that goes with these weights of the trained module."""
@@ -150,7 +156,11 @@ class FrozenBackbone(Backbone):
 
     weights_prefix = "heads."
 
-    def __init__(self, target: Target, features: Callable[[Sequence[int]], FeatureSource]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        features: Callable[[Sequence[int]], LiveFeatures | LiveWindow | CachedFeatures],
+    ) -> None:
         self.target, self._make_source = target, features
         self._dev_source: FeatureSource | None = None
 
@@ -158,6 +168,11 @@ class FrozenBackbone(Backbone):
         self._layers = heads.captured_layers
         self._source = self._make_source(self._layers)
         return heads
+
+    @property
+    def look_ahead(self) -> LookAhead | None:
+        source = self._source
+        return look_ahead_of(source) if isinstance(source, LiveWindow | CachedFeatures) else None
 
     def forward(
         self,
@@ -169,7 +184,7 @@ class FrozenBackbone(Backbone):
         *,
         dev: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        source = self._source
+        source: FeatureSource = self._source
         if dev:
             # A separate source: samples of two splits may have the same id.
             if self._dev_source is None:

@@ -15,16 +15,13 @@ from transformers import PreTrainedModel
 from decode.drafters.directory import describe_drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.errors import UserError
-from decode.target.hidden_states import FINAL
 from decode.target.identity import require_same_vocabulary
 from decode.target.loading import Target, load_target
 from decode.target.without_weights import load_shapes
 from distill.choose_vocabulary import most_frequent
-from distill.teacher.cache_parts import text_sha256
-from distill.teacher.feature_sources import CachedFeatures, holds_features
 from distill.teacher.teacher_signal import (
-    CachedStatesTeacher,
     LiveTeacher,
+    StatesTeacher,
     TeacherSource,
     shard_layers,
     split_model,
@@ -35,6 +32,8 @@ from train.data.batches import collate, inputs
 from train.data.chat import Sample
 from train.data.read import spread
 from train.schema import Strict
+from train.training.live_window import LiveWindow
+from train.training.open_caches import Cache
 from train.training.trainer import Clock
 
 # Kinds of stages that make small language models, which later stages can continue to train.
@@ -156,33 +155,6 @@ def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
     return lost / count
 
 
-Cache = CachedTeacher | CachedFeatures
-
-
-def open_cache(directory: Path, target: Target, samples: Sequence[Sample]) -> Cache:
-    """The cache that a `teacher_cache` or `feature_cache` stage wrote in a directory. Raises
-    UserError if it was made from another target, or lacks one of the samples."""
-    if holds_features(directory):
-        return open_features(directory, target, samples, [FINAL])
-    cache = CachedTeacher(directory, target)
-    cache.require(_hashes(samples))
-    return cache
-
-
-def open_features(
-    directory: Path, target: Target, samples: Sequence[Sample], captured_layers: Sequence[int]
-) -> CachedFeatures:
-    """The hidden states at `captured_layers` that a `feature_cache` stage wrote in a directory.
-    Raises UserError as `open_cache` does."""
-    cache = CachedFeatures(directory, target, captured_layers)
-    cache.require(_hashes(samples))
-    return cache
-
-
-def _hashes(samples: Sequence[Sample]) -> list[tuple[str, str]]:
-    return [(sample.id, text_sha256(sample.tokens, sample.mask)) for sample in samples]
-
-
 @contextmanager
 def teaching_model(target: Target, *, shard: bool) -> Iterator[PreTrainedModel]:
     """The target's model as a teacher. With `shard`, it is a copy sharded over the ranks; the
@@ -202,25 +174,25 @@ def teaching_model(target: Target, *, shard: bool) -> Iterator[PreTrainedModel]:
 
 def teacher_of(
     target: PreTrainedModel,
-    cache: Cache | None,
+    source: LiveWindow | Cache | None,
     vocabulary: Tensor | None,
     *,
     tokens: int,
     remember: bool,
     clock: Clock,
 ) -> TeacherSource:
-    """The teacher: `cache` if given, otherwise the live target.
+    """The teacher: on the results of `source` if there is one, otherwise the live target.
 
     vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first `tokens` rows
     of the output layer. remember: keep the live target's results after their first use. clock:
     records the teacher's time as `teacher`.
     """
-    if isinstance(cache, CachedTeacher):
-        return cache
+    if isinstance(source, CachedTeacher):
+        return source
     model = split_model(target)
-    if cache is not None:
-        return CachedStatesTeacher(
-            model, cache, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher")
+    if source is not None:
+        return StatesTeacher(
+            model, source, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher")
         )
     return LiveTeacher(
         model,

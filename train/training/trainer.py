@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from decode.artifact import require_space
 from decode.errors import UserError
 from train.console import Reporter
-from train.data.batches import Batches, Inputs, collate, inputs, padding_share
+from train.data.batches import Batches, Inputs, RankText, collate, inputs, padding_share
 from train.data.chat import Sample
 from train.data.training_text import Text, Weights
 from train.schema import Strict
@@ -28,6 +28,8 @@ from train.training.optimizer import EMA, OptimizerConfig, make_optimizer, take_
 
 # (module, batch, its samples' ids) → (loss summed over its tokens, each term's sum [terms])
 Step = Callable[[nn.Module, Inputs, Sequence[str]], tuple[Tensor, Tensor]]
+# (this rank's text of the round, the number of the batch that is used next)
+LookAhead = Callable[[RankText, int], None]
 
 
 class LoopConfig(Strict):
@@ -117,6 +119,7 @@ class TrainingTask:
     measure: computes figures of the module on a dev slice. All ranks call it together, every
     `measure_every` steps and at the end. figures: computes a step's logged figures from the sums of
     its terms and the number of predicted tokens. None: each term's mean over these tokens.
+    look_ahead: called before each batch, so that a source can prepare the batches that follow.
     """
 
     label: str
@@ -128,6 +131,7 @@ class TrainingTask:
     measure: Callable[[nn.Module, Weights], dict[str, float]] | None = None
     measure_every: int = 1
     figures: Callable[[dict[str, float], int], dict[str, float]] | None = None
+    look_ahead: LookAhead | None = None
 
 
 @dataclass
@@ -298,10 +302,12 @@ class Trainer:
         tokens = sum(current.predicted[i] for n in numbers for i in batches.batch(n))
         sums = torch.zeros(len(self.task.terms), dtype=torch.float64, device=accelerator.device)
         total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        text = RankText(current.number, current.samples, batches.for_rank(rank, world))
         for number in numbers:
             with self.clock("data"):
-                rows = [current.samples[i] for i in batches.for_rank(rank, world).batch(number)]
-                batch = collate(rows, self.task.pad_id)
+                if self.task.look_ahead is not None:
+                    self.task.look_ahead(text, number)
+                batch = collate(text.batch(number), self.task.pad_id)
                 tensors = inputs(batch, accelerator.device)
             final = number + 1 == last
             with parallel.part(accelerator, self.module, last=final), self.clock("drafter"):

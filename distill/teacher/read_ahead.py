@@ -1,0 +1,49 @@
+"""Reads the next batches of a cache in a thread, while the current batch is trained on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+# Batches that are read before their use.
+READ_AHEAD = 4
+
+Name = TypeVar("Name", int, str)
+
+
+class ReadAhead(Generic[Name]):
+    """Batches of a cache, by the ids of their samples.
+
+    read(ids): the tensors of a batch, on the CPU. At most the batches of the last `expect` are in
+    memory. With CUDA they are in pinned memory, so the copy to the device does not wait.
+    """
+
+    def __init__(self, read: Callable[[Sequence[str]], Mapping[Name, Tensor]]) -> None:
+        self._read: Callable[[Sequence[str]], Mapping[Name, Tensor]] = read
+        self._pins = torch.cuda.is_available()
+        self._reading: dict[tuple[str, ...], Future[Mapping[Name, Tensor]]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def expect(self, batches: Sequence[Sequence[str]]) -> None:
+        """Begin to read these batches, in this order. All others are dropped."""
+        wanted = [tuple(ids) for ids in batches if ids]
+        for key in self._reading.keys() - set(wanted):
+            self._reading.pop(key).cancel()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "read-ahead")
+        for key in wanted:
+            if key not in self._reading:
+                self._reading[key] = self._thread.submit(self._loaded, key)
+
+    def take(self, ids: Sequence[str], device: torch.device) -> dict[Name, Tensor]:
+        """A batch on a device. Waits for it, or reads it now if it was not expected. Raises as
+        `read` does."""
+        future = self._reading.pop(tuple(ids), None)
+        batch = self._loaded(ids) if future is None else future.result()
+        return {name: x.to(device, non_blocking=self._pins) for name, x in batch.items()}
+
+    def _loaded(self, ids: Sequence[str]) -> Mapping[Name, Tensor]:
+        batch = self._read(ids)
+        return {name: x.pin_memory() for name, x in batch.items()} if self._pins else batch
