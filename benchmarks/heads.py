@@ -75,6 +75,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     # EAGLE-3 by the losses that are made for the acceptance rate (2602.23881).
     "eagle3_nla": ({"type": "eagle3", "steps": 3}, {"negative_log_acceptance": 1.0}),
     "eagle3_lk": ({"type": "eagle3", "steps": 3}, {"lk_hybrid": 1.0}),
+    "kangaroo": ({"type": "kangaroo", "exit_layer": 2, "depth": 4}, {"forward_kl": 1.0}),
     # Block drafters: DFlash by the text's tokens, DSpark by its paper's loss.
     "dflash": (BLOCK | {"type": "dflash", "block": 8, "decay": 4.0}, {"cross_entropy": 1.0}),
     "dspark": (BLOCK | {"type": "dspark"}, {"cross_entropy": 0.1, "total_variation": 1.8}),
@@ -87,7 +88,7 @@ SMALL_LM, PARD = "small_lm", "pard"
 KNOWN = (SMALL_LM, PARD, *HEADS)
 # These compare variants, and run only if --arms names them.
 ONE_PASS = (PARD, "pass", "p_eagle", "dflash", "dspark")
-EXTRA = (*ONE_PASS, "eagle31", "eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
+EXTRA = (*ONE_PASS, "kangaroo", "eagle31", "eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
 
@@ -156,7 +157,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
         loop |= {"epochs": 1000, "max_minutes": settings.minutes}
     training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
     reads_layers = any(
-        HEADS[name][0]["type"] in ("eagle3", "p_eagle", "dflash", "dspark")
+        HEADS[name][0]["type"] in ("eagle3", "p_eagle", "dflash", "dspark", "kangaroo")
         for name in settings.arms
         if name in HEADS
     )

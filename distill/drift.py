@@ -6,6 +6,7 @@ Shapes: n predicted tokens, V vocabulary.
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,6 +31,14 @@ class Drift:
     def to_dict(self) -> dict[str, float]:
         """Return the fields as JSON values."""
         return asdict(self)
+
+    def in_words(self, path: Path) -> str:
+        """A line for the log. path: the new model's directory."""
+        return (
+            f"  the new target {path}: KL(original‖new) {self.kl:.4f} nats per token, perplexity "
+            f"{self.perplexity_original:.2f} → {self.perplexity_new:.2f} on {self.tokens} held-out "
+            "tokens"
+        )
 
 
 @torch.no_grad()

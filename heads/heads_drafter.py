@@ -212,9 +212,13 @@ class AttendingDrafter(HeadsDrafter):
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
         self._fill_cache(contexts, np.maximum(contexts.lengths - 2, 0), first)
 
-    def newest(self, contexts: Contexts) -> Tensor:
-        """[B, H]: the layer's output for each row's last entry. Computes all missing entries."""
-        entries = contexts.lengths - 1
+    def newest(self, contexts: Contexts, entries: np.ndarray | None = None) -> Tensor:
+        """[B, H]: the layer's output for each row's last entry. Computes all missing entries.
+
+        entries: int [B], the number of entries of each row. None: one less than the text has
+        tokens.
+        """
+        entries = contexts.lengths - 1 if entries is None else entries
         outputs, first = self._fill_cache(contexts, entries)
         # A row without entries drafts nothing, so its value here does not matter.
         last = to_device(np.maximum(entries - first - 1, 0), outputs.device)

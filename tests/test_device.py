@@ -241,7 +241,7 @@ def test_a_step_with_a_tree_reads_once_if_its_shape_is_known_and_else_twice(
     require_waits(small(shaped(name, options)), reads, rule=rule)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra_plus", "eagle1"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra_plus", "eagle1", "kangaroo"])
 def test_heads_that_draft_a_tree_read_nothing_themselves(kind: str) -> None:
     options, name, reads = TREES["dynamic"]
     require_waits(headed(kind, shaped(name, options)), reads)

@@ -37,6 +37,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "mask_token": 2,
         "rank": 4,
     },
+    # Of two layers: only LONGER's target has them.
+    "kangaroo": {"type": "kangaroo", "exit_layer": 1, "depth": 3},
 }
 
 
@@ -112,6 +114,8 @@ def test_texts_have_the_targets_distribution(
         ("dflash", "block", None),
         ("dflash", "traversal", "distinct"),
         ("dspark", "multi_round", "distinct"),
+        ("kangaroo", "speculative", None),
+        ("kangaroo", "traversal", "distinct"),
     ],
 )
 def test_ragged_texts_of_many_rounds(kind: str, rule: str, draw: Any) -> None:

@@ -92,6 +92,7 @@ KINDS: dict[str, Callable[[], Drafter]] = {
     "dflash": lambda: heads_drafter("dflash", None, LONGER),
     "dspark": lambda: heads_drafter("dspark", static(), LONGER),
     "eagle1 tree": lambda: heads_drafter("eagle1", static(), LONGER),
+    "kangaroo": lambda: heads_drafter("kangaroo", static(), LONGER),
 }
 
 

@@ -287,7 +287,7 @@ def _check_evaluation(config: RunConfig) -> None:
     for stage in judged:
         heads: Any = getattr(stage, "heads", None)
         if (
-            stage.kind in ("distill", "heads")
+            stage.kind in ("distill", "heads", "layer_skip")
             and protocol.make_policy().reads_estimates
             and not getattr(heads, "confidence", False)
         ):

@@ -21,7 +21,7 @@ from train.console import Reporter
 from train.data.corpus import Corpus
 from train.data.read import Example, spread
 from train.stage import Outcome
-from train.training.backbone import load_like
+from train.training.trained_target import load_like
 
 SAMPLES = 3
 # Number of prompts for choosing a baseline's γ, unless a timed batch has more.

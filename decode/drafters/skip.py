@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.device import to_device
@@ -16,7 +17,12 @@ from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM, LayerView
 from decode.target.forward.sublayers import Sublayers
+from decode.target.identity import require_same_weights, sample_weights
+from decode.target.loading import Target
 from decode.trees import Growth, Shape
+
+# The files of a drafter directory: the set, and a sample of the target's weights, by their dtype.
+SUBLAYERS, SAMPLE = "sublayers.json", "target_sample.safetensors"
 
 
 class SelfDrafter(ShapedDrafter):
@@ -101,7 +107,9 @@ class SkipDrafter(SelfDrafter):
     """The target without the attention and the MLP of some layers (Draft & Verify, 2309.08168).
 
     attention, mlp: the layers, from 0, whose attention or MLP is skipped: `3-8/12`, or a list of
-    numbers. file: instead of both, a set that `draftsmith calibrate-layers` wrote.
+    numbers. file: instead of both, a set that `draftsmith calibrate-layers` wrote. exit: instead of
+    these, the number of layers that a draft runs, from the first on: an early exit, as LayerSkip
+    (2404.16710) drafts. The directory of a `layer_skip` stage holds such a set.
 
     In the paper's code, sampled drafts are by default the likeliest tokens, but their softmax is
     declared as q, and the text does not have the target's distribution. Here q is the distribution
@@ -114,14 +122,39 @@ class SkipDrafter(SelfDrafter):
         attention: str | int | list[int] = "",
         mlp: str | int | list[int] = "",
         file: str | None = None,
+        exit: int | None = None,
     ) -> None:
         named = Sublayers.of(attention, mlp)
-        if file is not None and len(named):
-            raise UserError("give skip either a file or layers, not both")
+        if bool(len(named)) + (file is not None) + (exit is not None) > 1:
+            raise UserError("give skip either layers, or a file, or an exit, not both")
+        if exit is not None and type(exit) is not int:
+            raise UserError(f"exit is {exit!r}; expected a number of layers")
         skipped = named if file is None else Sublayers.load(Path(file).expanduser())
-        if not len(skipped):
+        if exit is None and not len(skipped):
             raise UserError(
                 "skip needs layers to skip: without them, a draft costs as much as the target's "
-                "own tokens; give attention=3-8/12 or mlp=…, or file=FILE from calibrate-layers"
+                "own tokens; give attention=3-8/12, mlp=…, exit=LAYERS, or file=FILE from "
+                "calibrate-layers"
             )
         super().__init__(skipped)
+        self.exit = exit
+
+    @classmethod
+    def load(cls, path: Path, target: Target, *, dtype: str) -> "SkipDrafter":
+        """Load a directory written by `write_skip_drafter`. Raises UserError for a target with
+        other weights."""
+        (dtype_name, sample), *_ = load_file(path / SAMPLE).items()
+        require_same_weights(sample, dtype_name, target.model, f"the target of the drafter {path}")
+        return cls(file=str(path / SUBLAYERS))
+
+    def attach(self, lm: CachedLM) -> None:
+        if self.exit is not None:
+            self.skipped = Sublayers.later(self.exit, lm.layers)
+        super().attach(lm)
+
+
+def write_skip_drafter(directory: Path, skipped: Sublayers, target: Target) -> None:
+    """Write the files that `SkipDrafter.load` reads."""
+    skipped.save(directory / SUBLAYERS, {"target": target.name})
+    dtype = str(target.dtype).removeprefix("torch.")
+    save_file({dtype: sample_weights(target.model)}, directory / SAMPLE)

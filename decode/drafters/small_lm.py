@@ -304,7 +304,10 @@ class CachedGrowth(Growth):
     """Feeds the nodes to a model over slots.
 
     lm: the model. lengths: int [B], the slot of each row's first node. vocabulary: as for `Growth`.
+    columns: as for `CachedLM.forward`, the fed tokens whose logits are computed.
     """
+
+    columns: np.ndarray | None = None
 
     def __init__(
         self,
@@ -321,12 +324,17 @@ class CachedGrowth(Growth):
     def _extend(self, count: int) -> Tensor:
         before = self.fed.shape[1] - count
         new = self.to_read(self.fed[:, before:])
-        start = self.lengths + before
-        if self.ancestors is None:
-            return self.of_tokens(self.lm.forward(new, start))
-        seen = self.ancestors[:, before:]
-        return self.of_tokens(
-            self.lm.forward(new, start, depth_BN=seen.sum(2) - 1, ancestors_BNM=seen)
+        seen = None if self.ancestors is None else self.ancestors[:, before:]
+        return self.of_tokens(self.feed(new, self.lengths + before, seen))
+
+    def feed(self, ids: Tensor, start: np.ndarray, seen: Tensor | None) -> Tensor:
+        """The model's logits after these tokens, int64 [B, n], in the slots from `start`, int [B].
+
+        seen: bool [B, n, m], for a tree of m nodes, those that each token may see. None: a chain.
+        """
+        depths = None if seen is None else seen.sum(2) - 1
+        return self.lm.forward(
+            ids, start, columns=self.columns, depth_BN=depths, ancestors_BNM=seen
         )
 
     def of_tokens(self, logits: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from train.stages import (
     feature_cache,
     generate,
     heads,
+    layer_skip,
     online,
     teacher_cache,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "feature_cache",
     "generate",
     "heads",
+    "layer_skip",
     "online",
     "teacher_cache",
 ]

@@ -368,11 +368,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             target = self.target
             if isinstance(backbone, TrainedBackbone):
                 target, drift = backbone.save(weights, self.directory / "target")
-                self.reporter.say(
-                    f"  the new target {self.directory / 'target'}: KL(original‖new) "
-                    f"{drift.kl:.4f} nats per token, perplexity {drift.perplexity_original:.2f} → "
-                    f"{drift.perplexity_new:.2f} on {drift.tokens} held-out tokens"
-                )
+                self.reporter.say(drift.in_words(self.directory / "target"))
             provenance |= {
                 "drift": drift and drift.to_dict(),
                 "original": drift and self.target.name,

@@ -52,6 +52,18 @@ class Sublayers:
         return cls(frozenset(range(layers)), frozenset(range(layers)))
 
     @classmethod
+    def later(cls, exit_layer: int, layers: int) -> "Sublayers":
+        """All sublayers after the first `exit_layer` of so many layers. Raises UserError if no
+        layer is left, or all are."""
+        if not 1 <= exit_layer < layers:
+            raise UserError(
+                f"a draft runs the first {exit_layer} layers, but the target has {layers}; "
+                f"expected an exit after layer 1 to {layers - 1}, so that a draft costs less than "
+                "the target's pass"
+            )
+        return cls.all(layers) ^ cls.all(exit_layer)
+
+    @classmethod
     def load(cls, path: Path) -> "Sublayers":
         """Read a file written by `save`. Raises UserError if it is not one."""
         try:

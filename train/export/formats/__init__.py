@@ -204,6 +204,9 @@ UNSERVED = {
     "blockwise": "no engine supports Blockwise heads; train Medusa heads for vLLM or TGI",
     "hydra": "no engine supports Hydra heads; train Medusa or EAGLE heads for vLLM",
     "hydra_plus": "no engine supports Hydra++ heads; train Medusa or EAGLE heads for vLLM",
+    "kangaroo": "no engine supports Kangaroo's adapter; train EAGLE heads for vLLM",
+    "skip": "its drafts run a part of the target, and no engine supports that; the target itself "
+    "is a plain model directory",
 }
 
 

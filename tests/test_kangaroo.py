@@ -1,0 +1,211 @@
+"""Kangaroo: the target's first layers and an adapter draft what was trained, and leave no trace.
+
+Shapes: T tokens, H hidden size, V vocabulary.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode.drafters import DRAFTERS
+from decode.drafters.directory import open_drafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import CompositeDrafter
+from decode.errors import UserError
+from decode.loop import Decoder, Decoding
+from decode.target.hidden_states import Recorder
+from decode.target.loading import Target
+from decode.trees import SHAPES
+from heads import kangaroo_heads
+from heads.heads_directory import make_ready, new_heads
+from heads.heads_module import HeadBatch, HeadOptions
+from heads.kangaroo_heads import KangarooDrafter
+from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
+from tests.test_eagle import llama_layer
+from tests.tiny import VOCAB, tiny_target
+from tests.training import assert_equal
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+LAYERS, EXIT, DEPTH, NEW = 4, 2, 3, 20
+OPTIONS = {"type": "kangaroo", "exit_layer": EXIT, "depth": DEPTH}
+PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12]]
+# Lean, transformers' own forward, and windows that differ between layers.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layers": 6},
+}
+SHAPE_NAMES = ["chain", "static:widths=[3,2,1]", "dynamic:width=3,nodes=8"]
+
+
+@functools.cache
+def target(family: str = "llama") -> Target:
+    return tiny_target(family, **({"layers": LAYERS} | FAMILIES[family]))
+
+
+def moved(family: str = "llama", ids: torch.Tensor | None = None) -> Any:
+    """Heads that are no longer as they start: every weight counts."""
+    torch.manual_seed(3)
+    heads: Any = new_heads(HeadOptions.of(OPTIONS), target(family), ids)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    return heads
+
+
+def trained_logits(heads: Any, model: Any, text: list[int]) -> torch.Tensor:
+    """[V']: what training makes of the last token of a text, in one pass over all of it."""
+    ids = torch.tensor([[*text, 0]])
+    with torch.no_grad(), Recorder(model, heads.captured_layers).recording() as features:
+        model(ids)
+    batch = HeadBatch(ids, torch.ones_like(ids, dtype=torch.bool), features)
+    with torch.no_grad():
+        (prediction,) = heads.predictions(batch, [1])
+        logits: torch.Tensor = heads.output.at(1, prediction.states[-1:])[0]
+    return logits
+
+
+def plain_texts(family: str) -> list[list[int]]:
+    return Decoder(target(family).model, DRAFTERS["none"]()).decode(PROMPTS, NEW).outputs
+
+
+def test_the_adapter_is_attention_over_exit_states_between_two_norms() -> None:
+    """By transformers' llama layer without its feed-forward network. It starts as the target
+    without its later layers."""
+    model, heads = target().model, moved()
+    heads.borrow(model)
+    text = [5, 17, 250, 9, 42, 8]
+    with torch.no_grad(), Recorder(model, [EXIT - 1]).recording() as features:
+        model(torch.tensor([text]))
+        exits = features[EXIT - 1][0]
+
+        class Nothing(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.zeros_like(x)
+
+        made = llama_layer(heads, ("adapter.",), exits, mlp=Nothing(), norm=heads.adapter.norm)[-1]
+        states = heads.adapter.norm.weight * made * (made.square().mean() + 1e-6).rsqrt()
+        expected = model.lm_head(states)
+        torch.testing.assert_close(trained_logits(heads, model, text), expected)
+        fresh: Any = new_heads(HeadOptions.of(OPTIONS), target(), None)
+        fresh.borrow(model)
+        early = model.lm_head(model.model.norm(exits[-1]))
+        torch.testing.assert_close(trained_logits(fresh, model, text), early)
+
+
+@pytest.mark.parametrize("shape", SHAPE_NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_drafted_is_what_was_trained_and_leaves_no_trace(
+    family: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every logit of every node, in ragged rows, with texts of one token and beyond a window. The
+    target's slots are as before each draft, and the text is that of plain decoding."""
+    model, checked = target(family).model, 0
+    reduced = torch.arange(0, VOCAB, 2) if shape == "chain" else None
+    heads, ready = moved(family, reduced), moved(family, reduced)
+    heads.borrow(model)
+    make_ready(ready, target(family), torch.float32)
+
+    class Checked(KangarooDrafter):
+        def draft(self, contexts: Any, limits: Any, *rest: Any) -> Any:
+            stores = self.view.slots._stores
+            before = [x.clone() for store in stores for x in store._tensors]
+            draft = super().draft(contexts, limits, *rest)
+            now = [x for store in stores for x in store._tensors]
+            assert all(torch.equal(*pair) for pair in zip(now, before, strict=True))
+            return draft
+
+    def check(growth: Any, logits: torch.Tensor, count: int) -> None:
+        nonlocal checked
+        contexts = growth.contexts
+        for row, length in enumerate(contexts.lengths):
+            text = contexts.tokens[row, :length].tolist()
+            paths = [text]
+            if count:
+                fed = growth.fed[row]
+                paths = [[*text, *fed[path].tolist()] for path in growth.on_path(count)[row]]
+            for node, path in enumerate(paths):
+                if len(path) > 1:
+                    expected = trained_logits(heads, model, path)
+                    torch.testing.assert_close(logits[row, node], expected, rtol=2e-3, atol=2e-3)
+                    checked += 1
+
+    growing: Any = kangaroo_heads._Growth
+    first, extend = growing._first, growing._extend
+
+    def checked_first(growth: Any) -> torch.Tensor:
+        logits: torch.Tensor = first(growth)
+        check(growth, logits[:, None], 0)
+        return logits
+
+    def checked_extend(growth: Any, count: int) -> torch.Tensor:
+        logits: torch.Tensor = extend(growth, count)
+        check(growth, logits, count)
+        return logits
+
+    monkeypatch.setattr(growing, "_first", checked_first)
+    monkeypatch.setattr(growing, "_extend", checked_extend)
+    drafter = Checked(ready, VOCAB, SHAPES.make(shape))
+    plain = plain_texts(family)
+    for first_target in (True, False):
+        decoder = Decoder(model, drafter, gamma=DEPTH, first_target=first_target)
+        assert decoder.decode(PROMPTS, NEW).outputs == plain
+    assert checked > 200
+
+
+def test_rows_that_join_beside_another_drafter() -> None:
+    """Rounds in which lookup drafts leave the adapter without entries, which it makes up for."""
+    ready = moved()
+    make_ready(ready, target(), torch.float32)
+    both = CompositeDrafter([NgramDrafter(2, 2), KangarooDrafter(ready, VOCAB)])
+    decoding = Decoding(Decoder(target().model, both, gamma=DEPTH))
+    for prompt in PROMPTS:
+        decoding.admit([prompt], NEW)
+        decoding.step()
+    while not decoding.finished:
+        decoding.step()
+    assert decoding.result().outputs == plain_texts("llama")
+
+
+def test_a_stage_trains_an_adapter_that_the_target_then_accepts(tmp_path: Path) -> None:
+    """Head d of the dev slice is the same adapter, d − 1 tokens later."""
+    context = stage_context(tmp_path, target())
+    before = {name: x.clone() for name, x in target().model.state_dict().items()}
+    dev = {"every": 8, "samples": 3, "decode_prompts": 3, "gamma": DEPTH, "max_new_tokens": 12}
+    stage = make_stage(
+        "heads",
+        "adapter",
+        heads=OPTIONS,
+        losses={"forward_kl": 1.0},
+        loop=LOOP | {"epochs": 12},
+        optimizer={"lr": 1e-2, "warmup_steps": 2},
+        dev=dev,
+        remember_features=True,
+    )
+    plan, outcome = plan_stage(context, stage), run_stage(context, stage)
+    assert_equal(dict(target().model.state_dict()), before)
+    drafter: Any = open_drafter(str(outcome.drafter), target())
+    count = sum(p.numel() for p in drafter.heads.parameters())
+    assert plan.trained_parameters == outcome.summary["trained_parameters"] == count
+    history = outcome.summary["training"]["history"]
+    assert history[-1]["loss"] < 0.95 * history[0]["loss"]
+    last = outcome.summary["training"]["dev"][-1]
+    assert {f"head{d}/top1" for d in range(1, DEPTH + 1)} < set(last)
+    # The stop of the paper, which ends some drafts.
+    decoder = Decoder(target().model, drafter, policy="draft_exit:max_depth=3,threshold=0.1")
+    run = decoder.decode(PROMPTS, NEW)
+    assert run.outputs == plain_texts("llama")
+    drafted = np.concatenate([step.drafted for step in run.steps])
+    assert len(set(drafted.tolist())) > 1
+
+
+def test_an_exit_that_leaves_no_later_layer_is_refused() -> None:
+    with pytest.raises(UserError, match="runs the first 4 layers, but the target has 4"):
+        new_heads(HeadOptions.of(OPTIONS | {"exit_layer": LAYERS}), target(), None)
+    with pytest.raises(UserError, match=r"output is .own."):
+        HeadOptions.of(OPTIONS | {"output": "own"})

@@ -1,0 +1,195 @@
+"""`layer_skip`: the target learns to predict well after its first layers, which then draft
+(LayerSkip, 2404.16710)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from decode.drafters.directory import save_drafter
+from decode.drafters.skip import write_skip_drafter
+from decode.errors import UserError
+from decode.target.forward.sublayers import Sublayers
+from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
+from distill.teacher.teacher_signal import split_model
+from train.data.batches import Inputs
+from train.data.training_text import FixedText
+from train.schema import Losses, StageConfig
+from train.stage import STAGES, Outcome, StagePlan
+from train.text_stages import LossConfig, TrainingStage
+from train.training.estimates import (
+    activation_bytes,
+    forward_bytes,
+    optimizer_bytes,
+    planned_tokens,
+    training_disk_bytes,
+)
+from train.training.optimizer import OptimizerConfig
+from train.training.trained_target import (
+    AdapterConfig,
+    TrainedTarget,
+    TrainedTargetConfig,
+)
+from train.training.trainer import Clock, LoopConfig, Trainer, TrainingTask
+
+
+class LayerSkipConfig(TrainedTargetConfig, LossConfig):
+    """The target learns to predict after its early layers too (LayerSkip, 2404.16710)."""
+
+    kind: Literal["layer_skip"] = "layer_skip"
+    exit_layer: int = Field(8, ge=2)
+    """The number of the new target's layers that its drafter runs, from the first on. The state
+    after the first layer alone has no loss weight."""
+    losses: Losses = {"cross_entropy": 1.0}
+    """{name: weight}, after each layer that counts. cross_entropy compares with the text. A loss
+    that reads the teacher compares with the original target."""
+    lora: AdapterConfig | None = None
+    """Adapters on the target, merged at the end. None: all of its weights are trained."""
+    layer_dropout: float = Field(0.1, ge=0, lt=1)
+    """p_max, the rate at which a row leaves out the last layer. It falls to 0 for the first."""
+    exit_scale: float = Field(0.2, gt=0)
+    """The weight of early layers against the last one's."""
+    rotation: int | None = Field(8, ge=1)
+    """At each step, every so many layers count, other ones at the next. None: at first only the
+    last layer counts, and one more after each 1 / (2 · layers) of the steps."""
+    chunk_tokens: int = Field(256, ge=1)
+    """The number of tokens whose logits are in memory at a time."""
+    loop: LoopConfig = LoopConfig()
+    """The length of the training and the size of its batches."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=5e-5)
+    """AdamW and its learning rate."""
+
+
+@STAGES.register("layer_skip")
+class LayerSkipStage(TrainingStage[LayerSkipConfig]):
+    """Trains a copy of the target, and writes the new target to `target/` and its drafter, `skip`
+    with the later layers, to `drafter/`."""
+
+    Config = LayerSkipConfig
+
+    @classmethod
+    def check(cls, config: LayerSkipConfig, earlier: Sequence[StageConfig]) -> None:
+        super().check(config, earlier)
+        config.require_sound(config.name, earlier, config.weighted_loss, "")
+        if config.teacher_temperature != 1 and not config.weighted_loss.needs_teacher:
+            raise UserError(
+                f"stage {config.name}: no loss reads the teacher, so teacher_temperature would "
+                "do nothing; leave it out"
+            )
+
+    def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
+        config, model = self.config, self.target.model
+        layers = self._layers
+        Sublayers.later(config.exit_layer, layers)
+        final_norm(model)
+        trained = config.trained_parameters(self.target)
+        parameters = model.num_parameters()
+        loop, ema = config.loop, config.optimizer.ema is not None
+        itemsize = 4 if self.accelerator.mixed_precision == "no" else 2
+        # The float32 copy, and another one that is never sharded; the target as the teacher; the
+        # logits of student and teacher for one chunk.
+        memory = self.target_bytes + 2 * 4 * parameters + optimizer_bytes(trained, average=ema)
+        memory += forward_bytes(model, loop.tokens_per_batch)
+        memory += activation_bytes(model, layers, loop.tokens_per_batch, itemsize)
+        memory += 2 * 4 * config.chunk_tokens * self.target.vocab_size
+        return StagePlan(
+            f"exit after {config.exit_layer} of {layers} layers; the target is trained "
+            f"({'LoRA' if config.lora else 'all weights'}); {config.losses_in_words}; "
+            f"{loop.epochs} epochs",
+            trained_parameters=trained,
+            tokens=planned_tokens(self.planned_tokens(plans), loop),
+            memory_bytes=memory,
+            disk_bytes=training_disk_bytes(parameters, trained, average=ema) + self.target_bytes,
+        )
+
+    def run(self) -> Outcome:
+        split_model(self.target.model)  # refuses logits that need more than an output layer
+        samples, counts = self.fitting_samples()
+        config, device = self.config, self.accelerator.device
+        clock = Clock(device)
+        # Adapters and dropped layers must not depend on what ran before this stage.
+        torch.manual_seed(config.loop.seed)
+        loss = config.weighted_loss
+        trained = TrainedTarget(
+            config, loss, self.target, self.corpus, clock, stage=config.name, key=""
+        )
+        model = trained.trainable.model.to(device)
+        module = EarlyExitTraining(model, loss, chunk=config.chunk_tokens)
+        layers = self._layers
+        rates = dropout_rates(layers, config.layer_dropout)
+
+        def step(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> tuple[Tensor, Tensor]:
+            at = trainer.progress.step
+            exits = exit_weights(
+                layers,
+                config.exit_scale,
+                step=at,
+                done=at / trainer.total_steps,
+                rotation=config.rotation,
+            )
+            left_out = None
+            if config.layer_dropout:
+                # Draws from torch's random state, which checkpoints store.
+                rows = len(batch["input_ids"])
+                left_out = torch.rand(layers, rows) < rates[:, None]
+            signal = trained.signal(batch, ids)
+            result: tuple[Tensor, Tensor] = module(
+                **batch, exits=exits, left_out=left_out, teacher=signal
+            )
+            return result
+
+        task = TrainingTask(
+            config.name,
+            module,
+            step,
+            module.sums,
+            FixedText(samples),
+            self.target.tokenizer.pad_token_id or 0,
+            figures=module.figures,
+        )
+        trainer = Trainer(
+            self.accelerator,
+            self.reporter,
+            task,
+            config.loop,
+            config.optimizer,
+            self.directory,
+            clock=clock,
+            allow_changes=self.allow_changes,
+        )
+        progress = trainer.fit()
+        with trainer.final_weights():
+            weights = trainer.weights()
+        summary = self.summary(trainer, counts, model.num_parameters())
+        summary |= {"exit_layer": config.exit_layer}
+        summary |= self._save(trained, weights, self.provenance(progress))
+        self.accelerator.free_memory()
+        return Outcome(self.directory / "drafter", summary, self.directory / "target")
+
+    @property
+    def _layers(self) -> int:
+        layers: int = self.target.model.config.get_text_config().num_hidden_layers
+        return layers
+
+    def _save(
+        self, trained: TrainedTarget, weights: Mapping[str, Tensor], provenance: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Write the new target and its drafter. Returns the summary's figures of the drift."""
+        if not self.accelerator.is_main_process:
+            return {"drift": None}
+        path = self.directory / "target"
+        target, drift = trained.save(weights, path)
+        self.reporter.say(drift.in_words(path))
+        skipped = Sublayers.later(self.config.exit_layer, self._layers)
+
+        def write(directory: Path) -> None:
+            write_skip_drafter(directory, skipped, target)
+
+        provenance |= {"drift": drift.to_dict(), "original": self.target.name}
+        save_drafter(
+            self.directory / "drafter", "skip", write, target=target, provenance=provenance
+        )
+        return {"drift": drift.to_dict()}
