@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
 from decode.target.hidden_states import layer_list_name
+from decode.target.pretrained import complete
 
 
 def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
@@ -45,7 +46,7 @@ def student_from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTr
             if layer not in new_numbers:
                 continue
             name = f"{stack}.{new_numbers[layer]}.{rest}"
-        weights[name] = tensor
+        weights[name] = complete(tensor)
     try:
         student.load_state_dict(weights)
     except (RuntimeError, NotImplementedError) as error:

@@ -1,6 +1,7 @@
 """Targets that are not whole numbers on one device: offloaded, shared out, quantised; and Apple's
 mps, which no test machine has."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,11 +23,13 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from decode.target.forward.prepare_model import can_pack
+from decode.target.forward.lean_forward import LeanForward
+from decode.target.forward.prepare_model import can_pack, prepare
 from decode.target.identity import fingerprint, require_same_weights, sample_weights, weights_sha256
 from decode.target.loading import Target, load_target, resolve_device
 from decode.target.pretrained import input_device
 from decode.target.slots import Slots
+from decode.target.without_weights import load_shapes
 from decode.trees import SHAPES
 from distill.teacher.teacher_signal import split_model
 from distill.untrained_student import student_from_layers
@@ -244,6 +248,45 @@ def test_quantised_targets(quantise: Callable[[Any], Any], tmp_path: Path) -> No
     assert weights_sha256(model) == weights_sha256(model) != weights_sha256(whole)
     with pytest.raises(UserError, match=r"other weights|another model"):
         require_same_weights(sample_weights(model), "float32", whole, "it")
+
+
+def _save_float8(directory: Path) -> Path:
+    """A checkpoint in 8-bit floats with a scale for each block of 16 × 16 numbers."""
+    save_tiny(directory, tie=False)
+    weights = load_file(directory / "model.safetensors")
+    for name in [name for name, x in weights.items() if ".layers." in name and x.ndim == 2]:
+        rows, columns = weights[name].shape
+        blocks = weights[name].view(rows // 16, 16, columns // 16, 16)
+        scale = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+        weights[name] = (blocks / scale).view(rows, columns).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = scale.view(rows // 16, columns // 16)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [16, 16],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_a_checkpoint_in_8_bits_is_loaded_by_its_quantiser(tmp_path: Path) -> None:
+    """On a CPU transformers' quantiser gives plain weights, so the loop runs the lean forward."""
+    path = _save_float8(tmp_path / "target")
+    target = load_target(str(path), dtype="float32", device="cpu")
+    whole = tiny_model("llama", tie=False)
+    for name, weight in target.model.named_parameters():
+        expected = whole.get_parameter(name)
+        step = 0.07 * expected.abs().max() if ".layers." in name and weight.ndim == 2 else 0
+        assert (weight - expected).abs().max() <= step, name
+    assert type(prepare(target.model)) is LeanForward
+    require_plain_text(target.model, plain_text(target.model), {"small": small()})
+    # A plan counts the bytes of the files: a byte for each number that is quantised.
+    planned = load_shapes(str(path)).weight_bytes
+    assert planned == (path / "model.safetensors").stat().st_size
+    assert planned < sum(p.nbytes for p in whole.parameters())
 
 
 def test_an_integer_that_differs_is_another_target() -> None:

@@ -48,6 +48,7 @@ from tests.training import (
     figures,
     forked,
     ids_of,
+    in_new_process,
     left_behind,
     scramble,
     state_of,
@@ -218,7 +219,7 @@ def check_kills(directory: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_any_time_it_ends_with_the_same_weights(tmp_path):
-    done = in_new_process(f"check_kills(Path({str(tmp_path)!r}))")
+    done = in_new_process(__name__, f"check_kills(Path({str(tmp_path)!r}))")
     # DeepSpeed, where it is installed, prints lines of its own.
     found = re.search(r"boundaries (\d+), random (\d+)", done.stdout)
     assert found, done.stdout
@@ -226,25 +227,6 @@ def test_killed_at_any_time_it_ends_with_the_same_weights(tmp_path):
     # Three saves of some 20 changes each, and the removal of the oldest.
     assert boundaries > 15
     assert by_chance >= 4
-
-
-def in_new_process(call: str) -> subprocess.CompletedProcess[str]:
-    """A call of this module in a process that forks: pytest itself may have threads."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from pathlib import Path\nfrom tests.test_training import *\n{call}",
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
 
 
 # --- damage, full disks, lost random states (promises 4, 5 and 6) ---------------------------------
@@ -542,14 +524,14 @@ def check_world_sizes(directory: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_stop_together_and_go_on_to_the_same_weights(tmp_path):
-    done = in_new_process(f"check_ranks(Path({str(tmp_path)!r}))")
+    done = in_new_process(__name__, f"check_ranks(Path({str(tmp_path)!r}))")
     # Of the loss that was NaN on one rank both say what and where it was.
     assert len(re.findall(r"UserError: step 3: loss, cross_entropy is not.*s\d", done.stderr)) == 2
 
 
 @pytest.mark.slow
 def test_another_number_of_ranks_is_refused_and_when_allowed_takes_the_same_samples(tmp_path):
-    done = in_new_process(f"check_world_sizes(Path({str(tmp_path)!r}))")
+    done = in_new_process(__name__, f"check_world_sizes(Path({str(tmp_path)!r}))")
     assert done.stderr.count("was made by 1 ranks under NO, not 2 ranks under MULTI_") == 2
     assert done.stderr.count("was made by 2 ranks under MULTI_") == 1
     assert "--allow-changes" in done.stderr

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -235,6 +236,23 @@ def _leave_after(action: Callable[[], object]) -> NoReturn:
 def status_of(pid: int) -> int:
     """What a process ended with; −9 for one that was killed."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_new_process(module: str, call: str) -> subprocess.CompletedProcess[str]:
+    """A call of a test module in a process that forks: pytest itself may have threads."""
+    root = Path(__file__).parent.parent
+    code = f"from pathlib import Path\nfrom {module} import *\n{call}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 def two_ranks(action: Callable[[int], object]) -> list[int]:

@@ -51,6 +51,9 @@ class TargetConfig(Strict):
     """A branch, tag or commit of a hub id. None: the main branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. If false, no such code runs."""
+    sharded: bool = False
+    """Shard the target's layers over all processes (FSDP2), for a target that does not fit on one
+    device. Such a target teaches, but it does not decode: no evaluation, no answers of its own."""
     chat_template_args: dict[str, Any] = {}
     """Arguments of the chat template for every prompt of the run, such as Qwen3's
     `{enable_thinking: false}`."""
@@ -255,6 +258,8 @@ def build_config(source: ConfigSource) -> RunConfig:
                 f"{source.place(('evaluation', 'stages'))}evaluation.stages names {name!r}, but no "
                 f"stage has that name; expected one of {', '.join(names)}.{nearest(name, names)}"
             )
+    if config.target.sharded:
+        _check_sharded(config, source)
     try:
         _check_evaluation(config)
     except UserError as error:
@@ -272,6 +277,23 @@ def _explain(source: ConfigSource, item: Any) -> str:
         return source.explain(keys, f"does not fit: {item['ctx']['error']}")
     reason = item["msg"].replace("Input should be", "expected")
     return source.explain(keys, f"is {item['input']!r}; {reason}")
+
+
+def _check_sharded(config: RunConfig, source: ConfigSource) -> None:
+    """Raise UserError if the target is sharded and a part of the run needs all of it."""
+    for index, stage in enumerate(config.stages):
+        if part := STAGES[stage.kind].needs_complete_target(stage):
+            raise UserError(
+                f"{source.place(('stages', index))}stage {stage.name}: {part} needs the complete "
+                "target in one process, but target.sharded is set; leave it out, or do it in a "
+                "run whose target is not sharded"
+            )
+    if config.evaluation.stages != [] or config.evaluation.baselines:
+        raise UserError(
+            f"{source.place(('evaluation',))}evaluation decodes with the complete target in one "
+            "process, but target.sharded is set; set evaluation: {stages: [], baselines: []}, and "
+            "measure the drafter with `draftsmith evaluate` on a machine that holds the target"
+        )
 
 
 def _check_evaluation(config: RunConfig) -> None:

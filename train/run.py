@@ -119,6 +119,7 @@ class Run:
                 revision=settings.revision,
                 trust_remote_code=settings.trust_remote_code,
                 encoder=all(STAGES[kind].with_encoder for kind in kinds),
+                sharded=settings.sharded,
                 chat_template_args=settings.chat_template_args,
             )
         return self.loaded

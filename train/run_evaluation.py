@@ -12,8 +12,9 @@ from accelerate import Accelerator
 from decode.artifact import CorruptArtifact, verify_directory, write_directory
 from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter
 from decode.errors import UserError
-from decode.measure.evaluation import evaluate, fastest_gamma
+from decode.measure.evaluation import evaluate, fastest_gamma, help_evaluate
 from decode.measure.figures import Evaluation
+from decode.measure.ranks import Ranks
 from decode.registry import Choice
 from decode.target.loading import Target
 from train.config import RunConfig
@@ -48,7 +49,8 @@ class Row:
 
 @dataclass
 class RunEvaluation:
-    """The evaluations of one run. The main process evaluates, and the other ranks wait.
+    """The evaluations of one run. The acceptance run of a row is spread over all ranks. The main
+    process measures times alone, while the other ranks wait.
 
     load_target: returns the run's target, loaded on first use.
     """
@@ -126,17 +128,23 @@ class RunEvaluation:
         return Corpus(self.examples, tokenizer, self.config.data.system, {}).prompts(examples)
 
     def _add(self, row: Row, gamma: Callable[[], int] | None = None) -> None:
-        """Evaluate a row on the main process, unless it exists. gamma: returns the row's γ; None:
-        the run's γ. Every rank must call this."""
+        """Evaluate a row, unless it exists. gamma: returns the row's γ; None: the run's γ. Every
+        rank must call this."""
         directory = self.config.run_dir / "evaluations" / f"{row.order:02d}-{row.label}"
-        if self.accelerator.is_main_process:
+        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+
+        def needed() -> int | None:
             if directory.exists():
                 verify_directory(directory)
-            else:
-                self._evaluate(row, directory, gamma() if gamma else self.config.evaluation.gamma)
+                return None
+            return gamma() if gamma else self.config.evaluation.gamma
+
+        chosen = ranks.main_only(needed)
+        if chosen is not None:
+            self._evaluate(row, directory, chosen, ranks)
         self.accelerator.wait_for_everyone()
 
-    def _evaluate(self, row: Row, directory: Path, gamma: int) -> None:
+    def _evaluate(self, row: Row, directory: Path, gamma: int, ranks: Ranks) -> None:
         settings, target = self.config.evaluation, self.load_target()
         if row.target is not None:
             verify_directory(row.target)
@@ -144,14 +152,17 @@ class RunEvaluation:
         examples = spread(self.examples[settings.split], settings.prompts)
         prompts = self._prompts(examples)
         drafter = open_drafter(row.spec, target)
+        protocol = settings.protocol(gamma, trained=row.spec != row.kind)
+        if not ranks.is_main:
+            help_evaluate(target, drafter, prompts, protocol, ranks)
+            return
         with self.reporter.bar("evaluating", len(prompts)) as bar:
 
             def progress(what: str, done: int, of: int) -> None:
                 bar.resize(of)
                 bar.update(done, what=f"evaluating {row.stage}: {what}")
 
-            protocol = settings.protocol(gamma, trained=row.spec != row.kind)
-            evaluation = evaluate(target, drafter, prompts, protocol, progress)
+            evaluation = evaluate(target, drafter, prompts, protocol, progress, ranks)
         record = {
             "stage": row.stage,
             "drafter": row.kind,

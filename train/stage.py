@@ -112,12 +112,18 @@ class Stage(ABC, Generic[C]):
     @property
     def target_bytes(self) -> int:
         """The size of the target's weights in memory."""
-        return sum(p.numel() * p.element_size() for p in self.target.model.parameters())
+        return self.target.weight_bytes
 
     @classmethod
     def check(cls, config: C, earlier: Sequence[StageConfig]) -> None:
         """Raise UserError for settings that do not fit together. No model is loaded yet."""
         return None
+
+    @classmethod
+    def needs_complete_target(cls, config: C) -> str | None:
+        """The part of the config that needs the complete target in one process, for messages. None:
+        the stage also works with a target that is sharded (`decode.target.sharded`)."""
+        return f"kind: {config.kind}"
 
     @abstractmethod
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:

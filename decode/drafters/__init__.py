@@ -132,6 +132,11 @@ class Drafter(ABC):
         that no prompt is decoded by a drafter that has seen its answer."""
         return None
 
+    @property
+    def learns(self) -> bool:
+        """Whether drafts depend on earlier requests, until `forget`."""
+        return type(self).forget is not Drafter.forget
+
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keeps only these rows (int64 [B']), in this order."""
         return None

@@ -20,6 +20,7 @@ from decode.drafters.trained import ShapedDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.costs import Costs, busy
+from decode.measure.ranks import ALONE, Ranks
 from decode.measure.time_costs import CAREFUL_REPEATS, measure_costs
 from decode.sampling import Sampling
 from decode.settings import DecodeSettings
@@ -99,14 +100,16 @@ def measure_acceptance(
     sampling: Sampling | None = None,
     batch_size: int = 16,
     seed: int = 0,
+    ranks: Ranks = ALONE,
 ) -> Acceptance:
     """Measures the acceptance of the nodes of `tree` (see `probe`) on these prompts. Use dev
     prompts.
 
-    drafter: a drafter that takes shapes. Its shape is restored afterwards. Paths outside `tree` are
-    not measured: with `probe`, deeper candidates are counted only after the likeliest ones. Tokens
-    past the end of a text are not counted. Raises UserError for a drafter without a shape, for no
-    prompts, and as `Decoder` does.
+    drafter: a drafter that takes shapes. Its shape is restored afterwards. ranks: the processes
+    that share the prompts; all of them get the sums. Paths outside `tree` are not measured: with
+    `probe`, deeper candidates are counted only after the likeliest ones. Tokens past the end of a
+    text are not counted. Raises UserError for a drafter without a shape, for no prompts, and as
+    `Decoder` does.
     """
     shaped = require_shaped(drafter)
     shape = shaped.shape
@@ -124,13 +127,18 @@ def measure_acceptance(
             sampling=sampling,
             observers=[partial(_count, counts, tree)],
         )
-        for begin in range(0, len(prompts), batch_size):
-            batch = prompts[begin : begin + batch_size]
-            row_ids = range(begin, begin + len(batch))
-            decoder.decode(batch, max_new_tokens, seed=seed, row_ids=row_ids)
+        for rows in _batches(len(prompts), batch_size, ranks):
+            batch = [prompts[row] for row in rows]
+            decoder.decode(batch, max_new_tokens, seed=seed, row_ids=rows)
     finally:
         shaped.shape = shape
-    return Acceptance(*counts)
+    return Acceptance(*sum(ranks.gather(counts), np.zeros_like(counts)))
+
+
+def _batches(prompts: int, size: int, ranks: Ranks) -> list[Sequence[int]]:
+    """The numbers of the prompts that this process decodes, in batches."""
+    rows = ranks.share(range(prompts))
+    return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
 def _count(counts: np.ndarray, tree: Structure, verification: Verification) -> None:
@@ -238,6 +246,7 @@ def calibrate_tree(
     max_new_tokens: int = 64,
     seed: int = 0,
     progress: OnProgress = lambda what: None,
+    ranks: Ranks = ALONE,
 ) -> TreeCalibration:
     """Calibrates a tree for any drafter that takes shapes, on prompts (token ids) of the dev split.
     A node has at most the `width` likeliest tokens as children, and the tree is at most `depth`
@@ -249,6 +258,9 @@ def calibrate_tree(
     depths (2402.12374, section 3.1), with at most `nodes` nodes (None: 64). If costs decide the
     number of nodes, only sizes with a timed pass are compared. The smallest tree is taken whose
     cost per token differs from the least by no more than noise.
+
+    ranks: the processes that share the prompts. All must call this and get the same result. Only
+    the first measures costs.
 
     Raises UserError for a drafter without a shape, a target that cannot verify trees, no prompts,
     an unknown method, if no draft was right, and as `measure_costs` and `Decoder` do.
@@ -269,6 +281,7 @@ def calibrate_tree(
         eos_token_ids=target.eos_token_ids,
         sampling=sampling,
         seed=seed,
+        ranks=ranks,
     )
     if not acceptance.hits[0].any():
         raise NothingAccepted(
@@ -283,13 +296,15 @@ def calibrate_tree(
     decoder, _ = settings.decoder(target, drafter.with_shape(timed))
     max_width = (nodes or MAX_NODES) + 1
     shortest = min(prompts, key=len)
-    costs = measure_costs(
-        decoder,
-        [shortest],
-        max_depth=max_depth,
-        max_width=max_width,
-        trees=True,
-        repeats=CAREFUL_REPEATS,
+    costs = ranks.main_only(
+        lambda: measure_costs(
+            decoder,
+            [shortest],
+            max_depth=max_depth,
+            max_width=max_width,
+            trees=True,
+            repeats=CAREFUL_REPEATS,
+        )
     )
     tolerance = costs.noise
     if method == "sequoia":
@@ -315,11 +330,10 @@ def calibrate_tree(
         settings = DecodeSettings(gamma=plan.structure.depth, sampling=sampling)
         decoder, _ = settings.decoder(target, drafter.with_shape(shape))
         counts = Counts.zero()
-        for begin in range(0, len(prompts), 16):
-            batch = prompts[begin : begin + 16]
-            rows = range(begin, begin + len(batch))
+        for rows in _batches(len(prompts), 16, ranks):
+            batch = [prompts[row] for row in rows]
             counts += decoder.decode(batch, max_new_tokens, seed=seed, row_ids=rows).counts
-        return counts.tokens_per_step
+        return sum(ranks.gather(counts), Counts.zero()).tokens_per_step
 
     return TreeCalibration(
         method,

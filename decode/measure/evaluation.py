@@ -16,6 +16,7 @@ from decode.errors import UserError
 from decode.loop import Decoded, Decoder, Decoding
 from decode.measure.costs import OtherProcesses
 from decode.measure.figures import Evaluation, repetition
+from decode.measure.ranks import ALONE, Ranks
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts
 from decode.target.generation_config import (
@@ -44,6 +45,7 @@ def evaluate(
     prompts: Sequence[Sequence[int]],
     protocol: EvaluationProtocol,
     progress: OnProgress | None = None,
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
     """Measures `drafter` on prompts (token ids).
 
@@ -52,6 +54,11 @@ def evaluate(
     `generate()` runs after both. A drafter that learns from requests starts both measurements with
     nothing learnt, and learns while they run. Raises UserError as `Decoder` does, and if the
     prompts do not fill one timed batch.
+
+    ranks: the processes that share the prompts of the acceptance run. This is the first of them,
+    which measures all times alone; the others call `help_evaluate`. Parts that learn from earlier
+    prompts, decide for a batch or read costs would give other figures, so with them this process
+    decodes all prompts.
     """
     if not prompts:
         raise UserError("there are no prompts to evaluate on")
@@ -59,11 +66,12 @@ def evaluate(
     batches = _timed(prompts, protocol)
     timed = sum(map(len, batches))
     speculative, costs = protocol.decoder(target, drafter, min(prompts, key=len))
+    ranks = ranks if _can_share(speculative, protocol) else ALONE
     rule, max_depth = protocol.for_drafter(drafter).rule, speculative.policy.max_depth
     protocol = replace(protocol, rule=rule, gamma=max_depth)
     plain, _ = replace(protocol, policy=None, shape=None).decoder(target, DRAFTERS["none"]())
     speculative.drafter.forget()  # what the costs were measured on
-    outputs, counts, steps = _decode_all(speculative, prompts, protocol, report)
+    outputs, counts, steps = _decode_all(speculative, prompts, protocol, report, ranks)
     short = replace(protocol, timed_tokens=min(WARM_UP, protocol.timed_tokens))
     for batch in batches[:1]:  # warm-up, not part of any figure
         texts = [prompts[i] for i in batch]
@@ -117,7 +125,29 @@ def evaluate(
         speculative.drafter.describe_drafts(max_depth),
         [tokens for _, tokens in generated] if protocol.generate else None,
         others,
+        ranks.world,
     )
+
+
+def help_evaluate(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    protocol: EvaluationProtocol,
+    ranks: Ranks,
+) -> None:
+    """The part of all processes but the first in an `evaluate` over several. Raises as it does."""
+    _timed(prompts, protocol)
+    decoder, _ = protocol.decoder(target, drafter)
+    if _can_share(decoder, protocol):
+        decoder.drafter.forget()
+        _decode_all(decoder, prompts, protocol, lambda what, done, of: None, ranks)
+
+
+def _can_share(decoder: Decoder, protocol: EvaluationProtocol) -> bool:
+    """Whether the counts do not depend on which prompts are decoded before or beside a prompt."""
+    learns = decoder.drafter.learns or decoder.policy.by_batch
+    return not (learns or protocol.needs_costs)
 
 
 def _timed(prompts: Sequence[Sequence[int]], protocol: EvaluationProtocol) -> list[list[int]]:
@@ -152,9 +182,10 @@ def _decode_all(
     prompts: Sequence[Sequence[int]],
     protocol: EvaluationProtocol,
     report: OnProgress,
+    ranks: Ranks,
 ) -> tuple[list[list[int]], Counts, list[Verification]]:
     # Prompts of similar length come together: less padding.
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    order = ranks.share(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
     ended = itertools.count(1)
     report("acceptance", 0, len(order))
     # The turns of one chat come one after the other, so a turn reuses the turns before it.
@@ -171,9 +202,13 @@ def _decode_all(
     for step in run.steps:
         step.rows = np.array(order)[step.rows]
     outputs: list[list[int]] = [[] for _ in prompts]
-    for index, output in zip(order, run.outputs, strict=True):
-        outputs[index] = output
-    return outputs, run.counts, run.steps
+    counts, steps = Counts.zero(), list[Verification]()
+    for indices, texts, theirs, passes in ranks.gather((order, run.outputs, run.counts, run.steps)):
+        for index, output in zip(indices, texts, strict=True):
+            outputs[index] = output
+        counts += theirs
+        steps += passes
+    return outputs, counts, steps
 
 
 def time_generate(

@@ -44,7 +44,7 @@ class Evaluation:
 
     plain, drafted: one run for each timed batch. generate_seconds, generate_tokens: the same for
     `generate()`. drafts: a short description, such as `chain`. others: see
-    `decode.measure.costs`."""
+    `decode.measure.costs`. ranks: the processes that shared the acceptance run."""
 
     protocol: EvaluationProtocol
     dtype: str
@@ -62,6 +62,7 @@ class Evaluation:
     drafts: str = "chain"
     generate_tokens: list[int] | None = None
     others: float | None = None
+    ranks: int = 1
 
     def steps_to_dict(self) -> dict[str, Any]:
         """Converts every step to JSON values: `acceptance` for the run over all prompts, `timed`
@@ -88,6 +89,7 @@ class Evaluation:
             "dtype": self.dtype,
             "prompts": len(self.outputs),
             "timed_prompts": sum(len(run.outputs) for run in self.plain),
+            "ranks": self.ranks,
             "timed_batch_size": self.protocol.timed_batch_size,
             **costs,
             **self._break_even(costs),

@@ -31,6 +31,7 @@ class Policy(ABC):
     constant: all drafts have the same depth, so figures per draft length are meaningful. watched:
     the number of tokens of the last draft for which `stops` was called; the drafter computed logits
     for each of them. needs_costs: `use_costs` is worth the seconds that measuring takes.
+    by_batch: it decides for the batch as a unit, or from the batches before.
     reads_times: `observe` reads the seconds of the pass. The loop then waits for a CUDA device in
     each step. reads_estimates: `stops` needs the drafter's estimates of acceptance.
     """
@@ -39,6 +40,7 @@ class Policy(ABC):
     stops_after: bool = False
     constant: bool = False
     needs_costs: bool = False
+    by_batch: bool = False
     reads_times: bool = False
     reads_estimates: bool = False
     watched: int = 0

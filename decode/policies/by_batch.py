@@ -20,6 +20,8 @@ class ByBatch(Policy):
     [4, 4, 4, 4, 4]
     """
 
+    by_batch = True
+
     def __init__(self, table: dict[int, int]) -> None:
         if 1 not in table or min(table) < 1 or min(table.values()) < 0:
             raise UserError(

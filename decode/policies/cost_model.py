@@ -38,6 +38,7 @@ class CostModel(Policy):
     """
 
     needs_costs = True
+    by_batch = True
     reads_times = True
 
     def __init__(

@@ -18,12 +18,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from decode.errors import UserError
-from decode.target.pretrained import require_present
+from decode.target.pretrained import complete, require_present
 
 if TYPE_CHECKING:
     from decode.target.loading import Target
@@ -174,9 +175,21 @@ def require_equal(
         )
 
 
+# The hash and the sample of the weights of sharded models.
+_SHARDED: WeakKeyDictionary[nn.Module, tuple[str, Tensor]] = WeakKeyDictionary()
+
+
+def keep_identity(model: nn.Module) -> None:
+    """Compute `weights_sha256` and `sample_weights` of a sharded model, which does not change, and
+    keep them. All processes must call this. Later each can ask for them alone."""
+    _SHARDED[model] = weights_sha256(model), sample_weights(model)
+
+
 def weights_sha256(model: nn.Module) -> str:
     """A hash over some numbers of every weight and buffer. It distinguishes models with the same
     name and vocabulary, and a model in two dtypes. Raises UserError for offloaded weights."""
+    if model in _SHARDED:
+        return _SHARDED[model][0]
     require_present(model, "training on the target's outputs, or a cache of them,")
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items(), key=lambda named: named[0]):
@@ -188,6 +201,8 @@ def weights_sha256(model: nn.Module) -> str:
 def sample_weights(model: nn.Module) -> Tensor:
     """float32 [m] on the CPU: a few numbers of every weight, in the order of the weights' names.
     Raises UserError for offloaded weights."""
+    if model in _SHARDED:
+        return _SHARDED[model][1]
     require_present(model, "a drafter made of heads on the target")
     weights = sorted(model.named_parameters(), key=lambda named: named[0])
     return torch.cat([_some_numbers(weight, SAMPLED_NUMBERS) for _, weight in weights])
@@ -222,7 +237,7 @@ def require_same_weights(stored: Tensor, dtype: str, model: nn.Module, what: str
 def _some_numbers(weight: Tensor, count: int) -> Tensor:
     """float32 [≤ count] on the CPU: numbers spread over a weight. For a quantised weight these are
     its dequantised values, or its integers if those are not available."""
-    flat = weight.detach()
+    flat = complete(weight.detach())
     try:
         flat = flat.flatten()
     except NotImplementedError:  # tensor classes that know few operations, such as torchao's

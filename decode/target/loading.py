@@ -20,7 +20,7 @@ from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target import gguf_file
 from decode.target.chat_template import set_template_args
-from decode.target.identity import Fingerprint, fingerprint, token_count
+from decode.target.identity import Fingerprint, fingerprint, keep_identity, token_count
 from decode.target.pretrained import (
     LoadOptions,
     from_pretrained,
@@ -31,6 +31,7 @@ from decode.target.pretrained import (
     no_safetensors,
     require_finite,
 )
+from decode.target.sharded import load_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Target:
     name: the spec it was loaded from, as the user gave it.
     revision: for a hub model, its commit hash (None if unknown); else a SHA-256 of the weights.
     eos_token_ids: the ids that end a text, ascending. Chat models have several.
+    stored_bytes: the size of a quantised checkpoint of which only the shapes are known.
     """
 
     model: Any
@@ -58,6 +60,7 @@ class Target:
     revision: str | None
     fingerprint: Fingerprint
     eos_token_ids: tuple[int, ...]
+    stored_bytes: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,6 +80,11 @@ class Target:
     def has_weights(self) -> bool:
         """Whether it can run; see `decode.target.without_weights`."""
         return self.device.type != "meta"
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of the weights in memory."""
+        return self.stored_bytes or sum(p.nbytes for p in self.model.parameters())
 
     @property
     def vocab_size(self) -> int:
@@ -176,6 +184,7 @@ def load_target(
     attn_implementation: str = "auto",
     device_map: str | dict[str, Any] | None = None,
     encoder: bool = False,
+    sharded: bool = False,
     chat_template_args: Mapping[str, Any] | None = None,
 ) -> Target:
     """Loads a target. chat_template_args: defaults for its chat template, see `set_template_args`,
@@ -190,7 +199,10 @@ def load_target(
         attn_implementation=attn_implementation,
         device_map=device_map,
         encoder=encoder,
+        sharded=sharded,
     )
+    if sharded:
+        keep_identity(loaded.model)
     set_template_args(loaded.tokenizer, chat_template_args or {})
     identity = loaded.fingerprint
     return Target(
@@ -208,6 +220,7 @@ def load_model_and_tokenizer(
     attn_implementation: str = "auto",
     device_map: str | dict[str, Any] | None = None,
     encoder: bool = False,
+    sharded: bool = False,
 ) -> Loaded:
     """Loads a causal language model for inference, not for training.
 
@@ -224,6 +237,8 @@ def load_model_and_tokenizer(
         `device`. Use such a model for decoding, not to train drafters on it.
     encoder: whether the model may have an encoder (T5, BART, Marian). If False, such a model is
         refused before its weights are read.
+    sharded: shard the layers over all processes; see `decode.target.sharded`, whose errors it
+        raises. Such a model is for teacher passes, not for decoding.
 
     A quantised checkpoint is loaded as its config says, if the package that reads it is installed.
 
@@ -244,6 +259,7 @@ def load_model_and_tokenizer(
         torch_device,
         device_map,
         encoder,
+        sharded,
     )
     if "/" in attn_implementation and not trust_remote_code:
         raise UserError(
@@ -257,6 +273,11 @@ def load_model_and_tokenizer(
             f"revision {revision!r} was given for {spec!r}, but only hub ids have revisions. "
             "Leave the revision out."
         )
+    if sharded and (is_embedded or path.suffix.lower() == ".gguf"):
+        raise UserError(
+            f"{spec} is a GGUF file, which cannot be read in shards; name a directory or a hub id "
+            "with safetensors, or turn target.sharded off"
+        )
     if is_embedded:
         loaded = _load_embedded(EMBEDDED[spec.removeprefix(EMBEDDED_PREFIX)], options)
     elif path.is_dir():
@@ -267,8 +288,9 @@ def load_model_and_tokenizer(
         require_hub_id(spec, path)
         loaded = _load_hub(spec, options, revision)
     loaded.model.eval().requires_grad_(False)
-    # Some quantised models cannot be moved. They are already on the right device.
-    if device_map is None and not getattr(loaded.model, "is_quantized", False):
+    # Some quantised models cannot be moved. They and shards are already on the right device.
+    placed = sharded or getattr(loaded.model, "is_quantized", False)
+    if device_map is None and not placed:
         loaded.model.to(torch_device)
     require_finite(loaded.model, spec)
     return loaded
@@ -341,15 +363,20 @@ def _load_directory(path: Path, options: LoadOptions) -> Loaded:
     if not weights:
         raise UserError(no_safetensors(str(path), [file.name for file in path.glob("*.bin")]))
     with no_progress_bars():
-        model, tokenizer = from_pretrained(str(path), options)
+        model, tokenizer = _read(str(path), options)
     return Loaded(model, tokenizer, _weights_sha256(weights))
 
 
 def _load_hub(hub_id: str, options: LoadOptions, revision: str | None) -> Loaded:
-    model, tokenizer = from_pretrained(hub_id, options, revision=revision)
+    model, tokenizer = _read(hub_id, options, revision=revision)
     # The cache stores files under their commit: .../snapshots/COMMIT/config.json
     config = try_to_load_from_cache(hub_id, "config.json", revision=revision)
     return Loaded(model, tokenizer, Path(config).parent.name if isinstance(config, str) else None)
+
+
+def _read(source: str, options: LoadOptions, **where: Any) -> tuple[Any, Any]:
+    load = load_sharded if options.sharded else from_pretrained
+    return load(source, options, **where)
 
 
 def _load_gguf(path: Path, options: LoadOptions, revision: str) -> Loaded:

@@ -18,11 +18,14 @@ from typing import Any
 
 import gguf
 import torch
+import torch.distributed as dist
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from transformers.distributed import DistributedConfig
 
 from decode.errors import UserError
 
@@ -48,6 +51,9 @@ class LoadOptions:
     device: torch.device
     device_map: str | dict[str, Any] | None = None
     encoder: bool = False
+    sharded: bool = False
+    # The modules of the decoder that transformers shards over all processes, by name. None: none.
+    fsdp_plan: dict[str, str] | None = None
 
 
 def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[Any, Any]:
@@ -63,6 +69,9 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
         where["device_map"] = {"": options.device}
     if options.device_map is not None:
         where["device_map"] = options.device_map
+    if options.fsdp_plan is not None:
+        config.get_text_config().base_model_fsdp_plan = options.fsdp_plan
+        where["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
     attention = options.attn_implementation
     with _explained(source, "weights"):
         auto = transformers.AutoModelForCausalLM
@@ -261,6 +270,16 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether this process holds only a part of some weights (`decode.target.sharded`)."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def complete(tensor: Tensor) -> Tensor:
+    """The tensor, or all of it on every process if it is sharded. All processes must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def require_present(model: nn.Module, what: str) -> None:
     """Raises UserError if weights are offloaded. what: the part that reads the weights, such as
     'heads', for the message."""
@@ -274,9 +293,11 @@ def require_present(model: nn.Module, what: str) -> None:
 
 def require_finite(model: nn.Module, spec: str) -> None:
     """Raises UserError if weights are NaN or infinite, and names the first ones with their layer.
-    Weights that are offloaded or quantised are not read."""
+    Weights that are offloaded or quantised are not read. Of a sharded model, each process reads its
+    shards."""
     names, extremes = [], []
-    for name, weight in model.named_parameters():
+    for name, parameter in model.named_parameters():
+        weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if weight.dtype in _READABLE and weight.device.type != "meta" and weight.numel():
             names.append(name)
             extremes.append(torch.stack(torch.aminmax(weight)).float().cpu())

@@ -66,10 +66,12 @@ def load_shapes(
 ) -> Target:
     """The target with all weights on the device `meta`, where they have shapes but no values and
     take no memory. It cannot run; its `revision` is None. dtype: as on `device`. A quantised
-    checkpoint has the shapes of its plain form. Arguments and errors are those of
-    `decode.target.loading.load_target`."""
+    checkpoint has the shapes of its plain form, and if it is a directory, `stored_bytes`. Arguments
+    and errors are those of `decode.target.loading.load_target`."""
     config, tokenizer = load_config(spec, revision=revision, trust_remote_code=trust_remote_code)
-    vars(config).pop("quantization_config", None)
+    quantised = vars(config).pop("quantization_config", None) is not None
+    files = Path(spec).expanduser().glob("*.safetensors") if quantised else ()
+    stored_bytes = sum(file.stat().st_size for file in files) or None
     options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         with torch.device("meta"):
@@ -80,4 +82,4 @@ def load_shapes(
         raise UserError(f"no model can be made from the config of {spec}: {error}") from error
     model.eval().requires_grad_(False)
     identity = fingerprint(tokenizer, config, model.generation_config)
-    return Target(model, tokenizer, spec, None, identity, identity.eos_token_ids)
+    return Target(model, tokenizer, spec, None, identity, identity.eos_token_ids, stored_bytes)

@@ -18,11 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
@@ -160,29 +157,6 @@ def output_rows(layer: nn.Linear, rows: Tensor | slice | None) -> tuple[Tensor, 
     if rows is None:
         return layer.weight, layer.bias
     return layer.weight[rows], None if layer.bias is None else layer.bias[rows]
-
-
-def shard_layers(stack: nn.Module, device_type: str) -> None:
-    """Shard the decoder layers of a frozen stack over all ranks, in place (FSDP2).
-
-    Embeddings and final norm are not sharded. A layer is gathered only while it runs, so every rank
-    must run it the same number of times. Raises UserError if there is only one process
-    (torch.distributed is not initialised), or if the stack has no single list of layers.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise UserError(
-            "a teacher can be sharded only over several processes; start them with "
-            "`accelerate launch`, or turn shard_teacher off"
-        )
-    lists = {name: m for name, m in stack.named_children() if isinstance(m, nn.ModuleList)}
-    if len(lists) != 1:
-        raise UserError(f"{type(stack).__name__} has no single list of layers to shard")
-    (name, layers), *_ = lists.items()
-    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    unsharded = {p for key, p in stack.named_parameters() if not key.startswith(f"{name}.")}
-    fully_shard(stack, mesh=mesh, ignored_params=unsharded)
 
 
 class TeacherSource(Protocol):

@@ -158,6 +158,17 @@ def ranking(compared: list[dict[str, Any]]) -> str:
     return f"{text}, but it is faster than {slower}." if slower else f"{text}."
 
 
+def _ranks(rows: list[dict[str, Any]]) -> list[str]:
+    """Which processes measured what, if there were several."""
+    ranks = max(row["evaluation"].get("ranks", 1) for row in rows)
+    if ranks == 1:
+        return []
+    return [
+        f"{ranks} processes shared the prompts for acceptance; one of them measured all times, "
+        "while the others waited"
+    ]
+
+
 def footnotes(report: dict[str, Any]) -> list[str]:
     """Return the settings behind the table's figures, and cautions for the reader, as lines."""
     rows = report["rows"]
@@ -173,6 +184,7 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         f"{_speedup_basis(report)}",
         f"target {target.get('model', MISSING)} in {_dtype(report)}; {_machine(report)}",
         *_fixed_depths(report),
+        *_ranks(rows),
         *([] if can_plot() else ["no plots: they need pip install 'draftsmith[plots]'"]),
         *(f"data: {note}" for note in report.get("data_notes") or ()),
     ]

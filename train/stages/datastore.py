@@ -52,6 +52,10 @@ class DatastoreStage(TextStage[DatastoreConfig]):
         config.options  # noqa: B018  # refuses options out of range
         super().check(config, earlier)
 
+    @classmethod
+    def needs_complete_target(cls, config: DatastoreConfig) -> str | None:
+        return None
+
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         tokens = self.planned_tokens(plans)
         require_memory_to_sort(tokens)

@@ -24,6 +24,7 @@ from decode.errors import UserError
 from decode.target.cached_model import require_trees
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
+from decode.target.pretrained import is_sharded
 from distill.distillation_loss import Distillation
 from distill.parallel_distillation import (
     ParallelConfig,
@@ -148,6 +149,17 @@ class DistillStage(TrainingStage[DistillConfig]):
                     f"stage {config.name}: dev.decode_prompts needs the complete target on one "
                     "device; leave out dev.decode_prompts or shard_teacher"
                 )
+
+    @classmethod
+    def needs_complete_target(cls, config: DistillConfig) -> str | None:
+        used = {
+            "shard_teacher": config.shard_teacher,
+            "remember_teacher": config.remember_teacher,
+            # Ranks make different numbers of such passes, and shards need the same number.
+            "tokens_per_pass": config.tokens_per_pass is not None,
+            "dev.decode_prompts": config.dev is not None and config.dev.decode_prompts > 0,
+        }
+        return next((name for name, is_used in used.items() if is_used), None)
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
@@ -444,7 +456,7 @@ class DistillStage(TrainingStage[DistillConfig]):
     ) -> DevSlice:
         """model: the target's, as a teacher. module: computes the figures."""
         # All ranks must run a sharded target together, so a rank must not skip it by remembering.
-        teacher = LiveTeacher(split_model(model), remember=not self.config.shard_teacher)
+        teacher = LiveTeacher(split_model(model), remember=not is_sharded(model))
 
         def sums(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> Tensor:
             signal = teacher.signal(**batch, ids=ids)

@@ -111,6 +111,14 @@ class GenerateStage(Stage[GenerateConfig]):
     Config = GenerateConfig
     with_encoder = True
 
+    @classmethod
+    def needs_complete_target(cls, config: GenerateConfig) -> str | None:
+        if config.server is None:
+            return "generate without a server"
+        if config.self_prompts:
+            return "self_prompts"
+        return "server.probe_prompts above 0" if config.server.probe_prompts else None
+
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
         if config.self_prompts and self.target.has_encoder:

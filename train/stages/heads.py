@@ -6,6 +6,7 @@ only in their computation (`heads.heads_module`), not in the training around it.
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,7 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import describe_drafter
 from decode.errors import UserError
 from decode.measure.calibrate_tree import TreeCalibration
+from decode.measure.ranks import Ranks
 from decode.target.loading import Target
 from decode.trees.static import store_tree
 from distill.agreement import Bigrams, lookup_top1
@@ -124,6 +126,20 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                     f"stage {config.name}: {key} cannot be set here: a cache replaces the live "
                     "target; leave it out"
                 )
+
+    @classmethod
+    def needs_complete_target(cls, config: HeadsConfig) -> str | None:
+        used = {
+            "backbone": config.backbone is not None,
+            "tree": config.tree is not None,
+            "remember_features": config.remember_features,
+            # Ranks make different numbers of such passes, and shards need the same number.
+            "tokens_per_pass": config.tokens_per_pass is not None,
+            # Its embeddings learn through all layers of the target.
+            "heads.type: pass": config.heads.type == "pass",
+            "dev.decode_prompts": config.dev is not None and config.dev.decode_prompts > 0,
+        }
+        return next((name for name, is_used in used.items() if is_used), None)
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, target = self.config, self.target
@@ -364,8 +380,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         summary's figures of the tree and of the target's drift."""
         tree: TreeCalibration | None = None
         drift: Drift | None = None
+        target, path = self.target, self.directory / "drafter"
         if self.accelerator.is_main_process:
-            target = self.target
             if isinstance(backbone, TrainedBackbone):
                 target, drift = backbone.save(weights, self.directory / "target")
                 self.reporter.say(drift.in_words(self.directory / "target"))
@@ -373,10 +389,14 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 "drift": drift and drift.to_dict(),
                 "original": drift and self.target.name,
             }
-            path = self.directory / "drafter"
             save_heads(path, full_heads, target=target, provenance=provenance)
-            # After saving: trained heads must not be lost if the tree cannot be planned.
-            tree = self._tree(target, full_heads, path)
+        # After saving: trained heads must not be lost if the tree cannot be planned.
+        self.accelerator.wait_for_everyone()
+        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        if self.config.backbone is not None:
+            ranks = replace(ranks, world=1)  # only the main process has the new target
+        if ranks.rank < ranks.world:
+            tree = self._tree(target, full_heads, path, ranks)
         return {
             "tree": tree and tree.to_dict() | {"paths": tree.structure.paths},
             "drift": drift and drift.to_dict(),
@@ -405,17 +425,20 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 "together with the target; leave backbone out"
             )
 
-    def _tree(self, target: Target, heads: Heads, path: Path) -> TreeCalibration | None:
-        """Calibrate the tree and store it with the drafter in `path`. None if it drafts chains."""
+    def _tree(
+        self, target: Target, heads: Heads, path: Path, ranks: Ranks
+    ) -> TreeCalibration | None:
+        """Calibrate the tree with all `ranks`, and store it with the drafter in `path`. None if it
+        drafts chains."""
         config = self.config
         if config.tree is None:
             return None
         drafter = self._drafter(target, heads)
         try:
             tree = calibrated_tree(
-                config.tree, target, self.corpus, drafter, heads, self.reporter.say
+                config.tree, target, self.corpus, drafter, heads, self.reporter.say, ranks
             )
-            if tree is not None:
+            if tree is not None and ranks.is_main:
                 store_tree(path, tree.structure, tree.to_dict())
         except UserError as error:
             raise UserError(

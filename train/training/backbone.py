@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from decode.target.loading import Target
+from decode.target.pretrained import is_sharded
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import CachedFeatures, FeatureSource, LiveFeatures
 from heads.head_training import HeadTraining, JointTraining
@@ -131,7 +132,10 @@ class FrozenBackbone(Backbone):
         if dev:
             # A separate source: samples of two splits may have the same id.
             if self._dev_source is None:
-                self._dev_source = LiveFeatures(self.target.model, self._layers, remember=True)
+                model = self.target.model
+                # All ranks must run a sharded target together, so none may skip it.
+                remember = not is_sharded(model)
+                self._dev_source = LiveFeatures(model, self._layers, remember=remember)
             source = self._dev_source
         features = source.features(batch["input_ids"], batch["attention_mask"], ids)
         return module(batch["input_ids"], batch["loss_mask"], features, losses)

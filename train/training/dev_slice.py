@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from pydantic import Field
 from torch import Tensor, nn
 
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.measure.ranks import Ranks
 from decode.rows import require_prompts
+from decode.stats import Counts
 from decode.target.loading import Target
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.corpus import Corpus
@@ -115,10 +116,11 @@ class DevSlice:
         return figures
 
     def _decode(self, weights: Weights) -> float:
-        """The acceptance rate of real decoding, measured by the main process."""
+        """The acceptance rate of real decoding. Each rank decodes a share of the prompts."""
         gathered = weights(self.judging.prefix)
-        rate = [0.0]
-        if self.accelerator.is_main_process:
+        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        counts = Counts.zero()
+        if prompts := ranks.share(self.prompts):
             target, drafter = self.judging.make_drafter(gathered)
             decoder = Decoder(
                 target.model,
@@ -126,7 +128,5 @@ class DevSlice:
                 eos_token_ids=target.eos_token_ids,
                 gamma=self.settings.gamma,
             )
-            done = decoder.decode(self.prompts, self.settings.max_new_tokens)
-            rate = [done.counts.acceptance_rate]
-        broadcast_object_list(rate)
-        return rate[0]
+            counts = decoder.decode(prompts, self.settings.max_new_tokens).counts
+        return sum(ranks.gather(counts), Counts.zero()).acceptance_rate

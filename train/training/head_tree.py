@@ -11,6 +11,7 @@ from decode.measure.calibrate_tree import (
     TreeCalibration,
     calibrate_tree,
 )
+from decode.measure.ranks import Ranks
 from decode.rows import require_prompts
 from decode.target.cached_model import require_slots, require_trees
 from decode.target.loading import Target
@@ -65,10 +66,11 @@ def calibrated_tree(
     drafter: Drafter,
     heads: Heads,
     say: Callable[[str], None],
+    ranks: Ranks,
 ) -> TreeCalibration | None:
     """The tree for a drafter made of `heads`; None if the first head was never right.
 
-    say: prints a line.
+    say: prints a line. ranks: see `calibrate_tree`.
     """
     try:
         tree = calibrate_tree(
@@ -80,6 +82,7 @@ def calibrated_tree(
             width=min(settings.width, heads.rows),
             max_new_tokens=settings.max_new_tokens,
             progress=lambda what: say(f"  tree: measuring {what}"),
+            ranks=ranks,
         )
     except NothingAccepted as error:
         say(f"  {error} The drafter drafts chains")

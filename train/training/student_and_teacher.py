@@ -17,13 +17,13 @@ from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.errors import UserError
 from decode.target.identity import require_same_vocabulary
 from decode.target.loading import Target, load_target
+from decode.target.sharded import shard_layers
 from decode.target.without_weights import load_shapes
 from distill.choose_vocabulary import most_frequent
 from distill.teacher.teacher_signal import (
     LiveTeacher,
     StatesTeacher,
     TeacherSource,
-    shard_layers,
     split_model,
 )
 from distill.teacher.top_k_cache import CachedTeacher
@@ -166,7 +166,7 @@ def teaching_model(target: Target, *, shard: bool) -> Iterator[PreTrainedModel]:
     target.model.to("cpu")
     try:
         sharded = copy.deepcopy(target.model)
-        shard_layers(sharded.base_model, device.type)
+        shard_layers(sharded.base_model, device.type, "shard_teacher")
         yield sharded.to(device)
     finally:
         target.model.to(device)

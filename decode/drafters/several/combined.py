@@ -79,6 +79,10 @@ class Group(Drafter):
         for drafter in self.drafters:
             drafter.forget()
 
+    @property
+    def learns(self) -> bool:
+        return any(drafter.learns for drafter in self.drafters)
+
     def keep_rows(self, rows: torch.Tensor) -> None:
         for drafter in self.drafters:
             drafter.keep_rows(rows)

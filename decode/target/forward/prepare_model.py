@@ -33,7 +33,7 @@ from decode.target.forward.lean_forward import (
 )
 from decode.target.forward.lean_parts import ACTIVATIONS, LeanNorm, Packed, PackedLinear
 from decode.target.forward.transformers_forward import ATTENTION, TransformersForward
-from decode.target.pretrained import has_encoder, is_hooked
+from decode.target.pretrained import has_encoder, is_hooked, is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,13 @@ def prepare(model: PreTrainedModel, *, lean: bool | None = None) -> Forward:
     time and memory, and two decoders can be compared only if both run on the same kernels. It is
     made again if the model was rebuilt, for example with an adapter or another output layer. A
     decoder keeps the forward that it was made with. Raises UserError if lean is True and the model
-    cannot run lean.
+    cannot run lean, and for a sharded model, whose passes all processes must do together.
     """
+    if is_sharded(model):
+        raise UserError(
+            f"{type(model).__name__} is sharded over several processes, so it cannot decode; load "
+            "it without target.sharded, on several devices if it needs them (device_map)"
+        )
     state = (
         # The forward keeps the parameters alive, so no other object can get one of these ids.
         tuple(id(parameter) for parameter in model.parameters()),

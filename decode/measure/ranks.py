@@ -1,0 +1,44 @@
+"""Spreads the prompts of a measurement over processes, each of which has the complete target.
+
+A row's text depends only on its prompt and its number, so in float32 the counts over all prompts
+are those of one process. Times are never measured by several processes together.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share a measurement. Each calls the same methods in the same order."""
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """The items of this process."""
+        return items[self.rank :: self.world]
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, in order. They are pickled."""
+        values: list[Any] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def main_only(self, measure: Callable[[], T]) -> T:
+        """The result of `measure`, which only the first process runs while the others wait."""
+        result: Any = measure() if self.is_main else None
+        return self.gather(result)[0]
+
+
+ALONE = Ranks()
