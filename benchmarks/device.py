@@ -157,11 +157,12 @@ def tables(
             {
                 "drafter": name,
                 "plain step, ms": f"{1e3 * measured.step_s:.2f}",
-                "c": f"{measured.c:.3f}",
+                "fixed": f"{measured.fixed:.3f}",
+                "per depth": f"{measured.per_depth:.3f}",
             }
             for name, measured in costs["costs"].items()
         ]
-        result.append(rows_table("cost of a draft step, in plain steps", rows))
+        result.append(rows_table("cost of a draft, in plain steps", rows))
     rows = [
         {
             "training": name.removeprefix("train_"),

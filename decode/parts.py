@@ -152,7 +152,8 @@ def make_shape(shape: Part | Shape, max_depth: int, costs: Costs | None = None) 
     planned: dict[str, Any] = {"depth": max_depth}
     if costs is not None:
         pairs = list(zip(costs.widths, costs.v, strict=True))
-        planned |= {"draft_cost": costs.c, "verify_costs": pairs}
+        planned |= {"draft_cost": costs.per_depth, "draft_fixed": costs.fixed}
+        planned |= {"verify_costs": pairs}
     planned_shape: Shape = SHAPES.make(shape, **planned)
     return planned_shape
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from decode import device
-from decode.drafters import DRAFTERS
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
@@ -18,7 +19,7 @@ from decode.measure.evaluation import evaluate
 from decode.measure.time_costs import measure_costs
 from decode.policies.by_batch import ByBatch
 from decode.policies.cost_model import CostModel
-from decode.sampling import Sampling
+from decode.sampling import CounterRNG, Sampling
 from decode.settings import DecodeSettings, EvaluationProtocol
 from decode.target.cached_model import CachedLM
 from tests.tiny import tiny_model, tiny_target
@@ -82,11 +83,72 @@ def test_measured_costs_are_the_real_ones(
     wanted = [(1 + 0.1 * (rows * n - 1)) / step for n in costs.widths]
     assert costs.v == pytest.approx(wanted)
     # After a whole success the drafter feeds one token more, which is part of what it costs.
-    assert costs.c == pytest.approx(0.2 * (1 + 0.1 * (rows - 1)) / step, rel=0.1)
+    assert costs.c(4) == pytest.approx(0.2 * (1 + 0.1 * (rows - 1)) / step, rel=0.1)
+    assert costs.fixed < 0.03
     # The decoder itself is as it was.
     assert isinstance(decoder.drafter, SmallLMDrafter)
     assert decoder.policy.max_depth == 4
     assert len(decoder.eos) == 100
+
+
+def test_v_of_a_mixture_of_experts_grows_with_the_experts_that_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each expert that a layer reads takes a second, for any number of tokens."""
+    clock = Clock(monkeypatch)
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    target = tiny_model("qwen3_moe", **experts, head_dim=8)
+
+    def count(module: Any, inputs: Any, output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output
+        clock.now += len(logits.reshape(-1, 16).topk(2).indices.unique())
+
+    for layer in target.model.layers:
+        layer.mlp.gate.register_forward_hook(count)
+    decoder = Decoder(target, SmallLMDrafter(model("llama", seed=7, layers=1)))
+    costs = measure_costs(decoder, [PROMPT], max_depth=4, max_width=9)
+    assert costs.widths == (1, 2, 3, 5, 9)
+    assert costs.step_s == 4  # two layers, two experts
+    assert costs.v[1] > 1.2
+    assert costs.v[4] > 2
+    # A draft is shorter than it would be for a dense target.
+    depths = []
+    for v in (costs.v, (1.0,) * 5):
+        policy = CostModel(8)
+        policy.use_costs(Costs(1.0, 1, 0.05, costs.widths, v))
+        policy._accepted[0], policy._tried[0] = 6.0, 10.0
+        policy.start(1)
+        depths.append(int(policy.depths()[0]))
+    assert depths[0] < depths[1]
+
+
+class OnePass(Drafter):
+    """Drafts any depth in a pass of 0.4 seconds, and 0.02 more per token."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        self.clock.now += 0.4 + 0.02 * limits.max_depth
+        tokens = torch.zeros(len(limits.depths), limits.max_depth, dtype=torch.int64)
+        return Draft(tokens, limits.depths.copy())
+
+
+def test_a_draft_in_one_pass_has_a_fixed_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    decoder = Decoder(model("llama"), OnePass(clock), gamma=8)
+    clock.charge(decoder.lm, 0.5, 0.0)
+    costs = measure_costs(decoder, [PROMPT], max_depth=8, max_width=9)
+    assert costs.fixed == pytest.approx(0.8)
+    assert costs.per_depth == pytest.approx(0.04)
+    assert costs.draft([0, 1, 8]) == pytest.approx([0, 0.84, 1.12])
+    assert costs.c(8) == pytest.approx(0.14)
+    assert costs.to_dict()["draft_fixed"] == costs.fixed
 
 
 def test_a_drafter_with_nothing_to_say_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +156,7 @@ def test_a_drafter_with_nothing_to_say_costs_nothing(monkeypatch: pytest.MonkeyP
     decoder = Decoder(model("llama"), DRAFTERS["ngram"](2, 3))
     clock.charge(decoder.lm, 1.0, 0.0)
     costs = measure_costs(decoder, [PROMPT], max_depth=2, max_width=4)
-    assert costs.c == 0
+    assert costs.draft([1, 2]).tolist() == [0, 0]
     # And where drafting takes no time at all, it is judged by what verifying costs.
     decoder.policy = CostModel(4)
     decoder.policy.use_costs(costs)
@@ -238,11 +300,13 @@ def test_parts_that_need_costs_get_them() -> None:
     assert costs is not None
     assert costs.widths == (1, 2, 3, 4)
     assert costs.v[0] == 1
-    assert costs.c > 0
+    assert costs.c(3) > 0
     assert np.all(np.diff(costs.v) >= 0)
     # It need not begin with plain steps to see what they cost.
     decoder.policy.start(1)
-    assert decoder.policy._draft_s == pytest.approx(costs.c * costs.step_s)
+    for depth in (1, 2, 3):
+        wanted = float(costs.draft(depth)) * costs.step_s
+        assert decoder.policy._drafts(depth) == pytest.approx(wanted)
     for settings, prompt in (
         (DecodeSettings(policy="cost_model"), None),
         (DecodeSettings(policy="heuristic"), PROMPT),

@@ -20,13 +20,16 @@ from decode.loop import Decoded, Decoder
 from decode.measure import costs as others
 from decode.measure.evaluation import evaluate, fastest_gamma, in_turns
 from decode.measure.figures import Evaluation, break_even, ratio_of_totals, repetition
+from decode.measure.thinking import thinking_tokens
 from decode.policies import POLICIES
 from decode.sampling import CounterRNG, Sampling
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts, Tally, Timing, summary
 from decode.trees import SHAPES, Chain
 from decode.verification import Verification
-from tests.tiny import tiny_model, tiny_target, verification
+from tests.tiny import tiny_model, tiny_target, tiny_tokenizer, verification
+from train.report.report_summary import footnotes
+from train.run import describe_process
 
 model = functools.cache(tiny_model)
 
@@ -746,3 +749,53 @@ def test_figures_say_whether_the_machine_was_alone(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(others.OtherProcesses, "share", lambda _, share=share: share)
         shown = evaluate(tiny_target(), DRAFTERS["none"](), PROMPTS, protocol).to_dict()
         assert (shown["others_share"], shown["alone"]) == (share, alone)
+
+
+# --- reasoning models ---------------------------------------------------------------------------
+
+
+def test_the_tokens_around_a_thought_are_those_of_the_tokenizer() -> None:
+    tokenizer = tiny_tokenizer()
+    assert thinking_tokens(tokenizer) is None
+    tokenizer.add_tokens(["</think>", "<think>"], special_tokens=True)
+    assert thinking_tokens(tokenizer) == (301, 300)
+
+
+def test_a_step_counts_in_the_part_where_its_draft_begins() -> None:
+    """The prompt begins the thought, as chat templates do, and the answer ends it."""
+    text, begin = answer(), PROMPT[-1]
+    at = next(i for i in range(6, LONG - 8) if text[i] not in {*text[:i], begin})
+    vocabulary = {"<think>": begin, "</think>": text[at]}
+    target = replace(tiny_target(), tokenizer=SimpleNamespace(get_vocab=lambda: vocabulary))
+    protocol = EvaluationProtocol(
+        gamma=3, max_new_tokens=LONG, timed_prompts=0, generate=False, batch_size=1
+    )
+    # Right while it thinks, but for one token; then often wrong.
+    drafter = Scripted(2, *range(at + 1, LONG, 2))
+    found = evaluate(target, drafter, [PROMPT], protocol)
+    parts = found.to_dict()["parts"]
+
+    expected = {"thinking": [0, 0, 0], "answer": [0, 0, 0]}
+    length = 1  # the prefill's token
+    for step in found.steps:
+        before = [token for token in PROMPT + text[:length] if token in vocabulary.values()]
+        counts = expected["thinking" if before[-1] == begin else "answer"]
+        counts[0] += 1
+        counts[1] += int(step.emitted[0])
+        counts[2] += min(int(step.accepted[0]), int(step.emitted[0]))
+        length += int(step.emitted[0])
+    for name, counts in expected.items():
+        assert [parts[name][key] for key in ("steps", "emitted", "accepted")] == counts
+    pooled = found.to_dict()
+    for key in ("steps", "emitted", "drafted", "reached", "accepted"):
+        assert parts["thinking"][key] + parts["answer"][key] == pooled[key]
+    thinking, after = (parts[name]["acceptance_rate"] for name in ("thinking", "answer"))
+    assert thinking > after > 0
+
+    row = {"stage": "–", "drafter": "scripted", "order": 1, "evaluation": pooled}
+    report = {"name": "r", "rows": [row], "provenance": [describe_process()], "config": {}}
+    assert f"acceptance rate {thinking:.2f} (while thinking" in " ".join(footnotes(report))
+    # One part alone is not told apart.
+    vocabulary["</think>"] = 299
+    assert 299 not in text
+    assert evaluate(target, drafter, [PROMPT], protocol).to_dict()["parts"] is None

@@ -118,6 +118,8 @@ def test_costs_decide_on_size_and_depth() -> None:
     # Only some sizes, and the smallest that costs little more.
     assert size(sizes=[1, 4, 8, 80])[0] == 8
     rising = [[1, 1.0], [41, 3.0]]
+    # What each draft costs anyway is shared by more tokens in a larger tree.
+    assert size(verify_costs=rising) < size(verify_costs=rising, draft_fixed=2.0)
     best, near = size(verify_costs=rising), size(verify_costs=rising, tolerance=0.05)
     assert near[0] < best[0]
     # More nodes than fit.

@@ -470,12 +470,14 @@ def simulate(
     rows: int = 1,
     prompt: int = 60,
     seed: int = 0,
+    fixed: float = 0.0,
 ) -> tuple[list[tuple[float, int, float]], float]:
     """((token, γ, seconds) of each step, and plain decoding's time over the total's inverse).
 
-    A draft step costs c plain steps, and 3% of that for each token the drafter missed, the prompt
-    before its first draft; a pass of n tokens costs 1 + slope·(n − 1). Every time jitters by 3%.
-    alpha(token): the acceptance rate of each drafted token.
+    A draft costs `fixed` plain steps, c for each of its steps and 3% of that for each token the
+    drafter missed, the prompt before its first draft; a pass of n tokens costs
+    1 + slope·(n − 1). Every time jitters by 3%. alpha(token): the acceptance rate of each drafted
+    token.
     """
     random = np.random.default_rng(seed)
     policy.start(rows)
@@ -484,7 +486,8 @@ def simulate(
         gamma = int(policy.depths()[0])
         stays = random.random((rows, gamma)) < alpha(at)
         accepted = stays.cumprod(1).sum(1)
-        draft_s = gamma * c + (0.03 * c * max(missed - 2, 0.0) if gamma else 0.0)
+        reading = 0.03 * c * max(missed - 2, 0.0)
+        draft_s = gamma * c + (fixed + reading if gamma else 0.0)
         jitter = np.exp(0.03 * random.standard_normal(2)) * PLAIN
         told = step(
             [gamma] * rows,
@@ -534,6 +537,27 @@ def test_it_is_nearly_as_quick_as_the_best_fixed_length(c: float, alpha: float) 
     assert cost < 1.06 * best
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_draft_in_one_pass_is_deep_or_not_at_all(told: bool) -> None:
+    """A draft of one token pays as little as it does for a small LM of this cost, but one of eight
+    costs hardly more. Where acceptance is low, no depth pays."""
+    for alpha, pays in ((0.85, True), (0.3, False)):
+        policy = CostModel(8)
+        if told:
+            policy.use_costs(Costs(PLAIN, 1, 0.01, (1, 2, 9), (1.0, 1.03, 1.24), fixed=0.9))
+        taken, cost = simulate(policy, lambda _, a=alpha: a, 1000, c=0.01, fixed=0.9)
+        late = [gamma for at, gamma, _ in taken if at > 200]
+        if pays:
+            best = min(
+                simulate(Fixed(n), lambda _: 0.85, 1000, c=0.01, fixed=0.9)[1] for n in range(1, 9)
+            )
+            assert np.mean(late) > 5
+            assert cost < 1.06 * best
+        else:
+            assert np.mean(late) < 0.5
+            assert cost < 1.06
+
+
 def test_acceptance_is_pooled_over_a_batch() -> None:
     """Rows share each pass, so that their mean decides; rows that leave change what a pass costs,
     which is known from passes of as many tokens."""
@@ -564,7 +588,7 @@ def test_measured_costs_spare_the_start() -> None:
 def test_reading_the_prompt_is_not_what_a_draft_step_costs() -> None:
     policy = CostModel(4)
     simulate(policy, lambda _: 1.0, 60, c=0.1, prompt=2000)
-    assert policy._draft_s == pytest.approx(0.1 * PLAIN, rel=0.1)
+    assert policy._drafts(1) == pytest.approx(0.1 * PLAIN, rel=0.1)
 
 
 def test_one_disturbed_pass_is_not_believed() -> None:

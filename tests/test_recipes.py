@@ -1,14 +1,24 @@
 """The shipped configs are sound: each is planned, with tiny models in the place of real ones."""
 
+import json
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from typer.testing import CliRunner
 
+from decode.target import without_weights
+from tests.published_configs import PUBLISHED
 from tests.tiny import save_tiny, tiny_tokenizer
+from train.cli.main import app
 from train.config import load_config
 from train.console import Reporter
+from train.data.read import Example
 from train.run import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -50,6 +60,81 @@ def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert [name for name, _, _ in plans] == [stage.name for stage in config.stages]
     assert all(plan.tokens > 0 and plan.memory_bytes > 0 for _, _, plan in plans)
     assert not config.run_dir.exists()
+
+
+SCALE = (CONFIGS.parent / "docs/scale.md").read_text()
+
+
+def plan_commands() -> list[list[str]]:
+    """The words of each `draftsmith train … --dry-run` in a comment of a recipe."""
+    commands = []
+    for name in RECIPES:
+        text = (CONFIGS / "recipes" / name).read_text().replace("\\\n#", "")
+        lines = re.findall(r"^# +draftsmith (train .*--dry-run.*)$", text, re.M)
+        commands += [shlex.split(line) for line in lines]
+    return commands
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories with the config of a published model and a tiny tokenizer, without weights."""
+    place = tmp_path_factory.mktemp("configs")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template += "{# enable_thinking #}"
+    directories = {name: place / name.replace("/", "--") for name in PUBLISHED}
+    for name, directory in directories.items():
+        tokenizer.save_pretrained(directory)
+        (directory / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return directories
+
+
+PLANS = plan_commands()
+
+
+@pytest.mark.parametrize("words", PLANS, ids=[Path(words[1]).stem for words in PLANS])
+def test_a_plan_is_the_one_that_the_docs_state(
+    words: list[str],
+    configs: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Planned from the published shapes alone: no network, no weights, no data set."""
+    read = without_weights.config_and_tokenizer
+    monkeypatch.setattr(
+        without_weights, "config_and_tokenizer", lambda name: read(str(configs[name]))
+    )
+    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "engines"))
+    (tmp_path / "engines/vllm/bin").mkdir(parents=True)
+    (tmp_path / "engines/vllm/bin/python").touch()
+    question = "the dog and the fox " * 20
+    example = Example("0", ({"role": "user", "content": question},), question, None, None, "here")
+
+    def rows(run: Run) -> dict[str, Any]:
+        return {"train": [example] * (run.config.data.limit or 0), "dev": [example] * 500}
+
+    monkeypatch.setattr(Run, "read_data", rows)
+    monkeypatch.chdir(CONFIGS.parent)
+    AcceleratorState._reset_state(reset_partial_state=True)  # other tests set another precision
+    planned = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert planned.exit_code == 0, planned.output
+    text = " ".join(planned.stdout.split())
+    summary = r"about (.+?) for the tensors .*?, and (.+?) of disk;.* about ([^.]+?) for the stages"
+    found = re.search(summary + r", ([\d.]+) hours of one device", text)
+    assert found, text
+    *figures, hours = found.groups()
+    table = (
+        line.strip("| ").split(" | ")
+        for line in SCALE.splitlines()
+        if f"[{Path(words[1]).name}]" in line
+    )
+    rows_by_figures = {tuple(row[2:5]): row for row in table}
+    assert tuple(figures) in rows_by_figures, (figures, hours)
+    row = rows_by_figures[tuple(figures)]
+    # Of the GPUs that train, and of those that only serve.
+    training, *serving = map(int, re.findall(r"\d+", row[1]))
+    assert training == int(words[words.index("--processes") + 1] if "--processes" in words else 1)
+    assert float(row[5]) == pytest.approx(float(hours) * (1 + sum(serving) / training), abs=0.1)
 
 
 @pytest.mark.parametrize("name", ["one_gpu", "ddp", "fsdp2", "zero2", "zero3_offload"])

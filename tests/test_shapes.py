@@ -237,6 +237,7 @@ def test_a_structure_is_stored(tmp_path: Any) -> None:
         ("sequoia", {"acceptance": [0.7], "nodes": 0}, "nodes is 0"),
         ("sequoia", {"acceptance": [0.7], "depth": 0}, "depth is 0"),
         ("sequoia", {"acceptance": [0.7], "draft_cost": -1.0}, "draft_cost is -1"),
+        ("sequoia", {"acceptance": [0.7], "draft_fixed": -1.0}, "draft_fixed is -1"),
         ("sequoia", {"acceptance": [0.7], "verify_costs": [[1, 1], [1, 2]]}, "widths ascending"),
         ("sequoia", {"acceptance": [0.7], "verify_costs": [1.0, 2.0]}, "expected pairs"),
     ],

@@ -60,6 +60,8 @@ class Run:
     # Continue a run that began with other settings or another number of ranks. The data must be the
     # same.
     allow_changes: bool = False
+    # For a plan: the number of processes. None: those that run now.
+    processes: int | None = None
     # The target, if the caller has it already.
     loaded: Target | None = None
     # What `read_data` changed in the splits, in sentences.
@@ -318,6 +320,7 @@ class Run:
             ),
             self.config.name,
             allow_changes=self.allow_changes,
+            processes=self.processes,
         )
 
     def _stage(

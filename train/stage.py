@@ -24,8 +24,8 @@ class StagePlan:
     """What a stage will do; sizes are estimates.
 
     tokens: that it writes or learns from, at most. text_tokens: of the text that it writes, prompts
-    included. max_seconds: the limit of its time, if it has one. memory_bytes: of one process that
-    shards nothing. disk_bytes: of its directory.
+    included. max_seconds: the limit of its time, if it has one. memory_bytes: of one of the
+    processes, which shards nothing. disk_bytes: of its directory.
     """
 
     what: str
@@ -43,7 +43,8 @@ class StageInputs:
 
     directory: this stage's directory. earlier: the directories of earlier stages by name. corpus:
     the run's examples as tokens. run_name: for provenance. allow_changes: continue a run that began
-    with other settings or another number of ranks.
+    with other settings or another number of ranks. processes: that a plan is for; None: those that
+    run now.
     """
 
     target: Target
@@ -54,6 +55,7 @@ class StageInputs:
     corpus: Corpus
     run_name: str
     allow_changes: bool = False
+    processes: int | None = None
 
 
 @dataclass
@@ -108,6 +110,7 @@ class Stage(ABC, Generic[C]):
         self.accelerator, self.reporter = inputs.accelerator, inputs.reporter
         self.directory, self.earlier = inputs.directory, inputs.earlier
         self.run_name, self.allow_changes = inputs.run_name, inputs.allow_changes
+        self.processes = inputs.processes or inputs.accelerator.num_processes
 
     @property
     def target_bytes(self) -> int:

@@ -259,7 +259,7 @@ def forward_times(bench: Bench) -> dict[str, Any]:
 
 
 def draft_costs(bench: Bench) -> dict[str, Any]:
-    """c of the small LM and of an EAGLE-1 layer with init weights."""
+    """c at the depth γ of the small LM and of an EAGLE-1 layer with init weights."""
     target = bench.make_target()
     eagle = new_heads(HeadOptions.of(EAGLE), target, None)
     make_ready(eagle, target, DTYPE)
@@ -278,7 +278,7 @@ def draft_costs(bench: Bench) -> dict[str, Any]:
         )
         for name, drafter in drafters.items()
     }
-    values = {f"draft_cost_{name}": measured.c for name, measured in costs.items()}
+    values = {f"draft_cost_{name}": measured.c(gamma) for name, measured in costs.items()}
     return {"costs": costs, "ratios": values}
 
 

@@ -220,9 +220,9 @@ def measure_layer_costs(target: Target, prompt: Sequence[int], depth: int) -> La
         for skipped in sets
     )
     return LayerCosts(
-        complete.c,
-        max(complete.c - attention.c, 0.0) / len(half),
-        max(complete.c - mlp.c, 0.0) / len(half),
+        complete.c(depth),
+        max(complete.c(depth) - attention.c(depth), 0.0) / len(half),
+        max(complete.c(depth) - mlp.c(depth), 0.0) / len(half),
         complete,
     )
 

@@ -313,7 +313,8 @@ def calibrate_tree(
                 acceptance.by_rank(),
                 nodes=nodes or MAX_NODES,
                 depth=max_depth,
-                draft_cost=costs.c,
+                draft_cost=costs.per_depth,
+                draft_fixed=costs.fixed,
                 verify_costs=list(zip(costs.widths, costs.v, strict=True)),
                 sizes=_sizes(costs, nodes or MAX_NODES),
                 tolerance=share,
@@ -383,5 +384,5 @@ def _plan(table: Sequence[Sequence[float]], tree: Structure, costs: Costs) -> Tr
     for path in tree.paths:  # shallow paths first
         chances[path] = chances[path[:-1]] * table[len(path) - 1][path[-1]]
     tokens = sum(chances.values())
-    cost = tree.depth * costs.c + float(costs.verify(len(tree) + 1))
+    cost = float(costs.draft(tree.depth)) + float(costs.verify(len(tree) + 1))
     return TreePlan(tree, tokens, cost / tokens)

@@ -1,6 +1,7 @@
 """The costs of drafting and verifying on this machine, and how busy the machine is meanwhile.
 
-The costs are c and v(n), in plain steps. `decode.measure.time_costs` measures them.
+The costs are those of a draft by its depth, and v(n), in plain steps. `decode.measure.time_costs`
+measures them.
 """
 
 import sys
@@ -22,25 +23,39 @@ _WORKING = ("user", "nice", "system", "irq", "softirq", "steal")
 class Costs:
     """Measured costs of one target with one drafter.
 
-    step_s: seconds of a plain decoding step of `rows` rows. c: the cost of a draft per token of
-    its depth, in plain steps, without the drafter's pass over the prompt. widths, v: verifying
-    widths[i] tokens per row costs v[i] plain steps; v at width 1 is 1. noise: the relative standard
-    error of the cost of a draft and its verification, estimated from two halves of the measurement;
-    0 if unknown. others: the share of the processor that other processes used during the
-    measurement (`OtherProcesses`).
+    step_s: seconds of a plain decoding step of `rows` rows. per_depth, fixed: a draft of depth γ
+    costs fixed + γ · per_depth plain steps, without the drafter's pass over the prompt. A small
+    language model has hardly a fixed part. A drafter that computes all depths in one pass has
+    hardly another. widths, v: verifying widths[i] tokens per row costs v[i] plain steps; v at width
+    1 is 1. noise: the relative standard error of the cost of a draft and its verification,
+    estimated from two halves of the measurement; 0 if unknown. others: the share of the processor
+    that other processes used during the measurement (`OtherProcesses`).
 
-    >>> costs = Costs(0.05, 1, 0.1, (1, 2, 4), (1.0, 1.1, 1.3))
+    >>> costs = Costs(0.05, 1, 0.1, (1, 2, 4), (1.0, 1.1, 1.3), fixed=0.2)
+    >>> costs.draft([0, 1, 4]).round(2).tolist()
+    [0.0, 0.3, 0.6]
     >>> costs.verify([3, 8]).round(2).tolist()
     [1.2, 1.7]
     """
 
     step_s: float
     rows: int
-    c: float
+    per_depth: float
     widths: tuple[int, ...]
     v: tuple[float, ...]
     noise: float = 0.0
     others: float | None = None
+    fixed: float = 0.0
+
+    def draft(self, depth: Sequence[int] | np.ndarray | int) -> np.ndarray:
+        """The cost of a draft of these depths, in plain steps, float64, same shape as `depth`. No
+        draft costs nothing."""
+        depths = np.asarray(depth)
+        return np.where(depths > 0, self.fixed + depths * self.per_depth, 0.0)
+
+    def c(self, depth: int) -> float:
+        """c: the cost of a draft of this depth, at least 1, divided by the depth."""
+        return self.per_depth + self.fixed / depth
 
     def verify(self, width: Sequence[int] | np.ndarray | int) -> np.ndarray:
         """v at these widths, float64, same shape as `width`. Linear between measured widths and
@@ -52,11 +67,31 @@ class Costs:
         return {
             "step_ms": 1000 * self.step_s,
             "rows": self.rows,
-            "c": self.c,
+            "draft_fixed": self.fixed,
+            "draft_per_depth": self.per_depth,
             "v": {str(n): cost for n, cost in zip(self.widths, self.v, strict=True)},
             "noise": self.noise,
             "others_share": self.others,
         }
+
+
+def draft_parts(depths: Sequence[int], costs: Sequence[float]) -> tuple[float, float]:
+    """The fixed part and the part per depth of the costs of drafts, both at least 0, by least
+    squares. One depth does not separate them: all of it then counts per depth.
+
+    >>> [round(part, 6) for part in draft_parts([1, 4, 8], [0.5, 0.8, 1.2])]
+    [0.4, 0.1]
+    """
+    depth, cost = np.array(depths, dtype=np.float64), np.array(costs, dtype=np.float64)
+    per_depth = 0.0
+    if len(set(depths)) > 1:
+        per_depth = float(np.polyfit(depth, cost, 1)[0])
+        fixed = float(cost.mean() - per_depth * depth.mean())
+        if per_depth < 0:
+            return float(cost.mean()), 0.0
+        if fixed >= 0:
+            return fixed, per_depth
+    return 0.0, float((depth @ cost) / (depth @ depth))
 
 
 def straight_on(x: np.ndarray, known: np.ndarray, values: np.ndarray) -> np.ndarray:

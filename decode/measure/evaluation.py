@@ -17,6 +17,7 @@ from decode.loop import Decoded, Decoder, Decoding
 from decode.measure.costs import OtherProcesses
 from decode.measure.figures import Evaluation, repetition
 from decode.measure.ranks import ALONE, Ranks
+from decode.measure.thinking import counts_by_part, thinking_tokens
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts
 from decode.target.generation_config import (
@@ -100,6 +101,7 @@ def evaluate(
         if protocol.generate:
             generated.append(time_generate(target, texts, protocol))
     others = watch.share() if batches else None
+    marks = None if target.has_encoder else thinking_tokens(target.tokenizer)
     report("timing", timed, timed)
     same, close = None, None
     if protocol.sampling.greedy and batches:
@@ -126,6 +128,7 @@ def evaluate(
         [tokens for _, tokens in generated] if protocol.generate else None,
         others,
         ranks.world,
+        counts_by_part(steps, prompts, outputs, marks) if marks else None,
     )
 
 

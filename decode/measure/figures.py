@@ -12,7 +12,9 @@ The meaning of each figure:
   without the token from the target's pass.
 - c, v: the time of a draft divided by its depth, without the drafter's pass over the prompt, and
   the time of one verification pass of the mean width, in plain steps. So c is the time of a pass of
-  a small language model, and less for a drafter that gets several tokens from one pass.
+  a small language model. A drafter that computes all depths in one pass has a draft's cost divided
+  by its depth, so c falls as γ grows. `measured_costs` has the two parts of a draft's cost, the
+  fixed one and the one per depth, where a policy or shape needed them (`decode.measure.costs`).
 - break-even acceptance: the α at which (1 − α^(γ+1)) / ((1 − α)(γc + v)) is 1. It exists only for a
   fixed γ. A pass over several tokens is never cheaper than a pass over one: a v below 1 is noise,
   and then there is no break-even.
@@ -20,6 +22,8 @@ The meaning of each figure:
   (`decode.measure.costs`).
 - γ, la/k and milliseconds by part of a step: see `decode.stats.summary`. They are given separately
   for the acceptance run (batches of `batch_size`) and the timed run (`timed_batch_size`).
+- parts: the counts and figures of the acceptance run for a reasoning model, `thinking` and `answer`
+  apart. A step belongs to the part in which its draft begins (`decode.measure.thinking`).
 - repetition: the share of a text's tokens inside an 8-gram that the text repeats.
 """
 
@@ -44,7 +48,8 @@ class Evaluation:
 
     plain, drafted: one run for each timed batch. generate_seconds, generate_tokens: the same for
     `generate()`. drafts: a short description, such as `chain`. others: see
-    `decode.measure.costs`. ranks: the processes that shared the acceptance run."""
+    `decode.measure.costs`. ranks: the processes that shared the acceptance run. parts: counts
+    inside and outside of the thinking part, if both occur."""
 
     protocol: EvaluationProtocol
     dtype: str
@@ -63,6 +68,7 @@ class Evaluation:
     generate_tokens: list[int] | None = None
     others: float | None = None
     ranks: int = 1
+    parts: dict[str, Counts] | None = None
 
     def steps_to_dict(self) -> dict[str, Any]:
         """Converts every step to JSON values: `acceptance` for the run over all prompts, `timed`
@@ -84,6 +90,7 @@ class Evaluation:
         result: dict[str, Any] = {
             **self.counts.to_dict(),
             **self.protocol.to_dict(),
+            "parts": self.parts and {name: part.to_dict() for name, part in self.parts.items()},
             "drafts": self.drafts,
             "lossless": self.lossless,
             "dtype": self.dtype,

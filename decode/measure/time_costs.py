@@ -1,4 +1,4 @@
-"""Measures c and v(n) on a real target and drafter, in the normal decoding loop.
+"""Measures the costs of drafts and v(n) on a real target and drafter, in the normal decoding loop.
 
 Shapes: n tokens fed to the target per row in one pass, including the last committed token.
 """
@@ -14,7 +14,7 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.costs import Costs, OtherProcesses
+from decode.measure.costs import Costs, OtherProcesses, draft_parts
 from decode.policies import Policy
 from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG, Sampling
@@ -37,7 +37,8 @@ def measure_costs(
     repeats: int = REPEATS,
 ) -> Costs:
     """Measures costs with the decoder's loop, for the rows of `prompts` (token ids) decoded
-    together: v from passes of up to `max_width` tokens, c from drafts of up to `max_depth` steps.
+    together: v from passes of up to `max_width` tokens, the two parts of a draft's cost from drafts
+    of depth 1, `max_depth` / 2 and `max_depth`.
     trees: the passes are over trees, which need a mask and a walk in addition.
 
     Takes 2 · (`repeats` + 1) decodes. Each has one pass per width, or one draft per depth. The
@@ -64,16 +65,19 @@ def measure_costs(
         passes.append(_steps(decoder, prompts, filler, exact, verifying))
         drafts.append(_steps(decoder, prompts, decoder.drafter, decoder.rule, drafting)[1:])
     passes, drafts = passes[1:], drafts[1:]  # the first of each warms up
-    step_s, c, v = _estimate(passes, drafts, widths)
+    step_s, (fixed, per_depth), v = _estimate(passes, drafts, widths)
     halves = [_estimate(passes[half::2], drafts[half::2], widths)[1:] for half in (0, 1)]
     return Costs(
         step_s,
         len(prompts),
-        c,
+        per_depth,
         tuple(widths),
         tuple(v.tolist()),
-        _noise([max_depth * c + v for c, v in halves]) if repeats > 1 else 0.0,
+        _noise([parts[0] + max_depth * parts[1] + v for parts, v in halves])
+        if repeats > 1
+        else 0.0,
         other_processes.share(),
+        fixed,
     )
 
 
@@ -81,9 +85,9 @@ def _estimate(
     passes: Sequence[Sequence[Verification]],
     drafts: Sequence[Sequence[Verification]],
     widths: Sequence[int],
-) -> tuple[float, float, np.ndarray]:
-    """Seconds of a plain step, c, and v by width, float64 [W], from the steps of several
-    decodes."""
+) -> tuple[float, tuple[float, float], np.ndarray]:
+    """Seconds of a plain step, the fixed part of a draft's cost and that per depth, and v by width,
+    float64 [W], from the steps of several decodes."""
     seconds = np.array(
         [
             _mean_of_fastest(
@@ -94,12 +98,13 @@ def _estimate(
     )
     # The fastest at each depth. The fastest overall could all be of one depth.
     depths = sorted({step.draft_steps for run in drafts for step in run if step.draft_steps})
-    step_seconds = [
-        _mean_of_fastest([s.draft_s / n for run in drafts for s in run if s.draft_steps == n])
+    draft_seconds = [
+        _mean_of_fastest([s.draft_s for run in drafts for s in run if s.draft_steps == n])
         for n in depths
     ]
-    c = float(np.mean(step_seconds)) / seconds[0] if step_seconds else 0.0
-    return float(seconds[0]), c, np.maximum.accumulate(seconds / seconds[0])
+    step_s = float(seconds[0])
+    parts = draft_parts(depths, [s / step_s for s in draft_seconds]) if depths else (0.0, 0.0)
+    return step_s, parts, np.maximum.accumulate(seconds / step_s)
 
 
 def _noise(halves: Sequence[np.ndarray]) -> float:
@@ -168,7 +173,9 @@ class _PlannedDepths(Policy):
 
 
 class _FillerDrafter(Drafter):
-    """Drafts as many tokens as requested, as a chain or as siblings. Their ids do not matter."""
+    """Drafts as many tokens as requested, as a chain or as siblings: those of the text from its
+    beginning on. In a mixture of experts, the time of a pass depends on how many experts its tokens
+    choose, so they must differ as tokens of a text do."""
 
     def __init__(self, trees: bool) -> None:
         self.trees = trees
@@ -183,6 +190,7 @@ class _FillerDrafter(Drafter):
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
-        tokens = torch.zeros(len(limits.depths), limits.max_depth, dtype=torch.int64)
+        columns = np.arange(limits.max_depth) % contexts.lengths[:, None]
+        tokens = torch.from_numpy(np.take_along_axis(contexts.tokens, columns, axis=1))
         parents = torch.full_like(tokens, -1) if self.trees else None
         return Draft(tokens, limits.depths.copy(), parents=parents)

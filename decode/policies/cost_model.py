@@ -3,7 +3,7 @@
 import numpy as np
 
 from decode.errors import UserError
-from decode.measure.costs import Costs, straight_on
+from decode.measure.costs import Costs, draft_parts, straight_on
 from decode.policies import POLICIES, Policy
 from decode.verification import Verification
 
@@ -15,12 +15,14 @@ INSTANT = 1e-9
 class CostModel(Policy):
     """Maximises expected tokens per time, (1 + Σᵢ Πⱼ≤ᵢ αⱼ)/(γc + v(γ+1)), over γ = 0 …
     max_depth: the speed-up of 2211.17192 (theorem 3.8) with acceptance by position and the real
-    cost of a pass.
+    costs of a pass and of a draft. γc is the cost of a draft of depth γ: a fixed part and a part
+    per depth, so that a drafter that computes all depths in one pass drafts deep or not at all.
 
     Acceptance is pooled over the batch, because the rows share the cost. It decays exponentially
     with the emitted tokens: a result from n tokens ago weighs `memory`ⁿ. Costs are measured on
-    every pass (or before, see `use_costs`) and decay slowly. A position deeper than the ones tried
-    lately is assumed to have the acceptance of the position before it.
+    every pass and draft (or before, see `use_costs`) and decay slowly. If they were not measured
+    before, the first drafts are one and two tokens deep, to tell the two parts apart. A position
+    deeper than the ones tried lately is assumed to have the acceptance of the position before it.
 
     If no draft pays, the policy drafts nothing, except for an occasional probe: a draft of one
     token. Probes are rare enough that a useless drafter costs about `probe_share` of plain
@@ -56,7 +58,8 @@ class CostModel(Policy):
             raise UserError(f"patience is {patience}; expected at least 1 token")
         self.memory, self.probe_share, self.patience = memory, probe_share, patience
         self._passes = _PassTimes()
-        self._draft_s: float | None = None  # of a draft step without text to catch up on
+        self._drafts = _DraftTimes()  # without text to catch up on
+        self._unasked = 2  # further drafts of two tokens, to see a second depth
         self._probe_s: float | None = None  # of drafting a probe, catching up included
         self._nodes = 1.0  # nodes of a draft per draft step
         # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
@@ -74,7 +77,8 @@ class CostModel(Policy):
     def use_costs(self, costs: Costs) -> None:
         for width, v in zip(costs.widths, costs.v, strict=True):
             self._passes.know(width * costs.rows, v * costs.step_s)
-        self._draft_s = max(costs.c * costs.step_s, INSTANT)
+        for depth in {1, self.max_depth}:
+            self._drafts.know(depth, float(costs.draft(depth)) * costs.step_s)
 
     def depths(self) -> np.ndarray:
         return np.full(self.rows, self._choose())
@@ -83,14 +87,18 @@ class CostModel(Policy):
         plain = self._passes(np.array([self.rows]))
         if plain is None:
             return 0  # first, measure the cost of a plain step
-        if self._draft_s is None or not self._passes.known_beyond(self.rows):
+        if not self._drafts.known or not self._passes.known_beyond(self.rows):
             return 1
+        if len(self._drafts.known) == 1 and self.max_depth > 1 and self._unasked:
+            self._unasked -= 1
+            return 2
         gammas = np.arange(self.max_depth + 1)
         best = int(np.argmax(self._expected() / self._seconds(gammas)))
         if best:
             return best
         # The expected loss of a probe compared to plain decoding, in plain steps.
-        cost = (self._probe_s or self._draft_s) + self._seconds(np.array([1]))[0] - self._draft_s
+        draft = self._drafts(1)
+        cost = (self._probe_s or draft) + self._seconds(np.array([1]))[0] - draft
         loss = cost / plain[0] - self._expected()[1]
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         interval = min(loss / self.probe_share, rarest)
@@ -108,8 +116,8 @@ class CostModel(Policy):
         """float64, same shape as `gammas`: the expected seconds of a step with such drafts."""
         passes = self._passes(self.rows * (1 + gammas * self._nodes))
         assert passes is not None
-        assert self._draft_s is not None
-        return gammas * self._draft_s + passes
+        drafts = [self._drafts(int(gamma)) for gamma in gammas]
+        return np.array(drafts) + passes
 
     def observe(self, verification: Verification) -> None:
         rows, emitted = len(verification.rows), float(verification.emitted.mean())
@@ -135,14 +143,40 @@ class CostModel(Policy):
     def _see_draft(self, seconds: float, depth: int) -> None:
         if self._new_text:
             return  # a text's first draft is cold
-        a_step = max(seconds / depth, INSTANT)
-        if self._draft_s is None:
-            self._draft_s = a_step
-        elif self._waited == 0 or a_step < self._draft_s:
-            self._draft_s *= _clipped(a_step / self._draft_s) ** 0.25
+        if not self._drafts.known or self._waited == 0 or seconds < self._drafts(depth):
+            self._drafts.see(depth, seconds)
         if self._waited:
-            probe = self._draft_s + max(seconds - depth * self._draft_s, 0.0)
+            probe = self._drafts(1) + max(seconds - self._drafts(depth), 0.0)
             self._probe_s = probe if self._probe_s is None else 0.7 * self._probe_s + 0.3 * probe
+
+
+class _DraftTimes:
+    """Seconds of a draft by its depth: a fixed part and a part per depth."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, float] = {}
+        self._parts = (0.0, 0.0)
+
+    def know(self, depth: int, seconds: float) -> None:
+        self.known[depth] = max(seconds, INSTANT)
+        self._parts = draft_parts([*self.known], [*self.known.values()])
+
+    def see(self, depth: int, seconds: float) -> None:
+        if depth in self.known:
+            ratio = _clipped(max(seconds, INSTANT) / self.known[depth])
+            # Half of the change applies to all depths, as it does to all passes.
+            for other in self.known:
+                self.known[other] *= ratio ** (0.25 if other == depth else 0.125)
+            seconds = self.known[depth]
+        elif self.known:
+            usual = self(depth)
+            seconds = usual * _clipped(max(seconds, INSTANT) / usual)
+        self.know(depth, seconds)
+
+    def __call__(self, depth: int) -> float:
+        """Seconds of a draft of this depth; 0 without a draft. A depth must be known."""
+        fixed, per_depth = self._parts
+        return max(fixed + depth * per_depth, INSTANT) if depth else 0.0
 
 
 class _PassTimes:

@@ -4,6 +4,7 @@ Enough to plan a run, or to compare vocabularies. Of a model on the hub only the
 downloaded.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from decode.errors import UserError
 from decode.target import gguf_file
+from decode.target.chat_template import set_template_args
 from decode.target.identity import Fingerprint, fingerprint
 from decode.target.loading import (
     EMBEDDED,
@@ -63,6 +65,7 @@ def load_shapes(
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    chat_template_args: Mapping[str, Any] | None = None,
 ) -> Target:
     """The target with all weights on the device `meta`, where they have shapes but no values and
     take no memory. It cannot run; its `revision` is None. dtype: as on `device`. A quantised
@@ -82,4 +85,5 @@ def load_shapes(
         raise UserError(f"no model can be made from the config of {spec}: {error}") from error
     model.eval().requires_grad_(False)
     identity = fingerprint(tokenizer, config, model.generation_config)
+    set_template_args(tokenizer, chat_template_args or {})
     return Target(model, tokenizer, spec, None, identity, identity.eos_token_ids, stored_bytes)

@@ -32,6 +32,7 @@ def plan_tree(
     nodes: int,
     depth: int,
     draft_cost: float = 0.0,
+    draft_fixed: float = 0.0,
     verify_costs: Sequence[Sequence[float]] = ((1, 1.0),),
     sizes: Sequence[int] | None = None,
     tolerance: float = 0.0,
@@ -39,7 +40,8 @@ def plan_tree(
     """The tree of 1 … `nodes` drafted nodes, 1 … `depth` deep, with the least cost per token.
 
     acceptance: [K], the probability v_b that the b-th child of an accepted node is accepted.
-    draft_cost: the cost of one level of the draft. verify_costs: (width, cost) of target passes,
+    draft_cost: the cost of one level of the draft. draft_fixed: the cost of a draft that does not
+    depend on its depth. verify_costs: (width, cost) of target passes,
     ascending by width, the number of tokens fed. Between widths the cost is linear; beyond the
     last it is constant. All costs have one unit, such as plain steps. sizes: the allowed numbers of
     nodes; None: any. tolerance: the smallest tree is taken whose cost per token is at most this
@@ -49,13 +51,13 @@ def plan_tree(
     """
     require_whole(nodes=nodes, depth=depth)
     v = _probabilities(acceptance)
-    widths, costs = _costs(draft_cost, verify_costs)
+    widths, costs = _costs(draft_cost, draft_fixed, verify_costs)
     program = _DynamicProgram(v, nodes + 1, depth)
     allowed = range(1, nodes + 1) if sizes is None else sorted(set(sizes) & {*range(1, nodes + 1)})
     passes = np.array(allowed) + 1
     levels = np.arange(1, depth + 1)[:, None]
     tokens = program.tokens[levels, passes]  # −∞ for more nodes than fit into the levels
-    spent = levels * draft_cost + np.interp(passes, widths, costs)
+    spent = draft_fixed + levels * draft_cost + np.interp(passes, widths, costs)
     cost = np.where(tokens > 0, spent / tokens, np.inf)
     # Among trees of one size and equal cost, take the shallowest.
     shallow = cost.argmin(0)
@@ -122,7 +124,9 @@ def _probabilities(acceptance: Sequence[float]) -> np.ndarray:
     return v
 
 
-def _costs(draft_cost: float, verify_costs: Sequence[Sequence[float]]) -> np.ndarray:
+def _costs(
+    draft_cost: float, draft_fixed: float, verify_costs: Sequence[Sequence[float]]
+) -> np.ndarray:
     """float [2, n]: widths and costs."""
     try:
         pairs = np.array(verify_costs, dtype=np.float64)
@@ -138,8 +142,9 @@ def _costs(draft_cost: float, verify_costs: Sequence[Sequence[float]]) -> np.nda
             f"verify_costs is {verify_costs!r}; expected pairs [width, cost] of numbers > 0, "
             "widths ascending"
         )
-    if not np.isfinite(draft_cost) or draft_cost < 0:
-        raise UserError(f"draft_cost is {draft_cost!r}; expected a number ≥ 0")
+    for name, value in (("draft_cost", draft_cost), ("draft_fixed", draft_fixed)):
+        if not np.isfinite(value) or value < 0:
+            raise UserError(f"{name} is {value!r}; expected a number ≥ 0")
     return pairs.T
 
 
@@ -155,6 +160,7 @@ class Sequoia(FixedTree):
         nodes: int = 64,
         depth: int = 8,
         draft_cost: float = 0.0,
+        draft_fixed: float = 0.0,
         verify_costs: Sequence[Sequence[float]] = ((1, 1.0),),
         draw: Draws = "distinct",
     ) -> None:
@@ -163,6 +169,7 @@ class Sequoia(FixedTree):
             nodes=nodes,
             depth=depth,
             draft_cost=draft_cost,
+            draft_fixed=draft_fixed,
             verify_costs=verify_costs,
         )
         super().__init__(self.plan.structure, draw)

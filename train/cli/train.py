@@ -32,6 +32,14 @@ def train(
             "directory of a run that measured them; default: this run's, if it has a report"
         ),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="for --dry-run, the number of processes that the run will have; default: 1, or "
+            "those that are launched",
+        ),
+    ] = None,
     allow_changes: Annotated[
         bool,
         typer.Option(
@@ -46,8 +54,9 @@ def train(
     training after a checkpoint, with exit status 143.
     """
     source = read_config(config, overrides or [])  # before anything heavy is imported
-    if speed is not None and not dry_run:
-        raise UserError("--speed is for --dry-run; give both, or leave it out")
+    for option, value in (("--speed", speed), ("--processes", processes)):
+        if value is not None and not dry_run:
+            raise UserError(f"{option} is for --dry-run; give both, or leave it out")
 
     from train.config import build_config
     from train.entry import begun
@@ -56,7 +65,7 @@ def train(
     settings = build_config(source)
     with begun(settings, allow_changes=allow_changes) as run:
         if dry_run:
-            run.loaded = plan_target(settings)
+            run.loaded, run.processes = plan_target(settings), processes
             print_plan(run, run.reporter, speed)
             return
         try:
@@ -90,6 +99,7 @@ def plan_target(settings: "RunConfig") -> "Target":
         device=target.device,
         revision=target.revision,
         trust_remote_code=target.trust_remote_code,
+        chat_template_args=target.chat_template_args,
     )
 
 
@@ -123,19 +133,29 @@ def print_plan(run: Any, reporter: Any, speed: str | None) -> None:
         max(plan.memory_bytes for _, _, plan in plans),
         sum(plan.disk_bytes for _, _, plan in plans),
     )
-    free = free_space(run.directory)
+    count, free = run.processes or run.accelerator.num_processes, free_space(run.directory)
+    whose = f"each of {count} processes that shard" if count > 1 else "one process that shards"
     reporter.say(
-        f"about {memory / 2**30:.1f} GiB for the tensors of the largest stage, in one process that "
-        f"shards nothing, and {disk / 2**30:.1f} GiB of disk, where {free / 2**30:.1f} GiB are "
-        "free; estimates for answers of full length"
+        f"about {memory / 2**30:.1f} GiB for the tensors of the largest stage, in {whose} nothing, "
+        f"and {disk / 2**30:.1f} GiB of disk, where {free / 2**30:.1f} GiB are free; estimates for "
+        "answers of full length"
     )
     if disk > free:
         reporter.say(
             "the disk may be too small: choose another output_dir, or let stages use the live "
             "target (features: live, teacher: live) in place of caches"
         )
+    missing = [name for (name, _, plan), time in zip(plans, times, strict=True) if not time]
     if not speeds:
         reporter.say("no time: give --speed generate=TOKENS_PER_SECOND,… or --speed RUN_DIRECTORY")
+    elif missing:
+        reporter.say(f"no time in all: --speed says nothing about {', '.join(missing)}")
+    else:
+        total = sum(seconds for seconds in times if seconds)
+        reporter.say(
+            f"about {format_duration(total)} for the stages, {count * total / 3600:.1f} hours of "
+            "one device; loading and evaluations come on top"
+        )
 
 
 def print_report(run: Any, report: dict[str, Any]) -> None:

@@ -47,6 +47,8 @@ DETAILS: dict[str, Callable[[dict[str, Any]], str]] = {
     ),
     "tokens per verification pass": lambda e: format_number(e.get("verify_width")),
     "nodes per step": lambda e: format_number(e.get("nodes_per_step")),
+    "acceptance rate, tokens/step while thinking": lambda e: _part(e, "thinking"),
+    "acceptance rate, tokens/step in the answer after it": lambda e: _part(e, "answer"),
     "la/k, mean over drafts": lambda e: format_number((e.get("draft_lengths") or {}).get("la_k")),
     "plain steps": lambda e: format_share((e.get("draft_lengths") or {}).get("plain_share")),
     "draft, verify, overhead, ms per step": lambda e: _milliseconds(e),
@@ -68,6 +70,13 @@ DETAILS: dict[str, Callable[[dict[str, Any]], str]] = {
     "perplexity of held-out text, original → new target": lambda e: format_perplexities(e),
     "verification passes": lambda e: f"{e['steps']:,}" if e.get("steps") is not None else MISSING,
 }
+
+
+def _part(evaluation: dict[str, Any], name: str) -> str:
+    part = (evaluation.get("parts") or {}).get(name)
+    if not part:
+        return MISSING
+    return f"{format_number(part['acceptance_rate'])}, {format_number(part['tokens_per_step'])}"
 
 
 def _milliseconds(evaluation: dict[str, Any]) -> str:

@@ -192,6 +192,13 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         name, evaluation = without_gamma(label), row["evaluation"]
         if evaluation.get("drift"):
             lines.append(f"{name}: {target_drift(evaluation)}")
+        if parts := evaluation.get("parts"):
+            figures = (
+                f"{format_number(parts[part]['acceptance_rate'])} ({where}; tokens per step "
+                f"{format_number(parts[part]['tokens_per_step'])})"
+                for part, where in (("thinking", "while thinking"), ("answer", "outside of it"))
+            )
+            lines.append(f"{name}: acceptance rate {' and '.join(figures)}")
         if reason := disturbance(evaluation):
             lines.append(f"* {name}: {reason}")
         if (evaluation.get("v") or 1) < 1 and evaluation.get("break_even_note"):

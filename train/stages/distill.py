@@ -53,6 +53,7 @@ from train.training.boosting import (
 from train.training.dev_slice import DevConfig, DevSlice, Judging
 from train.training.estimates import (
     activation_bytes,
+    batch_share,
     forward_bytes,
     optimizer_bytes,
     planned_tokens,
@@ -192,23 +193,24 @@ class DistillStage(TrainingStage[DistillConfig]):
         parameters = sum(p.numel() for p in student.parameters())
         ema = config.optimizer.ema is not None
         itemsize = 4 if self.accelerator.mixed_precision == "no" else 2
-        # Its float32 weights; the logits of student and teacher for one chunk.
-        memory = 4 * parameters + optimizer_bytes(trained, average=ema)
+        # Its float32 weights; the target, which stays loaded; the logits of student and teacher for
+        # one chunk.
+        memory = 4 * parameters + optimizer_bytes(trained, average=ema) + self.target_bytes
         memory += 2 * 4 * config.chunk_tokens * self.target.vocab_size
+        batch = batch_share(config.loop.tokens_per_batch, config.max_length, self.processes)
         memory += activation_bytes(
             model,
             model.config.get_text_config().num_hidden_layers,
-            config.loop.tokens_per_batch,
+            batch,
             itemsize,
             recompute=config.gradient_checkpointing,
         )
         if config.teacher == "live":
-            target = self.target.model
-            pass_tokens = config.tokens_per_pass or config.loop.tokens_per_batch
+            pass_tokens = config.tokens_per_pass or batch
             states = bytes_per_token(self.target, [FINAL])
-            memory += self.target_bytes + forward_bytes(target, pass_tokens)
+            memory += forward_bytes(self.target.model, pass_tokens)
             if config.tokens_per_pass is not None:
-                memory += states * max(WINDOW_PASSES * pass_tokens, config.loop.tokens_per_batch)
+                memory += states * max(WINDOW_PASSES * pass_tokens, batch)
             if config.remember_teacher:
                 memory += states * self.planned_text_tokens(plans)
         return StagePlan(

@@ -137,7 +137,7 @@ class GenerateStage(Stage[GenerateConfig]):
             some = self.corpus.prompts(spread([example for example, _ in jobs], PROMPTS_MEASURED))
             prompt = round(sum(map(len, some)) / len(some))
         if config.server:
-            require_server(config.server, self.target, self.accelerator.num_processes)
+            require_server(config.server, self.target, self.processes)
             what += " by a server"
         length, model = prompt + config.max_new_tokens, self.target.model
         rows = config.batch_size * config.num_beams

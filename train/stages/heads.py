@@ -40,6 +40,7 @@ from train.training.backbone import Backbone, BackboneConfig, FrozenBackbone, Tr
 from train.training.dev_slice import DevConfig, DevSlice, Judging
 from train.training.estimates import (
     activation_bytes,
+    batch_share,
     forward_bytes,
     optimizer_bytes,
     planned_tokens,
@@ -164,13 +165,14 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         # Float32 weights; the target, which computes the hidden states of a batch; a layer of the
         # target's size for each place of a draft; the logits of heads and target for one chunk.
         memory = 4 * trained + optimizer_bytes(trained, average=ema) + self.target_bytes
-        memory += forward_bytes(target.model, config.tokens_per_pass or loop.tokens_per_batch)
-        memory += activation_bytes(target.model, heads.depth, loop.tokens_per_batch, itemsize)
+        batch = batch_share(loop.tokens_per_batch, config.max_length, self.processes)
+        memory += forward_bytes(target.model, config.tokens_per_pass or batch)
+        memory += activation_bytes(target.model, heads.depth, batch, itemsize)
         memory += 2 * 4 * config.chunk_tokens * heads.rows
         disk = training_disk_bytes(trained, trained, average=ema)
         states = bytes_per_token(target, heads.captured_layers)
         if config.tokens_per_pass is not None:
-            memory += states * max(WINDOW_PASSES * config.tokens_per_pass, loop.tokens_per_batch)
+            memory += states * max(WINDOW_PASSES * config.tokens_per_pass, batch)
         if config.remember_features:
             memory += self.planned_text_tokens(plans) * states
         options = config.heads.model_dump(exclude={"type"}, exclude_none=True)

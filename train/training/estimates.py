@@ -55,6 +55,12 @@ def training_disk_bytes(parameters: int, trained: int, *, average: bool) -> int:
     return (KEEP + 1) * checkpoint + 2 * 4 * parameters
 
 
+def batch_share(tokens_per_batch: int, longest: int, processes: int) -> int:
+    """The tokens of a batch that one of `processes` holds. Rows are dealt to them, so that is at
+    least one row. longest: of a row, in tokens."""
+    return max(-(-tokens_per_batch // processes), min(longest, tokens_per_batch))
+
+
 def planned_tokens(tokens: int, loop: LoopConfig) -> int:
     """The tokens that a training learns from: those of its epochs, or fewer if `max_steps` ends it.
     tokens: of the text."""
