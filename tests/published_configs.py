@@ -21,6 +21,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True
     ),
     "meta-llama/Llama-3.1-8B-Instruct": _llama("llama", 4096, 14336, 32, 32, 8, 128256),
+    "meta-llama/Llama-3.3-70B-Instruct": _llama("llama", 8192, 28672, 80, 64, 8, 128256),
     "Qwen/Qwen3-30B-A3B": _llama(
         "qwen3_moe",
         *(2048, 6144, 48, 32, 4, 151936),

@@ -321,6 +321,7 @@ class Run:
             self.config.name,
             allow_changes=self.allow_changes,
             processes=self.processes,
+            sharded=self.config.target.sharded,
         )
 
     def _stage(

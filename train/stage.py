@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from accelerate import Accelerator
+from torch import nn
 
 from decode.registry import Registry
+from decode.target.hidden_states import layer_list_name
 from decode.target.loading import Target
 from train.console import Reporter
 from train.data.corpus import Corpus
@@ -44,7 +46,7 @@ class StageInputs:
     directory: this stage's directory. earlier: the directories of earlier stages by name. corpus:
     the run's examples as tokens. run_name: for provenance. allow_changes: continue a run that began
     with other settings or another number of ranks. processes: that a plan is for; None: those that
-    run now.
+    run now. sharded: whether they share the target's layers.
     """
 
     target: Target
@@ -56,6 +58,7 @@ class StageInputs:
     run_name: str
     allow_changes: bool = False
     processes: int | None = None
+    sharded: bool = False
 
 
 @dataclass
@@ -111,11 +114,19 @@ class Stage(ABC, Generic[C]):
         self.directory, self.earlier = inputs.directory, inputs.earlier
         self.run_name, self.allow_changes = inputs.run_name, inputs.allow_changes
         self.processes = inputs.processes or inputs.accelerator.num_processes
+        self.sharded = inputs.sharded
 
     @property
     def target_bytes(self) -> int:
-        """The size of the target's weights in memory."""
-        return self.target.weight_bytes
+        """The size of the target's weights in the memory of one process. Of a sharded target: its
+        part of the layers, two gathered layers, and the other weights."""
+        total = self.target.weight_bytes
+        name = layer_list_name(self.target.model) if self.sharded else None
+        if name is None:
+            return total
+        layers = self.target.model.get_submodule(name)
+        size, count = sum(p.nbytes for p in layers.parameters()), len(list(layers.children()))
+        return total - size + size // self.processes + 2 * size // count
 
     @classmethod
     def check(cls, config: C, earlier: Sequence[StageConfig]) -> None:
@@ -145,6 +156,10 @@ class Stage(ABC, Generic[C]):
         """The report's part for a stage of this kind. summary: returned by `run`. number: the
         stage's number in its run, for the names of plots."""
         return ReportSection(summary)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 STAGES: Registry[type[Stage[Any]]] = Registry("stage kind")
