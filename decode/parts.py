@@ -15,7 +15,7 @@ from decode.policies import POLICIES, Policy
 from decode.registry import Choice, options_of
 from decode.rules import RULES, Rule, default_rule, require_fitting, used_rule
 from decode.sampling import Sampling
-from decode.target.cached_model import CachedLM
+from decode.target.cached_model import CachedLM, require_trees
 from decode.trees import SHAPES, Shape
 
 Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it
@@ -77,10 +77,12 @@ class Parts:
 
     def require_target(self, lm: CachedLM, vocab_size: int) -> None:
         """Attaches the drafter to the target. Raises UserError if the drafts do not fit into the
-        target's context, or if the drafter does not fit the target, has another vocabulary, or
-        cannot draft for a target with an encoder."""
+        target's context, or if the drafter does not fit the target, has another vocabulary, drafts
+        trees for a target with running states, or cannot draft for a target with an encoder."""
         if lm.sources is not None:
             require_no_encoder(self.drafter, type(self.drafter).__name__)
+        if lm.states is not None and self.drafter.branches:
+            require_trees(lm.model)
         self.drafter.attach(lm)
         if self.policy.max_depth >= lm.max_positions:
             raise UserError(

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.target.cached_model import layer_windows
+from decode.target.layer_kinds import layer_windows
 from distill.agreement import Agreement
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss

@@ -379,13 +379,12 @@ def test_a_tree_needs_a_rule_for_trees() -> None:
     )
 
 
-def test_models_with_a_running_state_are_refused() -> None:
+def test_models_without_attention_are_refused() -> None:
     config = transformers.MambaConfig(
         vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1
     )
-    decoder = Decoder(transformers.MambaForCausalLM(config).eval(), DRAFTERS["none"]())
     with pytest.raises(UserError, match="MambaForCausalLM keeps a running state"):
-        decoder.decode(PROMPTS, NEW)
+        Decoder(transformers.MambaForCausalLM(config).eval(), DRAFTERS["none"]())
 
 
 # --- streaming and traces -------------------------------------------------------------------------

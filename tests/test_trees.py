@@ -323,7 +323,7 @@ def test_flash_attention_is_refused(attention: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["jamba", "recurrent_gemma", "mamba", "llama4_text"])
-def test_hybrid_models_are_refused(family: str) -> None:
+def test_states_that_cannot_be_rolled_back_are_refused(family: str) -> None:
     fields = {"mamba_d_state": 4} if family == "jamba" else {}
     if family == "mamba":
         config = transformers.MambaConfig(

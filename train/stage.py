@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from accelerate import Accelerator
-from torch import nn
 
 from decode.registry import Registry
 from decode.target.hidden_states import layer_list_name
@@ -156,10 +155,6 @@ class Stage(ABC, Generic[C]):
         """The report's part for a stage of this kind. summary: returned by `run`. number: the
         stage's number in its run, for the names of plots."""
         return ReportSection(summary)
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 STAGES: Registry[type[Stage[Any]]] = Registry("stage kind")

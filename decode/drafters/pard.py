@@ -140,6 +140,11 @@ class ParallelLMDrafter(SmallLMDrafter):
                 f"the drafter {type(model).__name__} has no mask token; expected pard_token in its "
                 "config, as a distill stage with `parallel` writes it"
             )
+        if self.lm.states is not None:
+            raise UserError(
+                f"the drafter {type(model).__name__} keeps a running state and has a mask token; "
+                "drafts in one pass are known only for models with attention layers"
+            )
         self.mask_token = mask_token
 
     def growth(self, contexts: Contexts, sampling: Sampling, depths: np.ndarray) -> Growth:

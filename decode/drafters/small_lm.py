@@ -86,6 +86,11 @@ class SmallLMDrafter(ShapedDrafter):
         self._fed: tuple[Draft, Tensor, np.ndarray] | None = None
         self._warned = False  # about a text that is longer than its context
 
+    @property
+    def rewinds(self) -> bool:
+        # The part of a cascade feeds texts that differ by more than a draft.
+        return self.lm.states is None
+
     @classmethod
     def of_target(
         cls,
@@ -183,12 +188,18 @@ class SmallLMDrafter(ShapedDrafter):
             return None
         lengths, tokens = ends - self._begin, contexts.tokens
         start = np.maximum(lengths - lacking, 0)
+        if self.lm.states is not None:
+            # A running state goes back at a cost: a row feeds padding after its text instead.
+            known = np.minimum(self._cached - self._begin, lengths)
+            start = np.minimum(known, tokens.shape[1] - lacking)
         columns = np.arange(lacking)[None, :] + (start + self._begin)[:, None]
         # A row with fewer tokens than that continues with padding past its end.
         ids = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)
-        self._cached = np.where(missing <= lacking, ends, self._cached)
+        counts = np.minimum(lengths - start, lacking)
+        first = self._begin + start
+        self._cached = np.where(first <= self._cached, first + counts, self._cached)
         # Ids without an embedding occur only in rows that must not draft.
-        return np.minimum(ids, self.known - 1), start, np.minimum(lengths - start, lacking)
+        return np.minimum(ids, self.known - 1), start, counts
 
     def verify(self, contexts: Contexts, draft: Draft, drafting: np.ndarray) -> Tensor:
         """The logits after each text and after each node of a chain, [B, N+1, V]: this model in the

@@ -4,7 +4,7 @@ Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,9 +20,12 @@ from decode.target.encoder_decoder import DecoderForward, Sources, reason_agains
 from decode.target.forward.lean_forward import LONGEST_CHAIN, AttentionMask
 from decode.target.forward.prepare_model import prepare, refresh_packed
 from decode.target.forward.sublayers import Sublayers, changed_forward
+from decode.target.forward.transformers_forward import TransformersForward
 from decode.target.hidden_states import captured_modules, layer_list_name
+from decode.target.layer_kinds import layer_windows, recurrent_layers, require_slots
 from decode.target.memory import require_memory
 from decode.target.pretrained import decoder_config, input_device
+from decode.target.recurrent_states import RecurrentStates, reason_against_replay
 from decode.target.slots import Slots
 from decode.target.tree_support import reason_against_trees
 
@@ -35,47 +38,20 @@ PASS_TOKENS = 4096
 _PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, torch.dtype]]] = WeakKeyDictionary()
 
 
-def require_slots(model: PreTrainedModel) -> None:
-    """Check, before any computation, that the model's past is one key and value per token.
-
-    Raises UserError for recurrent and hybrid models (their state cannot be rolled back), and for
-    attention implementations that take no mask.
-    """
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    stateful = getattr(model, "_is_stateful", False)
-    if stateful or kinds - {"full_attention", "sliding_attention"}:
-        raise UserError(
-            f"{type(model).__name__} keeps a running state ({', '.join(sorted(kinds))}) that "
-            "cannot be rolled back after a rejected draft; use a model with attention layers only"
-        )
-    attention = str(model.config._attn_implementation)
-    if "flash" in attention:
-        raise UserError(
-            f"{type(model).__name__} computes attention with {attention}, which takes no mask for "
-            "rows of different lengths and for token trees; load it with "
-            "attn_implementation='sdpa' or 'eager'"
-        )
-
-
-def layer_windows(model: PreTrainedModel) -> list[int | None]:
-    """How many tokens back each layer sees, the token itself included. None: all tokens."""
-    config = decoder_config(model)
-    window: int | None = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    layers: int = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
 def require_trees(model: PreTrainedModel) -> None:
     """Check that a model can verify token trees, with a trial (`decode.target.tree_support`) of a
     few tiny forwards. A model that passed is not tried again.
 
     Call it before expensive work for a drafter that drafts trees. Raises UserError if the model
-    ignores 4-D attention masks or positions, and as `require_slots` does.
+    keeps running states (siblings would share one) or ignores 4-D attention masks or positions,
+    and as `require_slots` does.
     """
+    if recurrent_layers(model):
+        raise UserError(
+            f"{type(model).__name__} keeps a running state in its layers with linear attention, so "
+            "it verifies chains and no token trees; draft chains (shape chain), with a drafter "
+            "that can"
+        )
     kind = str(model.config._attn_implementation), model.dtype
     if kind in _PASSED.get(model, ()):
         return
@@ -106,15 +82,37 @@ def require_decoding(lm: "CachedLM") -> None:
     _PASSED.setdefault(model, set()).add(kind)
 
 
+def require_replay(lm: "CachedLM") -> None:
+    """Check, with a trial of a few tiny forwards, that running states can be rolled back. A model
+    that passed is not tried again. Raises UserError, also as `require_slots` does."""
+    model = lm.model
+    kind = f"states, {model.config._attn_implementation}", model.dtype
+    if kind in _PASSED.get(model, ()):
+        return
+    with torch.no_grad():
+        reason = reason_against_replay(CachedLM(model, trial=True), lm.vocab_size)
+    if reason is not None:
+        raise UserError(
+            f"{type(model).__name__} keeps a running state that cannot be rolled back after a "
+            f"rejected draft: it {reason}; use a model with attention layers, or one such as "
+            "Qwen3-Next"
+        )
+    _PASSED.setdefault(model, set()).add(kind)
+
+
 class CachedLM:
     """A causal LM and the slots of the sequences it is decoding.
 
     Works with any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache.
     Tested with trees: llama, qwen2, qwen3, gemma, gemma2, gemma3, gpt2, mistral, phi3 and opt, with
     sdpa and eager attention if they have both. Layers with a sliding window see the slots inside
-    of it. `require_slots` rejects recurrent and hybrid models (mamba, jamba, recurrent_gemma),
-    chunked attention (llama4) and flash attention. `require_trees` rejects models that compute
-    masks or positions themselves (ALiBi: bloom, mpt), at the latest when the first tree is fed.
+    of it. `require_slots` rejects models without attention (mamba), chunked attention (llama4) and
+    flash attention. `require_trees` rejects models that compute masks or positions themselves
+    (ALiBi: bloom, mpt), at the latest when the first tree is fed.
+
+    Layers with linear attention or a short convolution keep a state of each row (`states`; None
+    for a model without such layers). `forward` may still go back to any `start`: it replays the
+    tokens since the last snapshot, or reads the row again if it goes back further than that.
 
     A model with an encoder (t5, bart, marian; tested with trees) decodes the texts of its decoder,
     each from its row's source (`sources`; None for a model without an encoder).
@@ -129,6 +127,7 @@ class CachedLM:
 
     credit: int = 1 << 30
     sources: Sources | None = None
+    states: RecurrentStates | None = None
 
     def __init__(
         self,
@@ -156,6 +155,13 @@ class CachedLM:
             self.sources = Sources(model, self.forward_pass, len(self._windows))
             if not trial:
                 require_decoding(self)
+        numbers = recurrent_layers(model)
+        if numbers:
+            require_slots(model)
+            assert isinstance(self.forward_pass, TransformersForward)
+            self.states = RecurrentStates(self.forward_pass.model, numbers)
+            if not trial:
+                require_replay(self)
 
     @property
     def max_prompt(self) -> int:
@@ -189,8 +195,14 @@ class CachedLM:
 
     def view(self, skipped: Sublayers, embedding: nn.Module | None = None) -> "LayerView":
         """The model without some sublayers, over the same slots. embedding: in the place of its
-        layer of embeddings; None: its layer. Raises UserError as
-        `decode.target.forward.sublayers.changed_forward` does."""
+        layer of embeddings; None: its layer. Raises UserError for a model with running states, and
+        as `decode.target.forward.sublayers.changed_forward` does."""
+        if self.states is not None:
+            raise UserError(
+                f"{type(self.model).__name__} keeps a running state in some layers, which a draft "
+                "by the target's own layers would change; choose a drafter that runs no layers of "
+                "the target"
+            )
         return LayerView(self, skipped, embedding)
 
     def reset(self, rows: int, capacity: int) -> None:
@@ -201,7 +213,7 @@ class CachedLM:
         require_memory(self.model, rows, capacity)
         self.refresh()
         self._slots = Slots(
-            len(self._windows),
+            len(self._windows) - len(recurrent_layers(self.model)),
             rows,
             capacity,
             self.device,
@@ -210,6 +222,8 @@ class CachedLM:
         )
         if self.sources is not None:
             self.sources.reset(rows)
+        if self.states is not None:
+            self.states.reset(rows, self._slots.allocated[1])
 
     def add_rows(self, count: int, capacity: int) -> None:
         """Append empty sequences to those that run. `capacity` is as for `reset`, for all rows.
@@ -221,6 +235,8 @@ class CachedLM:
         slots.add_rows(count, capacity)
         if self.sources is not None:
             self.sources.add_rows(count)
+        if self.states is not None:
+            self.states.add_rows(count, slots.allocated[1])
 
     def only(self, first: int, end: int) -> AbstractContextManager[None]:
         """See `Slots.only`."""
@@ -232,6 +248,8 @@ class CachedLM:
             contexts.enter_context(self.slots.only(first, end))
             if self.sources is not None:
                 contexts.enter_context(self.sources.only(first, end))
+            if self.states is not None:
+                contexts.enter_context(self.states.only(first, end))
             yield
 
     def refresh(self) -> None:
@@ -244,6 +262,7 @@ class CachedLM:
         start: np.ndarray,
         *,
         columns: np.ndarray | None = None,
+        ends: np.ndarray | None = None,
         depth_BN: Tensor | None = None,
         ancestors_BNM: Tensor | None = None,
     ) -> Tensor:
@@ -252,6 +271,8 @@ class CachedLM:
         start: int [B], the slot of each row's first token; all slots below it are its past.
         columns: int [B, k], return the logits of only these columns of each row, [B, k, V]. None:
             all n.
+        ends: int [B], the slot after each row's last token: what follows is padding, and no row
+            goes back further. None: not known. Only running states need it.
         depth_BN, ancestors_BNM: for a token tree with m ≥ n nodes. Its last n nodes are fed, and
             its first m−n nodes are in the slots before `start`. depth_BN is each token's distance
             from the first slot of the tree. ancestors_BNM says which of the m nodes each token may
@@ -260,11 +281,25 @@ class CachedLM:
         """
         if ancestors_BNM is not None and not self._trial:
             require_trees(self.model)
+        feeding: AbstractContextManager[None] = nullcontext()
+        if self.states is not None:
+            self._rewind(self.states, start)
+            feeding = self.states.feeding(ids_BN, start, ends)
         self.slots.place(start, ids_BN.shape[1])
         columns_BK = None if columns is None else to_device(columns, self.device)
         first_B1 = to_device(start, self.device)[:, None]
-        logits, self.features = self.run(ids_BN, first_B1, columns_BK, depth_BN, ancestors_BNM)
+        with feeding:
+            logits, self.features = self.run(ids_BN, first_B1, columns_BK, depth_BN, ancestors_BNM)
         return logits
+
+    def _rewind(self, states: RecurrentStates, start: np.ndarray, *, settle: bool = False) -> None:
+        """See `RecurrentStates.rewind`. Rows that go back further are read again."""
+        for row in states.lost(start).tolist():
+            count = start[row : row + 1]
+            ids = states.tokens(row, int(count[0]))
+            with self.only(row, row + 1):
+                self.read(ids, np.zeros_like(count), count)
+        states.rewind(start, settle=settle)
 
     def run(
         self,
@@ -299,7 +334,7 @@ class CachedLM:
                 ids_BN,
                 positions,
                 self._masks(base_B1, n, ancestors_BNM),
-                self.slots.layers,
+                self.slots.layers if self.states is None else self.states.among(self.slots.layers),
                 columns_BK,
                 self.captured_layers,
             )
@@ -327,6 +362,8 @@ class CachedLM:
         start = contexts.lengths - 1
         last = np.take_along_axis(contexts.tokens, start[:, None], axis=1)
         ids = torch.cat([to_device(last, self.device), draft.tokens], 1)
+        if self.states is not None:
+            self._rewind(self.states, start, settle=True)
         if draft.is_chain:
             return self.forward(ids, start)
         # The root comes before all nodes, and every node may see it.
@@ -345,7 +382,7 @@ class CachedLM:
         rows, n = ids_BN.shape
         last = np.maximum(counts - 1, 0)
         if rows * n <= self.pass_tokens:
-            return self.forward(ids_BN, start, columns=last[:, None])
+            return self.forward(ids_BN, start, columns=last[:, None], ends=start + counts)
         logits: Tensor | None = None
         parts: list[Mapping[int, Tensor]] = []
         begin = 0
@@ -355,7 +392,12 @@ class CachedLM:
             end = min(begin + max(self.pass_tokens // live, 1), n)
             columns = np.clip(last[:live, None] - begin, 0, end - begin - 1)
             with self.only(0, live):
-                new = self.forward(ids_BN[:live, begin:end], start[:live] + begin, columns=columns)
+                new = self.forward(
+                    ids_BN[:live, begin:end],
+                    start[:live] + begin,
+                    columns=columns,
+                    ends=start[:live] + np.clip(counts[:live], begin, end),
+                )
             logits = new.new_zeros(rows, 1, new.shape[2]) if logits is None else logits
             reached = np.flatnonzero((begin <= last[:live]) & (last[:live] < end))
             at = to_device(reached, logits.device)
@@ -397,6 +439,8 @@ class CachedLM:
         self._slots.keep_rows(rows)
         if self.sources is not None:
             self.sources.keep_rows(rows)
+        if self.states is not None:
+            self.states.keep_rows(rows.cpu().numpy())
 
 
 class LayerView(CachedLM):

@@ -5,17 +5,19 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.target.layer_kinds import recurrent_layers
 from decode.target.pretrained import decoder_config
 
 
 def slot_bytes(model: PreTrainedModel) -> int:
     """The bytes of keys and values of one token of one row, over all layers, as the model's config
-    states them."""
+    states them. Running states do not count: they do not grow with the text."""
     config = decoder_config(model)
     heads: int = config.num_attention_heads
     key_heads: int = getattr(config, "num_key_value_heads", None) or heads
     size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 2 * int(config.num_hidden_layers) * key_heads * size * model.dtype.itemsize
+    layers = int(config.num_hidden_layers) - len(recurrent_layers(model))
+    return 2 * layers * key_heads * size * model.dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.target.layer_kinds import recurrent_layers
 from decode.target.pretrained import has_encoder
 from decode.target.slots import SlotStates
 
@@ -58,7 +59,12 @@ class PrefixCache:
         self.bytes = 0
 
     def serve(self, model: PreTrainedModel) -> None:
-        """Be ready for this model."""
+        """Be ready for this model. Raises UserError for one with running states."""
+        if recurrent_layers(model):
+            raise UserError(
+                f"{type(model).__name__} keeps a running state, which the prefix cache does not "
+                "hold; decode without a prefix cache"
+            )
         weights = tuple(
             (id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()
         )
@@ -104,8 +110,9 @@ class PrefixCache:
 def prefix_cache(model: PreTrainedModel, max_bytes: int | None = None) -> PrefixCache | None:
     """A cache of so many bytes, or None for 0. max_bytes None: DEFAULT_BYTES for a model in
     float32. For others it is 0, because there reuse can change a text by rounding. None also for a
-    model with an encoder: its texts depend on all of their sources."""
-    if has_encoder(model):
+    model with an encoder: its texts depend on all of their sources. None also for a model with
+    running states: they are those after a complete text, and no prompt ends exactly there."""
+    if has_encoder(model) or recurrent_layers(model):
         return None
     if max_bytes is None:
         max_bytes = DEFAULT_BYTES if model.dtype == torch.float32 else 0

@@ -20,6 +20,8 @@ from transformers.masking_utils import sdpa_mask
 
 from decode.target.forward.lean_forward import SLOT_STEP, AttentionMask, columns_of
 from decode.target.hidden_states import Recorder
+from decode.target.layer_kinds import RECURRENT
+from decode.target.pretrained import decoder_config
 from decode.target.slots import SlotLayer
 
 ATTENTION = "draftsmith"
@@ -125,13 +127,24 @@ class TransformersForward(nn.Module):
         return logits
 
     def _mask(self, masks: Sequence[AttentionMask], ids: Tensor) -> Any:
-        """One mask, or one for each layer type if these have different windows."""
+        """One mask, or one for each layer type if these have different windows or running states.
+        Layers with such a state get none: no padding reaches it."""
+        kinds = getattr(decoder_config(self.model), "layer_types", None) or ()
+        recurrent = RECURRENT.intersection(kinds)
+        if recurrent:
+            # Without a mask, transformers' eager attention is not causal.
+            eager = self.model.config._attn_implementation not in (ATTENTION, "sdpa")
+            form = {
+                kind: self._form(mask, ids) if eager or mask.visible is not None else None
+                for kind, mask in zip(kinds, masks, strict=True)
+                if kind not in recurrent
+            }
+            return form | dict.fromkeys(recurrent)
         if all(mask.visible is None for mask in masks):
             return None
         different = {id(mask): self._form(mask, ids) for mask in masks}
         if len(different) == 1:
             return different[id(masks[0])]
-        kinds = self.model.config.get_text_config().layer_types
         return {kind: different[id(mask)] for kind, mask in zip(kinds, masks, strict=True)}
 
     def _form(self, mask: AttentionMask, ids: Tensor) -> Tensor | None:

@@ -1,0 +1,356 @@
+"""Targets and drafters whose layers keep a running state: whatever is taken back, the text and the
+hidden states are those of transformers' forward."""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.lookup.lookahead import LookaheadDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.lookup.suffix import SuffixDrafter
+from decode.drafters.pard import ParallelLMDrafter, mark_parallel
+from decode.drafters.several.cascade import VerticalCascade
+from decode.drafters.skip import SkipDrafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoder, Decoding
+from decode.rules import RULES
+from decode.sampling import CounterRNG, Sampling
+from decode.target.cached_model import CachedLM, require_trees
+from decode.target.memory import slot_bytes
+from decode.target.prefix_cache import PrefixCache, prefix_cache
+from decode.target.recurrent_states import LONGEST_LOG, RecurrentStates
+from decode.trees.static import Static
+from tests.lossless import LONGER, Case, decode_runs
+from tests.test_heads_lossless import drafter as heads_drafter
+from tests.tiny import PAD_ID, tiny_model
+
+LAYERS: dict[str, Any] = {
+    "layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+DELTA: dict[str, Any] = {
+    **LAYERS,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 3,
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": DELTA | EXPERTS,
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA | EXPERTS,
+    "olmo_hybrid": DELTA,
+    "lfm2": {"layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "bamba": {"layers": 3, "attn_layer_indices": [1], **MAMBA},
+    "granitemoehybrid": LAYERS | MAMBA | {"num_local_experts": 2, "num_experts_per_tok": 1},
+}
+NEW, GAMMA = 24, 4
+PROMPTS = [
+    np.random.default_rng(length).integers(3, 40, length).tolist() for length in (5, 1, 19, 9, 3, 2)
+]
+
+
+@functools.cache
+def model(family: str, seed: int = 3, **fields: Any) -> Any:
+    lm = tiny_model(family, vocab=40, seed=seed, **(FAMILIES[family] | fields))
+    lm.generation_config.eos_token_id = None
+    return lm
+
+
+@functools.cache
+def expected(family: str) -> list[list[int]]:
+    """What `generate()` continues each prompt with, alone."""
+    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=PAD_ID)
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        text = model(family).generate(ids, attention_mask=mask, generation_config=settings)
+        texts.append(text[0, len(prompt) :].tolist())
+    return texts
+
+
+class OftenWrong(Drafter):
+    """Drafts the right texts, with wrong tokens at places that differ between rows and rounds."""
+
+    def __init__(self, family: str) -> None:
+        texts = zip(PROMPTS, expected(family), strict=True)
+        self.texts = [[*prompt, *answer] for prompt, answer in texts]
+
+    def start(self, contexts: Contexts) -> None:
+        return None
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        tokens = np.zeros((len(contexts.lengths), limits.max_depth), dtype=np.int64)
+        for row, length in enumerate(contexts.lengths.tolist()):
+            begun = contexts.tokens[row, :length].tolist()
+            text = next((text for text in self.texts if text[:length] == begun), begun)
+            right = text[length : length + limits.max_depth]
+            tokens[row, : len(right)] = right
+            tokens[row, (length * 7) % (limits.max_depth + 2) :] += 1
+        return Draft(torch.as_tensor(tokens % 40), limits.depths.copy())
+
+
+def small_lm(family: str) -> SmallLMDrafter:
+    return SmallLMDrafter(model(family, seed=4))
+
+
+KINDS: dict[str, Callable[[str], Drafter]] = {
+    "none": lambda family: DRAFTERS["none"](),
+    "often wrong": OftenWrong,
+    "ngram": lambda family: NgramDrafter(1, 2),
+    "the same": lambda family: SmallLMDrafter(model(family)),
+    "another": small_lm,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(("qwen3_next", kind) for kind in KINDS),
+        *((family, "often wrong") for family in FAMILIES if family != "qwen3_next"),
+        ("lfm2", "another"),
+        ("granitemoehybrid", "another"),
+    ],
+)
+def test_greedy_text_equals_generate(family: str, kind: str) -> None:
+    """All rows at once; then rows that take the places of others, with prompts read in parts."""
+    for options, gamma in (({}, GAMMA), ({"batch_size": 3}, 1), ({"batch_size": 2}, 2)):
+        parts = 7 if gamma == 2 else 4096
+        decoder = Decoder(model(family), KINDS[kind](family), gamma=gamma, prefill_tokens=parts)
+        run = decoder.decode(PROMPTS, NEW, **options)
+        assert run.outputs == expected(family)
+        if kind == "often wrong" and gamma == GAMMA:
+            assert all(run.counts.by_accepted[: GAMMA + 1])
+            assert any(len(set(step.accepted.tolist())) > 2 for step in run.steps)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+def test_eager_attention(family: str) -> None:
+    lm = copy.deepcopy(model(family))
+    lm.set_attn_implementation("eager")
+    assert Decoder(lm, OftenWrong(family)).decode(PROMPTS, NEW).outputs == expected(family)
+
+
+def test_a_drafter_reads_nothing_again_in_a_ragged_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    again: list[int] = []
+    lost = RecurrentStates.lost
+
+    def counted(states: RecurrentStates, start: np.ndarray) -> np.ndarray:
+        rows = lost(states, start)
+        again.extend(rows.tolist())
+        return rows
+
+    monkeypatch.setattr(RecurrentStates, "lost", counted)
+    for kind in ("the same", "another"):
+        decoder = Decoder(model("lfm2"), KINDS[kind]("lfm2"), gamma=GAMMA)
+        decoder.decode(PROMPTS, NEW, batch_size=3)
+    assert not again
+
+
+def test_rows_that_join_sit_out_and_leave() -> None:
+    decoding = Decoding(Decoder(model("qwen3_next"), OftenWrong("qwen3_next"), gamma=3))
+    for row, prompt in enumerate(PROMPTS):
+        decoding.admit([prompt], NEW)
+        decoding.step(np.arange(len(decoding.rows)) % 2 == row % 2)
+        decoding.step()
+    decoding.drop(3)
+    while not decoding.finished:
+        decoding.step()
+    texts = expected("qwen3_next")
+    assert [decoding.outputs[row] for row in (0, 1, 2, 4, 5)] == texts[:3] + texts[4:]
+    assert max(len(step.rows) for step in decoding.steps) > 3
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle1"])
+def test_heads_read_the_hidden_states(kind: str) -> None:
+    case = replace(LONGER, model=few_tokens("qwen3_5_text"))
+    prompts = [list(prompt) for prompt in case.prompts]
+    texts = [
+        Decoder(case.model(0.0), drafter, gamma=3).decode(prompts, NEW).outputs
+        for drafter in (heads_drafter(kind, None, case), DRAFTERS["none"]())
+    ]
+    assert texts[0] == texts[1]
+
+
+def few_tokens(family: str) -> Callable[[float], Any]:
+    """A tiny model of five tokens. `apart` moves its weights randomly."""
+
+    @functools.cache
+    def make(apart: float) -> Any:
+        fields = FAMILIES[family] | {"layers": 2, "hidden": 8, "heads": 1, "kv_heads": 1}
+        fields |= {"layer_types": fields["layer_types"][:2], "tie": False}
+        if family != "lfm2":
+            fields |= {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
+        lm = tiny_model(family, vocab=5, seed=4, **fields)
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in lm.parameters():
+                if parameter.ndim > 1:
+                    parameter += apart * torch.randn(parameter.shape, generator=generator)
+        return lm
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "drawn"), [("lfm2", 10_000, True), ("qwen3_5_text", 5_000, False)]
+)
+def test_sampled_texts_have_the_targets_distribution(family: str, rows: int, drawn: bool) -> None:
+    """Chains of a small model with running states, and looked up ones, in ragged batches."""
+    case: Case = replace(LONGER, model=few_tokens(family))
+    drafter = SmallLMDrafter(case.model(0.2)) if drawn else NgramDrafter(1, 2)
+    fitted, runs = decode_runs(drafter, RULES["speculative"](), rows=rows, case=case)
+    assert fitted.passes, fitted
+    assert fitted.df > 60
+    counts = runs[0].counts
+    assert 0.1 < counts.accepted.sum() / counts.drafted.sum() < 0.95
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+@torch.no_grad()
+def test_any_slot_can_be_the_next(family: str) -> None:
+    """Passes that begin anywhere in the text, over any rows, padded or not, with rows that come and
+    go: logits and hidden states are those of one forward over the text."""
+    rng = np.random.default_rng(0)
+    lm = CachedLM(model(family), captured_layers=[0, 1, 2], pass_tokens=30)
+    lm.reset(0, 0)
+    texts: list[list[int]] = []
+    again = 0
+    for _ in range(120):
+        if len(texts) < 4 and rng.random() < 0.3:
+            lm.add_rows(2, 160)
+            texts += [[], []]
+        if len(texts) > 1 and rng.random() < 0.1:
+            kept = rng.permutation(len(texts))[1:]
+            lm.keep_rows(torch.as_tensor(kept))
+            texts = [texts[row] for row in kept]
+        if not texts:
+            continue
+        first = int(rng.integers(len(texts)))
+        end = int(rng.integers(first + 1, len(texts) + 1))
+        rows, n = texts[first:end], int(rng.choice([1, 1, 3, 5, 40], p=[0.3, 0.2, 0.2, 0.2, 0.1]))
+        lengths = np.array([len(text) for text in rows])
+        # Most rows go back a little, and few of them far.
+        far = rng.random(len(rows)) < 0.05
+        start = np.where(far, rng.integers(lengths + 1), lengths - rng.integers(0, 4, len(rows)))
+        start = np.maximum(np.minimum(start, 100), 0)
+        ids = torch.as_tensor(rng.integers(3, 40, (len(rows), n)))
+        counts = np.full(len(rows), n)
+        with lm.only(first, end):
+            assert lm.states is not None
+            again += len(lm.states.lost(start))
+            if rng.random() < 0.5:
+                counts = rng.integers(1, n + 1, len(rows))
+                logits = lm.read(ids, start, counts)
+            else:
+                logits = lm.forward(ids, start)[:, -1:]
+        for row, (at, count) in enumerate(zip(start.tolist(), counts.tolist(), strict=True)):
+            text = texts[first + row] = rows[row][:at] + ids[row, :count].tolist()
+            one = lm.model(torch.tensor([text]), output_hidden_states=True)
+            torch.testing.assert_close(logits[row, -1], one.logits[0, -1], atol=1e-4, rtol=1e-3)
+            for layer in (0, 1):  # transformers' last one comes after the norm
+                states = lm.features[layer][row, :count]
+                here = one.hidden_states[layer + 1][0, at:]
+                torch.testing.assert_close(states, here, atol=1e-4, rtol=1e-3)
+    assert again > 5
+
+
+def test_a_long_chain_of_passes_keeps_a_short_log() -> None:
+    lm = CachedLM(model("lfm2"))
+    lm.reset(1, 300)
+    assert lm.states is not None
+    ids = torch.full((1, 2), 5)
+    with torch.inference_mode():
+        for begin in range(0, 280, 2):
+            lm.forward(ids, np.array([begin]))
+            assert lm.states._logged.max() <= LONGEST_LOG + 2
+            assert all(sum(map(len, log)) <= LONGEST_LOG + 2 for log in lm.states._log.values())
+
+
+def one_token_less(states: RecurrentStates, rows: np.ndarray, tokens: int) -> None:
+    REPLAY(states, rows, max(tokens - 1, 0))
+
+
+def without_copy(states: RecurrentStates, rows: np.ndarray, at: np.ndarray) -> None:
+    states._base[rows], states._logged[rows] = at, 0
+
+
+REPLAY = RecurrentStates._replay
+
+
+@pytest.mark.parametrize(
+    ("step", "broken"),
+    [
+        ("_replay", one_token_less),
+        ("_replay", lambda states, rows, tokens: None),
+        ("_take_snapshots", without_copy),
+    ],
+)
+def test_errors_in_the_states_change_the_text(
+    monkeypatch: pytest.MonkeyPatch, step: str, broken: Callable[..., None]
+) -> None:
+    """The controls: the texts of this file show these errors."""
+    decoder = Decoder(model("qwen3_next"), OftenWrong("qwen3_next"), gamma=GAMMA)
+    monkeypatch.setattr(RecurrentStates, step, broken)
+    assert decoder.decode(PROMPTS, NEW).outputs != expected("qwen3_next")
+
+
+def test_what_would_need_trees_or_other_passes_is_refused() -> None:
+    lm = model("qwen3_next")
+    trees: list[Drafter] = [
+        SuffixDrafter(tree_nodes=4),
+        LookaheadDrafter(3, 3, 2),
+        SmallLMDrafter(tiny_model("llama", vocab=40), shape=Static(widths=[2, 1])),
+    ]
+    for drafter in trees:
+        with pytest.raises(UserError, match=r"Qwen3NextForCausalLM .* chains and no token"):
+            Decoder(lm, drafter)
+    with pytest.raises(UserError, match="chains and no token trees"):
+        require_trees(lm)
+    with pytest.raises(UserError, match="runs no layers of the target"):
+        Decoder(lm, SkipDrafter(attention=1))
+    with pytest.raises(UserError, match="SmallLMDrafter"):
+        VerticalCascade(SmallLMDrafter(lm), NgramDrafter())
+    parallel = tiny_model("lfm2", vocab=40, **FAMILIES["lfm2"])
+    mark_parallel(parallel.config, 39)
+    with pytest.raises(UserError, match="Lfm2ForCausalLM keeps a running state and has a mask"):
+        ParallelLMDrafter(parallel)
+    assert prefix_cache(lm, 1 << 20) is None
+    with pytest.raises(UserError, match="decode without a prefix cache"):
+        Decoder(lm, NgramDrafter(), prefixes=PrefixCache()).decode(PROMPTS, NEW)
+
+
+def test_only_layers_with_attention_have_slots() -> None:
+    lm = CachedLM(model("qwen3_next"))
+    lm.reset(1, 8)
+    with torch.inference_mode():
+        lm.forward(torch.tensor([[4, 5]]), np.zeros(1, dtype=np.int64))
+    assert lm.slots.token_bytes == slot_bytes(lm.model)
