@@ -31,7 +31,8 @@ from heads.heads_module import (
     shift_left,
     trained_positions,
 )
-from heads.layers.llama_layer import Attend, LayerSettings, Rotary, UnrolledAttention, layer_config
+from heads.layers.llama_layer import Attend, LayerSettings, Rotary, layer_config
+from heads.layers.unrolled_attention import UnrolledAttention
 
 
 class AutoregressiveOptions(HeadOptions):
@@ -105,11 +106,12 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
             self.dtype
         )
         states = self.fuse(self.with_noise(features))
-        attend = UnrolledAttention()
+        attention = UnrolledAttention()
         positions = torch.arange(states.shape[1], device=states.device)[None]
         for depth in range(1, max(depths) + 1):
             tokens = shift_left(batch.input_ids, depth)
-            states = self.step(states, tokens, positions + depth - 1, attend)
+            attend = attention.at(depth)
+            states = self.recomputed(self.step, states, tokens, positions + depth - 1, attend)
             if depth in depths:
                 trained = trained_positions(batch.loss_mask, depth)
                 trained_states = states[trained]

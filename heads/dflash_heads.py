@@ -162,8 +162,9 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         self.captured_layers, self.mask_token = tuple(options.taps), options.mask_token
         self.reserved_tokens = (self.mask_token,)
         self.config = layer_config(model, options.layer)
-        self.config.num_hidden_layers = self.attending_layers = options.layers
+        self.config.num_hidden_layers = self.attending_layers = self.parts = options.layers
         self.spare_slots = options.block
+        self.tokens_per_part = float(options.block)
         size, eps = self.hidden_size, self.config.rms_norm_eps
         self.fc = nn.Linear(len(self.captured_layers) * size, size, bias=False)
         self.hidden_norm = LlamaRMSNorm(size, eps=eps)
@@ -211,7 +212,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         offsets = torch.arange(self.options.block, device=positions.device)
         turns = self._rotary((positions[..., None] + offsets).flatten(1), states)
         for layer, attend in zip(self.layers, attends, strict=True):
-            states = layer(states, turns, attend)
+            states = self.recomputed(layer, states, turns, attend)
         blocks: Tensor = self.norm(states).unflatten(1, (-1, self.options.block))
         return blocks[:, :, self.first_slot :]
 

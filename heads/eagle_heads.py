@@ -66,6 +66,7 @@ class Eagle1Heads(AutoregressiveHeads):
         self, options: Eagle1Options, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.depth, model, vocabulary)
+        self.parts = 1  # training uses one step
         self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=options.bias)
         self.layers = nn.ModuleList([DraftLayer(self.config, self.hidden_size)])
 

@@ -11,13 +11,14 @@ Shapes: B rows, T tokens, H hidden size, D heads (the depth), V vocabulary, V' â
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from decode.errors import UserError, nearest
@@ -116,7 +117,9 @@ class Heads(nn.Module, ABC):
     depth: D, the max depth of a draft. rows: V', the rows of the output layer. vocabulary: the
     token ids of these rows, int64 [V'], ascending; None means all tokens. reserved_tokens: ids
     that the heads use for themselves, so texts must not contain them. estimates: the heads estimate
-    the acceptance of their tokens.
+    the acceptance of their tokens. parts: how many times a batch calls `recomputed`.
+    tokens_per_part: the tokens that a part computes, at most, for each token of a text.
+    gradient_checkpointing: see `recomputed`.
 
     A new module has arbitrary weights. Call `init_weights` to set the init weights, or load a state
     dict. All trained weights are float32.
@@ -136,6 +139,8 @@ class Heads(nn.Module, ABC):
         """model: the target. Only its shapes are used here."""
         super().__init__()
         self.options, self.depth = options, depth
+        self.parts, self.tokens_per_part = depth, 1.0
+        self.gradient_checkpointing = False
         self.vocabulary = vocabulary
         layer = output_layer(model)
         self.hidden_size: int = layer.in_features
@@ -166,6 +171,19 @@ class Heads(nn.Module, ABC):
         if torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
         return next(self.parameters()).dtype
+
+    def recomputed(self, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """compute(*inputs), a part of `predictions` that draws no random numbers.
+
+        With `gradient_checkpointing` its activations are not kept: the backward pass computes the
+        part again (1604.06174). So one part at a time is in memory, and the inputs of all.
+        """
+        if not self.gradient_checkpointing or not torch.is_grad_enabled():
+            return compute(*inputs)
+        outputs: Tensor = checkpoint(
+            compute, *inputs, use_reentrant=False, preserve_rng_state=False
+        )
+        return outputs
 
     @property
     def trains_all(self) -> bool:

@@ -32,7 +32,8 @@ from heads.heads_module import (
     shift_left,
     trained_positions,
 )
-from heads.layers.llama_layer import Attend, DraftLayer, Rotary, UnrolledAttention, layer_config
+from heads.layers.llama_layer import Attend, DraftLayer, Rotary, layer_config
+from heads.layers.unrolled_attention import causal_attention
 
 
 class HydraOptions(HeadOptions):
@@ -128,7 +129,7 @@ class HydraHeads(TokenHeads):
         for depth in depths:
             positions = trained_positions(batch.loss_mask, depth)
             tokens = [shift_left(batch.input_ids, i)[positions] for i in range(1, depth + 1)]
-            states = self.states(features[positions], torch.stack(tokens, -1))
+            states = self.recomputed(self.states, features[positions], torch.stack(tokens, -1))
             yield Prediction(depth, positions, states)
 
 
@@ -230,6 +231,7 @@ class HydraPlusHeads(HydraHeads, AttendingHeads):
     ) -> None:
         super().__init__(options, model, vocabulary)
         self.prefix = PrefixLayer(layer_config(model))
+        self.parts = self.depth + 1
 
     @torch.no_grad()
     def init_weights(self, model: PreTrainedModel) -> None:
@@ -238,8 +240,7 @@ class HydraPlusHeads(HydraHeads, AttendingHeads):
 
     def input_states(self, features: Tensor) -> Tensor:
         positions = torch.arange(features.shape[1], device=features.device)[None]
-        states: Tensor = self.prefix(features.to(self.dtype), positions, UnrolledAttention())
-        return states
+        return self.recomputed(self.prefix, features.to(self.dtype), positions, causal_attention)
 
 
 @DRAFTERS.register("hydra_plus")

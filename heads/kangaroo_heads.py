@@ -33,8 +33,9 @@ from heads.heads_module import (
     shift_left,
     trained_positions,
 )
-from heads.layers.llama_layer import Attend, Attention, Rotary, UnrolledAttention, layer_config
+from heads.layers.llama_layer import Attend, Attention, Rotary, layer_config
 from heads.layers.target_layers import copy_norm
+from heads.layers.unrolled_attention import causal_attention
 
 
 class KangarooOptions(HeadOptions):
@@ -108,6 +109,7 @@ class KangarooHeads(AttendingHeads):
         self.skipped = Sublayers.later(options.exit_layer, layers)
         self.captured_layers = (options.exit_layer - 1,)
         self.adapter = Adapter(layer_config(model))
+        self.parts = 1
 
     @torch.no_grad()
     def init_weights(self, model: PreTrainedModel) -> None:
@@ -120,7 +122,7 @@ class KangarooHeads(AttendingHeads):
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         exits = batch.features[self.captured_layers[0]].to(self.dtype)
         positions = torch.arange(exits.shape[1], device=exits.device)[None]
-        states = self.adapter(exits, positions, UnrolledAttention())
+        states = self.adapter(exits, positions, causal_attention)
         for depth in depths:
             trained = trained_positions(batch.loss_mask, depth)
             yield Prediction(depth, trained, shift_left(states, depth)[trained])

@@ -83,7 +83,9 @@ class PEagleHeads(TokenHeads, AttendingHeads):
     ) -> None:
         super().__init__(options, options.tokens, model, vocabulary)
         self.captured_layers = auxiliary_layers(model.config.get_text_config().num_hidden_layers)
-        self.attending_layers = options.layers
+        self.parts = self.attending_layers = options.layers
+        kept = [options.keep**place for place in range(1, options.tokens)]
+        self.tokens_per_part = 1 + sum(max(share, options.keep_min) for share in kept)
         self.config = layer_config(model)
         self._rotary = Rotary(self.config)
         size, taps = self.hidden_size, len(self.captured_layers)
@@ -140,10 +142,11 @@ class PEagleHeads(TokenHeads, AttendingHeads):
         rotation = self._rotary(positions, states)
         first: Any = self.layers[0]
         inputs = torch.cat([first.input_layernorm(embedded), first.hidden_norm(states)], -1)
-        states = first(states, inputs, rotation, attends[0])
+        states = self.recomputed(first, states, inputs, rotation, attends[0])
         further: Any = self.layers[1:]
         for layer, attend in zip(further, attends[1:], strict=True):
-            states = layer(states, layer.input_layernorm(states), rotation, attend)
+            inputs = layer.input_layernorm(states)
+            states = self.recomputed(layer, states, inputs, rotation, attend)
         outputs: Tensor = self.norm(states)
         return outputs
 

@@ -111,7 +111,8 @@ class MedusaHeads(ParallelHeads):
         return {k: self.options.decay**k for k in range(1, self.depth + 1)}
 
     def states(self, features: Tensor, depths: Sequence[int]) -> Tensor:
-        return torch.stack([self.blocks[depth - 1](features) for depth in depths], 1)
+        blocks = [self.blocks[depth - 1] for depth in depths]
+        return torch.stack([self.recomputed(block, features) for block in blocks], 1)
 
 
 @DRAFTERS.register("medusa")
@@ -150,6 +151,7 @@ class BlockwiseHeads(ParallelHeads):
         self, options: BlockwiseOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.k - 1, model, vocabulary)
+        self.parts = 1  # one network for all heads
         # The mean over p₁ … p_k gives the target's loss the same weight as each of the k − 1 heads.
         # The heads' loss weights, or their probabilities to be drawn, sum to 1.
         self.joint_weight = float(self.depth)

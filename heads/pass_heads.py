@@ -88,6 +88,11 @@ class PassHeads(Heads):
         super().__init__(options, options.tokens + 1, model, vocabulary)
         size = model.get_input_embeddings().weight.shape[1]
         self.lookahead = nn.Parameter(torch.empty(options.tokens, size))
+        # One part, but through all layers of the target.
+        layers = model.config.get_text_config().num_hidden_layers
+        kept = (options.keep**place for place in range(1, options.tokens + 1))
+        self.parts = 1
+        self.tokens_per_part = layers * sum(max(share, options.keep_min) for share in kept)
         # A list hides the target from `parameters` and from engines.
         self._target: list[PreTrainedModel] = []
 

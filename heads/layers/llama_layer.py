@@ -2,10 +2,10 @@
 
 It has the target's sizes, unless `LayerSettings` says otherwise. The caller chooses the attention.
 In the decode loop it covers the text so far (`SlotAttention` of the lean forward). In
-training it covers a text and the drafter's steps from each of its tokens (`UnrolledAttention`).
+training it covers a text and the drafter's steps from each of its tokens
+(`heads.layers.unrolled_attention`).
 
-Shapes: B rows, n tokens, T tokens of a text, H hidden size, N heads, G key heads, D head size,
-R width of the attention input.
+Shapes: B rows, n tokens, H hidden size, D head size, R width of the attention input.
 """
 
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
@@ -222,41 +221,3 @@ class DraftLayer(Packed):
         residual = residual + self.self_attn(attention_input, position_embeddings, attend)
         update: Tensor = self.mlp(self.post_attention_layernorm(residual))
         return residual + update
-
-
-class UnrolledAttention:
-    """Attention of the training-time test (EAGLE-3, 2503.01840, section 3.2).
-
-    Call it once per step with all T tokens of a text. The first step reads the target's features
-    and is plain causal attention. At step k, token t stands for the k-th draft token after the
-    first t + 1 tokens. It sees tokens 0 … t of the first step and its own steps 2 … k, as in the
-    decode loop. Scores are T × T for each head and step.
-    """
-
-    def __init__(self) -> None:
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self._keys.append(keys)
-        self._values.append(values)
-        if len(self._keys) == 1:
-            return scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, enable_gqa=True
-            )
-        length, size = queries.shape[2:]
-        # Each key head serves N/G query heads: [B, G, N/G, T, D].
-        grouped = queries.unflatten(1, (keys.shape[1], -1))
-        text_scores = grouped @ self._keys[0][:, :, None].transpose(-1, -2)  # [B, G, N/G, T, T]
-        later = torch.ones(length, length, dtype=torch.bool, device=queries.device).triu(1)
-        text_scores = text_scores.masked_fill(later, -torch.inf)
-        step_keys, step_values = (
-            torch.stack(x[1:], 3)[:, :, None] for x in (self._keys, self._values)
-        )  # [B, G, 1, T, k − 1, D]
-        step_scores = (grouped[..., None, :] * step_keys).sum(-1)  # [B, G, N/G, T, k − 1]
-        scores = torch.cat([text_scores, step_scores], -1) * size**-0.5
-        softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(-1, dtype=softmax_dtype).to(values.dtype)
-        outputs = weights[..., :length] @ self._values[0][:, :, None]
-        outputs = outputs + (weights[..., length:, None] * step_values).sum(-2)
-        return outputs.flatten(1, 2)

@@ -39,9 +39,9 @@ from train.text_stages import LossConfig, TrainingStage
 from train.training.backbone import Backbone, BackboneConfig, FrozenBackbone, TrainedBackbone
 from train.training.dev_slice import DevConfig, DevSlice, Judging
 from train.training.estimates import (
-    activation_bytes,
     batch_share,
     forward_bytes,
+    heads_bytes,
     optimizer_bytes,
     planned_tokens,
     time_limit,
@@ -90,6 +90,9 @@ class HeadsConfig(LossConfig):
     tree: TreeConfig | None = None
     """Calibrate a tree after the drafter is written, and store it with the drafter. A target that
     cannot verify trees is refused before the training. None: the drafter drafts chains."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, one step, layer or head at a time: less memory,
+    more time. For heads that train several of them."""
     chunk_tokens: int = Field(256, ge=1)
     """The number of tokens whose logits are in memory at a time."""
     loop: LoopConfig = LoopConfig()
@@ -162,12 +165,14 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             trained = plans[config.start].trained_parameters
         loop, ema = config.loop, config.optimizer.ema is not None
         itemsize = 4 if self.accelerator.mixed_precision == "no" else 2
-        # Float32 weights; the target, which computes the hidden states of a batch; a layer of the
-        # target's size for each place of a draft; the logits of heads and target for one chunk.
+        # Float32 weights; the target, which computes the hidden states of a batch; what the heads
+        # keep of it; the logits of heads and target for one chunk.
         memory = 4 * trained + optimizer_bytes(trained, average=ema) + self.target_bytes
         batch = batch_share(loop.tokens_per_batch, config.max_length, self.processes)
         memory += forward_bytes(target.model, config.tokens_per_pass or batch)
-        memory += activation_bytes(target.model, heads.depth, batch, itemsize)
+        memory += heads_bytes(
+            heads, target.model, batch, itemsize, recompute=config.gradient_checkpointing
+        )
         memory += 2 * 4 * config.chunk_tokens * heads.rows
         disk = training_disk_bytes(trained, trained, average=ema)
         states = bytes_per_token(target, heads.captured_layers)
@@ -261,6 +266,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         # Without autocast, matrix products are float32, so the borrowed weights must be too.
         full_precision = self.accelerator.mixed_precision == "no"
         heads.borrow(target, torch.float32 if full_precision else None)
+        heads.gradient_checkpointing = self.config.gradient_checkpointing
         return HeadTraining(
             heads,
             self.config.weighted_loss,
@@ -421,6 +427,12 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         require_losses(heads, config.weighted_loss)
         if config.tree is not None:
             require_tree(config.tree, self.target, self.corpus, heads, stage=config.name)
+        if config.gradient_checkpointing and heads.parts == 1:
+            raise UserError(
+                f"stage {config.name}: gradient_checkpointing keeps one step, layer or head in "
+                f"memory at a time, but these {config.heads.type} heads train one only; leave it "
+                "out"
+            )
         if config.backbone is not None and heads.joint_weight is None:
             raise UserError(
                 f"stage {config.name}: heads of type {config.heads.type} cannot be trained "

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.target.memory import slot_bytes
+from heads.heads_module import Heads
+from heads.layers.llama_layer import layer_config
 from train.stage import StagePlan
 from train.training.checkpoint import KEEP
 from train.training.trainer import LoopConfig
@@ -42,6 +44,27 @@ def activation_bytes(
     inner, hidden = layer_numbers(model), model.config.get_text_config().hidden_size
     numbers = layers * hidden + inner if recompute else layers * inner
     return tokens * numbers * itemsize
+
+
+def heads_bytes(
+    heads: Heads, model: PreTrainedModel, tokens: int, itemsize: int, *, recompute: bool = False
+) -> int:
+    """What heads on the target `model` keep for the backward pass over a text of `tokens`.
+
+    The features they read; a decoder layer for each part, without scores; for each place of a
+    draft, the input of the output layer, of its norm, and their gradient. recompute: of the layers
+    only states, keys and values are kept, and one layer. Heads without decoder layers keep less.
+    """
+    config = getattr(heads, "config", None) or layer_config(model)
+    hidden, size = heads.hidden_size, config.head_dim
+    keys = 2 * config.num_key_value_heads * size
+    # As in `layer_numbers`, for an attention that reads tokens and states, each with a norm.
+    layer = 8 * hidden + 2 * config.num_attention_heads * size + keys
+    layer += 4 * config.intermediate_size
+    layers = heads.parts * (hidden + keys) + layer if recompute else heads.parts * layer
+    layers = int(layers * heads.tokens_per_part)
+    places = (len(heads.captured_layers) + 3 * heads.depth) * hidden
+    return tokens * (layers + places) * itemsize
 
 
 def optimizer_bytes(trained: int, *, average: bool) -> int:

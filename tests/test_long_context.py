@@ -1,0 +1,327 @@
+"""Training on long texts: attention without T × T scores, and gradient checkpointing.
+
+Shapes: B rows, T tokens, N heads, G key heads, D head size.
+"""
+
+import weakref
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import long_context
+from decode.errors import UserError
+from decode.target.hidden_states import FINAL, Recorder
+from decode.target.loading import Target
+from distill.losses import WeightedLoss
+from heads.head_training import HeadTraining
+from heads.heads_directory import new_heads
+from heads.heads_module import HeadBatch, HeadOptions
+from heads.layers import unrolled_attention
+from heads.layers.unrolled_attention import dense_attention, merged_attention
+from tests.stages import LOOP, drafter_weights, make_stage, plan_stage, run_stage, stage_context
+from tests.tiny import tiny_target
+from train.training.estimates import heads_bytes
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+VOCAB = 304  # the last ids are no tokens, as DFlash needs
+EAGLE3 = {"type": "eagle3", "steps": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": EAGLE3,
+    "p_eagle": {"type": "p_eagle", "tokens": 3, "layers": 2},
+    "dflash": {"type": "dflash", "layers": 2, "block": 3, "taps": [0, 2]},
+    "hydra_plus": {"type": "hydra_plus", "heads": 2, "layers": 2},
+    "medusa": {"type": "medusa", "heads": 2},
+}
+STEPS = 3
+
+
+@pytest.fixture(params=["kernel", "blocks"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's kernel for CPUs, and the form for devices without one."""
+    if request.param == "blocks":
+        monkeypatch.setattr(unrolled_attention, "BLOCK", 7)
+        monkeypatch.setattr(unrolled_attention, "_has_kernel", lambda *_: False)
+
+
+def heads_of(kind: str) -> tuple[Any, Target]:
+    """Heads that are no longer as they start: every weight counts."""
+    target = tiny_target(vocab=VOCAB, layers=7)
+    torch.manual_seed(3)
+    heads: Any = new_heads(HeadOptions.of(KINDS[kind]), target, None)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    heads.borrow(target.model, torch.float32)
+    return heads, target
+
+
+def features_of(target: Target, heads: Any, ids: Tensor) -> dict[int, Tensor]:
+    layers = (*heads.captured_layers, FINAL)
+    with torch.no_grad(), Recorder(target.model, layers).recording() as features:
+        target.model(ids)
+    return dict(features)
+
+
+def ragged(rows: int = 3, length: int = 19) -> tuple[Tensor, Tensor]:
+    """Ids, and which of them are trained on: rows end at different places, then padding."""
+    ids = torch.randint(3, 299, (rows, length), generator=torch.Generator().manual_seed(1))
+    lengths = length - 6 * torch.arange(rows)[:, None]
+    inside = torch.arange(length) < lengths
+    return ids * inside, inside & (torch.arange(length) > 1)
+
+
+def drawn(
+    heads: int, key_heads: int, dtype: torch.dtype, length: int = 23, scale: float = 1.0
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Queries, and the keys and values of `STEPS` steps, laid out as a layer computes them."""
+    generator = torch.Generator().manual_seed(5)
+
+    def one(count: int, scale: float = 1.0) -> Tensor:
+        x = scale * torch.randn(2, length, count, 8, generator=generator, dtype=torch.float64)
+        return x.to(dtype).transpose(1, 2).requires_grad_()
+
+    keys, values = ([one(key_heads) for _ in range(STEPS)] for _ in range(2))
+    return one(heads, scale), keys, values
+
+
+def gradients(attend: Any, queries: Tensor, keys: list[Tensor], values: list[Tensor]) -> Any:
+    """The outputs and all gradients. The loss weighs each number differently."""
+    outputs = attend(queries, keys, values)
+    weights = torch.arange(outputs.numel()).reshape(outputs.shape).double().sin().to(outputs.dtype)
+    return [outputs, *torch.autograd.grad((outputs * weights).sum(), [queries, *keys, *values])]
+
+
+def assert_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-4) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 40.0])  # of the scores: with the second, they overflow exp
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_merged_attention_is_that_of_all_scores(
+    dtype: torch.dtype, heads: int, key_heads: int, scale: float, attention: None
+) -> None:
+    given = drawn(heads, key_heads, dtype, scale=scale)
+    exact = drawn(heads, key_heads, torch.float64, scale=scale)
+    for steps in range(2, STEPS + 1):
+        ours = gradients(merged_attention, given[0], given[1][:steps], given[2][:steps])
+        theirs = gradients(dense_attention, exact[0], exact[1][:steps], exact[2][:steps])
+        assert_close(ours, theirs, 1e-4 if dtype == torch.float32 else 1e-12)
+
+
+def test_in_bfloat16_it_is_as_close_as_its_inputs(attention: None) -> None:
+    """The queries and keys of autocast may be float32."""
+    exact = gradients(dense_attention, *drawn(6, 2, torch.float64))
+    queries, keys, values = drawn(6, 2, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = gradients(merged_attention, queries.float(), [x.float() for x in keys], values)
+    assert_close(ours, exact, 0.03)
+
+
+def test_the_kernel_for_gpus_is_called_as_its_signature_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shapes only: on fake tensors of a CUDA device, which compute nothing."""
+    monkeypatch.setattr(unrolled_attention, "_has_kernel", lambda *_: True)
+    saved: list[Any] = []
+    context = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
+    with FakeTensorMode():
+        queries = torch.empty(2, 6, 40, 8, dtype=torch.bfloat16, device="cuda")
+        pairs = [torch.empty(2, 2, 40, 8, dtype=torch.bfloat16, device="cuda") for _ in range(6)]
+        function: Any = unrolled_attention._MergedAttention
+        outputs = function.forward(context, queries, *pairs)
+        context.saved_tensors = saved
+        results = function.backward(context, torch.empty_like(outputs))
+        assert len(context.rest) == 6  # of the kernel, not of blocks
+    assert [x.shape for x in results] == [queries.shape, *(x.shape for x in pairs)]
+    assert {x.dtype for x in (outputs, *results)} == {torch.bfloat16}
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+
+def loss_and_gradients(
+    kind: str, *, checkpointing: bool = False, chunk: int = 5
+) -> tuple[Tensor, list[Tensor]]:
+    heads, target = heads_of(kind)
+    heads.gradient_checkpointing = checkpointing
+    module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target.model, chunk=chunk)
+    ids, mask = ragged()
+    torch.manual_seed(0)  # P-EAGLE and DFlash draw places
+    loss, _ = module(ids, mask, features_of(target, heads, ids), heads.loss_weights(0.0))
+    return loss, list(torch.autograd.grad(loss, list(heads.parameters())))
+
+
+def test_a_training_step_is_that_of_all_scores(
+    attention: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, ours = loss_and_gradients("eagle3")
+    monkeypatch.setattr(unrolled_attention, "merged_attention", dense_attention)
+    expected, theirs = loss_and_gradients("eagle3")
+    torch.testing.assert_close(loss, expected)
+    assert_close(ours, theirs)
+
+
+def test_padding_changes_no_row(attention: None) -> None:
+    heads, target = heads_of("eagle3")
+    ids, mask = ragged()
+    features = features_of(target, heads, ids)
+    depths = range(1, 5)
+
+    def states(rows: slice, length: int) -> list[Tensor]:
+        read = {layer: x[rows, :length] for layer, x in features.items()}
+        batch = HeadBatch(ids[rows, :length], mask[rows, :length], read)
+        return [prediction.states for prediction in heads.predictions(batch, depths)]
+
+    together = states(slice(3), 19)
+    alone = [states(slice(row, row + 1), int(mask[row].nonzero().max()) + 1) for row in range(3)]
+    for depth, rows in enumerate(zip(*alone, strict=True)):
+        torch.testing.assert_close(together[depth], torch.cat(rows), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointing_changes_no_gradient(kind: str) -> None:
+    loss, ours = loss_and_gradients(kind)
+    again, theirs = loss_and_gradients(kind, checkpointing=True)
+    assert torch.equal(loss, again)
+    assert_close(ours, theirs)
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make, as long as they exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            storage = x.untyped_storage() if isinstance(x, Tensor) else None
+            if storage is not None and storage not in self._known:
+                self._known.add(storage)
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.bytes)
+        return results
+
+    def _free(self, size: int) -> None:
+        self.bytes -= size
+
+
+def peak_bytes(length: int, *, checkpointing: bool = False) -> tuple[int, int]:
+    """The most bytes of tensors during a training step on one text, without the weights and their
+    gradients; and what the plan says."""
+    heads, target = heads_of("eagle3")
+    heads.gradient_checkpointing = checkpointing
+    module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target.model, chunk=4)
+    ids = torch.randint(3, 299, (1, length), generator=torch.Generator().manual_seed(1))
+    features = features_of(target, heads, ids)
+    torch.autograd.backward([p.sum() for p in heads.parameters()])  # makes the gradients
+    with _Live() as live:
+        loss, _ = module(ids, torch.ones_like(ids, dtype=torch.bool), features, {4: 1.0})
+        loss.backward()
+    return live.peak, heads_bytes(heads, target.model, length, 4, recompute=checkpointing)
+
+
+def test_memory_grows_with_the_text_and_is_what_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With all scores, a text of twice the length takes nearly four times as much."""
+    for checkpointing in (False, True):
+        short, planned = peak_bytes(256, checkpointing=checkpointing)
+        long, _ = peak_bytes(512, checkpointing=checkpointing)
+        assert long < 2.1 * short
+        assert 0.7 * short < planned < 1.4 * short, checkpointing
+    kept, _ = peak_bytes(256)
+    assert short < 0.6 * kept
+    monkeypatch.setattr(unrolled_attention, "merged_attention", dense_attention)
+    assert peak_bytes(512)[0] > 3 * peak_bytes(256)[0]
+
+
+# --- the stage ------------------------------------------------------------------------------------
+
+
+def test_a_stage_with_checkpointing_trains_the_same_drafter(tmp_path: Path) -> None:
+    target = tiny_target(layers=7)
+    context = stage_context(tmp_path, target)
+    settings: dict[str, Any] = {
+        "heads": EAGLE3,
+        "losses": {"forward_kl": 1.0},
+        "loop": LOOP | {"max_steps": 2},
+    }
+    plain = make_stage("heads", "plain", **settings)
+    saving = make_stage("heads", "saving", **settings, gradient_checkpointing=True)
+    assert plan_stage(context, saving).memory_bytes < plan_stage(context, plain).memory_bytes
+    weights = drafter_weights(run_stage(context, plain))
+    context.accelerator.free_memory()
+    for name, weight in drafter_weights(run_stage(context, saving)).items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [{"type": "eagle1"}, {"type": "blockwise"}])
+def test_checkpointing_that_would_save_nothing_is_refused(
+    heads: dict[str, Any], tmp_path: Path
+) -> None:
+    context = stage_context(tmp_path, tiny_target())
+    stage = make_stage("heads", "one", heads=heads, gradient_checkpointing=True)
+    with pytest.raises(UserError, match="heads train one only; leave it out"):
+        plan_stage(context, stage)
+
+
+def test_plain_causal_attention_is_the_first_step(attention: None) -> None:
+    queries, keys, values = drawn(6, 2, torch.float32)
+    unrolled = unrolled_attention.UnrolledAttention()
+    first = unrolled.at(1)(queries, keys[0], values[0])
+    weights = torch.randn(first.shape)
+    inputs = [queries, keys[0], values[0]]
+    expected = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    ours, theirs = (
+        [x, *torch.autograd.grad((x * weights).sum(), inputs)] for x in (first, expected)
+    )
+    assert_close(ours, theirs)
+    # A step that runs again sees the first runs of the others, and itself as it is now.
+    unrolled.at(2)(queries, keys[1], values[1])
+    again = unrolled.at(2)(queries, keys[2], values[2])
+    expected = merged_attention(queries, [keys[0], keys[2]], [values[0], values[2]])
+    assert torch.equal(again, expected)
+
+
+# --- the benchmark --------------------------------------------------------------------------------
+
+
+def test_the_benchmark_measures_both_parts_and_their_ratios() -> None:
+    shape = long_context.Shape(4, 2, 8, 32, 50, steps=3)
+    results = {
+        name: {70: measure(name, asdict(shape), 70, "cpu")}
+        for part, names in long_context.PARTS.items()
+        for measure in [getattr(long_context, f"measure_{part}")]
+        for name in names
+    }
+    values = long_context.ratios(results)
+    assert len(values) == 4
+    assert all(value > 0 for value in values.values())
+    assert "step_peak_bytes_70" in values
+    assert max(long_context.measure_differences(shape, 70, "cpu").values()) < 1e-4
+    # A row that failed has no ratio.
+    assert set(long_context.ratios(results | {"merged": {}})) == {
+        "step_seconds_70",
+        "step_peak_bytes_70",
+    }
