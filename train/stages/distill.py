@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,26 +26,22 @@ from decode.target.loading import Target
 from decode.target.pretrained import is_sharded
 from distill.distillation_loss import Distillation
 from distill.parallel_distillation import (
-    ParallelConfig,
     ParallelDistillation,
     require_full_attention,
 )
-from distill.teacher.feature_sources import LiveFeatures, bytes_per_token, holds_features
+from distill.teacher.feature_sources import LiveFeatures, bytes_per_token
 from distill.teacher.teacher_signal import LiveTeacher, TeacherSource, split_model
 from distill.teacher.top_k_cache import CachedTeacher
-from distill.trainable_model import LoraConfig, Trainable
+from distill.trainable_model import Trainable
 from train.data.batches import Inputs
 from train.data.chat import Sample
-from train.data.corpus import stages_of
-from train.data.training_text import FixedText, OnPolicyConfig, OnPolicyText, Text
-from train.online.learners import drafts_in_parallel, heads_stage
-from train.schema import Losses, StageConfig, closest_stage
+from train.data.training_text import FixedText, OnPolicyText, Text
+from train.schema import StageConfig
 from train.stage import STAGES, Outcome, StagePlan
-from train.text_stages import LossConfig, TrainingStage
+from train.stages.distill_config import DistillConfig, check_settings, refuse
+from train.text_stages import TrainingStage
 from train.training.boosting import (
-    BoostConfig,
     TokenWeights,
-    check_boost,
     check_earlier_drafter,
     token_weights,
 )
@@ -62,10 +57,7 @@ from train.training.estimates import (
 )
 from train.training.live_window import WINDOW_PASSES, LiveWindow, look_ahead_of
 from train.training.open_caches import Cache, open_cache
-from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import (
-    DRAFTER_STAGES,
-    StudentConfig,
     checkpoint_layers,
     choose_trained,
     make_student,
@@ -73,51 +65,7 @@ from train.training.student_and_teacher import (
     teacher_of,
     teaching_model,
 )
-from train.training.trainer import Clock, LoopConfig, Trainer, TrainingTask
-
-
-class DistillConfig(LossConfig):
-    """A small language model learns the target's distribution (DistillSpec, 2310.08461)."""
-
-    kind: Literal["distill"] = "distill"
-    drafter: StudentConfig
-    """Where the drafter starts."""
-    losses: Losses = {"forward_kl": 1.0}
-    """The weighted sum that is minimised: {name: weight}, or {name: {weight: …, option: …}}; see
-    `distill.losses`."""
-    teacher: str = "live"
-    """live, or the name or directory of a teacher_cache stage (the target's likeliest tokens) or of
-    a feature_cache stage (its complete distribution)."""
-    remember_teacher: bool = False
-    """Keep the live target's hidden states of the text in memory after their first use."""
-    shard_teacher: bool = False
-    """Shard the live target over the ranks while this stage runs."""
-    on_policy: OnPolicyConfig | None = None
-    """The drafter generates a part of the text itself. None: the text is fixed."""
-    dev: DevConfig | None = None
-    """Figures on a dev slice during the training. None: no figures."""
-    train_embeddings: bool = True
-    """Train the token embeddings and the output layer too. If false, they keep their init
-    weights."""
-    lora: LoraConfig | None = None
-    """Train adapters. None: train the weights themselves."""
-    gradient_checkpointing: bool = False
-    """Recompute the layers' activations in the backward pass: less memory, more time."""
-    parallel: ParallelConfig | None = None
-    """Train a drafter that drafts all tokens in one pass (PARD, 2504.18583). None: it drafts one
-    token after the other."""
-    boost: BoostConfig | None = None
-    """Train the drafter on the tokens that earlier drafters miss (SpecInfer, 2305.09781). None: all
-    tokens have the same weight."""
-    draft_vocabulary: int | None = Field(None, ge=1)
-    """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
-    of the stage that this stage continues, or of the cache."""
-    chunk_tokens: int = Field(256, ge=1)
-    """The number of tokens whose logits are in memory at a time."""
-    loop: LoopConfig = LoopConfig()
-    """The length of the training and the size of its batches."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its learning rate."""
+from train.training.trainer import Clock, Trainer, TrainingTask
 
 
 @STAGES.register("distill")
@@ -129,27 +77,7 @@ class DistillStage(TrainingStage[DistillConfig]):
     @classmethod
     def check(cls, config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
         super().check(config, earlier)
-        for name in stages_of(config.dev.text) if config.dev else []:
-            closest_stage(name, earlier, "generate")
-        if config.drafter.stage is not None:
-            _check_start(config, config.drafter.stage, earlier)
-        if config.boost is not None:
-            check_boost(config.boost, earlier, stage=config.name)
-            _refuse(config, on_policy="boost compares the target's text with drafters' guesses")
-        if config.teacher != "live":
-            _check_cache(config, earlier)
-        if config.on_policy is not None:
-            _check_on_policy(config)
-        if not config.weighted_loss.needs_teacher:
-            _refuse(config, tokens_per_pass="no loss reads the teacher")
-        if config.shard_teacher:
-            reason = "all ranks must run a sharded target for every batch"
-            _refuse(config, remember_teacher=reason, tokens_per_pass=reason)
-            if config.dev is not None and config.dev.decode_prompts:
-                raise UserError(
-                    f"stage {config.name}: dev.decode_prompts needs the complete target on one "
-                    "device; leave out dev.decode_prompts or shard_teacher"
-                )
+        check_settings(config, earlier)
 
     @classmethod
     def needs_complete_target(cls, config: DistillConfig) -> str | None:
@@ -303,7 +231,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             mark_parallel(model.config, mask_token)
         if config.draft_vocabulary is not None:
             if vocabulary is not None:
-                _refuse(config, draft_vocabulary="the drafter's start already has one")
+                refuse(config, draft_vocabulary="the drafter's start already has one")
             ids, coverage = self.frequent_tokens(samples, config.draft_vocabulary)
             return model, reduce_output(model, ids), coverage
         if isinstance(cache, CachedTeacher):
@@ -493,70 +421,3 @@ class DistillStage(TrainingStage[DistillConfig]):
         path = self.directory / name
         kind = "small_lm" if self.config.parallel is None else "pard"
         save_drafter(path, kind, write, target=self.target, provenance=provenance)
-
-
-def _refuse(config: DistillConfig, **reasons: str) -> None:
-    """Raise UserError if any of these settings is set. reasons: {setting: reason}."""
-    for key, reason in reasons.items():
-        if getattr(config, key):
-            raise UserError(
-                f"stage {config.name}: {key} cannot be set here: {reason}; leave it out"
-            )
-
-
-def _check_start(config: DistillConfig, start: str, earlier: Sequence[StageConfig]) -> None:
-    closest_stage(start, earlier, *DRAFTER_STAGES)
-    if heads_stage(start, earlier) is not None:
-        raise UserError(
-            f"stage {config.name} trains a small language model, but the drafter of {start} is "
-            "heads on the target; name a stage that trains a small language model"
-        )
-    _refuse(config, draft_vocabulary=f"the drafter of {start} keeps its draft vocabulary")
-    is_parallel = drafts_in_parallel(start, earlier)
-    if is_parallel and config.parallel is None:
-        raise UserError(
-            f"stage {config.name} would train the drafter of {start} to draft one token after the "
-            "other, but that drafter drafts in parallel; set parallel"
-        )
-    if is_parallel and config.parallel is not None and config.parallel.mask_token is not None:
-        raise UserError(
-            f"stage {config.name}: the drafter of {start} keeps its mask token; leave out "
-            "parallel.mask_token"
-        )
-
-
-def _check_cache(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
-    directory = Path(config.teacher)
-    if directory.is_dir():
-        holds_states = holds_features(directory)
-    else:
-        stage = closest_stage(config.teacher, earlier, "teacher_cache", "feature_cache")
-        holds_states = stage.kind == "feature_cache"
-    if not holds_states:
-        _refuse(config, draft_vocabulary="the cache already sets the draft vocabulary")
-    _refuse(
-        config,
-        on_policy="the cache has no results for text that the drafter generates later",
-        remember_teacher="a cache replaces the live target",
-        tokens_per_pass="a cache replaces the live target",
-        shard_teacher="a cache replaces the live target",
-    )
-    if config.teacher_temperature != 1 and not holds_states:
-        raise UserError(
-            f"stage {config.name} learns from a cache, and the cache has a fixed temperature; set "
-            "`temperature` of the teacher_cache stage instead of teacher_temperature"
-        )
-
-
-def _check_on_policy(config: DistillConfig) -> None:
-    _refuse(config, remember_teacher="each text that the drafter generates is used only once")
-    if config.loop.max_steps is None:
-        raise UserError(
-            f"stage {config.name} trains on text that the drafter generates during the training, "
-            "so it has no epochs; set loop.max_steps"
-        )
-    if not config.weighted_loss.needs_teacher or "cross_entropy" in config.losses:
-        raise UserError(
-            f"stage {config.name}: cross_entropy would only teach the drafter to repeat the text "
-            "that it generates; use a divergence from the teacher, such as reverse_kl"
-        )

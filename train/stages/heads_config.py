@@ -1,0 +1,121 @@
+"""The settings of a `heads` stage, and which of them fit together."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from decode.errors import UserError
+from heads import HEADS
+from heads.heads_module import HeadOptions
+from train.data.corpus import stages_of
+from train.schema import Losses, StageConfig, closest_stage, one_of
+from train.text_stages import LossConfig
+from train.training.backbone import BackboneConfig
+from train.training.dev_slice import DevConfig
+from train.training.head_start import check_start
+from train.training.head_tree import TreeConfig
+from train.training.optimizer import OptimizerConfig
+from train.training.trainer import LoopConfig
+
+if TYPE_CHECKING:
+    AnyHeads = HeadOptions
+else:
+    AnyHeads = one_of((HEADS[kind].Options for kind in HEADS), "type")
+
+
+class HeadsConfig(LossConfig):
+    """Small modules on the target learn to predict the tokens after its next token."""
+
+    kind: Literal["heads"] = "heads"
+    heads: AnyHeads
+    """The type of heads and its options, as {type: medusa, heads: 5}; see `heads`."""
+    start: str | None = None
+    """An earlier heads stage on the same target, or the directory of a drafter, such as an imported
+    one; this stage continues to train its heads. None: new heads."""
+    backbone: BackboneConfig | None = None
+    """Train the target too and write the new target to `target/`. None: the target does not
+    change."""
+    losses: Losses = {"cross_entropy": 1.0}
+    """{name: weight}, between each head and the token it predicts. A loss that reads the teacher
+    distils the target's distribution of that same token."""
+    place_smoothing: float | None = Field(None, ge=0, le=1)
+    """a of D-PACE (2605.18810; the paper's is 0.5): each place of a draft is weighted by how likely
+    the drafter now gets all places before it right. None: the weights of the kind of heads."""
+    draft_vocabulary: int | None = Field(None, ge=1)
+    """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
+    of `start`."""
+    features: str = "live"
+    """The source of hidden states: live, or the name or directory of a feature_cache stage."""
+    remember_features: bool = False
+    """Keep live hidden states in memory after their first use."""
+    dev: DevConfig | None = None
+    """Figures on a dev slice during the training. None: no figures."""
+    tree: TreeConfig | None = None
+    """Calibrate a tree after the drafter is written, and store it with the drafter. A target that
+    cannot verify trees is refused before the training. None: the drafter drafts chains."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, one step, layer or head at a time: less memory,
+    more time. For heads that train several of them."""
+    chunk_tokens: int = Field(256, ge=1)
+    """The number of tokens whose logits are in memory at a time."""
+    loop: LoopConfig = LoopConfig()
+    """The length of the training and the size of its batches."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
+    """AdamW and its learning rate."""
+
+
+def check_settings(config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
+    """Raise UserError for settings that do not fit together, or an earlier stage that does not."""
+    if config.teacher_temperature != 1 and not config.weighted_loss.needs_teacher:
+        raise UserError(
+            f"stage {config.name}: no loss reads the teacher, so teacher_temperature would "
+            "do nothing; leave it out"
+        )
+    for name in stages_of(config.dev.text) if config.dev else []:
+        closest_stage(name, earlier, "generate")
+    if config.start is not None:
+        check_start(config, config.start, earlier)
+    if config.backbone is not None:
+        _check_backbone(config, config.backbone, earlier)
+    if config.features != "live":
+        if not Path(config.features).is_dir():
+            closest_stage(config.features, earlier, "feature_cache")
+        for key in _live_settings(config):
+            raise UserError(
+                f"stage {config.name}: {key} cannot be set here: a cache replaces the live "
+                "target; leave it out"
+            )
+
+
+def require_decoder_only_parts(config: HeadsConfig) -> None:
+    """Raise UserError for settings that do not work if the target has an encoder."""
+    used = {
+        "backbone": config.backbone is not None,
+        "dev": config.dev is not None,
+        f"features: {config.features}": config.features != "live",
+        "a loss that reads the teacher": config.weighted_loss.needs_teacher,
+    }
+    for name, is_used in used.items():
+        if is_used:
+            raise UserError(
+                f"stage {config.name}: {name} needs a decoder-only target, and this target has an "
+                "encoder; leave it out"
+            )
+
+
+def _live_settings(config: HeadsConfig) -> list[str]:
+    """The settings of a live frozen target that are set."""
+    return [key for key in ("remember_features", "tokens_per_pass") if getattr(config, key)]
+
+
+def _check_backbone(
+    config: HeadsConfig, backbone: BackboneConfig, earlier: Sequence[StageConfig]
+) -> None:
+    backbone.check(config.name, earlier)
+    for key in _live_settings(config) or ["features"] * (config.features != "live"):
+        raise UserError(
+            f"stage {config.name}: {key} cannot be set here: the target is trained, so its "
+            "hidden states change with every step; leave it out"
+        )
