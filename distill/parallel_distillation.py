@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.target.layer_kinds import layer_windows
+from decode.target.layer_kinds import layer_windows, recurrent_layers
 from distill.agreement import Agreement
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
@@ -244,8 +244,10 @@ def require_full_attention(model: PreTrainedModel, otherwise: str = "leave out p
     a user can do about it, other than use another model."""
     attention = str(model.config._attn_implementation)
     windows = {window for window in layer_windows(model) if window is not None}
-    if windows or "flash" in attention or "flex" in attention:
+    recurrent = bool(recurrent_layers(model))
+    if windows or recurrent or "flash" in attention or "flex" in attention:
         what = f"a sliding window of {min(windows)} tokens" if windows else f"{attention} attention"
+        what = "a running state in some layers" if recurrent else what
         raise UserError(
             f"{type(model).__name__} has {what}, which does not take the mask of a parallel "
             "drafter's training; use a model whose layers see the full text, with sdpa or eager "

@@ -115,11 +115,11 @@ class Heads(nn.Module, ABC):
 
     captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
     depth: D, the max depth of a draft. rows: V', the rows of the output layer. vocabulary: the
-    token ids of these rows, int64 [V'], ascending; None means all tokens. reserved_tokens: ids
-    that the heads use for themselves, so texts must not contain them. estimates: the heads estimate
-    the acceptance of their tokens. parts: how many times a batch calls `recomputed`.
-    tokens_per_part: the tokens that a part computes, at most, for each token of a text.
-    gradient_checkpointing: see `recomputed`.
+    token ids of these rows, int64 [V'], ascending; None means all tokens. reserved_tokens: ids that
+    the heads use for themselves, so texts must not contain them. estimates: the heads estimate the
+    acceptance of their tokens. parts: the parts that a batch computes one after the other; heads
+    with several compute each inside `recomputed`. tokens_per_part: the tokens that a part computes,
+    at most, for each token of a text. gradient_checkpointing: see `recomputed`.
 
     A new module has arbitrary weights. Call `init_weights` to set the init weights, or load a state
     dict. All trained weights are float32.

@@ -7,7 +7,7 @@ Shapes: B rows, n tokens fed, T tokens of a text, H hidden size, V' draft vocabu
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from decode.drafters.small_lm import CachedGrowth
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM, LayerView
 from decode.target.forward.sublayers import Sublayers
+from decode.target.layer_kinds import require_no_states
+from decode.target.loading import Target
 from decode.trees import Growth
 from heads.heads_drafter import AttendingDrafter, AttendingHeads
 from heads.heads_module import (
@@ -51,6 +53,10 @@ class KangarooOptions(HeadOptions):
     depth: int = Field(6, ge=1)
     """The max depth of a draft, also used to evaluate on dev text. Training uses one step, because
     all steps are alike."""
+
+    def for_target(self, target: Target) -> Self:
+        require_no_states(target.model)
+        return self
 
 
 class Adapter(nn.Module):

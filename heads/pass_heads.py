@@ -28,6 +28,7 @@ from decode.sampling import Sampling
 from decode.target.cached_model import CachedLM, LayerView, require_trees
 from decode.target.forward.sublayers import Sublayers
 from decode.target.hidden_states import FINAL
+from decode.target.layer_kinds import require_no_states
 from decode.target.loading import DTYPES, Target
 from decode.trees import Growth, Shape
 from distill.parallel_distillation import (
@@ -57,6 +58,7 @@ class PassOptions(HeadOptions):
     """r_min; each look-ahead token is trained for at least this share."""
 
     def for_target(self, target: Target) -> Self:
+        require_no_states(target.model)
         require_full_attention(target.model, "train other heads")
         if target.has_weights:
             require_trees(target.model)  # training feeds masks and positions of the same kind

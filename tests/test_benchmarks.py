@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import device, exact, heads, objectives, online, repeat
+from benchmarks import context, device, exact, heads, objectives, online, repeat
 from benchmarks.common import PROMPTS, in_fresh_process, require
 from benchmarks.decode import (
     contest_table,
@@ -30,7 +30,7 @@ from decode.settings import DecodeSettings
 from tests.tiny import save_tiny, tiny_llama, tiny_target
 from train.config import validate_config
 from train.console import Reporter
-from train.data.read import spread
+from train.data.read import Example, spread
 
 
 def double(number: int) -> int:
@@ -85,6 +85,19 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
     )
     # The shipped prompts, and one more.
     assert with_more.data.limit == len((PROMPTS / "train.jsonl").read_text().splitlines()) + 1
+
+
+def test_notes_before_a_prompt_have_the_length_that_is_asked_for():
+    target = tiny_target()
+    asked = Example("1", ({"role": "user", "content": "Why?"},), "Why?", None, None, "here")
+    alone, behind = (
+        context.behind_notes(target, asked, "one two three ", count) for count in (0, 60)
+    )
+    assert abs(len(behind) - len(alone) - 60) < 12  # "My notes:" is text too
+    assert "Why?" in target.tokenizer.decode(behind)
+    assert context.parse_lengths("0,20") == [0, 20]
+    with pytest.raises(UserError, match="numbers of tokens"):
+        context.parse_lengths("0,few")
 
 
 @pytest.fixture

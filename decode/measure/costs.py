@@ -24,10 +24,10 @@ class Costs:
     """Measured costs of one target with one drafter.
 
     step_s: seconds of a plain decoding step of `rows` rows. per_depth, fixed: a draft of depth γ
-    costs fixed + γ · per_depth plain steps, without the drafter's pass over the prompt. A small
-    language model has hardly a fixed part. A drafter that computes all depths in one pass has
-    hardly another. widths, v: verifying widths[i] tokens per row costs v[i] plain steps; v at width
-    1 is 1. noise: the relative standard error of the cost of a draft and its verification,
+    costs fixed + γ · per_depth plain steps, without the drafter's pass over the prompt. For a small
+    language model `fixed` is almost 0. For a drafter that computes all depths in one pass
+    `per_depth` is almost 0. widths, v: verifying widths[i] tokens per row costs v[i] plain steps; v
+    at width 1 is 1. noise: the relative standard error of the cost of a draft and its verification,
     estimated from two halves of the measurement; 0 if unknown. others: the share of the processor
     that other processes used during the measurement (`OtherProcesses`).
 

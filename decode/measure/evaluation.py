@@ -58,8 +58,8 @@ def evaluate(
 
     ranks: the processes that share the prompts of the acceptance run. This is the first of them,
     which measures all times alone; the others call `help_evaluate`. Parts that learn from earlier
-    prompts, decide for a batch or read costs would give other figures, so with them this process
-    decodes all prompts.
+    prompts, decide for a batch or read costs would give other figures, so with them, and with
+    fewer prompts than processes, this process decodes all prompts.
     """
     if not prompts:
         raise UserError("there are no prompts to evaluate on")
@@ -67,7 +67,7 @@ def evaluate(
     batches = _timed(prompts, protocol)
     timed = sum(map(len, batches))
     speculative, costs = protocol.decoder(target, drafter, min(prompts, key=len))
-    ranks = ranks if _can_share(speculative, protocol) else ALONE
+    ranks = ranks if _can_share(speculative, protocol, prompts, ranks) else ALONE
     rule, max_depth = protocol.for_drafter(drafter).rule, speculative.policy.max_depth
     protocol = replace(protocol, rule=rule, gamma=max_depth)
     plain, _ = replace(protocol, policy=None, shape=None).decoder(target, DRAFTERS["none"]())
@@ -142,15 +142,18 @@ def help_evaluate(
     """The part of all processes but the first in an `evaluate` over several. Raises as it does."""
     _timed(prompts, protocol)
     decoder, _ = protocol.decoder(target, drafter)
-    if _can_share(decoder, protocol):
+    if _can_share(decoder, protocol, prompts, ranks):
         decoder.drafter.forget()
         _decode_all(decoder, prompts, protocol, lambda what, done, of: None, ranks)
 
 
-def _can_share(decoder: Decoder, protocol: EvaluationProtocol) -> bool:
-    """Whether the counts do not depend on which prompts are decoded before or beside a prompt."""
+def _can_share(
+    decoder: Decoder, protocol: EvaluationProtocol, prompts: Sequence[object], ranks: Ranks
+) -> bool:
+    """Whether each process has a prompt, and the counts do not depend on which prompts are decoded
+    before or beside a prompt."""
     learns = decoder.drafter.learns or decoder.policy.by_batch
-    return not (learns or protocol.needs_costs)
+    return len(prompts) >= ranks.world and not (learns or protocol.needs_costs)
 
 
 def _timed(prompts: Sequence[Sequence[int]], protocol: EvaluationProtocol) -> list[list[int]]:

@@ -22,7 +22,12 @@ from decode.target.forward.prepare_model import prepare, refresh_packed
 from decode.target.forward.sublayers import Sublayers, changed_forward
 from decode.target.forward.transformers_forward import TransformersForward
 from decode.target.hidden_states import captured_modules, layer_list_name
-from decode.target.layer_kinds import layer_windows, recurrent_layers, require_slots
+from decode.target.layer_kinds import (
+    layer_windows,
+    recurrent_layers,
+    require_no_states,
+    require_slots,
+)
 from decode.target.memory import require_memory
 from decode.target.pretrained import decoder_config, input_device
 from decode.target.recurrent_states import RecurrentStates, reason_against_replay
@@ -197,12 +202,7 @@ class CachedLM:
         """The model without some sublayers, over the same slots. embedding: in the place of its
         layer of embeddings; None: its layer. Raises UserError for a model with running states, and
         as `decode.target.forward.sublayers.changed_forward` does."""
-        if self.states is not None:
-            raise UserError(
-                f"{type(self.model).__name__} keeps a running state in some layers, which a draft "
-                "by the target's own layers would change; choose a drafter that runs no layers of "
-                "the target"
-            )
+        require_no_states(self.model)
         return LayerView(self, skipped, embedding)
 
     def reset(self, rows: int, capacity: int) -> None:

@@ -43,6 +43,16 @@ def require_slots(model: PreTrainedModel) -> None:
         )
 
 
+def require_no_states(model: PreTrainedModel) -> None:
+    """Raise UserError for a model with running states, which drafts by the model's own layers would
+    change."""
+    if recurrent_layers(model):
+        raise UserError(
+            f"{type(model).__name__} keeps a running state in some layers, which a draft by the "
+            "target's own layers would change; choose a drafter that runs no layers of the target"
+        )
+
+
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
     """How many tokens back each layer sees, the token itself included. None: all tokens."""
     config = decoder_config(model)

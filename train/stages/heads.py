@@ -255,7 +255,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             losses = heads.loss_weights(float(torch.rand(())))
             # Never 0: self-distillation begins with a loss of 0, so the gradient would be only
             # rounding errors, and Adam takes full steps even for tiny gradients.
-            done = (trainer.progress.step + 1) / trainer.total_steps
+            done = trainer.done_share(trainer.progress.step + 1)
             return backbone.forward(module, batch, ids, losses, done)
 
         optimizer = config.optimizer

@@ -13,6 +13,7 @@ from decode.drafters.directory import save_drafter
 from decode.drafters.skip import write_skip_drafter
 from decode.errors import UserError
 from decode.target.forward.sublayers import Sublayers
+from decode.target.layer_kinds import require_no_states
 from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
 from distill.teacher.teacher_signal import split_model
 from train.data.batches import Inputs
@@ -22,9 +23,11 @@ from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import LossConfig, TrainingStage
 from train.training.estimates import (
     activation_bytes,
+    batch_share,
     forward_bytes,
     optimizer_bytes,
     planned_tokens,
+    time_limit,
     training_disk_bytes,
 )
 from train.training.optimizer import OptimizerConfig
@@ -85,6 +88,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         layers = self._layers
         Sublayers.later(config.exit_layer, layers)
         final_norm(model)
+        require_no_states(model)
         trained = config.trained_parameters(self.target)
         parameters = model.num_parameters()
         loop, ema = config.loop, config.optimizer.ema is not None
@@ -92,8 +96,9 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         # The float32 copy, and another one that is never sharded; the target as the teacher; the
         # logits of student and teacher for one chunk.
         memory = self.target_bytes + 2 * 4 * parameters + optimizer_bytes(trained, average=ema)
-        memory += forward_bytes(model, loop.tokens_per_batch)
-        memory += activation_bytes(model, layers, loop.tokens_per_batch, itemsize)
+        batch = batch_share(loop.tokens_per_batch, config.max_length, self.processes)
+        memory += forward_bytes(model, batch)
+        memory += activation_bytes(model, layers, batch, itemsize)
         memory += 2 * 4 * config.chunk_tokens * self.target.vocab_size
         return StagePlan(
             f"exit after {config.exit_layer} of {layers} layers; the target is trained "
@@ -103,6 +108,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
             tokens=planned_tokens(self.planned_tokens(plans), loop),
             memory_bytes=memory,
             disk_bytes=training_disk_bytes(parameters, trained, average=ema) + self.target_bytes,
+            max_seconds=time_limit(loop),
         )
 
     def run(self) -> Outcome:
@@ -127,7 +133,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
                 layers,
                 config.exit_scale,
                 step=at,
-                done=at / trainer.total_steps,
+                done=trainer.done_share(at),
                 rotation=config.rotation,
             )
             left_out = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.target.layer_kinds import recurrent_layers
 from decode.target.memory import slot_bytes
 from heads.heads_module import Heads
 from heads.layers.llama_layer import layer_config
@@ -26,7 +27,8 @@ def layer_numbers(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     hidden: int = config.hidden_size
     inner: int = getattr(config, "intermediate_size", None) or 4 * hidden
-    keys = slot_bytes(model) // (config.num_hidden_layers * model.dtype.itemsize)
+    attending = config.num_hidden_layers - len(recurrent_layers(model))
+    keys = slot_bytes(model) // (max(1, attending) * model.dtype.itemsize)
     return 8 * hidden + keys + 4 * inner
 
 

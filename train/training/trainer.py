@@ -260,6 +260,10 @@ class Trainer:
         self._text(progress.round)  # for `padding_share`, even if no step was left
         return progress
 
+    def done_share(self, step: int) -> float:
+        """The share of the training that is done at a step: of its steps, or of its time."""
+        return max(step / self.total_steps, self.progress.time_share)
+
     def _ended(self) -> bool:
         return self.progress.step >= self.total_steps or self.progress.time_share >= 1
 

@@ -1,0 +1,160 @@
+"""Measures what drafters accept and gain as the context grows.
+
+    python -m benchmarks.context [--quick] [--drafter NAME …] [--lengths N,…] [--json FILE]
+        [--plot FILE] [--target T] [--dtype D] [--gamma N] [--prompts FILE] [--notes FILE]
+
+Each prompt stands behind notes of a certain length: other prompts, one after the other, which the
+answer does not need. So the text to write stays much the same, and only its context grows. A
+drafter that was trained on short texts meets positions there that it has never seen. Decoding is
+greedy, at batch 1. Speed-ups are without the pass over the prompt, which takes the same time with
+and without drafts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import heads  # noqa: F401  (registers its drafters)
+from benchmarks.common import (
+    PROMPTS,
+    TARGET,
+    JsonOption,
+    PromptsOption,
+    TargetOption,
+    describe_machine,
+    format_interval,
+    rows_table,
+    run_command,
+    save_figure,
+    start_benchmark,
+    write_json,
+)
+from decode.drafters.directory import open_drafter
+from decode.errors import UserError
+from decode.measure.evaluation import evaluate
+from decode.settings import EvaluationProtocol
+from decode.target.loading import Target, load_target
+from train.data.chat import prompt_tokens
+from train.data.read import Example, read_examples, spread
+
+LENGTHS = "0,1000,2000,4000,7500"
+QUICK = "0,1000,2000"
+KEPT = (
+    "tokens_per_step", "acceptance_rate", "c", "v", "speedup_without_prefill", "drafts",
+    "identical_within_rounding",
+)  # fmt: skip
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="fewer prompts, shorter notes")] = False,
+    drafter: Annotated[list[str] | None, typer.Option(help="name or directory")] = None,
+    lengths: Annotated[str | None, typer.Option(help="tokens of notes before a prompt")] = None,
+    json_file: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the table here, as PNG")] = None,
+    target: TargetOption = TARGET,
+    dtype: Annotated[str, typer.Option(help="dtype of all models")] = "bfloat16",
+    gamma: Annotated[int, typer.Option(min=1, help="tokens per draft; trees ignore it")] = 4,
+    prompts: PromptsOption = PROMPTS / "test.jsonl",
+    notes: Annotated[Path, typer.Option(help="prompts that the notes are made of")] = PROMPTS
+    / "train.jsonl",
+) -> None:
+    """Measure every drafter at every length of the context."""
+    reporter = start_benchmark()
+    loaded = load_target(target, dtype=dtype)
+    counts = parse_lengths(lengths or (QUICK if quick else LENGTHS))
+    asked = spread(read_examples(str(prompts))[0], 4 if quick else 6)
+    words = "\n".join(" ".join(row.user_texts()) for row in read_examples(str(notes))[0])
+    protocol = EvaluationProtocol(
+        gamma=gamma,
+        max_new_tokens=32 if quick else 48,
+        timed_tokens=32 if quick else 48,
+        timed_prompts=len(asked),
+        generate=False,
+    )
+    rows: list[dict[str, Any]] = []
+    for count in counts:
+        texts = [behind_notes(loaded, example, words, count) for example in asked]
+        for name in drafter or ["ngram"]:
+            reporter.say(f"measuring {name} behind {count} tokens of notes")
+            figures = evaluate(loaded, open_drafter(name, loaded), texts, protocol).to_dict()
+            context = sum(map(len, texts)) / len(texts)
+            rows.append(
+                {"drafter": name, "notes": count, "context": context}
+                | {key: figures[key] for key in KEPT}
+            )
+    reporter.table(rows_table(f"{loaded.name}; greedy, batch 1", list(map(cells, rows)), left=2))
+    if plot is not None:
+        plot_rows(rows, plot)
+    if json_file is not None:
+        ratios = {
+            f"speedup_{row['drafter']}_at_{row['notes']}": row["speedup_without_prefill"]["value"]
+            for row in rows
+        }
+        write_json(json_file, {"ratios": ratios, "rows": rows, "machine": describe_machine()})
+
+
+def parse_lengths(text: str) -> list[int]:
+    """The numbers of `--lengths`. Raises UserError for anything else."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [-1]
+    if min(counts) < 0:
+        raise UserError(f"--lengths is {text!r}; expected numbers of tokens such as {LENGTHS}")
+    return counts
+
+
+def behind_notes(target: Target, example: Example, words: str, count: int) -> list[int]:
+    """The tokens of a prompt's last question behind `count` tokens of notes. words: those of the
+    notes, which are repeated if they are too few."""
+    if count:
+        ids: list[int] = target.tokenizer(words, add_special_tokens=False).input_ids
+        cut = target.tokenizer.decode((ids * (count // len(ids) + 1))[:count])
+        content = f"My notes:\n{cut}\n\n{example.user_texts()[-1]}"
+        message = {"role": "user", "content": content}
+        example = replace(example, messages=(message,), prompt=content)
+    return prompt_tokens(example, target.tokenizer)
+
+
+def cells(row: dict[str, Any]) -> dict[str, str]:
+    """The cells of a row of the table."""
+    return {
+        "drafter": row["drafter"],
+        "drafts": row["drafts"],
+        "context": f"{row['context']:.0f}",
+        "tokens/step": f"{row['tokens_per_step']:.2f}",
+        "α": f"{row['acceptance_rate']:.2f}",
+        "c": f"{row['c']:.3f}",
+        "v": f"{row['v']:.2f}",
+        "speed-up without prefill": format_interval(row["speedup_without_prefill"], 2),
+        "same text": f"{row['identical_within_rounding']:.0%}",
+    }
+
+
+def plot_rows(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Draw tokens per step against the context, a line for each drafter."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row["drafter"] for row in rows):
+        of_one = [row for row in rows if row["drafter"] == name]
+        axes.plot(
+            [row["context"] for row in of_one],
+            [row["tokens_per_step"] for row in of_one],
+            marker="o",
+            label=name,
+        )
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("tokens per step")
+    axes.set_ylim(bottom=1)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_figure(figure, file)
+
+
+if __name__ == "__main__":
+    run_command(main)
