@@ -122,7 +122,7 @@ def test_a_plan_is_the_one_that_the_docs_state(
     AcceleratorState._reset_state(reset_partial_state=True)
     assert planned.exit_code == 0, planned.output
     text = " ".join(planned.stdout.split())
-    summary = r"about (.+?) for the tensors .*?, and (.+?) of disk;.* about ([^.]+?) for the stages"
+    summary = r"about (.+?) for the tensors .*?, and (.+?) of disk, where.* about ([^.]+?) for the stages"
     found = re.search(summary + r", ([\d.]+) hours of one device", text)
     assert found, text
     *figures, hours = found.groups()
