@@ -188,6 +188,8 @@ def test_what_cannot_work_is_refused_before_the_training(tmp_path: Path) -> None
         make_stage("layer_skip", "s", answers, held_out="answers")
     with pytest.raises(UserError, match="no loss reads the teacher"):
         make_stage("layer_skip", "s", teacher_temperature=2.0)
+    with pytest.raises(UserError, match="tokens_per_pass cannot be set here"):
+        make_stage("layer_skip", "s", tokens_per_pass=64)
 
 
 CONFIG = """

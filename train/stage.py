@@ -26,7 +26,8 @@ class StagePlan:
 
     tokens: that it writes or learns from, at most. text_tokens: of the text that it writes, prompts
     included. max_seconds: the limit of its time, if it has one. memory_bytes: of one of the
-    processes, which shards nothing. disk_bytes: of its directory.
+    processes, which shards nothing but, with `target.sharded`, the target's layers. disk_bytes: of
+    its directory.
     """
 
     what: str

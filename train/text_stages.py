@@ -55,8 +55,8 @@ class LossConfig(TextConfig):
     """Divides the drafter's logits before a loss compares the distributions."""
     tokens_per_pass: int | None = Field(None, ge=1)
     """The live target runs over the samples of the next batches together, in passes of this size on
-    each rank: rows times the longest row's length. The states of at most four passes are in memory.
-    None: one pass for each batch of the training."""
+    each rank: rows times the longest row's length. The states of at most four passes are in memory,
+    or of one batch, if that is more. None: one pass for each batch of the training."""
 
     @property
     def weighted_loss(self) -> WeightedLoss:

@@ -135,8 +135,9 @@ def print_plan(run: Any, reporter: Any, speed: str | None) -> None:
     )
     count, free = run.processes or run.accelerator.num_processes, free_space(run.directory)
     whose = f"each of {count} processes that shard" if count > 1 else "one process that shards"
+    what = "only the target's layers" if run.config.target.sharded else "nothing"
     reporter.say(
-        f"about {memory / 2**30:.1f} GiB for the tensors of the largest stage, in {whose} nothing, "
+        f"about {memory / 2**30:.1f} GiB for the tensors of the largest stage, in {whose} {what}, "
         f"and {disk / 2**30:.1f} GiB of disk, where {free / 2**30:.1f} GiB are free; estimates for "
         "answers of full length"
     )

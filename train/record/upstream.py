@@ -84,7 +84,6 @@ class Upstreams:
             if url == self.current.url:
                 return
             if self._memory is not None:  # first, so that a full disk leaves all as it was
-                self._memory.parent.mkdir(parents=True, exist_ok=True)
                 write_file(self._memory, json.dumps({"first": self._first, "current": url}))
             self.draining.append(self.current)
             # An engine that is still draining goes on with the requests that it has.

@@ -193,7 +193,9 @@ class DistillStage(TrainingStage[DistillConfig]):
                 samples,
                 self.accelerator.device,
                 tokens=self.target.token_count,
-                tokens_per_batch=config.loop.tokens_per_batch,
+                tokens_per_batch=max(
+                    1, config.loop.tokens_per_batch // self.accelerator.num_processes
+                ),
                 chunk=config.chunk_tokens,
                 progress=bar.update,
             )

@@ -49,6 +49,7 @@ from train.training.estimates import (
 from train.training.head_tree import calibrated_tree, require_tree
 from train.training.live_window import WINDOW_PASSES, LiveWindow
 from train.training.open_caches import open_features
+from train.training.trained_target import PREFIX, held_out_samples
 from train.training.trainer import Clock, Trainer, TrainingTask
 
 
@@ -116,6 +117,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         options = config.heads.model_dump(exclude={"type"}, exclude_none=True)
         what = f"{config.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
         if config.backbone is not None:
+            if config.backbone.held_out == "data":
+                held_out_samples(config.backbone, self.corpus, config.name, PREFIX)
             trained_backbone = config.backbone.trained_parameters(target)
             trained += trained_backbone
             # The trained float32 copy of the target, and a second copy that is never sharded.

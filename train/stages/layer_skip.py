@@ -35,6 +35,7 @@ from train.training.trained_target import (
     AdapterConfig,
     TrainedTarget,
     TrainedTargetConfig,
+    held_out_samples,
 )
 from train.training.trainer import Clock, LoopConfig, Trainer, TrainingTask
 
@@ -77,6 +78,11 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
     def check(cls, config: LayerSkipConfig, earlier: Sequence[StageConfig]) -> None:
         super().check(config, earlier)
         config.require_sound(config.name, earlier, config.weighted_loss, "")
+        if config.tokens_per_pass is not None:
+            raise UserError(
+                f"stage {config.name}: tokens_per_pass cannot be set here: the original target "
+                "runs over each batch of the training; leave it out"
+            )
         if config.teacher_temperature != 1 and not config.weighted_loss.needs_teacher:
             raise UserError(
                 f"stage {config.name}: no loss reads the teacher, so teacher_temperature would "
@@ -89,6 +95,8 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         Sublayers.later(config.exit_layer, layers)
         final_norm(model)
         require_no_states(model)
+        if config.held_out == "data":
+            held_out_samples(config, self.corpus, config.name, "")
         trained = config.trained_parameters(self.target)
         parameters = model.num_parameters()
         loop, ema = config.loop, config.optimizer.ema is not None

@@ -33,7 +33,8 @@ class BackboneConfig(TrainedTargetConfig):
     lr_ratio: float = Field(0.25, gt=0)
     """The target's learning rate divided by `optimizer.lr`, the heads' learning rate."""
     ramp: float = Field(0.0, ge=0, le=1)
-    """λ₀ rises from 0 over this share of the steps, as a quarter of a sine wave."""
+    """λ₀ rises from 0 over this share of the steps, or of `max_minutes` if more of that is over, as
+    a quarter of a sine wave."""
 
     @property
     def weighted_loss(self) -> WeightedLoss:

@@ -41,9 +41,9 @@ class LoopConfig(Strict):
     """The training stops after this many optimizer steps, even if `epochs` are not complete. None:
     no limit."""
     max_minutes: float | None = Field(None, gt=0)
-    """The training stops after this many minutes, and the learning rate falls with the time if that
-    is over first. Figures on dev text count. The number of steps then depends on the machine. None:
-    no limit."""
+    """The training stops after this many minutes. The learning rate follows the time if a greater
+    share of the minutes than of the steps is over. Time for figures on dev text counts too. The
+    number of steps then depends on the machine. None: no limit."""
     tokens_per_batch: int = Field(2048, ge=1)
     """The size of a batch, for all ranks together: rows times the longest row's length."""
     accumulation: int = Field(1, ge=1)
@@ -217,6 +217,10 @@ class Trainer:
         stored = self.checkpoints.load(self._load_average)
         self.progress = progress = TrainingProgress(**stored) if stored else TrainingProgress()
         self.clock.seconds |= progress.clock
+        # Of the limit that is set now: it may have changed.
+        limit = 60 * (self.loop.max_minutes or math.inf)
+        if progress.seconds < limit:
+            progress.time_share = progress.seconds / limit
         begin = time.perf_counter() - progress.seconds
         self.total_steps = self._total_steps()
         if stored:
@@ -262,7 +266,7 @@ class Trainer:
 
     def done_share(self, step: int) -> float:
         """The share of the training that is done at a step: of its steps, or of its time."""
-        return max(step / self.total_steps, self.progress.time_share)
+        return max(step / self.total_steps, min(1.0, self.progress.time_share))
 
     def _ended(self) -> bool:
         return self.progress.step >= self.total_steps or self.progress.time_share >= 1
