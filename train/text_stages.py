@@ -19,8 +19,9 @@ from train.plots.line_plots import agreement_plot, loss_plot
 from train.report.format_figures import format_share
 from train.schema import Losses, StageConfig, closest_stage
 from train.stage import ReportSection, Stage, StagePlan, StagePlot
+from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import frequent_tokens
-from train.training.trainer import Trainer, TrainingProgress
+from train.training.trainer import Clock, LoopConfig, Trainer, TrainingProgress, TrainingTask
 
 LOSS = "Training loss. Bold: running mean over a tenth of the steps."
 DEV = "Agreement with the target on text it wrote for dev prompts."
@@ -212,6 +213,21 @@ class TrainingStage(TextStage[L]):
     def cache_directory(self, name: str) -> Path:
         """The directory of an earlier stage's cache. name: the stage's name, or its directory."""
         return self.earlier.get(name, Path(name))
+
+    def make_trainer(
+        self, task: TrainingTask, loop: LoopConfig, optimizer: OptimizerConfig, clock: Clock
+    ) -> Trainer:
+        """A trainer that works in this stage's directory, with its processes."""
+        return Trainer(
+            self.accelerator,
+            self.reporter,
+            task,
+            loop,
+            optimizer,
+            self.directory,
+            clock=clock,
+            allow_changes=self.allow_changes,
+        )
 
     def provenance(self, progress: TrainingProgress) -> dict[str, Any]:
         """The provenance of a drafter that was trained here."""

@@ -327,16 +327,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             measure_every=config.dev.every if config.dev else 1,
             look_ahead=None if source is None else look_ahead_of(source),
         )
-        return Trainer(
-            self.accelerator,
-            self.reporter,
-            task,
-            config.loop,
-            config.optimizer,
-            self.directory,
-            clock=clock,
-            allow_changes=self.allow_changes,
-        )
+        return self.make_trainer(task, config.loop, config.optimizer, clock)
 
     def _window(self, model: PreTrainedModel, clock: Clock) -> LiveWindow | None:
         """The live teacher's hidden states for the next batches, if it runs over them together."""

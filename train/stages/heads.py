@@ -276,16 +276,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             figures=module.figures,
             look_ahead=backbone.look_ahead,
         )
-        trainer = Trainer(
-            self.accelerator,
-            self.reporter,
-            task,
-            config.loop,
-            optimizer,
-            self.directory,
-            clock=clock,
-            allow_changes=self.allow_changes,
-        )
+        trainer = self.make_trainer(task, config.loop, optimizer, clock)
         return trainer
 
     def _dev_slice(

@@ -37,7 +37,7 @@ from train.training.trained_target import (
     TrainedTargetConfig,
     held_out_samples,
 )
-from train.training.trainer import Clock, LoopConfig, Trainer, TrainingTask
+from train.training.trainer import Clock, LoopConfig, TrainingTask
 
 
 class LayerSkipConfig(TrainedTargetConfig, LossConfig):
@@ -164,16 +164,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
             self.target.tokenizer.pad_token_id or 0,
             figures=module.figures,
         )
-        trainer = Trainer(
-            self.accelerator,
-            self.reporter,
-            task,
-            config.loop,
-            config.optimizer,
-            self.directory,
-            clock=clock,
-            allow_changes=self.allow_changes,
-        )
+        trainer = self.make_trainer(task, config.loop, config.optimizer, clock)
         progress = trainer.fit()
         with trainer.final_weights():
             weights = trainer.weights()
