@@ -50,6 +50,11 @@ class ParallelConfig(BaseModel):
     token."""
 
 
+def kept_share(copy: int, keep: float, keep_min: float) -> float:
+    """The share of its predictions that copy i keeps: max(rⁱ, r_min)."""
+    return max(keep**copy, keep_min)
+
+
 @dataclass
 class MaskedCopies:
     """The mask tokens of a batch, without the text.
@@ -76,7 +81,7 @@ class MaskedCopies:
         count = following.sum(1)
         kept = [following]
         for copy in range(1, parallel.tokens):
-            share = max(parallel.keep**copy, parallel.keep_min)
+            share = kept_share(copy, parallel.keep, parallel.keep_min)
             shifted = torch.nn.functional.pad(following[:, copy:], (0, min(copy, length)))
             possible = kept[-1] & shifted[:, :length]
             order = scores.masked_fill(~possible, torch.inf).argsort(1).argsort(1)

@@ -25,7 +25,7 @@ from decode.drafters import DRAFTERS
 from decode.drafters.trained import ParallelGrowth
 from decode.sampling import Sampling
 from decode.trees import Growth
-from distill.parallel_distillation import MaskedCopies, ParallelConfig, draws
+from distill.parallel_distillation import MaskedCopies, ParallelConfig, draws, kept_share
 from heads.eagle_heads import Eagle3Layer, auxiliary_layers
 from heads.heads_drafter import AttendingDrafter, AttendingHeads
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
@@ -84,8 +84,9 @@ class PEagleHeads(TokenHeads, AttendingHeads):
         super().__init__(options, options.tokens, model, vocabulary)
         self.captured_layers = auxiliary_layers(model.config.get_text_config().num_hidden_layers)
         self.parts = self.attending_layers = options.layers
-        kept = [options.keep**place for place in range(1, options.tokens)]
-        self.tokens_per_part = 1 + sum(max(share, options.keep_min) for share in kept)
+        places = range(1, options.tokens)
+        kept = sum(kept_share(place, options.keep, options.keep_min) for place in places)
+        self.tokens_per_part = 1 + kept
         self.config = layer_config(model)
         self._rotary = Rotary(self.config)
         size, taps = self.hidden_size, len(self.captured_layers)

@@ -35,6 +35,7 @@ from distill.parallel_distillation import (
     MaskedCopies,
     ParallelConfig,
     draws,
+    kept_share,
     require_full_attention,
     taken_mask,
 )
@@ -92,9 +93,10 @@ class PassHeads(Heads):
         self.lookahead = nn.Parameter(torch.empty(options.tokens, size))
         # One part, but through all layers of the target.
         layers = model.config.get_text_config().num_hidden_layers
-        kept = (options.keep**place for place in range(1, options.tokens + 1))
+        places = range(1, options.tokens + 1)
+        kept = sum(kept_share(place, options.keep, options.keep_min) for place in places)
         self.parts = 1
-        self.tokens_per_part = layers * sum(max(share, options.keep_min) for share in kept)
+        self.tokens_per_part = layers * kept
         # A list hides the target from `parameters` and from engines.
         self._target: list[PreTrainedModel] = []
 
