@@ -142,7 +142,7 @@ CONTROLS = [
         small_lm,
         "q of another temperature",
         SHORT,
-        70_000,
+        20_000,
     ),
     _of_drafter(
         Control,

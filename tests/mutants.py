@@ -167,15 +167,15 @@ class LenientCascade(VerticalCascade):
 
 
 class ColdDrafter(SmallLMDrafter):
-    """Draws at 0.95 times the temperature, and declares the q of the temperature asked for."""
+    """Draws at 0.9 times the temperature, and declares the q of the temperature asked for."""
 
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
-        cold = replace(sampling, temperature=0.95 * sampling.temperature)
+        cold = replace(sampling, temperature=0.9 * sampling.temperature)
         draft = super().draft(contexts, limits, cold, rng)
         assert draft.q is not None
-        asked = draft.q**0.95
+        asked = draft.q**0.9
         draft.q = asked / asked.sum(-1, keepdim=True)
         return draft
 

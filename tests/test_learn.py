@@ -294,7 +294,18 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 9.0
 """
     assert parse_counters(page) == DraftCounts(40, 12)
     assert parse_counters(page.replace("vllm:", "llamacpp:")) == DraftCounts(40, 12)
-    assert parse_counters("sglang:spec_accept_length 2.1\n") is None
+    # 50 answers of 10 tokens after their first; 200 verifications of 4 nodes accept 300 tokens.
+    page = """
+sglang:generation_tokens_total{is_streaming="true"} 350.0
+sglang:generation_tokens_total{is_streaming="false"} 200.0
+sglang:num_requests_total{model_name="m"} 50.0
+sglang:spec_verify_calls_total{model_name="m"} 200.0
+sglang:spec_num_draft_tokens{tp_rank="0"} 4.0
+sglang:spec_num_draft_tokens{tp_rank="1"} 4.0
+sglang:spec_accept_length{tp_rank="0"} 2.1
+"""
+    assert parse_counters(page) == DraftCounts(600, 300)
+    assert parse_counters(page.replace("spec_verify_calls", "cached_tokens")) is None
     assert (DraftCounts(40, 12) - DraftCounts(30, 10)).rate == 0.2
     assert DraftCounts(5, 1) - DraftCounts(30, 10) == DraftCounts(5, 1)
 

@@ -18,6 +18,13 @@ _SAMPLE = re.compile(
     r"(?:\{[^}]*\})?\s+([0-9.eE+-]+)",
     re.MULTILINE,
 )
+# SGLang counts generated tokens, requests and verifications; a gauge has the nodes of a draft, with
+# the last token of the text among them.
+_SGLANG = re.compile(
+    r"^sglang:(generation_tokens_total|num_requests_total|spec_verify_calls_total"
+    r"|spec_num_draft_tokens)(?:\{[^}]*\})?\s+([0-9.eE+-]+)",
+    re.MULTILINE,
+)
 # An engine may add to its counters a moment after its answer.
 _SETTLE_SECONDS = 10.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -43,11 +50,26 @@ class DraftCounts:
 
 
 def parse_counters(text: str) -> DraftCounts | None:
-    """The sums over all labels in a page for Prometheus; None: it has no such counters."""
+    """The sums over all labels in a page for Prometheus; None: it has no such counters.
+
+    SGLang has no counters of drafted and accepted tokens. Each verification drafts as many tokens
+    as its server was started with, and emits one token more than it accepts. The first token of a
+    request comes from its prompt's pass.
+    """
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         sums[name] = sums.get(name, 0.0) + float(value)
-    return DraftCounts(sums["draft"], sums["accepted"]) if len(sums) == 2 else None
+    if len(sums) == 2:
+        return DraftCounts(sums["draft"], sums["accepted"])
+    series: dict[str, list[float]] = {}
+    for name, value in _SGLANG.findall(text):
+        series.setdefault(name, []).append(float(value))
+    if len(series) < 4:
+        return None
+    verified = sum(series["spec_verify_calls_total"])
+    emitted = sum(series["generation_tokens_total"]) - sum(series["num_requests_total"])
+    drafted = verified * (max(series["spec_num_draft_tokens"]) - 1)
+    return DraftCounts(drafted, min(max(emitted - verified, 0.0), drafted))
 
 
 def read_counters(url: str) -> DraftCounts:
@@ -56,7 +78,7 @@ def read_counters(url: str) -> DraftCounts:
     if counts is None:
         raise UserError(
             f"{url}/metrics has no spec_decode counters; expected those of vLLM, llama-server "
-            "(--metrics) or draftsmith serve, started with a drafter"
+            "(--metrics), SGLang (--enable-metrics) or draftsmith serve, started with a drafter"
         )
     return counts
 
