@@ -17,6 +17,7 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.pard import small_lm_drafter
 from decode.drafters.several.combinations import COMBINATIONS, Combination
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.shipped import shipped_drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
@@ -88,7 +89,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     """Opens a drafter by name. `spec` is one of:
 
     - `none`, `ngram`, `store`, `suffix` or `lookahead`, with or without options: `ngram:max_n=4`;
-    - a drafter directory;
+    - a drafter directory, or `embedded:NAME` for one that comes with draftsmith;
     - any smaller causal LM with the same tokenizer (directory, GGUF file or hub id). Its output
       layer may be padded to another size than the target's. With `pard_token` in its config it
       drafts all tokens in one pass;
@@ -102,7 +103,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     dtype: the dtype of the drafter's weights; default the target's. Raises UserError if the
     drafter's vocabulary is not the target's, its directory is damaged, or an option is unknown.
     """
-    path = Path(spec).expanduser()
+    path = shipped_drafter(spec) or Path(spec).expanduser()
     if _kind(spec) in COMBINATIONS and not path.exists():
         combination: Combination = COMBINATIONS.make(spec)
         return combination.open(lambda part: open_drafter(part, target, dtype=dtype), target)

@@ -42,7 +42,7 @@ def chat(
         str | None,
         typer.Option(
             help="as for generate; default: ngram, then the newest trained drafter of "
-            f"{RUN} if there is one"
+            f"{RUN}, or the one that comes with the target"
         ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="begin without drafts")] = False,
@@ -104,15 +104,23 @@ def chat(
 
 def default_drafter(target: "Target", run: Path) -> tuple[str, "Drafter", str]:
     """The drafter if none is named: prompt lookup, and in turn with it the newest trained drafter
-    of a run. Returns its name, the drafter, and why it was chosen."""
-    from decode.drafters.directory import open_drafter
+    of a run, or the one that comes with draftsmith. Returns its name, the drafter, and why it was
+    chosen."""
+    from decode.drafters.directory import describe_drafter, open_drafter
+    from decode.drafters.shipped import SHIPPED, shipped_names
+    from decode.target.loading import EMBEDDED_PREFIX
 
     files = run.glob("stages/*/drafter/drafter.json")
     newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
-    if newest is None:
-        return "ngram", open_drafter("ngram", target), f"{run} has no trained drafter"
-    spec = f"ngram+{newest.parent}"
-    try:
-        return spec, open_drafter(spec, target), f"lookup, then the newest drafter of {run}"
-    except UserError as error:
-        return "ngram", open_drafter("ngram", target), f"{newest.parent} does not fit: {error}"
+    why = f"{run} has no trained drafter"
+    if newest is not None:
+        spec = f"ngram+{newest.parent}"
+        try:
+            return spec, open_drafter(spec, target), f"lookup, then the newest drafter of {run}"
+        except UserError as error:
+            why = f"{newest.parent} does not fit: {error}"
+    for name in shipped_names():
+        if describe_drafter(SHIPPED / name)["target"]["name"] == target.name:
+            spec = f"ngram+{EMBEDDED_PREFIX}{name}"
+            return spec, open_drafter(spec, target), "lookup, then the drafter that comes with it"
+    return "ngram", open_drafter("ngram", target), why

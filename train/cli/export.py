@@ -99,7 +99,8 @@ def export(
     directory = drafter
     if form is not None and out is not None:
         directory = out
-        measuring = Measuring(prompts_for, max_new_tokens) if prompts else None
+        question = examples[0].user_texts()[-1] if examples else None
+        measuring = Measuring(prompts_for, max_new_tokens, question) if prompts else None
         export_drafter(drafter, form, out, options, measuring=measuring, say=reporter.say)
         reporter.say(f"exported to {out}")
         if options.backbone is not None:

@@ -44,10 +44,12 @@ Say = Callable[[str], None]
 @dataclass
 class Measuring:
     """The settings for measuring an export. prompts: returns the prompts as token ids; takes the
-    target because it needs the tokenizer."""
+    target because it needs the tokenizer. question: the first prompt as a user would write it; with
+    the text it gave, it becomes the example of the README."""
 
     prompts: Callable[[Target], Sequence[Sequence[int]]]
     max_new_tokens: int = 64
+    question: str | None = None
 
 
 def export_drafter(
@@ -120,11 +122,15 @@ def export_drafter(
         record_file = directory / EXPORT_FILE
         record_file.write_text(json.dumps(record, indent=2, default=str))
         _require_sound(layout, directory, "the new export")
+        example = None
         if measuring is not None:
-            acceptance.extend(_measure(job, layout, directory, measuring, fills_vocabulary, say))
-        record["acceptance"] = acceptance
+            rows, example = _measure(job, layout, directory, measuring, fills_vocabulary, say)
+            acceptance.extend(rows)
+        record |= {"acceptance": acceptance, "example": example}
         record_file.write_text(json.dumps(record, indent=2, default=str))
-        card = drafter_card(layout, job, facts, acceptance, repository, options.data_licence)
+        card = drafter_card(
+            layout, job, facts, acceptance, repository, options.data_licence, example
+        )
         (directory / README).write_text(card)
         if backbone is not None and options.backbone is not None:
             card = target_card(layout, job, repository, options.data_licence)
@@ -247,8 +253,9 @@ def _measure(
     measuring: Measuring,
     fills_vocabulary: bool,
     say: Say,
-) -> list[dict[str, Any]]:
-    """Measure the drafter and its export, a row each. Raises UserError if the loss is too large."""
+) -> tuple[list[dict[str, Any]], dict[str, str] | None]:
+    """Measure the drafter and its export, a row each, and return the example for the README. Raises
+    UserError if the loss is too large."""
     target = job.loaded_target
     prompts = measuring.prompts(target)
     # Always as a chain, even if the drafter is stored with a tree: layouts describe only chains.
@@ -266,9 +273,12 @@ def _measure(
         "as trained (reduced vocabulary)" if fills_vocabulary else "as trained": trained,
         "this export": layout.reload(directory, target),
     }
-    rows = []
+    rows, example = [], None
     for where, drafter in drafters.items():
         evaluation = evaluate(target, drafter, prompts, protocol)
+        if measuring.question is not None:
+            text = target.tokenizer.decode(evaluation.outputs[0], skip_special_tokens=True)
+            example = {"prompt": measuring.question, "text": text}
         row = _acceptance_row(where, evaluation.counts.to_dict() | {"prompts": len(prompts)})
         row |= {"gamma": job.gamma, "dtype": evaluation.dtype}
         rows.append(row)
@@ -291,7 +301,7 @@ def _measure(
             f"the export loses too much: its draft efficiency is {after:.3f}, the drafter's is "
             f"{before:.3f}, and {LOSS_ALLOWED} less is allowed. Nothing was written: {reason}"
         )
-    return rows
+    return rows, example
 
 
 def _acceptance_row(where: str, figures: dict[str, Any]) -> dict[str, Any]:

