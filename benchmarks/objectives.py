@@ -252,7 +252,7 @@ def cache_errors(run: Run) -> list[dict[str, float]]:
     vocabulary = load_vocabulary(drafter, student)
     assert vocabulary is not None
     teacher = LiveTeacher(split_model(target.model), vocabulary=vocabulary.ids)
-    answers = spread(read_answers(run.stage_directory("dev")), 16)
+    answers = spread(list(read_answers(run.stage_directory("dev"))), 16)
     examples = {example.id: example for example in run.read_data()["dev"]}
     terms = WeightedLoss({"forward_kl": 1.0})
     sums = {k: np.zeros(3) for k in (8, 16, 32, 64, 128)}

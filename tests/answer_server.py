@@ -155,7 +155,7 @@ def answer_with(
 
 
 def answers_of(context: StageInputs, name: str = "answers") -> list[dict[str, Any]]:
-    return read_answers(context.directory / name)
+    return list(read_answers(context.directory / name))
 
 
 def without_reason(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -140,14 +140,16 @@ class _WatchedSteps(Lines):
         super().__init__()
         self.walk = _Walk()
         self._updates = 0
+        self._training = False
 
     @contextmanager
     def bar(self, what: str, total: int) -> Iterator[Any]:
+        self._training = what == "training"
         yield self
 
     def update(self, done: int, note: str = "", what: str | None = None) -> None:
         """Called before the first step, and after each step."""
-        self._updates += 1
+        self._updates += self._training
         if self._updates == 2:
             self.walk.start()
         elif self._updates == 3:

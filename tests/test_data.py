@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from decode.errors import UserError
-from train.data.batches import Batches, bucket_batches, collate, fit, padding_share
+from train.data.batches import Batches, bucket_batches, collate, padding_share
 from train.data.chat import Sample, prompt_tokens, to_sample
 from train.data.read import Example, data_fingerprint, read_examples
+from train.data.stored_samples import fit, require_kept
 
 # --- read ----------------------------------------------------------------------------------------
 
@@ -44,7 +45,7 @@ def test_every_kind_of_row(tmp_path: Path) -> None:
     )
     examples, report = read_examples(source)
     user = {"role": "user", "content": "hi"}
-    assert examples == [
+    assert list(examples) == [
         Example("rows.jsonl:1", (user,), "hi", None, "greet", f"{source}:1"),
         Example(
             "7", (user, {"role": "assistant", "content": "ho"}), "hi", None, None, f"{source}:3"
@@ -498,9 +499,9 @@ def test_fit_accounts_for_every_sample() -> None:
         "no response tokens": 1,
     }
     with pytest.raises(UserError, match=r"4 read, 0 kept \(no response tokens: 4\).*length of 2"):
-        fit(samples, 2)
+        require_kept(fit(samples, 2)[1], 2)
     with pytest.raises(UserError, match="no sample to train on: 0 read"):
-        fit([], 5)
+        require_kept(fit([], 5)[1], 5)
 
 
 def realistic(n: int = 3000) -> list[int]:

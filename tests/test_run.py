@@ -169,7 +169,7 @@ def test_a_run_leaves_everything_behind(base):
     for row in report["rows"]:
         assert row["evaluation"]["identical_to_plain"] == 1.0
         assert row["evaluation"]["lossless"]
-    answers = read_answers(run / "stages" / "00-answers")
+    answers = list(read_answers(run / "stages" / "00-answers"))
     assert [answer["id"] for answer in answers] == [f"train-{i}" for i in range(12)]
     provenance = json.loads((run / "provenance.json").read_text())
     assert {"argv", "versions", "git_commit", "machine"} <= provenance[0].keys()
@@ -315,7 +315,8 @@ def test_answers_already_made_are_not_made_again(base, monkeypatch):
     start(base)
     assert len(made) == 2 + 2  # the second part and the third
     stages = "stages/00-answers"
-    assert read_answers(base / "runs/tiny" / stages) == read_answers(base / "runs/whole" / stages)
+    tiny, whole = (list(read_answers(base / "runs" / run / stages)) for run in ("tiny", "whole"))
+    assert tiny == whole
 
 
 def test_a_damaged_answer_file_is_named(base, monkeypatch):
@@ -375,7 +376,7 @@ def test_splits_that_are_left_out_come_from_train(base):
     split = "split off from train by a hash of the first user message (seed 0): 2 rows for test"
     assert report["data_notes"][0].startswith(split)
     assert f"data: {report['data_notes'][0]}" in footnotes(report)
-    answered = read_answers(base / "runs" / "tiny" / "stages" / "00-answers")
+    answered = list(read_answers(base / "runs" / "tiny" / "stages" / "00-answers"))
     assert len(answered) in (len(rows) - 4, len(rows) - 5)
     write_rows(base / "test.jsonl", [{"prompt": "the fox sells fox"}])
     config = load_config(base / "config.yaml")

@@ -35,8 +35,9 @@ from tests.upstream import served
 from train.answers.answer_top_k import AnswerTopK, packed, top_k_of, unpacked
 from train.answers.launch import launched
 from train.answers.server_config import ServerConfig
-from train.data.batches import collate, fit, inputs
+from train.data.batches import collate, inputs
 from train.data.corpus import write_answers
+from train.data.stored_samples import fit
 from train.export.engines.child_process import python_of
 from train.export.engines.llama_server import program
 from train.stage import StageInputs

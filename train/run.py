@@ -14,6 +14,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,16 +27,17 @@ from accelerate.utils import set_seed
 
 from decode.artifact import recover, write_file
 from decode.errors import UserError
+from decode.measure.ranks import Ranks
 from decode.rows import require_prompts
 from decode.target.cached_model import require_trees
 from decode.target.loading import Target, load_target
 from decode.target.pretrained import decoder_start
 from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
 from train.console import Reporter
-from train.data.chat import prompt_tokens, takes_tools
+from train.data.chat import prompt_tokens
 from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
-from train.data.splits import split_off, without_duplicates
+from train.data.splits import require_same, split_off, without_duplicates, without_refused
 from train.report.report_files import NOTES_FILE, make_report
 from train.run_evaluation import RunEvaluation
 from train.schema import StageConfig
@@ -44,6 +46,8 @@ from train.stages import STAGES
 from train.training.trainer import peak_memory
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
+
+Splits = dict[str, Sequence[Example]]
 
 DIRECTORIES = ("stages", "evaluations", "logs")
 # What a start may leave in the directory if it is killed before it writes config.json.
@@ -126,7 +130,7 @@ class Run:
             )
         return self.loaded
 
-    def prompts(self, examples: list[Example]) -> list[list[int]]:
+    def prompts(self, examples: Sequence[Example]) -> list[list[int]]:
         """Token ids of each example's prompt, written with the target's chat template."""
         return [
             prompt_tokens(example, self.target.tokenizer, self.config.data.system)
@@ -138,12 +142,12 @@ class Run:
         other than the main process. Raises UserError."""
         set_seed(self.config.seed)
         # Before anything is written: a run that cannot begin leaves no directory behind.
-        examples = self.read_data()
+        examples, fingerprints = self._read_same_data()
         if self.accelerator.is_main_process:
-            self._require_same_run(examples)
+            self._require_same_run(fingerprints)
         self._require_ready(examples)
         if self.accelerator.is_main_process:
-            self.prepare(examples)
+            self.prepare(fingerprints)
         self.accelerator.wait_for_everyone()
         self.accelerator.init_trackers(self.config.name)
         finished: dict[str, Path] = {}
@@ -172,14 +176,14 @@ class Run:
         """(stage, kind, plan) for every stage. Writes nothing."""
         return self._plan(self.read_data())
 
-    def _plan(self, examples: dict[str, list[Example]]) -> list[tuple[str, str, StagePlan]]:
+    def _plan(self, examples: Splits) -> list[tuple[str, str, StagePlan]]:
         plans: dict[str, StagePlan] = {}
         for settings in self.config.stages:
             inputs = self._inputs(self.directory / "stages" / settings.name, {}, examples)
             plans[settings.name] = STAGES[settings.kind](settings, inputs).plan(plans)
         return [(stage.name, stage.kind, plans[stage.name]) for stage in self.config.stages]
 
-    def _require_ready(self, examples: dict[str, list[Example]]) -> None:
+    def _require_ready(self, examples: Splits) -> None:
         """Check everything that could stop a stage or the evaluation of its drafter, before the
         first stage: a run must not fail after hours for a reason that was known at the start."""
         directories = (self.stage_directory(stage.name) for stage in self.config.stages)
@@ -193,7 +197,7 @@ class Run:
             require_trees(target.model)
         self._plan(examples)
 
-    def _require_same_run(self, examples: dict[str, list[Example]]) -> None:
+    def _require_same_run(self, fingerprints: dict[str, str]) -> None:
         """If the run directory exists, check that it belongs to this config and data."""
         stored = self.directory / "config.json"
         resolved = dump_config(self.config)
@@ -208,21 +212,21 @@ class Run:
                 )
             for line in changed:
                 self.reporter.say(f"changed since the run began: {line}")
-            self._require_data_unchanged(examples)
+            self._require_data_unchanged(fingerprints)
         elif self.directory.exists() and {p.name for p in self.directory.iterdir()} - KILLED_START:
             raise UserError(
                 f"{self.directory} exists, but is not a run of draftsmith (it has no config.json); "
                 "give this run another name or output_dir"
             )
 
-    def prepare(self, examples: dict[str, list[Example]]) -> None:
-        """Create the run directory, or clean up an existing one."""
+    def prepare(self, fingerprints: dict[str, str]) -> None:
+        """Create the run directory, or clean up an existing one. fingerprints: of the splits."""
         for parent in DIRECTORIES:
             make_directory(self.directory / parent)
         self.reporter.follow(self.directory / "logs")
         for parent in ("stages", "evaluations"):
             recover(self.directory / parent)
-        write_file(self.directory / "data.json", json.dumps(_fingerprints(examples), indent=2))
+        write_file(self.directory / "data.json", json.dumps(fingerprints, indent=2))
         write_file(self.directory / NOTES_FILE, json.dumps(self.data_notes, indent=2))
         resolved = dump_config(self.config)
         write_file(self.directory / "config.json", json.dumps(resolved, indent=2))
@@ -230,11 +234,11 @@ class Run:
         starts = json.loads(provenance.read_text()) if provenance.exists() else []
         write_file(provenance, json.dumps([*starts, describe_process()], indent=2))
 
-    def read_data(self) -> dict[str, list[Example]]:
+    def read_data(self) -> Splits:
         """Read all splits, split off those that are missing, and leave duplicates of held-out
         prompts out of train. Raises UserError for missing, broken or empty data (file:line)."""
         data = self.config.data
-        examples = {}
+        examples: Splits = {}
         for split in SPLITS:
             source = getattr(data, split)
             if source is None:
@@ -272,18 +276,22 @@ class Run:
             self.reporter.say(note)
         return examples
 
-    def _without_refused(self, split: str, rows: list[Example]) -> list[Example]:
+    def _read_same_data(self) -> tuple[Splits, dict[str, str]]:
+        """The splits of `read_data`, and their fingerprints. Raises UserError on every rank if one
+        of them cannot read its files, or reads others than rank 0."""
+        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+
+        def read() -> tuple[Splits, dict[str, str]]:
+            examples = self.read_data()
+            return examples, {split: data_fingerprint(rows) for split, rows in examples.items()}
+
+        examples, fingerprints = ranks.together(read)
+        require_same(ranks.gather(fingerprints))
+        return examples, fingerprints
+
+    def _without_refused(self, split: str, rows: Sequence[Example]) -> Sequence[Example]:
         """The rows without those whose tool messages the chat template does not write."""
-        if not any(
-            "tool_calls" in m or m["role"] == "tool" for e in rows for m in e.messages or ()
-        ):
-            return rows
-        kept = [example for example in rows if takes_tools(example, self.target.tokenizer)]
-        if not kept:
-            raise UserError(
-                f"all rows of {split} have tool messages, and the target's chat template does not "
-                "write them; expected conversations of system, user and assistant"
-            )
+        kept = without_refused(rows, lambda: self.target.tokenizer, split)
         if len(kept) < len(rows):
             self.data_notes.append(
                 f"left out of {split}, as the chat template does not write their tool messages: "
@@ -291,9 +299,8 @@ class Run:
             )
         return kept
 
-    def _require_data_unchanged(self, examples: dict[str, list[Example]]) -> None:
+    def _require_data_unchanged(self, now: dict[str, str]) -> None:
         stored = json.loads((self.directory / "data.json").read_text())
-        now = _fingerprints(examples)
         changed = [split for split in {**stored, **now} if stored.get(split) != now.get(split)]
         if changed:
             raise UserError(
@@ -301,9 +308,7 @@ class Run:
                 "restore it, or start a run with another name"
             )
 
-    def _inputs(
-        self, directory: Path, earlier: dict[str, Path], examples: dict[str, list[Example]]
-    ) -> StageInputs:
+    def _inputs(self, directory: Path, earlier: dict[str, Path], examples: Splits) -> StageInputs:
         earlier = dict(earlier)
         return StageInputs(
             self.target,
@@ -329,7 +334,7 @@ class Run:
         settings: StageConfig,
         directory: Path,
         earlier: dict[str, Path],
-        examples: dict[str, list[Example]],
+        examples: Splits,
     ) -> Outcome:
         done = directory / "done.json"
         if done.exists():
@@ -370,10 +375,6 @@ def _in_todays_format(stored: dict[str, Any]) -> dict[str, Any]:
         return dump_config(validate_config(stored, base_dir=Path()))
     except UserError:
         return stored
-
-
-def _fingerprints(examples: dict[str, list[Example]]) -> dict[str, str]:
-    return {split: data_fingerprint(rows) for split, rows in examples.items()}
 
 
 def make_directory(path: Path) -> None:

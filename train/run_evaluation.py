@@ -2,7 +2,7 @@
 stage, and the last trained drafter once more, in turn with an untrained drafter."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,7 @@ class RunEvaluation:
 
     config: RunConfig
     load_target: Callable[[], Target]
-    examples: dict[str, list[Example]]
+    examples: dict[str, Sequence[Example]]
     accelerator: Accelerator
     reporter: Reporter
 
@@ -123,7 +123,7 @@ class RunEvaluation:
         drafter = open_drafter(name, target)
         return fastest_gamma(target, drafter, prompts, settings.baseline_gammas, protocol)
 
-    def _prompts(self, examples: list[Example]) -> list[list[int]]:
+    def _prompts(self, examples: Sequence[Example]) -> list[list[int]]:
         tokenizer = self.load_target().tokenizer
         return Corpus(self.examples, tokenizer, self.config.data.system, {}).prompts(examples)
 
@@ -176,7 +176,7 @@ class RunEvaluation:
 
         write_directory(directory, fill)
 
-    def _samples(self, evaluation: Evaluation, examples: list[Example]) -> list[dict[str, str]]:
+    def _samples(self, evaluation: Evaluation, examples: Sequence[Example]) -> list[dict[str, str]]:
         tokenizer = self.load_target().tokenizer
         texts = []
         for index in spread(range(len(examples)), SAMPLES):

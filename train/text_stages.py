@@ -1,20 +1,31 @@
 """Stages that work on a text: some train on it, others cache the target's results for it."""
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from decode.artifact import require_space
+from decode.artifact import recover, remove_directory, require_space
 from decode.errors import UserError
+from decode.measure.ranks import Ranks
 from distill.losses import WeightedLoss
 from distill.teacher.cache_parts import PART, check_parts, note_checked, text_sha256
-from train.data.batches import Batch, Inputs, bucket_batches, collate, fit, inputs
+from train.data.batches import Batch, Inputs, bucket_batches, collate, inputs
 from train.data.chat import Sample
 from train.data.corpus import stages_of
+from train.data.read import spread
+from train.data.stored_samples import (
+    StoredSamples,
+    require_kept,
+    sample_part,
+    write_samples,
+)
 from train.plots.line_plots import agreement_plot, loss_plot
 from train.report.format_figures import format_share
 from train.schema import Losses, StageConfig, closest_stage
@@ -23,6 +34,8 @@ from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import frequent_tokens
 from train.training.trainer import Clock, LoopConfig, Trainer, TrainingProgress, TrainingTask
 
+TEXT = "text-"  # the directory of a stage's samples, with a hash of what made them
+PLANNED = 4096  # examples of the data that a plan tokenises
 LOSS = "Training loss. Bold: running mean over a tenth of the steps."
 DEV = "Agreement with the target on text it wrote for dev prompts."
 
@@ -106,20 +119,59 @@ class TextStage(Stage[T]):
         """The number of response tokens of the text, before it exists. For a stage's answers this
         is the maximum."""
         if self.config.text == "data":
-            return sum(sum(sample.mask) for sample in self.corpus.samples("data"))
+            return self._planned(lambda sample: sum(sample.mask))
         return sum(plans[name].tokens for name in self.config.text_stages)
 
     def planned_text_tokens(self, plans: Mapping[str, StagePlan]) -> int:
         """The number of tokens of the text with its prompts, before it exists."""
         if self.config.text == "data":
-            samples = self.corpus.samples("data")
-            return sum(min(len(sample.tokens), self.config.max_length) for sample in samples)
+            return self._planned(lambda s: min(len(s.tokens), self.config.max_length))
         return sum(plans[name].text_tokens for name in self.config.text_stages)
 
-    def fitting_samples(self) -> tuple[list[Sample], dict[str, int]]:
-        """The samples that can be used, and the counts of `fit`. Also prints the counts."""
-        config = self.config
-        samples, counts = fit(self.corpus.samples(config.text), config.max_length, config.on_long)
+    def _planned(self, tokens: Callable[[Sample], int]) -> int:
+        """The sum of `tokens` over the samples of the data. Of long data a part is measured, spread
+        evenly."""
+        examples = self.corpus.examples["train"]
+        few = spread(examples, PLANNED)
+        return round(sum(map(tokens, self.corpus.samples_of(few))) * len(examples) / len(few))
+
+    def fitting_samples(self) -> tuple[StoredSamples, dict[str, int]]:
+        """The samples that can be used, and the counts of `fit`. Also prints the counts.
+
+        They are written in parts, of which each rank makes a share; parts of an earlier start are
+        kept. All ranks call this together. Raises UserError on all of them, for a row that cannot
+        be tokenised, a damaged part, or a text without a sample.
+        """
+        config, accelerator = self.config, self.accelerator
+        ranks = Ranks(accelerator.process_index, accelerator.num_processes)
+        made_by = [self.corpus.sha256(config.text), self.target.fingerprint.tokenizer_sha256]
+        made_by += [str(config.max_length), config.on_long]
+        digest = hashlib.sha256(json.dumps(made_by).encode())
+        directory = self.directory / (TEXT + digest.hexdigest()[:12])
+        if ranks.is_main:
+            for other in set(self.directory.glob(f"{TEXT}*")) - {directory}:
+                remove_directory(other)
+            recover(directory)
+        accelerator.wait_for_everyone()
+
+        def write() -> int:
+            shares = self.corpus.shares(config.text)
+            with self.reporter.bar("tokenising", len(shares)) as bar:
+                for number in range(ranks.rank, len(shares), ranks.world):
+                    if not sample_part(directory, number).exists():
+                        settings = config.max_length, config.on_long
+                        write_samples(directory, number, shares[number](), *settings)
+                    bar.update(min(number + ranks.world, len(shares)))
+            return len(shares)
+
+        def read() -> StoredSamples:
+            samples = StoredSamples(directory, parts)
+            require_kept(samples.counts, config.max_length)
+            return samples
+
+        parts = ranks.together(write)
+        samples = ranks.together(read)
+        counts = dict(samples.counts)
         self.reporter.say("  text: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n))
         return samples, counts
 
@@ -145,14 +197,14 @@ class CacheStage(TextStage[T]):
         samples: Sequence[Sample],
         part_samples: int,
         write: WritePart,
-        sizes: Sequence[int],
+        sizes: np.ndarray,
     ) -> float | None:
         """Write every missing part, with all ranks together. Returns the tokens per second that
         this rank scored, or None if it scored none.
 
-        sizes: the bytes on disk of each sample. Raises UserError before the first part if the disk
-        lacks space for the missing ones, for a damaged part, and for a disk that fills up on the
-        way. Finished parts are kept.
+        sizes: int64 [n], the bytes on disk of each sample. Raises UserError before the first part
+        if the disk lacks space for the missing ones, for a damaged part, and for a disk that fills
+        up on the way. Finished parts are kept.
         """
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         begin, scored = time.perf_counter(), 0
@@ -161,15 +213,15 @@ class CacheStage(TextStage[T]):
         # Each rank hashes a share of the parts of an earlier start.
         check_parts([part for part in parts[rank::world] if part.exists()])
         missing = [number for number, part in enumerate(parts) if not part.exists()]
-        needed = sum(sum(sizes[firsts[n] : firsts[n] + part_samples]) for n in missing)
+        needed = sum(int(sizes[firsts[n] : firsts[n] + part_samples].sum()) for n in missing)
         require_space(self.directory, needed, f"the {len(missing)} missing parts of this cache")
         # No rank may take a part of another rank for one of an earlier start.
         self.accelerator.wait_for_everyone()
         with self.reporter.bar("scoring", len(samples)) as bar:
             for number, first in enumerate(firsts):
-                part = samples[first : first + part_samples]
                 if number in missing and number % world == rank:
                     # Each rank writes complete parts without communication, so no rank waits.
+                    part = samples[first : first + part_samples]
                     names = [(s.id, text_sha256(s.tokens, s.mask)) for s in part]
                     try:
                         scored += write(number, part, names)
@@ -178,7 +230,7 @@ class CacheStage(TextStage[T]):
                             f"stage {self.config.name}: {error} The finished parts are kept; the "
                             "same command goes on with the missing ones."
                         ) from error
-                bar.update(first + len(part))
+                bar.update(min(first + part_samples, len(samples)))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             # The writer hashed each part when it was whole.

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from decode.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -39,6 +41,23 @@ class Ranks:
         """The result of `measure`, which only the first process runs while the others wait."""
         result: Any = measure() if self.is_main else None
         return self.gather(result)[0]
+
+    def together(self, act: Callable[[], T]) -> T:
+        """The result of `act`, which every process runs. Raises UserError in all of them if it
+        raised one in any: a process that ends alone lets the others wait for it."""
+        result: T
+        problem: UserError | None = None
+        try:
+            result = act()
+        except UserError as error:
+            problem = error
+        messages = self.gather(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise UserError(f"rank {rank}: {message}")
+        return result
 
 
 ALONE = Ranks()

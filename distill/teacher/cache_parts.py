@@ -156,7 +156,7 @@ class Parts:
     def samples(self) -> Iterable[str]:
         return self._rows
 
-    def require(self, samples: Sequence[tuple[str, str]]) -> None:
+    def require(self, samples: Iterable[tuple[str, str]]) -> None:
         """Raise UserError unless the parts hold every (id, text_sha256)."""
         for name, text in samples:
             if name not in self._rows:

@@ -6,7 +6,7 @@ of runs.
 Shapes: B rows, T tokens of a text, H hidden size.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -157,7 +157,7 @@ class CachedFeatures:
                     f"captured_layers: {self._captured_layers}"
                 )
 
-    def require(self, samples: Sequence[tuple[str, str]]) -> None:
+    def require(self, samples: Iterable[tuple[str, str]]) -> None:
         """Raise UserError unless the cache holds every (id, text_sha256)."""
         self.parts.require(samples)
 

@@ -8,7 +8,7 @@ Shapes: n tokens, V (draft) vocabulary, k.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ class CachedTeacher:
                 )
             self.k, self.temperature = options
 
-    def require(self, samples: Sequence[tuple[str, str]]) -> None:
+    def require(self, samples: Iterable[tuple[str, str]]) -> None:
         """Raise UserError unless the cache holds every (id, text_sha256)."""
         self.parts.require(samples)
 

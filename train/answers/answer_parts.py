@@ -121,6 +121,7 @@ class PartWriter:
 
 def write_server_parts(
     parts: Sequence[Part],
+    examples: Sequence[Example],
     corpus: Corpus,
     target: Target,
     config: ServerConfig,
@@ -133,16 +134,16 @@ def write_server_parts(
     """Write the missing parts of this process from answers of servers. Returns the number of tokens
     that were generated now.
 
-    directory: of the stage. processes: how many share each server's `concurrency`. on_progress:
+    examples: all that the stage asks, also those of finished parts. directory: of the stage.
+    processes: how many share each server's `concurrency`. on_progress:
     called with the number of answered rows and a note. Raises UserError; then every answer that has
     come is in a journal.
     """
     if not parts:
         return 0
-    examples = list({example.id: example for part in parts for example, _ in part.jobs}.values())
     longest = settings.max_new_tokens
     if config.launch:
-        longest += max(map(len, corpus.prompts(examples)))
+        longest += max(len(corpus.prompts([example])[0]) for example in examples)
     begin = time.perf_counter()
 
     def progress(answered: int, tokens: int) -> None:

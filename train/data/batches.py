@@ -4,130 +4,77 @@ Shapes: B rows of a batch, T the length of its longest row.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal, TypedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypedDict
 
+import numpy as np
 import torch
 
 from decode.errors import UserError
 from train.data.chat import Sample
-
-
-def fit(
-    samples: Sequence[Sample], max_length: int, on_long: Literal["truncate", "drop"] = "truncate"
-) -> tuple[list[Sample], dict[str, int]]:
-    """The samples that can be trained on, and the counts of kept and dropped samples.
-
-    A sample longer than `max_length` tokens is cut from the right or dropped. A sample without a
-    response token (after the cut) is dropped: it would cost a forward pass and teach nothing.
-
-    The counts satisfy read = kept + "too long" + "no response tokens"; `truncated` samples are
-    among the kept. Raises UserError if nothing is kept.
-    """
-    reasons = ("too long", "no response tokens")
-    counts = dict.fromkeys(("read", "kept", "truncated", *reasons), 0)
-    kept = []
-    for sample in samples:
-        counts["read"] += 1
-        long = len(sample.tokens) > max_length
-        if long and on_long == "drop":
-            counts["too long"] += 1
-            continue
-        if long:
-            sample = replace(
-                sample, tokens=sample.tokens[:max_length], mask=sample.mask[:max_length]
-            )
-        if not any(sample.mask):
-            counts["no response tokens"] += 1
-            continue
-        counts["truncated"] += long
-        counts["kept"] += 1
-        kept.append(sample)
-    if not kept:
-        lost = ", ".join(f"{reason}: {counts[reason]}" for reason in reasons if counts[reason])
-        raise UserError(
-            f"no sample to train on: {counts['read']} read, 0 kept ({lost or 'no samples'}) at a "
-            f"maximum length of {max_length} tokens. Raise the maximum length, or give rows with "
-            f"responses."
-        )
-    return kept, counts
+from train.data.stored_samples import sample_ids, take
 
 
 def bucket_batches(
-    lengths: Sequence[int], *, tokens_per_batch: int, seed: int, epoch: int
+    lengths: Sequence[int] | np.ndarray, *, tokens_per_batch: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Indices into `lengths`, each exactly once, grouped by similar length.
-
-    The longest row times the number of rows is at most `tokens_per_batch`. A sample longer than
-    that is the only row of its batch. The contents of the batches and their order are shuffled by
-    (seed, epoch).
+    """The batches of `Batches` as one list.
 
     >>> bucket_batches([2, 9, 2, 9], tokens_per_batch=20, seed=0, epoch=0)
     [[3, 1], [2, 0]]
     """
-    if tokens_per_batch < 1:
-        raise UserError(f"tokens_per_batch is {tokens_per_batch}; expected at least 1.")
-
-    def shuffled(what: str, number: int) -> bytes:
-        return _hash(f"{seed} {epoch} {what} {number}")
-
-    order = sorted(range(len(lengths)), key=lambda i: (_bucket(lengths[i]), shuffled("row", i)))
-    batches: list[list[int]] = []
-    longest = 0
-    for i in order:
-        longest = max(longest, lengths[i])
-        if not batches or longest * (len(batches[-1]) + 1) > tokens_per_batch:
-            batches.append([])
-            longest = lengths[i]
-        batches[-1].append(i)
-    # The first row identifies a batch, so its shuffle key does not depend on the batch count.
-    return sorted(batches, key=lambda batch: shuffled("batch", batch[0]))
-
-
-def permutation(count: int, key: str) -> list[int]:
-    """The numbers below `count` in an order that is a pure function of `key`."""
-    return sorted(range(count), key=lambda number: _hash(f"{key} {number}"))
-
-
-def _hash(key: str) -> bytes:
-    # A hash, not a random generator: the order must be the same in all versions of the libraries.
-    return hashlib.blake2b(key.encode(), digest_size=8).digest()
-
-
-def _bucket(length: int) -> int:
-    """The length rounded down to one of 16 steps per doubling: at most 1/16 of a row is padding."""
-    step = 1 << max(length.bit_length() - 5, 0)
-    return length - length % step
-
-
-def padding_share(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
-    """The share of padding among all tokens of the padded batches, in [0, 1)."""
-    rows = [[lengths[i] for i in batch] for batch in batches if batch]
-    padded = sum(max(row) * len(row) for row in rows)
-    return 1 - sum(map(sum, rows)) / padded if padded else 0.0
+    batches = Batches(lengths, tokens_per_batch=tokens_per_batch, seed=seed, epoch=epoch)
+    return [batches.batch(i) for i in range(len(batches))]
 
 
 class Batches:
-    """The batches of one epoch. `batch(i)` is the same at every call and on every machine.
+    """Indices into `lengths`, each exactly once, grouped by similar length: one epoch.
 
-    A run that stopped after batch k resumes with batch k + 1 of the same (seed, epoch). The
-    global batches do not depend on the number of ranks: `for_rank` only distributes their rows.
+    The longest row times the number of rows is at most `tokens_per_batch`. A sample longer than
+    that is the only row of its batch. The contents of the batches and their order are shuffled by
+    (seed, epoch), the same at every call and on every machine: a run that stopped after batch k
+    resumes with batch k + 1.
+
+    The global batches do not depend on the number of ranks: `for_rank` only distributes their rows.
     """
 
     def __init__(
-        self, lengths: Sequence[int], *, tokens_per_batch: int, seed: int, epoch: int
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        *,
+        tokens_per_batch: int,
+        seed: int,
+        epoch: int,
     ) -> None:
-        self._batches = bucket_batches(
-            lengths, tokens_per_batch=tokens_per_batch, seed=seed, epoch=epoch
-        )
+        if tokens_per_batch < 1:
+            raise UserError(f"tokens_per_batch is {tokens_per_batch}; expected at least 1.")
+        sizes = np.asarray(lengths, np.int64)
+        rows = _shuffle_keys(range(len(sizes)), lambda i: f"{seed} {epoch} row {i}")
+        # All rows, by batch in the order of their lengths.
+        self._rows = np.lexsort((rows, _buckets(sizes)))
+        starts: list[int] = []
+        longest = count = 0
+        for place, size in enumerate(sizes[self._rows].tolist()):
+            longest = max(longest, size)
+            count += 1
+            if not starts or longest * count > tokens_per_batch:
+                starts.append(place)
+                longest, count = size, 1
+        self._starts = np.array(starts, np.int64)
+        self._ends = np.append(self._starts[1:], len(sizes)) if starts else self._starts
+        # The first row identifies a batch, so its shuffle key does not depend on the batch count.
+        firsts = self._rows[self._starts]
+        order = _shuffle_keys(firsts.tolist(), lambda i: f"{seed} {epoch} batch {i}")
+        self._order = np.argsort(order, kind="stable")
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._order)
 
     def batch(self, i: int) -> list[int]:
         """The indices of the samples of global batch `i`, 0 <= i < len(self)."""
-        return list(self._batches[i])
+        place = self._order[i]
+        rows: list[int] = self._rows[self._starts[place] : self._ends[place]].tolist()
+        return rows
 
     def for_rank(self, rank: int, world: int) -> "RankBatches":
         """The part of one of `world` ranks."""
@@ -136,8 +83,41 @@ class Batches:
         return RankBatches(self, rank, world)
 
 
+def permutation(count: int, key: str) -> list[int]:
+    """The numbers below `count` in an order that is a pure function of `key`."""
+    keys = _shuffle_keys(range(count), lambda i: f"{key} {i}")
+    order: list[int] = np.argsort(keys, kind="stable").tolist()
+    return order
+
+
+def _shuffle_keys(numbers: Sequence[int], key: Callable[[int], str]) -> np.ndarray:
+    """uint64: a hash of each number's key."""
+    # A hash, not a random generator: the order must be the same in all versions of the libraries.
+    hashes = (hashlib.blake2b(key(i).encode(), digest_size=8).digest() for i in numbers)
+    return np.fromiter(map(int.from_bytes, hashes), np.uint64, len(numbers))
+
+
+def _buckets(lengths: np.ndarray) -> np.ndarray:
+    """The lengths rounded down to one of 16 steps per doubling: at most 1/16 of a row is
+    padding."""
+    bits = np.frexp(lengths)[1].astype(np.int64)
+    return lengths - lengths % (1 << np.maximum(bits - 5, 0))
+
+
+def padding_share(batches: Iterable[Sequence[int]], lengths: Sequence[int] | np.ndarray) -> float:
+    """The share of padding among all tokens of the padded batches, in [0, 1)."""
+    tokens = padded = 0
+    for batch in batches:
+        row = [int(lengths[i]) for i in batch]
+        tokens, padded = tokens + sum(row), padded + max(row, default=0) * len(row)
+    return 1 - tokens / padded if padded else 0.0
+
+
 class RankBatches:
     """One rank's rows of the same global batches. Every rank has the same number of batches.
+
+    Rows are dealt out in the order of their lengths, so in each batch two ranks differ by at most
+    one row, and their longest rows by at most the batch's own spread.
 
     If a global batch has fewer rows than there are ranks, some ranks get no row. `collate` then
     makes a row that takes part in the step but adds nothing to it.
@@ -170,7 +150,11 @@ class RankText:
 
     def batch(self, i: int) -> list[Sample]:
         """The samples of batch `i`; may be empty."""
-        return [self._samples[row] for row in self._batches.batch(i)]
+        return take(self._samples, self._batches.batch(i))
+
+    def ids(self, i: int) -> list[str]:
+        """The ids of the samples of batch `i`."""
+        return sample_ids(self._samples, self._batches.batch(i))
 
 
 class Batch(TypedDict):

@@ -6,37 +6,26 @@ paragraph.
 
 Optional: `id` (text or a whole number, unique), `kind` or `task` (a label for reports). Other
 fields are ignored, so data sets can be used unchanged.
+
+Rows stay where they are: `Examples` knows their places and reads a row when it is asked for it.
 """
 
 import hashlib
-import io
 import json
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal, overload
 
-from decode.errors import UserError, nearest
-from train.data.rows import (
-    EXPECTED,
-    FIELDS,
-    BadRow,
-    Message,
-    clean,
-    parse_line,
-    short,
-    string,
-    understand,
-)
+import numpy as np
 
-# The builder of `datasets` for each type of file. This module reads the other types itself: in a
-# table of Arrow, all rows of a column have one type, and contents of messages have several.
-BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-LINES = (".jsonl", ".ndjson")
-ARRAY, PARAGRAPHS = ".json", ".txt"
-OWN_TYPES = (*LINES, ARRAY, PARAGRAPHS)
-MARK = b"\xef\xbb\xbf"  # of UTF-8, at the start of a file
+from decode.errors import UserError
+from train.data.rows import EXPECTED, BadRow, Message, clean, parse_line, short, string, understand
+from train.data.sources import Raw, Source, changed, sources_of
+
+BLOCK = 4096  # rows whose places are Python objects at a time
 PROBLEMS_SHOWN = 20
 
 
@@ -80,13 +69,76 @@ class ReadReport:
         return f"{line} ({reasons})" if reasons else line
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A row before parsing: the raw line of a file, or the mapping of a data set."""
+class Examples(Sequence[Example]):
+    """Rows of sources, read when they are asked for. A row takes 36 bytes of memory.
 
-    raw: bytes | dict[str, Any]
-    label: str  # the id of the row if it has none
-    source: str
+    Raises UserError if a file changed since it was read first.
+    """
+
+    def __init__(self, sources: Sequence[Source], index: np.ndarray) -> None:
+        """index: [n] of INDEX."""
+        self._sources, self._index = sources, index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __iter__(self) -> Iterator[Example]:
+        for begin in range(0, len(self._index), BLOCK):
+            block = self._index[begin : begin + BLOCK]
+            borders = np.flatnonzero(np.diff(block["source"])) + 1
+            for rows in np.split(block, borders):
+                source = self._sources[rows["source"][0]]
+                with source.opened() as read:
+                    for _, number, start, size, _ in rows.tolist():
+                        try:
+                            yield _understand(source, number, read(start, size))
+                        except BadRow as bad:  # it was a good row
+                            raise changed(source.name) from bad
+
+    @overload
+    def __getitem__(self, row: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> "Examples": ...
+
+    def __getitem__(self, row: int | slice) -> "Example | Examples":
+        if isinstance(row, slice):
+            return Examples(self._sources, self._index[row])
+        return next(iter(self.select([range(len(self))[row]])))
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> "Examples":
+        """The rows with these numbers, in this order."""
+        return Examples(self._sources, self._index[np.asarray(rows, np.int64)])
+
+    @property
+    def keys(self) -> np.ndarray:
+        """uint64 [n]: `id_key` of each row."""
+        return self._index["key"]
+
+
+# Of a row: the number of its source, its `Place` there, and the key of its id.
+INDEX = np.dtype(
+    [("source", "i4"), ("number", "i8"), ("start", "i8"), ("size", "i8"), ("key", "u8")]
+)
+
+
+def id_key(name: str) -> int:
+    """A hash of an id, below 2⁶⁴."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
+def id_keys(examples: Sequence[Example]) -> np.ndarray:
+    """uint64 [n]: `id_key` of each example."""
+    if isinstance(examples, Examples):
+        return examples.keys
+    return np.array([id_key(example.id) for example in examples], np.uint64)
+
+
+def select(examples: Sequence[Example], rows: Sequence[int] | np.ndarray) -> Sequence[Example]:
+    """The examples with these numbers, in this order."""
+    if isinstance(examples, Examples):
+        return examples.select(rows)
+    return [examples[row] for row in rows]
 
 
 def read_examples(
@@ -97,8 +149,9 @@ def read_examples(
     on_bad: Literal["stop", "skip"] = "stop",
     max_bad_rate: float = 0.01,
     base_dir: Path | None = None,
-) -> tuple[list[Example], ReadReport]:
-    """Read all sources in order, and keep at most `limit` examples.
+) -> tuple[Examples, ReadReport]:
+    """Read all sources in order, and keep at most `limit` examples. Every row is checked now; it is
+    read again when it is used.
 
     A source is a .jsonl, .json or .txt file, a file or directory that `datasets` reads (parquet,
     csv, arrow, `save_to_disk`), or the name of a data set on the hub. Relative paths start at
@@ -110,34 +163,38 @@ def read_examples(
     Raises UserError for a bad row ("FILE:LINE: found; expected"), too many bad rows, a missing or
     unreadable source, a repeated id, or if nothing is kept.
     """
-    sources = [source] if isinstance(source, str) else list(source)
-    report = ReadReport(files=sources)
-    examples: list[Example] = []
-    seen: dict[str, str] = {}
-    for row in _rows(sources, split, base_dir or Path()):
+    names = [source] if isinstance(source, str) else list(source)
+    report = ReadReport(files=names)
+    sources: list[Source] = []
+    columns = {name: array("Q" if name == "key" else "q") for name in INDEX.names or ()}
+    seen: set[int] = set()
+    for opened in sources_of(names, split, base_dir or Path()):
         if limit is not None and report.kept >= limit:
             break
-        report.read += 1
-        try:
-            example = _understand(row)
-        except BadRow as bad:
-            problem = f"{row.source}: {bad.problem}"
-            if on_bad == "stop":
-                raise UserError(
-                    f'{problem}. Fix the row, or skip bad rows with on_bad "skip".'
-                ) from bad
-            report.dropped[bad.reason] += 1
-            if len(report.problems) < PROBLEMS_SHOWN:
-                report.problems.append(problem)
-            continue
-        if example.id in seen:
-            raise UserError(
-                f'{example.source}: the id "{example.id}" is also the id of {seen[example.id]}; '
-                f"expected unique ids. Change one of the two, or leave the ids out."
-            )
-        seen[example.id] = example.source
-        examples.append(example)
-        report.kept += 1
+        sources.append(opened)
+        for place, raw in opened.rows():
+            if limit is not None and report.kept >= limit:
+                break
+            report.read += 1
+            try:
+                example = _understand(opened, place.number, raw)
+            except BadRow as bad:
+                problem = f"{opened.name}:{place.number}: {bad.problem}"
+                if on_bad == "stop":
+                    raise UserError(
+                        f'{problem}. Fix the row, or skip bad rows with on_bad "skip".'
+                    ) from bad
+                report.dropped[bad.reason] += 1
+                if len(report.problems) < PROBLEMS_SHOWN:
+                    report.problems.append(problem)
+                continue
+            key = id_key(example.id)
+            if key in seen:
+                _require_new(example, Examples(sources, _index(columns)))
+            seen.add(key)
+            for name, value in zip(columns, (len(sources) - 1, *place, key), strict=True):
+                columns[name].append(value)
+            report.kept += 1
 
     bad_rows = report.dropped.total()
     if bad_rows > max_bad_rate * report.read:
@@ -146,15 +203,32 @@ def read_examples(
             f"max_bad_rate allows. The first: {report.problems[0]}. Fix the rows, or raise "
             f"max_bad_rate."
         )
-    if not examples:
+    if not report.kept:
         raise UserError(
-            f"no usable row in {', '.join(sources) or 'an empty list of sources'}: {report}. "
+            f"no usable row in {', '.join(names) or 'an empty list of sources'}: {report}. "
             f"Expected at least one row such as {EXPECTED}."
         )
-    return examples, report
+    return Examples(sources, _index(columns)), report
 
 
-def data_fingerprint(examples: list[Example]) -> str:
+def _index(columns: dict[str, "array[int]"]) -> np.ndarray:
+    index = np.empty(len(columns["key"]), INDEX)
+    for name, values in columns.items():
+        index[name] = values
+    return index
+
+
+def _require_new(example: Example, earlier: Examples) -> None:
+    """Raise UserError if one of the earlier examples has the same id."""
+    same = next((other for other in earlier if other.id == example.id), None)
+    if same is not None:
+        raise UserError(
+            f'{example.source}: the id "{example.id}" is also the id of {same.source}; '
+            f"expected unique ids. Change one of the two, or leave the ids out."
+        )
+
+
+def data_fingerprint(examples: Iterable[Example]) -> str:
     """SHA-256 of the examples' ids, content and order, but not of their location."""
     digest = hashlib.sha256()
     for e in examples:
@@ -173,158 +247,17 @@ def spread(items: Sequence[Any], count: int | None) -> list[Any]:
     return [items[i * (len(items) - 1) // max(1, count - 1)] for i in range(count)]
 
 
-def _rows(sources: list[str], split: str | None, base_dir: Path) -> Iterator[_Row]:
-    names = Counter(Path(source).name for source in sources)
-    for source in sources:
-        # With the bare file name, ids stay the same when the data moves. Files with equal names
-        # need their paths as well.
-        path = base_dir / Path(source).expanduser()
-        label = path.name if path.exists() and names[path.name] == 1 else source
-        if path.suffix in OWN_TYPES and not path.is_dir():
-            if split is not None:
-                raise UserError(
-                    f'{source}: split "{split}" is set, but a {path.suffix} file has no splits. '
-                    f"Leave split out, or name the file of that split."
-                )
-            yield from _file_rows(path, source, label)
-        else:
-            yield from _data_set_rows(path, source, label, split)
-
-
-def _file_rows(path: Path, source: str, label: str) -> Iterator[_Row]:
-    read = {ARRAY: _array, PARAGRAPHS: _paragraphs}.get(path.suffix, _lines)
-    try:
-        with path.open("rb") as file:
-            for number, raw in read(file, source):
-                yield _Row(raw, f"{label}:{number}", f"{source}:{number}")
-    except FileNotFoundError:
-        beside = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
-        raise UserError(
-            f"{source}: no such file (looked at {path.absolute()}).{nearest(path.name, beside)}"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{source}: cannot be read: {error.strerror} ({path})") from error
-
-
-def _lines(file: BinaryIO, source: str) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, numbered from 1."""
-    for number, line in enumerate(file, start=1):
-        if number == 1:
-            line = line.removeprefix(MARK)
-        if line.strip():
-            yield number, line
-
-
-def _array(file: BinaryIO, source: str) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
-    """The objects of a JSON array, numbered from 0. The array may be the only list of an object,
-    and a file with one object per line is read too."""
-    content = file.read().removeprefix(MARK)
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        lines = list(_lines(io.BytesIO(content), source))
-        if len(lines) < 2 or not lines[0][1].lstrip().startswith(b"{"):
-            raise UserError(
-                f"{source}: broken JSON ({error}); expected an array of objects, or one object "
-                "per line"
-            ) from error
-        yield from ((number - 1, line) for number, line in lines)
-        return
-    if isinstance(value, dict) and not any(name in value for name in FIELDS):
-        lists = [entry for entry in value.values() if isinstance(entry, list)]
-        value = lists[0] if len(lists) == 1 else [value]
-    for number, entry in enumerate(value if isinstance(value, list) else [value]):
-        yield number, entry if isinstance(entry, dict) else json.dumps(entry).encode()
-
-
-def _paragraphs(file: BinaryIO, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The parts between blank lines, numbered by their first line, from 1."""
-    first, lines = 0, list[str]()
-    for number, line in enumerate(file, start=1):
-        try:
-            text = line.removeprefix(MARK).decode()
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{source}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; expected UTF-8 "
-                "text"
-            ) from error
-        if text.strip():
-            first = first if lines else number
-            lines.append(text)
-        elif lines:
-            yield first, {"text": "".join(lines).strip()}
-            lines = []
-    if lines:
-        yield first, {"text": "".join(lines).strip()}
-
-
-def _data_set_rows(path: Path, source: str, label: str, split: str | None) -> Iterator[_Row]:
-    # Imported here because the import takes a second, which other files do not need.
-    import datasets
-
-    try:
-        if path.is_dir() and any(
-            (path / marker).is_file() for marker in ("state.json", "dataset_dict.json")
-        ):
-            data = datasets.load_from_disk(str(path))
-            if split is not None and isinstance(data, datasets.DatasetDict):
-                if split not in data:
-                    raise UserError(
-                        f'{source}: no split "{split}"; expected one of {", ".join(data)}.'
-                        f"{nearest(split, data)}"
-                    )
-                data = data[split]
-        elif path.is_dir():
-            data = datasets.load_dataset(str(path), split=split)
-        elif path.is_file():
-            if path.suffix not in BUILDERS:
-                raise UserError(
-                    f'{source}: cannot read files ending in "{path.suffix}"; expected '
-                    f"{', '.join([*OWN_TYPES, *BUILDERS])} or a directory."
-                )
-            data = datasets.load_dataset(
-                BUILDERS[path.suffix], data_files=str(path), split=split or "train"
-            )
-        elif path.suffix in BUILDERS or source.startswith((".", "/", "~")):
-            raise UserError(f"{source}: no such file or directory (looked at {path.absolute()}).")
-        else:
-            data = datasets.load_dataset(source, split=split)
-    except UserError:
-        raise
-    # `datasets` has no common base class for its errors, and they differ by version. The user must
-    # fix any failure to open a source, so all become UserError, with the cause attached.
-    except Exception as error:
-        what = (
-            "cannot be read"
-            if path.exists()
-            else f"neither a file ({path.absolute()}) nor a data set that could be loaded"
-        )
-        # "An error occurred while generating the dataset" hides the reason one level down.
-        reason = error.__cause__ or error
-        detail = " ".join(str(reason).split())
-        raise UserError(f"{source}: {what}: {type(reason).__name__}: {detail}") from error
-
-    if isinstance(data, datasets.DatasetDict):
-        if len(data) != 1:
-            raise UserError(
-                f"{source}: has the splits {', '.join(data)}; set split to one of them."
-            )
-        split, data = next(iter(data.items()))
-    which = f"[{split}]" if split else ""
-    for number, row in enumerate(data):
-        yield _Row(row, f"{label}{which}:{number}", f"{source}{which}:{number}")
-
-
-def _understand(row: _Row) -> Example:
+def _understand(source: Source, number: int, raw: Raw) -> Example:
     """The example in a row. Raises BadRow."""
-    fields = parse_line(row.raw) if isinstance(row.raw, bytes) else row.raw
+    fields = parse_line(raw) if isinstance(raw, bytes) else raw
     fields = {key: value for key, value in fields.items() if value is not None}
     messages, text = understand(fields)
     prompt = None
     if messages and [m["role"] for m in messages] in (["user"], ["user", "assistant"]):
         prompt = messages[0]["content"]
     kind = next((string(fields, name) for name in ("kind", "task") if name in fields), None)
-    label = fields.get("id", row.label)
+    label = fields.get("id", f"{source.label}:{number}")
     if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
         raise BadRow("wrong type", f"id is {short(label)}; expected text or a whole number")
-    return Example(clean(str(label), "id"), messages, prompt, text, kind, row.source)
+    where = f"{source.name}:{number}"
+    return Example(clean(str(label), "id"), messages, prompt, text, kind, where)

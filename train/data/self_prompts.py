@@ -21,7 +21,7 @@ from decode.loop import Decoder
 from decode.sampling import Sampling
 from decode.target.loading import Target
 from train.data.chat import has_template, user_prefix
-from train.data.read import Example, read_examples
+from train.data.read import Examples, read_examples
 
 FILE = "prompts.jsonl"
 # A message is left out if it has so many words in a row in common with a held-out prompt.
@@ -142,7 +142,7 @@ def save_prompts(directory: Path, stage: str, written: SelfPrompts) -> None:
     write_directory(directory, fill)
 
 
-def read_prompts(directory: Path) -> list[Example]:
+def read_prompts(directory: Path) -> Examples:
     """The examples of `save_prompts`. Raises UserError (CorruptArtifact) if the file is damaged."""
     verify_directory(directory)
     return read_examples(str(directory / FILE))[0]

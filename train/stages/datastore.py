@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from pydantic import Field
 
 from decode.drafters.directory import describe_drafter, save_drafter
 from decode.drafters.lookup.datastore import require_memory_to_sort
 from decode.drafters.lookup.rest import RestOptions, write_rest
+from train.data.stored_samples import StoredSamples
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import TextConfig, TextStage, size
@@ -67,8 +69,10 @@ class DatastoreStage(TextStage[DatastoreConfig]):
 
     def run(self) -> Outcome:
         begin, directory = time.perf_counter(), self.directory / "drafter"
-        if self.accelerator.is_main_process and not directory.exists():
-            self._write(directory)
+        if not directory.exists():
+            samples, counts = self.fitting_samples()  # all ranks together
+            if self.accelerator.is_main_process:
+                self._write(directory, samples, counts)
         self.accelerator.wait_for_everyone()
         summary = describe_drafter(directory)["provenance"]["datastore"]
         stored = sum(file.stat().st_size for file in directory.glob("*.npy"))
@@ -78,11 +82,10 @@ class DatastoreStage(TextStage[DatastoreConfig]):
         seconds = time.perf_counter() - begin
         return Outcome(directory, summary | {"datastore_bytes": stored, "seconds": seconds})
 
-    def _write(self, directory: Path) -> None:
+    def _write(self, directory: Path, samples: StoredSamples, counts: dict[str, int]) -> None:
         config = self.config
-        samples, counts = self.fitting_samples()
-        documents = [sample.tokens for sample in samples]
-        tokens = sum(map(len, documents))
+        documents = [np.array(sample.tokens, np.int32) for sample in samples]
+        tokens = int(samples.lengths.sum(dtype=np.int64))
         provenance = {
             "stage": config.name,
             "run": self.run_name,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -70,8 +71,8 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
         source = LiveFeatures(target.model, config.captured_layers)
         samples, counts = self.fitting_samples()
         token_bytes = bytes_per_token(target, config.captured_layers)
-        sizes = [token_bytes * len(sample.tokens) for sample in samples]
-        tokens = sum(len(sample.tokens) for sample in samples)
+        lengths = samples.lengths.astype(np.int64)
+        tokens = int(lengths.sum())
         made_with = describe_source(target)
         self.reporter.say(
             f"  {token_bytes} bytes a token, {tokens} tokens: {size(token_bytes * tokens)}"
@@ -81,7 +82,7 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
             write_features(self.directory, number, hashes, self._states(source, part), made_with)
             return sum(len(sample.tokens) for sample in part)
 
-        speed = self.write_parts(samples, config.part_samples, write, sizes)
+        speed = self.write_parts(samples, config.part_samples, write, token_bytes * lengths)
         # Checks that the cache is complete and belongs to this target.
         CachedFeatures(self.directory, target, config.captured_layers)
         return Outcome(

@@ -2,10 +2,11 @@
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 
@@ -33,13 +34,43 @@ from train.data.corpus import (
     unusable_answers,
     write_answers,
 )
-from train.data.read import Example, spread
+from train.data.read import Example, id_key, select, spread
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.schema import SamplingConfig, StageConfig
 from train.stage import STAGES, Outcome, Stage, StagePlan
 from train.training.estimates import forward_bytes
 
 Job = tuple[Example, int]  # a prompt, and the number of its answer
+
+
+class Jobs(Sequence[Job]):
+    """All prompts with the number 0, then all with the number 1, and so on. Prompts are read when
+    they are asked for."""
+
+    def __init__(self, examples: Sequence[Example], numbers: range) -> None:
+        """numbers: of the jobs, counted over all answers."""
+        self.examples, self._numbers = examples, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Job]:
+        prompts = len(self.examples)
+        rows = np.asarray(self._numbers) % prompts
+        for number, example in zip(self._numbers, select(self.examples, rows), strict=True):
+            yield example, number // prompts
+
+    @overload
+    def __getitem__(self, index: int) -> Job: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Jobs": ...
+
+    def __getitem__(self, index: int | slice) -> "Job | Jobs":
+        if isinstance(index, slice):
+            return Jobs(self.examples, self._numbers[index])
+        sample, row = divmod(self._numbers[index], len(self.examples))
+        return self.examples[row], sample
 
 
 class SelfPromptSampling(SamplingConfig):
@@ -134,7 +165,7 @@ class GenerateStage(Stage[GenerateConfig]):
             jobs = self._jobs()
             count, what = len(jobs), ""
             # Writing every prompt with the template would take long where there are many.
-            some = self.corpus.prompts(spread([example for example, _ in jobs], PROMPTS_MEASURED))
+            some = self.corpus.prompts(example for example, _ in spread(jobs, PROMPTS_MEASURED))
             prompt = round(sum(map(len, some)) / len(some))
         if config.server:
             require_server(config.server, self.target, self.processes)
@@ -156,24 +187,27 @@ class GenerateStage(Stage[GenerateConfig]):
         begin = time.perf_counter()
         self._write_prompts()
         generated = self._generate(self._jobs())
-        answers = read_answers(self.directory)
+        answers = tokens = cut = 0
+        prompts, ends = set(), set(self.target.eos_token_ids)
+        for answer in read_answers(self.directory):
+            answers, tokens = answers + 1, tokens + len(answer["tokens"])
+            cut += answer["tokens"][-1] not in ends
+            prompts.add(id_key(answer["id"]))
         if not answers:
             raise UserError(
                 f"stage {self.config.name} has no usable answer; see server.max_unusable"
             )
-        tokens = sum(len(answer["tokens"]) for answer in answers)
         seconds = time.perf_counter() - begin
-        ends = set(self.target.eos_token_ids)
         summary: dict[str, Any] = {
-            "prompts": len({answer["id"] for answer in answers}),
-            "answers": len(answers),
+            "prompts": len(prompts),
+            "answers": answers,
             "tokens": tokens,
-            "cut_at_limit": sum(answer["tokens"][-1] not in ends for answer in answers),
+            "cut_at_limit": cut,
             "tokens_per_second": generated / seconds if generated else None,
         }
         self.reporter.say(
-            f"  {len(answers)} answers, {tokens} tokens, {summary['cut_at_limit']} cut at "
-            f"{self.config.max_new_tokens} tokens"
+            f"  {answers} answers, {tokens} tokens, {cut} cut at {self.config.max_new_tokens} "
+            "tokens"
         )
         if self.config.server:
             left_out, retokenized = unusable_answers(self.directory)
@@ -182,13 +216,15 @@ class GenerateStage(Stage[GenerateConfig]):
             self.reporter.say(f"  left out: {why or 'none'}; {retokenized} retokenised")
         return Outcome(summary=summary)
 
-    def _jobs(self) -> list[Job]:
+    def _jobs(self) -> Jobs:
         config = self.config
+        examples: Sequence[Example]
         if config.self_prompts:
             examples = read_prompts(self.directory / SELF_PROMPTS)
         else:
-            examples = spread(self.corpus.answerable(config.split, config.name), config.prompts)
-        return [(example, sample) for sample in range(config.samples) for example in examples]
+            answerable = self.corpus.answerable(config.split, config.name)
+            examples = select(answerable, spread(range(len(answerable)), config.prompts))
+        return Jobs(examples, range(config.samples * len(examples)))
 
     def _write_prompts(self) -> None:
         """Let the target write prompts, unless they exist or are not wanted."""
@@ -219,7 +255,7 @@ class GenerateStage(Stage[GenerateConfig]):
             self.reporter.say(f"  the target wrote {len(written.texts)} prompts{left_out}")
         self.accelerator.wait_for_everyone()
 
-    def _generate(self, jobs: list[Job]) -> int:
+    def _generate(self, jobs: Jobs) -> int:
         """Write every missing part, with all ranks together. Returns the number of tokens that this
         rank generated."""
         size = self.config.part_prompts
@@ -234,14 +270,14 @@ class GenerateStage(Stage[GenerateConfig]):
             else:
                 for number in missing:
                     first = number * size
-                    part = jobs[first : first + size]
+                    part = list(jobs[first : first + size])
                     directory = self.directory / f"{PART}{number}"
                     generated += self._write_part(directory, part, first, bar)
             bar.update(len(jobs))
         self.accelerator.wait_for_everyone()
         return generated
 
-    def _ask_server(self, jobs: list[Job], missing: list[int], bar: Bar) -> int:
+    def _ask_server(self, jobs: Jobs, missing: list[int], bar: Bar) -> int:
         """Write the parts with these numbers from a server's answers."""
         from train.answers.answer_parts import Part, write_server_parts  # needs the extra serve
 
@@ -254,6 +290,7 @@ class GenerateStage(Stage[GenerateConfig]):
         done = len(jobs) - sum(len(part.jobs) for part in parts)
         return write_server_parts(
             parts,
+            jobs.examples,
             self.corpus,
             self.target,
             config.server,

@@ -175,7 +175,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
         plot = stream_plot(name, summary.get("windows") or [], summary.get("rounds") or [])
         return ReportSection(figures, [StagePlot(name, STREAM, plot)])
 
-    def _stream(self) -> list[Example]:
+    def _stream(self) -> Sequence[Example]:
         return self.corpus.answerable(self.config.split, self.config.name)[: self.config.prompts]
 
     def _provenance(self) -> dict[str, Any]:

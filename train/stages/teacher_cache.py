@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -85,9 +86,9 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
                 f"stage {config.name}: k is {config.k}, but the vocabulary has only {vocab_size} "
                 "tokens; lower k"
             )
-        tokens = sum(sum(sample.mask[1:]) for sample in samples)
+        predicted = samples.predicted.astype(np.int64)
+        tokens = int(predicted.sum())
         token_bytes = bytes_per_token(config.k, vocab_size)
-        sizes = [token_bytes * sum(sample.mask[1:]) for sample in samples]
         self.reporter.say(
             f"  {token_bytes} bytes a token, {tokens} tokens: {size(token_bytes * tokens)}"
         )
@@ -110,7 +111,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
             write_part(self.directory, number, hashes, signals, vocab_size, made_with)
             return sum(len(signal.ids) for signal in signals)
 
-        speed = self.write_parts(samples, config.part_samples, write, sizes)
+        speed = self.write_parts(samples, config.part_samples, write, token_bytes * predicted)
         CachedTeacher(self.directory, target)  # checks: complete, and made from this target
         return Outcome(
             summary={

@@ -102,6 +102,6 @@ def look_ahead_of(source: LiveWindow | Cache) -> LookAhead:
 
     def look_ahead(text: RankText, number: int) -> None:
         window = range(number, min(number + 1 + READ_AHEAD, len(text)))
-        cache.expect([[sample.id for sample in text.batch(i)] for i in window])
+        cache.expect([text.ids(i) for i in window])
 
     return look_ahead

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from decode.errors import UserError
+from decode.measure.ranks import Ranks
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
 from distill.teacher.cache_parts import check_parts, note_checked, part_directories, text_sha256
@@ -56,33 +56,23 @@ def open_features(
 def _open(
     read: Callable[[], C], directory: Path, samples: Sequence[Sample], accelerator: Accelerator
 ) -> C:
-    cache: C | None = None
-    problem: UserError | None = None
-    try:
+    def opened() -> C:
         cache = read()
-        cache.require([(sample.id, text_sha256(sample.tokens, sample.mask)) for sample in samples])
+        cache.require((s.id, text_sha256(s.tokens, s.mask)) for s in samples)
         if accelerator.is_local_main_process:
             check_directory(directory, cache.parts.what)
-    except UserError as error:
-        problem = error
-    # Before one rank ends alone and the others wait for it.
-    message = None if problem is None else str(problem)
-    views = [(message, None if cache is None else cache.parts.index_sha256)]
-    if accelerator.num_processes > 1:
-        views = gather_object(views)
-    if problem is not None:
-        raise problem
-    for rank, (message, index) in enumerate(views):
-        if message is not None:
-            raise UserError(f"rank {rank}: {message}")
-        if index != views[0][1]:
+        return cache
+
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes)
+    cache = ranks.together(opened)
+    hashes = ranks.gather(cache.parts.index_sha256)
+    for rank, seen in enumerate(hashes):
+        if seen != hashes[0]:
             raise UserError(
                 f"rank {rank} sees other files in {directory} than rank 0: the hash of the parts "
-                f"is {(index or '')[:12]}…, expected {(views[0][1] or '')[:12]}…. All ranks must "
-                "read the same cache: put it on a disk that all machines share, or copy it to "
-                "each of them"
+                f"is {seen[:12]}…, expected {hashes[0][:12]}…. All ranks must read the same cache: "
+                "put it on a disk that all machines share, or copy it to each of them"
             )
-    assert cache is not None
     return cache
 
 

@@ -20,6 +20,7 @@ from decode.errors import UserError
 from train.console import Reporter
 from train.data.batches import Batches, Inputs, RankText, collate, inputs, padding_share
 from train.data.chat import Sample
+from train.data.stored_samples import sample_ids, sizes
 from train.data.training_text import Text, Weights
 from train.schema import Strict
 from train.training import parallel
@@ -159,8 +160,7 @@ class _Round:
 
     def __init__(self, number: int, samples: Sequence[Sample], loop: LoopConfig) -> None:
         self.number, self.samples = number, samples
-        self.lengths = [len(sample.tokens) for sample in samples]
-        self.predicted = [sum(sample.mask[1:]) for sample in samples]
+        self.lengths, self.predicted = sizes(samples)
         self.batches = Batches(
             self.lengths,
             tokens_per_batch=loop.tokens_per_batch,
@@ -307,7 +307,8 @@ class Trainer:
         last = min(progress.batch + self.loop.accumulation, len(batches))
         numbers = range(progress.batch, last)
         # Every rank knows the complete global batch, so its token count needs no communication.
-        tokens = sum(current.predicted[i] for n in numbers for i in batches.batch(n))
+        rows = [i for n in numbers for i in batches.batch(n)]
+        tokens = int(current.predicted[rows].sum())
         sums = torch.zeros(len(self.task.terms), dtype=torch.float64, device=accelerator.device)
         total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         text = RankText(current.number, current.samples, batches.for_rank(rank, world))
@@ -332,8 +333,8 @@ class Trainer:
         sums_by_term = dict(zip(self.task.terms, values[1:], strict=True))
         figures = self.task.figures or _means
         entry = {"loss": values[0] / tokens, **figures(sums_by_term, tokens)}
-        ids = [current.samples[i].id for n in numbers for i in batches.batch(n)]
-        _require_finite(entry, progress.step + 1, ids)
+        step_ids = partial(sample_ids, current.samples, rows)
+        _require_finite(entry, progress.step + 1, step_ids)
         with self.clock("drafter"):
             norm, lr = take_step(
                 self.optimizer,
@@ -344,7 +345,7 @@ class Trainer:
                 clip=partial(parallel.clip_gradients, accelerator, self.module),
             )
         entry |= {"gradient_norm": norm, "lr": lr}
-        _require_finite(entry, progress.step + 1, ids)
+        _require_finite(entry, progress.step + 1, step_ids)
         if self.average:
             shares = parallel.local_weights(accelerator, self.module)
             self.average.update(shares, progress.step + 1)
@@ -404,19 +405,19 @@ class Trainer:
         """The share of padding among the batch positions of the newest round."""
         assert self._round is not None, "nothing was trained on yet"
         batches = self._round.batches
-        return padding_share([batches.batch(i) for i in range(len(batches))], self._round.lengths)
+        return padding_share(map(batches.batch, range(len(batches))), self._round.lengths)
 
 
 def _means(sums: dict[str, float], tokens: int) -> dict[str, float]:
     return {term: value / tokens for term, value in sums.items()}
 
 
-def _require_finite(entry: dict[str, float], step: int, ids: Sequence[str]) -> None:
+def _require_finite(entry: dict[str, float], step: int, ids: Callable[[], list[str]]) -> None:
     bad = [name for name, value in entry.items() if not math.isfinite(value)]
     if bad:
         raise UserError(
             f"step {step}: {', '.join(bad)} is not finite, so the step was not taken; samples: "
-            f"{', '.join(ids)}. Lower the learning rate, or check these samples."
+            f"{', '.join(ids())}. Lower the learning rate, or check these samples."
         )
 
 

@@ -34,7 +34,7 @@ def require_memory_to_sort(tokens: int) -> None:
         )
 
 
-def write_datastore(directory: Path, documents: Sequence[Sequence[int]]) -> None:
+def write_datastore(directory: Path, documents: Sequence[Sequence[int] | np.ndarray]) -> None:
     """Write both files. documents: token ids, at least one. Raises UserError if the documents are
     empty, or too large to sort in memory."""
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
@@ -43,7 +43,7 @@ def write_datastore(directory: Path, documents: Sequence[Sequence[int]]) -> None
     if not lengths.sum():
         raise UserError("the text of the datastore is empty; name a text with at least one token")
     require_memory_to_sort(total)
-    highest = max(max(document, default=0) for document in documents)
+    highest = max(int(np.max(document, initial=0)) for document in documents)
     dtype = np.uint16 if highest + 1 < 2**16 else np.uint32
     tokens = np.lib.format.open_memmap(directory / TOKENS, "w+", dtype, (total,))
     for document, end in zip(documents, ends.tolist(), strict=True):

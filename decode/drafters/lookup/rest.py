@@ -140,7 +140,9 @@ class RestDrafter(Drafter):
         )
 
 
-def write_rest(directory: Path, documents: Sequence[Sequence[int]], options: RestOptions) -> None:
+def write_rest(
+    directory: Path, documents: Sequence[Sequence[int] | np.ndarray], options: RestOptions
+) -> None:
     """Write the files that `RestDrafter.load` reads. documents: token ids. Raises UserError as
     `write_datastore` does."""
     write_datastore(directory, documents)

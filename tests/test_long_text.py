@@ -1,0 +1,280 @@
+"""Text that does not fit into memory: rows that are read again, samples in Arrow files, batches."""
+
+import hashlib
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import train.data.corpus
+import train.text_stages
+from benchmarks import data as benchmark
+from decode.errors import UserError
+from decode.measure.ranks import Ranks
+from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context
+from tests.test_data import example, sample_of, write
+from tests.tiny import tiny_target
+from train.data.batches import Batches, RankText, bucket_batches, permutation
+from train.data.chat import Sample
+from train.data.read import Examples, read_examples
+from train.data.splits import require_same, split_off
+from train.data.stored_samples import (
+    StoredSamples,
+    require_kept,
+    sample_ids,
+    sizes,
+    take,
+    write_samples,
+)
+
+
+def test_rows_are_read_again_from_every_kind_of_source(tmp_path: Path) -> None:
+    marked = b'\xef\xbb\xbf{"prompt": "\xc3\xbc"}'
+    names = [
+        write(tmp_path / "a.jsonl", marked, b"", {"messages": [{"role": "user", "content": "x"}]}),
+        str(tmp_path / "b.txt"),
+        str(tmp_path / "c.json"),
+        str(tmp_path / "d.json"),
+    ]
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf\n\none\r\ntwo\n \n\xc3\xa4")
+    (tmp_path / "c.json").write_text(json.dumps({"rows": [{"prompt": "p"}, {"text": "t"}]}))
+    write(tmp_path / "d.json", {"prompt": "l", "id": 5}, {"prompt": "m", "kind": "k"})
+    read, report = read_examples(names)
+    rows = list(read)
+    assert [e.prompt or e.text for e in rows] == [*"üx", "one\r\ntwo", "ä", *"ptlm"]
+    assert [e.source.rpartition("/")[2] for e in rows[2:4]] == ["b.txt:3", "b.txt:6"]
+    assert report.kept == len(read) == len(rows) == 8
+    assert [read[i] for i in range(-8, 8)] == rows + rows
+    chosen = [5, 0, 6, 0, 2]
+    assert list(read.select(chosen)) == [rows[i] for i in chosen]
+    assert list(read[1:7:2].select([2, 0])) == [rows[5], rows[1]]
+    with pytest.raises(IndexError):
+        read[8]
+
+
+def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    read, _ = read_examples(write(path, {"prompt": "a"}, {"prompt": "b"}))
+    write(path, {"prompt": "a"}, {"prompt": "bb"})
+    with pytest.raises(UserError, match=r"rows\.jsonl: the file changed since it was read"):
+        list(read)
+    path.unlink()
+    with pytest.raises(UserError, match=r"rows\.jsonl: the file changed since it was read"):
+        read[0]
+
+
+def stored(directory: Path, *parts: list[Sample], max_length: int = 100) -> StoredSamples:
+    for number, part in enumerate(parts):
+        write_samples(directory, number, part, max_length)
+    return StoredSamples(directory, len(parts))
+
+
+def test_stored_samples_are_those_that_were_written(tmp_path: Path) -> None:
+    first = [sample_of(5, 2, "a"), sample_of(9, 3, "b")]
+    first.append(Sample("c", [7, 8], [False, True], source=[1, 2, 3]))
+    last = [sample_of(4, 1, "d"), sample_of(3, 3, "without a response")]
+    samples = stored(tmp_path, first, last[1:], last, max_length=8)
+    expected = [first[0], sample_of(8, 3, "b"), first[2], last[0]]
+    assert list(samples) == expected
+    assert [samples[i] for i in range(-4, 4)] == 2 * expected
+    assert samples[1:3] == expected[1:3]
+    counts = {"read": 6, "kept": 4, "truncated": 1, "too long": 0, "no response tokens": 2}
+    assert samples.counts == counts
+    for numbers, again in zip(sizes(samples), sizes(expected), strict=True):
+        assert numbers.tolist() == again.tolist()
+    for rows in ([3, 0, 3], []):
+        assert take(samples, rows) == take(expected, rows)
+        assert sample_ids(samples, rows) == sample_ids(expected, rows)
+    with pytest.raises(UserError, match=r"part-3.*does not exist"):
+        StoredSamples(tmp_path, 4)
+    file = tmp_path / "part-2" / "samples.arrow"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match=r"part-2.*samples\.arrow"):
+        StoredSamples(tmp_path, 3)
+    with pytest.raises(UserError, match=r"4 read, 0 kept \(too long: 1, no response tokens: 3\)"):
+        require_kept(Counter({"read": 4, "too long": 1, "no response tokens": 3}), 2)
+
+
+def test_a_stage_stores_its_samples_in_parts_and_keeps_those_of_an_earlier_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.data.corpus, "SHARE_EXAMPLES", 4)
+    context = stage_context(tmp_path, tiny_target())
+
+    def stage(**settings: Any) -> Any:
+        config = make_stage("feature_cache", "cache", **settings)
+        return train.stages.STAGES[config.kind](config, replace(context, directory=tmp_path))
+
+    written = []
+    original = write_samples
+
+    def counted(directory: Path, number: int, *rest: Any) -> None:
+        if len(written) == 2:
+            raise UserError("the disk is full")
+        written.append((directory, number))
+        original(directory, number, *rest)
+
+    monkeypatch.setattr(train.text_stages, "write_samples", counted)
+    with pytest.raises(UserError, match="disk is full"):
+        stage().fitting_samples()
+    first = written[0][0]
+    del written[0]
+    samples, counts = stage().fitting_samples()
+    assert [number for _, number in written] == [1, 2]
+    assert list(samples) == context.corpus.samples("data")
+    assert (counts["read"], counts["kept"], len(samples)) == (10, 10, 10)
+    del written[:]
+    assert list(stage().fitting_samples()[0]) == list(samples)
+    assert not written
+    del context.corpus.examples["train"][4:]
+    shorter = min(len(sample.tokens) for sample in samples) - 1
+    cut, counts = stage(max_length=shorter).fitting_samples()
+    assert counts["truncated"] == len(cut) == 4
+    assert not first.exists()
+
+
+def test_a_plan_measures_a_part_of_long_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = stage_context(tmp_path, tiny_target())
+    context.corpus.examples["train"] = examples("train", 40)
+    stage = make_stage("feature_cache", "cache")
+    exact = plan_stage(context, stage).tokens
+    assert exact == sum(sum(s.mask) for s in context.corpus.samples("data"))
+    monkeypatch.setattr(train.text_stages, "PLANNED", 10)
+    assert abs(plan_stage(context, stage).tokens - exact) < 0.1 * exact
+    monkeypatch.setattr(train.text_stages, "PLANNED", 1)
+    assert plan_stage(context, stage).tokens % 40 == 0
+
+
+def test_answers_find_their_prompts_also_those_of_another_split(tmp_path: Path) -> None:
+    context = stage_context(tmp_path, tiny_target())
+    generate = make_stage("generate", "answers", split="dev", max_new_tokens=3, part_prompts=3)
+    run_stage(context, generate)
+    prompts = context.corpus.prompts(context.corpus.examples["dev"])
+    samples = context.corpus.samples("answers")
+    assert [s.id for s in samples] == [f"dev-{i}#answers-0" for i in range(4)]
+    for sample, prompt in zip(samples, prompts, strict=True):
+        assert sample.tokens[: len(prompt)] == prompt
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def batches_by_lists(lengths: list[int], tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """The order of batches, written down in the plainest way. It must never change: a run that was
+    interrupted continues in the middle of an epoch."""
+
+    def shuffled(what: str, number: int) -> bytes:
+        key = f"{seed} {epoch} {what} {number}"
+        return hashlib.blake2b(key.encode(), digest_size=8).digest()
+
+    def bucket(length: int) -> int:
+        step = 1 << max(length.bit_length() - 5, 0)
+        return length - length % step
+
+    order = sorted(range(len(lengths)), key=lambda i: (bucket(lengths[i]), shuffled("row", i)))
+    batches: list[list[int]] = []
+    longest = 0
+    for i in order:
+        longest = max(longest, lengths[i])
+        if not batches or longest * (len(batches[-1]) + 1) > tokens:
+            batches.append([])
+            longest = lengths[i]
+        batches[-1].append(i)
+    return sorted(batches, key=lambda batch: shuffled("batch", batch[0]))
+
+
+def test_the_order_of_batches_has_not_changed() -> None:
+    draw = random.Random(1)
+    for tokens in (1, 300, 4000):
+        lengths = [round(draw.lognormvariate(5, 1)) for _ in range(400)] + [0, 1, 31, 32, 33]
+        made = bucket_batches(lengths, tokens_per_batch=tokens, seed=3, epoch=2)
+        assert made == batches_by_lists(lengths, tokens, 3, 2)
+    assert bucket_batches([], tokens_per_batch=5, seed=0, epoch=0) == []
+    hashes = [hashlib.blake2b(f"k {i}".encode(), digest_size=8).digest() for i in range(99)]
+    assert permutation(99, "k") == sorted(range(99), key=lambda i: hashes[i])
+
+
+def test_what_is_split_off_has_not_changed() -> None:
+    rows = [replace(example(f"prompt {i % 70}"), id=str(i)) for i in range(80)]
+    keys = [hashlib.blake2b(f"5 prompt {i % 70}".encode()).digest() for i in range(80)]
+    order = sorted(set(keys))
+    parts = split_off(rows, ["dev", "test"], count=3, seed=5)
+    for place, name in enumerate(("dev", "test")):
+        chosen = order[3 * place : 3 * place + 3]
+        assert list(parts[name]) == [r for r, k in zip(rows, keys, strict=True) if k in chosen]
+    assert sum(map(len, parts.values())) == 80
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_ranks_get_the_same_tokens_up_to_a_row(world: int) -> None:
+    draw = random.Random(0)
+    lengths = np.array([min(900, round(draw.lognormvariate(4.5, 0.8))) + 1 for _ in range(3000)])
+    batches = Batches(lengths, tokens_per_batch=16_000, seed=0, epoch=0)
+    shares = [batches.for_rank(rank, world) for rank in range(world)]
+    for number in range(len(batches)):
+        rows = [lengths[share.batch(number)] for share in shares]
+        longest = max(part.max(initial=0) for part in rows)
+        positions = [len(part) * part.max(initial=0) for part in rows]
+        spread = longest - min(part.min(initial=longest) for part in rows)
+        assert max(positions) - min(positions) <= longest + spread * max(map(len, rows))
+    assert benchmark.imbalance(batches, lengths, world) < 1.2
+
+
+def test_a_rank_reads_only_the_rows_of_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = stored(tmp_path, [sample_of(4 + i % 3, 2, str(i)) for i in range(20)])
+    batches = Batches(samples.lengths, tokens_per_batch=24, seed=0, epoch=0)
+    taken: list[int] = []
+    original = StoredSamples.take
+    monkeypatch.setattr(
+        StoredSamples, "take", lambda self, rows: taken.extend(rows) or original(self, rows)
+    )
+    text = RankText(0, samples, batches.for_rank(1, 2))
+    ids = [sample.id for number in range(len(text)) for sample in text.batch(number)]
+    assert ids == [str(row) for row in taken]
+    assert ids == [name for number in range(len(text)) for name in text.ids(number)]
+    assert len(taken) < 20
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+
+def test_ranks_with_other_data_or_an_error_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_same([{"train": "a", "dev": "b"}] * 3)
+    for other in ({"train": "a", "dev": "c"}, {"train": "a"}):
+        with pytest.raises(UserError, match="rank 1 reads other data than rank 0 for dev"):
+            require_same([{"train": "a", "dev": "b"}, other])
+
+    ranks = Ranks(0, 2)
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, "no such file"])
+    with pytest.raises(UserError, match="rank 1: no such file"):
+        ranks.together(lambda: 1)
+
+    def fail() -> None:
+        raise UserError("rows.jsonl:3: broken")
+
+    with pytest.raises(UserError, match=r"^rows\.jsonl:3: broken"):
+        ranks.together(fail)
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, None])
+    assert ranks.together(lambda: 1) == 1
+
+
+def test_the_benchmark_reads_what_it_makes(tmp_path: Path) -> None:
+    text, samples = str(tmp_path / "text.jsonl"), str(tmp_path / "samples")
+    benchmark.make_text(text, samples, 120)
+    read, _ = read_examples(text)
+    assert isinstance(read, Examples)
+    assert len(read) == len(benchmark.open_samples(samples)) == 120
+    for lists in (True, False):
+        figures = benchmark.hold_text(text, samples, 4096, 2, lists)
+        assert figures["rows"] == 120
+        assert figures["peak_bytes"] >= figures["private_bytes"] > 0
+    assert [row["ranks"] for row in benchmark.batch_figures(samples, 3)] == [3, 3, 3]

@@ -1,0 +1,188 @@
+"""The samples of a text in Arrow files, which `datasets` maps into memory.
+
+A text of a million conversations takes gigabytes as Python lists. In these files a token takes four
+bytes and a bit, which the processes of a machine share, and only the rows of a batch become lists.
+Each part is written completely or not at all; `datasets.Dataset.from_file` reads its file too.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from decode.artifact import verify_directory, write_directory
+from decode.errors import UserError
+from train.data.chat import Sample
+
+PART = "part-"
+FILE = "samples.arrow"  # in a part
+COLUMNS = ["id", "tokens", "mask", "source"]  # the fields of a sample
+BLOCK = 512  # samples that are lists at a time
+LOST = ("too long", "no response tokens")  # why a sample cannot be trained on
+COUNTS = ("read", "kept", "truncated", *LOST)
+
+
+def fit(
+    samples: Iterable[Sample], max_length: int, on_long: Literal["truncate", "drop"] = "truncate"
+) -> tuple[list[Sample], Counter[str]]:
+    """The samples that can be trained on, and the counts of kept and dropped samples.
+
+    A sample longer than `max_length` tokens is cut from the right or dropped. A sample without a
+    response token (after the cut) is dropped: it would cost a forward pass and teach nothing.
+
+    The counts satisfy read = kept + "too long" + "no response tokens"; `truncated` samples are
+    among the kept.
+    """
+    counts = Counter(dict.fromkeys(COUNTS, 0))
+    kept = []
+    for sample in samples:
+        counts["read"] += 1
+        long = len(sample.tokens) > max_length
+        if long and on_long == "drop":
+            counts["too long"] += 1
+            continue
+        if long:
+            sample = replace(
+                sample, tokens=sample.tokens[:max_length], mask=sample.mask[:max_length]
+            )
+        if not any(sample.mask):
+            counts["no response tokens"] += 1
+            continue
+        counts["truncated"] += long
+        counts["kept"] += 1
+        kept.append(sample)
+    return kept, counts
+
+
+def require_kept(counts: Counter[str], max_length: int) -> None:
+    """Raise UserError if nothing is kept. counts: of `fit`."""
+    if not counts["kept"]:
+        lost = ", ".join(f"{reason}: {counts[reason]}" for reason in LOST if counts[reason])
+        raise UserError(
+            f"no sample to train on: {counts['read']} read, 0 kept ({lost or 'no samples'}) at a "
+            f"maximum length of {max_length} tokens. Raise the maximum length, or give rows with "
+            f"responses."
+        )
+
+
+class StoredSamples(Sequence[Sample]):
+    """The samples of a directory's parts, in order. Each is read when it is asked for.
+
+    parts: how many there must be, at least one. lengths: int32 [n], the tokens of each sample.
+    predicted: int32 [n], how many of them a loss predicts. counts: those of `fit`, over all parts.
+    Raises UserError (CorruptArtifact) with the name of a damaged part.
+    """
+
+    def __init__(self, directory: Path, parts: int) -> None:
+        import datasets  # takes a second
+
+        self.counts = Counter(dict.fromkeys(COUNTS, 0))
+        tables = []
+        for part in (sample_part(directory, number) for number in range(parts)):
+            for reason, count in verify_directory(part)["counts"].items():
+                self.counts[reason] += count
+            tables.append(datasets.Dataset.from_file(str(part / FILE)))
+        self._data = datasets.concatenate_datasets(tables)
+        numbers = self._data.select_columns(["length", "predicted"]).with_format("numpy")[:]
+        self.lengths = np.asarray(numbers["length"], np.int32)
+        self.predicted = np.asarray(numbers["predicted"], np.int32)
+        self._ids = self._data.select_columns(["id"])
+        self._data = self._data.select_columns(COLUMNS)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __iter__(self) -> Iterator[Sample]:
+        for begin in range(0, len(self), BLOCK):
+            yield from self[begin : begin + BLOCK]
+
+    @overload
+    def __getitem__(self, rows: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, rows: slice) -> list[Sample]: ...
+
+    def __getitem__(self, rows: int | slice) -> Sample | list[Sample]:
+        if isinstance(rows, slice):
+            return self.take(rows)
+        return self.take([range(len(self))[rows]])[0]
+
+    def take(self, rows: Sequence[int] | slice) -> list[Sample]:
+        """The samples with these numbers, in this order."""
+        if not isinstance(rows, slice) and not len(rows):
+            return []
+        columns = self._data[rows]
+        return [Sample(*row) for row in zip(*(columns[name] for name in COLUMNS), strict=True)]
+
+    def ids(self, rows: Sequence[int]) -> list[str]:
+        """The ids of the samples with these numbers, in this order."""
+        return list(self._ids[rows]["id"]) if len(rows) else []
+
+
+def write_samples(
+    directory: Path,
+    number: int,
+    samples: Iterable[Sample],
+    max_length: int,
+    on_long: Literal["truncate", "drop"] = "truncate",
+) -> None:
+    """Write one part: the samples that `fit` keeps, and their counts."""
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    ids, length = datasets.Sequence(datasets.Value("int32")), datasets.Value("int32")
+    mask = datasets.Sequence(datasets.Value("bool"))
+    features = datasets.Features(
+        {"id": datasets.Value("string"), "tokens": ids, "mask": mask, "source": ids}
+        | {"length": length, "predicted": length}
+    )
+    meta: dict[str, Any] = {}
+
+    def fill(path: Path) -> None:
+        counts: Counter[str] = Counter()
+        rest = iter(samples)
+        with ArrowWriter(path=str(path / FILE), features=features) as writer:
+            while block := list(islice(rest, BLOCK)):
+                kept, more = fit(block, max_length, on_long)
+                counts.update(more)
+                columns: dict[str, list[Any]] = {
+                    name: [getattr(sample, name) for sample in kept] for name in COLUMNS
+                }
+                lengths, predicted = sizes(kept)
+                writer.write_batch(columns | {"length": lengths, "predicted": predicted})
+            writer.finalize()
+        meta["counts"] = counts
+
+    write_directory(sample_part(directory, number), fill, meta=meta)
+
+
+def sample_part(directory: Path, number: int) -> Path:
+    """The directory of one part."""
+    return directory / f"{PART}{number}"
+
+
+def sizes(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [n] each: the tokens of each sample, and how many of them a loss predicts."""
+    if isinstance(samples, StoredSamples):
+        return samples.lengths, samples.predicted
+    numbers = [(len(sample.tokens), sum(sample.mask[1:])) for sample in samples]
+    lengths, predicted = np.array(numbers, np.int32).reshape(-1, 2).T
+    return lengths, predicted
+
+
+def take(samples: Sequence[Sample], rows: Sequence[int]) -> list[Sample]:
+    """The samples with these numbers, in this order."""
+    if isinstance(samples, StoredSamples):
+        return samples.take(rows)
+    return [samples[row] for row in rows]
+
+
+def sample_ids(samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
+    """The ids of the samples with these numbers, in this order."""
+    if isinstance(samples, StoredSamples):
+        return samples.ids(rows)
+    return [samples[row].id for row in rows]
