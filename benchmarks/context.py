@@ -76,7 +76,8 @@ def main(
     )
     rows: list[dict[str, Any]] = []
     for count in counts:
-        texts = [behind_notes(loaded, example, words, count) for example in asked]
+        answer = protocol.max_new_tokens
+        texts = [behind_notes(loaded, example, words, count, answer) for example in asked]
         for name in drafter or ["ngram"]:
             reporter.say(f"measuring {name} behind {count} tokens of notes")
             figures = evaluate(loaded, open_drafter(name, loaded), texts, protocol).to_dict()
@@ -107,16 +108,24 @@ def parse_lengths(text: str) -> list[int]:
     return counts
 
 
-def behind_notes(target: Target, example: Example, words: str, count: int) -> list[int]:
+def behind_notes(
+    target: Target, example: Example, words: str, count: int, answer: int = 0
+) -> list[int]:
     """The tokens of a prompt's last question behind `count` tokens of notes. words: those of the
-    notes, which are repeated if they are too few."""
+    notes, which are repeated if they are too few. The notes are shorter where the target has no
+    positions for all of them, and for an answer of `answer` tokens."""
+    behind = example
     if count:
         ids: list[int] = target.tokenizer(words, add_special_tokens=False).input_ids
         cut = target.tokenizer.decode((ids * (count // len(ids) + 1))[:count])
         content = f"My notes:\n{cut}\n\n{example.user_texts()[-1]}"
         message = {"role": "user", "content": content}
-        example = replace(example, messages=(message,), prompt=content)
-    return prompt_tokens(example, target.tokenizer)
+        behind = replace(example, messages=(message,), prompt=content)
+    tokens = prompt_tokens(behind, target.tokenizer)
+    over = len(tokens) + answer - target.max_positions
+    if over <= 0 or not count:
+        return tokens
+    return behind_notes(target, example, words, max(count - over, 0), answer)
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:

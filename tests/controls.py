@@ -17,6 +17,7 @@ from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.sparse import SparseDrafter
 from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling
 from tests.lossless import LONGER, PENALISED, SHALLOW, SHORT, Case, decode, merged, model, small_lm
@@ -27,6 +28,7 @@ from tests.mutants import (
     FirstReject,
     JudgedAsDistinct,
     LenientCascade,
+    NeverCopied,
     NotRenormalised,
     NotRestricted,
     SharedCascade,
@@ -231,6 +233,14 @@ CONTROLS = [
         lambda: StaleCache(LONGER.model(0.0)),
         lambda: SmallLMDrafter(LONGER.model(0.0)),
         "drafter's cache stale after full acceptance",
+        SHALLOW,
+        1_000,
+    ),
+    _of_drafter(
+        OfDrafting,
+        lambda: NeverCopied(budget=140),
+        lambda: SparseDrafter(budget=140),
+        "a part of the cache without the newest tokens",
         SHALLOW,
         1_000,
     ),

@@ -14,6 +14,7 @@ from torch import Tensor
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.sparse import SparseDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
@@ -190,6 +191,13 @@ class StaleCache(SmallLMDrafter):
         draft = super().draft(contexts, limits, sampling, rng)
         self._cached = self._cached + (limits.depths > 0)
         return draft
+
+
+class NeverCopied(SparseDrafter):
+    """Lacks the keys and values of the tokens that the target read since the last choice."""
+
+    def _copy(self, target: CachedLM, tokens: np.ndarray) -> None:
+        return None
 
 
 @contextmanager

@@ -95,6 +95,8 @@ def test_notes_before_a_prompt_have_the_length_that_is_asked_for():
     )
     assert abs(len(behind) - len(alone) - 60) < 12  # "My notes:" is text too
     assert "Why?" in target.tokenizer.decode(behind)
+    most = context.behind_notes(target, asked, "one two three ", 9000, answer=48)
+    assert target.max_positions - 48 - 12 <= len(most) <= target.max_positions - 48
     assert context.parse_lengths("0,20") == [0, 20]
     with pytest.raises(UserError, match="numbers of tokens"):
         context.parse_lengths("0,few")

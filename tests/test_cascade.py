@@ -449,7 +449,7 @@ def test_combinations_are_opened_by_name(tmp_path: Path) -> None:
     assert routed.classify(np.array(ids)) == 1
     for spec, message in (
         ("vertical:inner=ngram", "needs the option model"),
-        ("vertical:model=ngram", "expected a small language model"),
+        ("vertical:model=ngram", "expected a small language model, or sparse"),
         (f"vertical:model={small},gama=3", r"no option 'gama'.*gamma"),
         (f"routed:{named},examples=[]", "0 examples for 2 drafters"),
         (f'routed:{named},examples=["{tmp_path}/none","{tmp_path}/two"]', "cannot be read"),

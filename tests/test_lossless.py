@@ -21,6 +21,7 @@ from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.sparse import SparseDrafter
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import CounterRNG, draw
@@ -48,6 +49,12 @@ from tests.other_tokenizers import shared_small_lm, text_small_lm
 from tests.tiny import verify
 
 ROWS = 500_000
+
+
+def few_slots() -> SparseDrafter:
+    """The target over so few of its keys and values that it is often wrong."""
+    return SparseDrafter(sinks=1, recent=1, chunk=1, budget=3, every=2)
+
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "drawn chain": small_lm,
@@ -113,6 +120,11 @@ LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "distinct": lambda case: small_lm("distinct", case),
     "self-drafted chain": lambda case: SkipDrafter(attention=1),
     "self-drafted tree": lambda case: SkipDrafter(mlp="0").with_shape(Pairs("distinct")),
+    "chain over a part of the text": lambda case: few_slots(),
+    "tree over a part of the text": lambda case: few_slots().with_shape(Pairs("distinct")),
+    "vertical over a part of the text": lambda case: VerticalCascade(
+        few_slots(), small_lm(case=case), gamma=2
+    ),
     "shared tokens": shared_small_lm,
     "text": text_small_lm,
     "pairs of shared tokens": lambda case: shared_small_lm(case).with_shape(Pairs("distinct")),
@@ -146,6 +158,9 @@ CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED}
         ("speculative", "drawn chain", "plain", 20_000),
         ("speculative", "self-drafted chain", "plain", 20_000),
         ("traversal", "self-drafted tree", "plain", 12_000),
+        ("speculative", "chain over a part of the text", "plain", 20_000),
+        ("traversal", "tree over a part of the text", "plain", 12_000),
+        ("block", "vertical over a part of the text", "plain", 20_000),
         ("speculative", "lookup or model", "plain", 20_000),
         ("speculative", "vertical", "plain", 20_000),
         ("speculative", "vertical in blocks", "plain", 20_000),

@@ -170,7 +170,13 @@ class NoDrafter(Drafter):
         return Draft.none(len(contexts.lengths), "cpu")
 
 
-from decode.drafters import pard, skip, small_lm, swift  # noqa: E402, F401  (each registers itself)
+from decode.drafters import (  # noqa: E402, F401  (each registers itself)
+    pard,
+    skip,
+    small_lm,
+    sparse,
+    swift,
+)
 from decode.drafters.lookup import (  # noqa: E402
     lookahead,  # noqa: F401
     max_gram,  # noqa: F401

@@ -60,7 +60,7 @@ class SelfDrafter(ShapedDrafter):
     ) -> Growth:
         """The object that predicts the next tokens after the text and after each node. max_depth:
         the max depth of the draft."""
-        return _SelfGrowth(view, contexts, sampling)
+        return SelfGrowth(view, contexts, sampling)
 
     def use(self, skipped: Sublayers) -> None:
         """Draft without these sublayers from now on."""
@@ -90,11 +90,11 @@ class SelfDrafter(ShapedDrafter):
             return self.shape.grow(growth, limits, sampling, rng)
 
 
-class _SelfGrowth(CachedGrowth):
-    """Feeds the last token of the text, and then the nodes, to a view of the target."""
+class SelfGrowth(CachedGrowth):
+    """Feeds the last token of the text, and then the nodes, to a form of the target."""
 
-    def __init__(self, view: LayerView, contexts: Contexts, sampling: Sampling) -> None:
-        super().__init__(view, contexts.lengths, contexts, sampling, view.vocab_size)
+    def __init__(self, lm: CachedLM, contexts: Contexts, sampling: Sampling) -> None:
+        super().__init__(lm, contexts.lengths, contexts, sampling, lm.vocab_size)
 
     def _first(self) -> Tensor:
         start = self.lengths - 1

@@ -14,7 +14,7 @@ from decode.device import to_device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import load_vocabulary
-from decode.drafters.trained import ShapedDrafter, take_weights
+from decode.drafters.trained import VerifyingDrafter, take_weights
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM, require_trees
@@ -30,7 +30,7 @@ CATCH_UP = 8
 
 
 @DRAFTERS.register("small_lm")
-class SmallLMDrafter(ShapedDrafter):
+class SmallLMDrafter(VerifyingDrafter):
     """Draws tokens from `model` with the given sampling parameters, in any shape.
 
     Its cache always holds a prefix of the text it reads. The missing tokens go into the next
@@ -85,6 +85,10 @@ class SmallLMDrafter(ShapedDrafter):
         # The last chain, its tokens that are in the cache, [B, n], and the lengths before them.
         self._fed: tuple[Draft, Tensor, np.ndarray] | None = None
         self._warned = False  # about a text that is longer than its context
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm.device
 
     @property
     def rewinds(self) -> bool:

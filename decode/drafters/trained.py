@@ -1,11 +1,13 @@
 """The base of trained drafters: they draft in any shape, and take new weights while they serve."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from decode.draft import Contexts, Siblings
+from decode.draft import Contexts, Draft, Siblings
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.sampling import Sampling
@@ -45,6 +47,25 @@ class ShapedDrafter(Drafter):
 
     def describe_drafts(self, max_depth: int | None = None) -> str:
         return self.shape.describe(max_depth)
+
+
+class VerifyingDrafter(ShapedDrafter):
+    """A drafter whose model can verify the drafts of another one: the middle of a cascade."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where its logits are."""
+
+    @abstractmethod
+    def make_room(self, contexts: Contexts, depths: np.ndarray) -> np.ndarray:
+        """int [B]: how deep each row can be drafted now, at most `depths`, int [B]. Comes once
+        before the `verify` calls of one draft."""
+
+    @abstractmethod
+    def verify(self, contexts: Contexts, draft: Draft, drafting: np.ndarray) -> Tensor:
+        """The logits after each text and after each node of a chain, [B, N+1, V]. drafting: bool
+        [B], the rows whose logits are read. `rewind` takes back what is not accepted."""
 
 
 class ParallelGrowth(Growth):

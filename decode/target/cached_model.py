@@ -3,8 +3,9 @@
 Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -128,9 +129,11 @@ class CachedLM:
     pass_tokens: see `read`.
     trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.
     credit: the most draft tokens of a row that it takes now.
+    watch: called with the number of each layer, and with what `AttentionMask` calls its watch with.
     """
 
     credit: int = 1 << 30
+    watch: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
     sources: Sources | None = None
     states: RecurrentStates | None = None
 
@@ -323,9 +326,7 @@ class CachedLM:
             base_B1 = first_B1 + (n - ancestors_BNM.shape[2])
         if depth_BN is None:
             depth_BN = torch.arange(n, device=self.device)[None, :]
-        # Only padding can be past the last position. It must not index past the end of a learned
-        # table.
-        positions = (base_B1 + depth_BN).clamp(max=self.max_positions - 1)
+        positions = self.positions(base_B1, depth_BN)
         with ExitStack() as contexts:
             if self.sources is not None:
                 at = self._positions(positions, base_B1, ancestors_BNM)
@@ -339,6 +340,12 @@ class CachedLM:
                 self.captured_layers,
             )
         return result
+
+    def positions(self, base_B1: Tensor, depth_BN: Tensor) -> Tensor:
+        """int64 [B, n]: the positions of fed tokens that are so far behind the slots `base_B1`."""
+        # Only padding can be past the last position. It must not index past the end of a learned
+        # table.
+        return (base_B1 + depth_BN).clamp(max=self.max_positions - 1)
 
     def _positions(
         self, positions_BN: Tensor, base_B1: Tensor, ancestors_BNM: Tensor | None
@@ -416,10 +423,15 @@ class CachedLM:
         slots = self.slots
         # Elsewhere than on a CPU, kernels promise no equal bits.
         chain = ancestors_BNM is None and n <= LONGEST_CHAIN and not slots.static
-        masks = {}
-        for window in set(self._windows):
-            visible = slots.mask(base_B1, n, ancestors_BNM, window)
-            masks[window] = AttentionMask(visible, self.model.dtype, chain=chain)
+        dtype, windows = self.model.dtype, set(self._windows)
+        visible = {window: slots.mask(base_B1, n, ancestors_BNM, window) for window in windows}
+        if self.watch is not None:
+            watches = [partial(self.watch, number) for number in range(len(self._windows))]
+            return [
+                AttentionMask(visible[window], dtype, chain=chain, watch=watch)
+                for window, watch in zip(self._windows, watches, strict=True)
+            ]
+        masks = {window: AttentionMask(visible[window], dtype, chain=chain) for window in windows}
         return [masks[window] for window in self._windows]
 
     @property

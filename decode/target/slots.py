@@ -372,6 +372,14 @@ class Slots:
             layer.is_initialized = True
         self._look_up(self._fed.start, self._fed.stop)
 
+    def copy_from(self, other: "Slots", source_BN: np.ndarray, target_BN: np.ndarray) -> None:
+        """Copy slots of other slots with the same rows and layers: of row b, slot source_BN[b, i]
+        goes to slot target_BN[b, i] here, int [B, N] each. All layers have been written before."""
+        rows_B1 = torch.arange(len(source_BN), device=self.device)[:, None]
+        source, target = (to_device(x, self.device) for x in (source_BN, target_BN))
+        for store, from_ in zip(self._stores, other._stores, strict=True):
+            store.write(rows_B1, target, from_.copy(rows_B1, source))
+
     @contextmanager
     def restored(self, start: np.ndarray, n: int) -> Iterator[None]:
         """After this context, the n slots of each row from `start` on, int [B], are as before it.

@@ -14,7 +14,7 @@ from decode.device import to_device
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.drafters.several.combined import Group, common_device, joined_q
-from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.trained import VerifyingDrafter
 from decode.errors import UserError
 from decode.rules import RULES, Rule, used_rule
 from decode.sampling import CounterRNG, Sampling
@@ -57,18 +57,19 @@ def require_rewind(drafter: Drafter, place: str) -> None:
 
 
 class VerticalCascade(Group):
-    """A small language model that drafts by speculative decoding: `inner` drafts for it, and it
-    verifies several tokens in one pass (2312.11462, section 3; staged speculation, 2308.04623).
+    """A model that drafts by speculative decoding: `inner` drafts for it, and it verifies several
+    tokens in one pass (2312.11462, section 3; staged speculation, 2308.04623).
 
     The inner rule is lossless for the distribution m that the model draws from (under the drafts'
     sampling parameters). So each token of the draft has the law m, given the tokens before it and
     given that it was drafted at all. q = m therefore holds at every place, also where the inner
     rule replaced a token.
 
-    model: it always drafts chains. inner: any drafter of chains that reads tokens only, also
-    another cascade. gamma: the max depth of its drafts. rule: the inner rule, by name or as an
-    object. rounds: the most passes of the model per draft, which then ends where that pass ended;
-    None: as many as the draft's depth needs. Where the target's rule couples random numbers
+    model: a small language model, or the target over a part of its keys and values (`sparse`;
+    TriForce, 2404.11912). It always drafts chains. inner: any drafter of chains that reads tokens
+    only, also another cascade. gamma: the max depth of its drafts. rule: the inner rule, by name or
+    as an object. rounds: the most passes of the model per draft, which then ends where that pass
+    ended; None: as many as the draft's depth needs. Where the target's rule couples random numbers
     (`coupled`), the inner rule does too, whatever its name.
 
     An inner rule that is lossy has no q that could be computed. It is refused unless drafts are
@@ -83,7 +84,7 @@ class VerticalCascade(Group):
 
     def __init__(
         self,
-        model: SmallLMDrafter,
+        model: VerifyingDrafter,
         inner: Drafter,
         *,
         gamma: int = 4,
@@ -115,7 +116,7 @@ class VerticalCascade(Group):
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
-        before, device = contexts.lengths, self.model.lm.device
+        before, device = contexts.lengths, self.model.device
         sizes = self.model.make_room(contexts, limits.depths)
         width = int(sizes.max(initial=0))
         if not width:
@@ -123,7 +124,9 @@ class VerticalCascade(Group):
         texts = replace(contexts, tokens=contexts.tokens.copy())
         rule = RULES["coupled"]() if rng.couples else used_rule(self.rule, sampling)
         drawn = not sampling.greedy and not rng.couples
-        q = torch.zeros(len(before), width, self.model.vocab_size, device=device) if drawn else None
+        size = self.model.vocab_size
+        assert size is not None, "attach() comes before draft()"
+        q = torch.zeros(len(before), width, size, device=device) if drawn else None
         for index in range(self.rounds or width):
             room, offset = before + sizes - texts.lengths, texts.lengths - before
             if not (room > 0).any():
@@ -161,7 +164,7 @@ class VerticalCascade(Group):
         depths = np.clip(room - 1, 0, self.gamma)
         inner_noise = noise.coupled() if rule.couples else noise
         draft = self.inner.draft(texts, Limits(depths.copy()), sampling, inner_noise)
-        draft = draft.to(self.model.lm.device)
+        draft = draft.to(self.model.device)
         draft.limit_depth(depths)
         scores = Scores(self.model.verify(texts, draft, drafting), sampling, draft, texts)
         done = Verification.of(draft, scores, rule.decide(draft, scores, noise))

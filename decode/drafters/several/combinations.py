@@ -12,7 +12,7 @@ from decode.drafters import Drafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter, TokenProfiles
-from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.trained import VerifyingDrafter
 from decode.errors import UserError
 from decode.registry import Registry
 from decode.target.loading import Target
@@ -46,10 +46,10 @@ class Vertical(Combination):
 
     def open(self, opened: Opening, target: Target) -> Drafter:
         model = opened(self.model)
-        if not isinstance(model, SmallLMDrafter):
+        if not isinstance(model, VerifyingDrafter):
             raise UserError(
                 f"the model of a vertical cascade is {self.model}, a {type(model).__name__}; "
-                "expected a small language model"
+                "expected a small language model, or sparse"
             )
         inner = opened(self.inner)
         return VerticalCascade(model, inner, gamma=self.gamma, rule=self.rule, rounds=self.rounds)

@@ -38,6 +38,9 @@ LONGEST_CHAIN = 32
 # The kernel multiplies this many rows of a query at once. More rows go through other sums.
 QUERY_ROWS = 32
 
+# Gets the queries [B, N, n, D] of a layer, keys and values [B, K, S, D], and the scale of scores.
+Watch = Callable[[Tensor, Tensor, Tensor, float], None]
+
 # Maps queries [B, N, n, D] and the same tokens' keys and values [B, K, n, D] to [B, N, n, D].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -86,11 +89,19 @@ class AttentionMask:
 
     visible: bool [B, 1, n, S], or an additive mask of that shape, or None for plain causal
     attention among the n tokens. chain: a token's result has the same bits for any number of tokens
-    fed with it. This holds for 16-bit weights, and keys padded to a multiple of `SLOT_STEP`.
+    fed with it. This holds for 16-bit weights, and keys padded to a multiple of `SLOT_STEP`. watch:
+    called before each attention under this mask.
     """
 
-    def __init__(self, visible: Tensor | None, dtype: torch.dtype, *, chain: bool = False) -> None:
-        self.visible, self.chain = visible, chain
+    def __init__(
+        self,
+        visible: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        chain: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
+        self.visible, self.chain, self.watch = visible, chain, watch
         if visible is not None and visible.dtype == torch.bool:
             blocked = torch.finfo(dtype).min
             hidden = visible.logical_not()
@@ -106,6 +117,8 @@ class AttentionMask:
 
         softcap: scores are softcap · tanh(scores / softcap).
         """
+        if self.watch is not None:
+            self.watch(query, key, value, scale)
         mask, group, fed = self.additive, query.shape[1] // key.shape[1], query.shape[2]
         if softcap is not None:
             return self._capped(query, key, value, scale, softcap)

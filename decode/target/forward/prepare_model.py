@@ -226,6 +226,19 @@ def replace_attention(model: PreTrainedModel) -> bool:
     return True
 
 
+def watchable_forward(forward: Forward) -> Forward | None:
+    """A forward of the same model whose attention calls the watches of masks (`AttentionMask`), on
+    the same weights. None if the model does not call attention by name, or is wrapped."""
+    if forward.has_our_attention:
+        return forward
+    assert isinstance(forward, TransformersForward)
+    packed = any(isinstance(module, Packed) for module in forward.model.modules())
+    if packed or is_hooked(forward.model):  # packed: it was not given our attention for a reason
+        return None
+    model = _sharing_copy(forward.model)
+    return TransformersForward(model) if replace_attention(model) else None
+
+
 @torch.no_grad()
 def lean_forward(model: PreTrainedModel, *, packed: bool | None = None) -> LeanForward | None:
     """The lean forward of a model, or None if it would compute something else.

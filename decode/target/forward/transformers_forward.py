@@ -29,18 +29,19 @@ ATTENTION = "draftsmith"
 # Arguments that some models pass in addition to the mask; `attention_forward` does not take them.
 LEFT_TO_TRANSFORMERS = ("position_bias", "softcap", "s_aux", "cache")
 
-_chain: ContextVar[bool] = ContextVar("chain", default=False)
+# The mask of each layer in the pass that runs.
+_masks: ContextVar[Sequence[AttentionMask]] = ContextVar("masks", default=())
 
 
 @contextmanager
-def chain_attention() -> Iterator[None]:
-    """Inside this context, `attention_forward` computes the attention of a chain: see
-    `AttentionMask`."""
-    token = _chain.set(True)
+def attention_under(masks: Sequence[AttentionMask]) -> Iterator[None]:
+    """Inside this context, `attention_forward` computes chains and calls watches as these masks do,
+    one per layer: see `AttentionMask`."""
+    token = _masks.set(masks)
     try:
         yield
     finally:
-        _chain.reset(token)
+        _masks.reset(token)
 
 
 def attention_forward(
@@ -57,13 +58,18 @@ def attention_forward(
     functions: query [B, N, n, D], key and value [B, K, S, D], an additive mask [B, 1, n, S] or
     None; returns [B, n, N, D]. Cases that it does not support (no mask, a mask per head, a position
     bias) go to the function of transformers."""
+    masks, scale = _masks.get(), query.shape[3] ** -0.5 if scaling is None else scaling
+    if masks and masks[0].watch is not None:
+        number: Any = module.layer_idx
+        watch = masks[number].watch
+        assert watch is not None  # all layers have one
+        watch(query, key, value, scale)
     unsupported = any(kwargs.get(name) is not None for name in LEFT_TO_TRANSFORMERS)
     if attention_mask is None or attention_mask.shape[1] != 1 or unsupported:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    mask = AttentionMask(attention_mask, query.dtype, chain=_chain.get())
+    mask = AttentionMask(attention_mask, query.dtype, chain=bool(masks) and masks[0].chain)
     return mask.attend(query, key, value, scale).transpose(1, 2), None
 
 
@@ -96,13 +102,13 @@ class TransformersForward(nn.Module):
         captured_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
         """See `LeanForward.forward`."""
+        attention = attention_under(masks)
         if self.layers is not None:
             masks = [masks[number] for number in self.layers]
         recording: AbstractContextManager[Mapping[int, Tensor]] = nullcontext({})
         if captured_layers:
             recording = self._recorder(tuple(captured_layers)).recording()
-        chain = chain_attention() if masks[0].chain else nullcontext()
-        with chain, recording as features, self._restricted_output(columns, ids.shape[1]):
+        with attention, recording as features, self._restricted_output(columns, ids.shape[1]):
             logits = self._logits(ids, positions, masks, slots)
         # `_restricted_output` does nothing for a model without an accessible output layer.
         if columns is not None and logits.shape[1] != columns.shape[1]:
@@ -142,10 +148,11 @@ class TransformersForward(nn.Module):
             return form | dict.fromkeys(recurrent)
         if all(mask.visible is None for mask in masks):
             return None
-        different = {id(mask): self._form(mask, ids) for mask in masks}
+        different = {id(mask.visible): self._form(mask, ids) for mask in masks}
         if len(different) == 1:
-            return different[id(masks[0])]
-        return {kind: different[id(mask)] for kind, mask in zip(kinds, masks, strict=True)}
+            return different[id(masks[0].visible)]
+        forms = [different[id(mask.visible)] for mask in masks]
+        return dict(zip(kinds, forms, strict=True))
 
     def _form(self, mask: AttentionMask, ids: Tensor) -> Tensor | None:
         """The mask as the model's attention takes it."""
