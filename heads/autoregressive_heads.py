@@ -2,9 +2,9 @@
 
 One step reads a hidden state and the embedding of the next token. It returns the next hidden state,
 which predicts the token after that. The first state comes from the target, the later ones from the
-drafter. Steps attend to the whole text. In the decode loop the drafter keeps its own key-value
-cache. Entries of committed tokens are computed from the target's features, entries of draft tokens
-from the drafter's states. The drafter's states are dropped after each draft.
+drafter. Steps attend to the text, or to a window of it. In the decode loop the drafter keeps its
+own key-value cache. Entries of committed tokens are computed from the target's features, entries of
+draft tokens from the drafter's states. The drafter's states are dropped after each draft.
 
 Shapes: B rows, n tokens, T tokens of a text, F features of a token, H hidden size.
 """
@@ -22,10 +22,9 @@ from decode.device import to_device
 from decode.draft import Contexts
 from decode.sampling import Sampling
 from decode.trees import Growth
-from heads.heads_drafter import AttendingDrafter, AttendingHeads
+from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import (
     HeadBatch,
-    HeadOptions,
     Prediction,
     TokenHeads,
     shift_left,
@@ -35,7 +34,7 @@ from heads.layers.llama_layer import Attend, LayerSettings, Rotary, layer_config
 from heads.layers.unrolled_attention import UnrolledAttention
 
 
-class AutoregressiveOptions(HeadOptions):
+class AutoregressiveOptions(AttendingOptions):
     """Options of all autoregressive heads."""
 
     layer: LayerSettings | None = None
@@ -106,7 +105,7 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
             self.dtype
         )
         states = self.fuse(self.with_noise(features))
-        attention = UnrolledAttention()
+        attention = UnrolledAttention(self.window)
         positions = torch.arange(states.shape[1], device=states.device)[None]
         for depth in range(1, max(depths) + 1):
             tokens = shift_left(batch.input_ids, depth)

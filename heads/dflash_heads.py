@@ -31,14 +31,14 @@ from decode.target.forward.lean_forward import Attend
 from decode.target.loading import Target
 from decode.trees import Growth
 from distill.parallel_distillation import draws
-from heads.heads_drafter import AttendingDrafter, AttendingHeads
+from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
 from heads.layers.block_layer import BlockLayer, BlockMask, draw_anchors
 from heads.layers.llama_layer import LayerSettings, Rotary, layer_config
 from heads.layers.target_layers import copy_norm, require_layers
 
 
-class DFlashOptions(HeadOptions):
+class DFlashOptions(AttendingOptions):
     """Options of DFlash heads (2602.06036)."""
 
     type: Literal["dflash"] = "dflash"
@@ -64,7 +64,12 @@ class DFlashOptions(HeadOptions):
     """Settings of the layers that differ from the target's, as imports set them. None: the
     target's."""
 
+    @property
+    def longest_draft(self) -> int:
+        return self.block
+
     def for_target(self, target: Target) -> Self:
+        self.require_window()
         taps = self.taps or even_taps(self.layers, _layer_count(target.model))
         require_layers("taps", taps, _layer_count(target.model))
         return self.model_copy(update={"mask_token": mask_token(self, target), "taps": taps})
@@ -231,7 +236,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         anchors = on_host.to(device)
         features = torch.cat([batch.features[layer] for layer in self.captured_layers], -1)
         context = self.fuse(features.to(self.dtype)).to(self.dtype)
-        mask = BlockMask(on_host, self.options.block, length, device, self.dtype)
+        mask = BlockMask(on_host, self.options.block, length, device, self.dtype, self.window)
         positions = torch.arange(length, device=device)[None]
         attends = [mask.attention(*layer) for layer in self.context(context, positions)]
         first = batch.input_ids.gather(1, anchors)
@@ -285,7 +290,9 @@ class DFlashDrafter(AttendingDrafter):
         positions = to_device(anchors, device)[:, None]
         last = to_device(np.take_along_axis(contexts.tokens, anchors[:, None], 1), device)
         block = torch.ones(1, size, size, dtype=torch.bool, device=device)
-        attends = self.attentions(anchors, size, ancestors=block)
+        attends = self.attentions(
+            anchors, size, ancestors=block, depths=torch.arange(size, device=device)[None]
+        )
         states = self.heads.block_states(last, positions, attends)
         return states[:, 0, :max_depth], last[:, 0]
 

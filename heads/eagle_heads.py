@@ -44,6 +44,10 @@ class Eagle1Options(AutoregressiveOptions):
     bias: bool = False
     """A bias in `fc`. vLLM reads no drafter with one; SGLang reads only those."""
 
+    @property
+    def longest_draft(self) -> int:
+        return self.depth
+
 
 @HEADS.register("eagle1")
 class Eagle1Heads(AutoregressiveHeads):
@@ -141,6 +145,10 @@ class Eagle3Options(AutoregressiveOptions):
     captured_layers: list[int] | None = Field(None, min_length=1)
     """The layers of the target whose outputs are read, counted from 0. None: the outputs of 1,
     n // 2 − 1 and n − 4, which engines read by default."""
+
+    @property
+    def longest_draft(self) -> int:
+        return self.steps
 
 
 def auxiliary_layers(layers: int) -> tuple[int, int, int]:

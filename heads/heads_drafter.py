@@ -6,6 +6,7 @@ text; a key-value cache makes it cheap.
 Shapes: B rows, n tokens, m missing cache entries, F features of a token, H hidden size.
 """
 
+import copy
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from decode.device import to_device
@@ -24,11 +26,12 @@ from decode.sampling import CounterRNG, Sampling
 from decode.target.forward.lean_forward import AttentionMask, SlotAttention
 from decode.target.hidden_states import Features
 from decode.target.loading import DTYPES, Target
+from decode.target.sliding_window import SlidingWindow
 from decode.target.slots import Slots
 from decode.trees import Growth, Shape
 from decode.verification import Verification
 from heads.heads_directory import load_heads
-from heads.heads_module import Heads
+from heads.heads_module import HeadOptions, Heads
 
 
 class HeadsDrafter(ShapedDrafter):
@@ -138,15 +141,52 @@ def _of_rows(new: Tensor, old: Tensor, first: int) -> Tensor:
     return torch.cat([before, missing, new])
 
 
-class AttendingHeads(Heads):
-    """Heads with layers that attend to the whole text. A subclass defines their input in `fuse`.
+class AttendingOptions(HeadOptions):
+    """Options of heads with layers that attend to the text."""
 
-    attending_layers: how many of them have keys and values. spare_slots: the slots that a draft
-    uses after the room for the text.
+    window: int | None = Field(None, ge=1)
+    """The number of tokens that the heads' layers see, in training and in drafts: the last ones,
+    the token itself included. At least the length of a draft. None: all of the text."""
+    sinks: int = Field(0, ge=0)
+    """With `window`, the first tokens of the text that they see besides (2309.17453)."""
+
+    @property
+    def longest_draft(self) -> int:
+        """The least window: a draft must see itself."""
+        return 1
+
+    def for_target(self, target: Target) -> Self:
+        self.require_window()
+        return self
+
+    def require_window(self) -> None:
+        """Raise UserError for a window that does not hold a draft, or sinks without a window."""
+        if self.window is None and self.sinks:
+            raise UserError(f"sinks is {self.sinks}, but there is no window; set window")
+        if self.window is not None and self.window < self.longest_draft:
+            raise UserError(
+                f"a window of {self.window} tokens is shorter than the longest draft of these "
+                f"{self.type} heads; expected at least {self.longest_draft}"
+            )
+
+
+class AttendingHeads(Heads):
+    """Heads with layers that attend to the text. A subclass defines their input in `fuse`.
+
+    attending_layers: how many of them have keys and values. stacked_layers: how many of them read
+    the output of the one below at each token of the text. spare_slots: the slots that a draft uses
+    after the room for the text.
     """
 
     attending_layers: int = 1
+    stacked_layers: int = 1
     spare_slots: int = 0
+
+    @property
+    def window(self) -> SlidingWindow | None:
+        """What the layers see of the text. None: all of it."""
+        options = self.options
+        return None if options.window is None else SlidingWindow(options.window, options.sinks)
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., H]: the layer's first input states, computed from the features [..., F]."""
@@ -161,6 +201,9 @@ class AttendingDrafter(HeadsDrafter):
     of the last token do not exist yet. `read` stores features at once. Missing entries are computed
     only before a draft, also after rounds in which another drafter drafted. The draft itself uses
     the slots after the last entry. The entries of the next round overwrite them.
+
+    With a window, a layer gets only the slots inside of it, and the sinks. Entries that no later
+    one depends on are never computed.
     """
 
     decoder_only = True
@@ -201,6 +244,13 @@ class AttendingDrafter(HeadsDrafter):
         self.stored_features[first:] += features.counts
         self._has_features = self.stored_features > 0
 
+    def with_window(self, window: SlidingWindow) -> Self:
+        heads = copy.copy(self.heads)  # shares all weights
+        changes = {"window": window.size, "sinks": window.sinks}
+        heads.options = self.heads.options.model_copy(update=changes)
+        heads.options.require_window()
+        return type(self)(heads, self.vocab_size, self.shape)
+
     @abstractmethod
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
         """[B, m, H]: the layer's output for the entries `columns`, int [B, m].
@@ -234,6 +284,26 @@ class AttendingDrafter(HeadsDrafter):
         compute some entries again. This writes the same keys and values and keeps the batch
         rectangular.
         """
+        self.skip_unseen(contexts, entries, since)
+        return self._compute(contexts, entries, since)
+
+    def skip_unseen(self, contexts: Contexts, entries: np.ndarray, since: int = 0) -> None:
+        """Count entries as cached that no entry from `entries`, int [B], on depends on, for the
+        rows from `since` on. Computes the sinks before that."""
+        window = self.heads.window
+        if window is None:
+            return
+        cached = self.cached_entries[since:]
+        needed = entries[since:] - 1 - self.heads.stacked_layers * (window.size - 1)
+        skipping = needed > cached
+        if (skipping & (cached < window.sinks)).any():
+            self._compute(contexts, np.minimum(entries, window.sinks), since)
+        self.cached_entries[since:] = np.maximum(self.cached_entries[since:], needed)
+
+    def _compute(
+        self, contexts: Contexts, entries: np.ndarray, since: int
+    ) -> tuple[Tensor, np.ndarray]:
+        """See `_fill_cache`."""
         columns, states = self.take_missing(entries, since)
         first = columns[:, 0] if columns.shape[1] else entries[since:]
         if not columns.shape[1]:
@@ -267,17 +337,20 @@ class AttendingDrafter(HeadsDrafter):
         count: int,
         root: np.ndarray | None = None,
         ancestors: Tensor | None = None,
+        depths: Tensor | None = None,
     ) -> list[SlotAttention]:
         """Attention for `count` tokens of each row, in each layer.
 
         Their keys and values go to consecutive slots from `start`, int [B]. For the nodes of a
-        tree, root is the slot of its first node, int [B], and ancestors tells which nodes each node
-        may see (see `Slots.mask`).
+        tree, root is the slot of its first node, int [B], ancestors tells which nodes each node
+        may see, and depths where it is (see `Slots.mask`).
         """
-        self.slots.place(start, count)
+        window = self.heads.window
+        self.slots.place(start, count, window, root)
         first_slot = start if root is None else root
         first_B1 = to_device(first_slot, self.states.device)[:, None]
-        mask = AttentionMask(self.slots.mask(first_B1, count, ancestors), self.states.dtype)
+        visible = self.slots.mask(first_B1, count, ancestors, window, depths)
+        mask = AttentionMask(visible, self.states.dtype)
         return [SlotAttention(layer, mask) for layer in self.slots.layers]
 
     def keep_rows(self, rows: Tensor) -> None:

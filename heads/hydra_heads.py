@@ -7,6 +7,7 @@ D heads.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -22,7 +23,7 @@ from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.sampling import Sampling
 from decode.trees import Growth
-from heads.heads_drafter import AttendingDrafter, AttendingHeads, HeadsDrafter
+from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions, HeadsDrafter
 from heads.heads_module import (
     HEADS,
     HeadBatch,
@@ -182,7 +183,7 @@ class HydraGrowth(Growth):
         return self.heads.output.at(tokens.shape[1], states)
 
 
-class HydraPlusOptions(HydraOptions):
+class HydraPlusOptions(HydraOptions, AttendingOptions):
     """Options of Hydra++ heads (2402.05109). The paper trains them on the target's distribution:
     set the stage's `losses` to `forward_kl: 1`."""
 
@@ -240,7 +241,8 @@ class HydraPlusHeads(HydraHeads, AttendingHeads):
 
     def input_states(self, features: Tensor) -> Tensor:
         positions = torch.arange(features.shape[1], device=features.device)[None]
-        return self.recomputed(self.prefix, features.to(self.dtype), positions, causal_attention)
+        attend = partial(causal_attention, window=self.window)
+        return self.recomputed(self.prefix, features.to(self.dtype), positions, attend)
 
 
 @DRAFTERS.register("hydra_plus")

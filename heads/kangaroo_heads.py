@@ -7,6 +7,7 @@ Shapes: B rows, n tokens fed, T tokens of a text, H hidden size, V' draft vocabu
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal, Self
 
 import numpy as np
@@ -26,11 +27,10 @@ from decode.target.forward.sublayers import Sublayers
 from decode.target.layer_kinds import require_no_states
 from decode.target.loading import Target
 from decode.trees import Growth
-from heads.heads_drafter import AttendingDrafter, AttendingHeads
+from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import (
     HEADS,
     HeadBatch,
-    HeadOptions,
     Prediction,
     shift_left,
     trained_positions,
@@ -40,7 +40,7 @@ from heads.layers.target_layers import copy_norm
 from heads.layers.unrolled_attention import causal_attention
 
 
-class KangarooOptions(HeadOptions):
+class KangarooOptions(AttendingOptions):
     """Options of Kangaroo's adapter (2404.18911). The paper trains it on the target's distribution:
     set the stage's `losses` to `forward_kl: 1`."""
 
@@ -54,9 +54,13 @@ class KangarooOptions(HeadOptions):
     """The max depth of a draft, also used to evaluate on dev text. Training uses one step, because
     all steps are alike."""
 
+    @property
+    def longest_draft(self) -> int:
+        return self.depth
+
     def for_target(self, target: Target) -> Self:
         require_no_states(target.model)
-        return self
+        return super().for_target(target)
 
 
 class Adapter(nn.Module):
@@ -128,7 +132,7 @@ class KangarooHeads(AttendingHeads):
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         exits = batch.features[self.captured_layers[0]].to(self.dtype)
         positions = torch.arange(exits.shape[1], device=exits.device)[None]
-        states = self.adapter(exits, positions, causal_attention)
+        states = self.adapter(exits, positions, partial(causal_attention, window=self.window))
         for depth in depths:
             trained = trained_positions(batch.loss_mask, depth)
             yield Prediction(depth, trained, shift_left(states, depth)[trained])

@@ -27,13 +27,13 @@ from decode.sampling import Sampling
 from decode.trees import Growth
 from distill.parallel_distillation import MaskedCopies, ParallelConfig, draws, kept_share
 from heads.eagle_heads import Eagle3Layer, auxiliary_layers
-from heads.heads_drafter import AttendingDrafter, AttendingHeads
-from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
+from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
+from heads.heads_module import HEADS, HeadBatch, Prediction, TokenHeads, shift_left
 from heads.layers.llama_layer import Attend, DraftLayer, Rotary, layer_config
 from heads.layers.target_layers import copy_norm
 
 
-class PEagleOptions(HeadOptions):
+class PEagleOptions(AttendingOptions):
     """Options of P-EAGLE heads (2602.01469)."""
 
     type: Literal["p_eagle"] = "p_eagle"
@@ -48,6 +48,10 @@ class PEagleOptions(HeadOptions):
     """r; place i of a draft is trained for rⁱ of the text's drafts."""
     keep_min: float = Field(0.2, ge=0, le=1)
     """r_min; each place is trained for at least this share."""
+
+    @property
+    def longest_draft(self) -> int:
+        return self.tokens
 
 
 class _Layer(DraftLayer):
@@ -83,7 +87,7 @@ class PEagleHeads(TokenHeads, AttendingHeads):
     ) -> None:
         super().__init__(options, options.tokens, model, vocabulary)
         self.captured_layers = auxiliary_layers(model.config.get_text_config().num_hidden_layers)
-        self.parts = self.attending_layers = options.layers
+        self.parts = self.attending_layers = self.stacked_layers = options.layers
         places = range(1, options.tokens)
         kept = sum(kept_share(place, options.keep, options.keep_min) for place in places)
         self.tokens_per_part = 1 + kept
@@ -166,6 +170,11 @@ class PEagleHeads(TokenHeads, AttendingHeads):
         rows, length = ids.shape
         count = masks.copies.shape[1]
         visible = masks.visible(torch.ones_like(ids))
+        positions = masks.positions(length)
+        if self.window is not None:
+            # A stand-in sees the earlier ones of its draft, which are never as far away.
+            seen = self.window.sees(positions[:, :, None], positions[:, None])
+            visible = visible & seen[:, None]
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return scaled_dot_product_attention(
@@ -176,22 +185,22 @@ class PEagleHeads(TokenHeads, AttendingHeads):
             pad(self.fuse(features.to(self.dtype)), (0, 0, 0, count)),
             pad(shift_left(ids, 1), (0, count)),
             torch.arange(length + count, device=ids.device).expand(rows, -1) >= length,
-            masks.positions(length),
+            positions,
             [attend] * self.attending_layers,
         )
         for depth in depths:
             if depth == 1:
-                positions = shift_left(predicted, 1)
-                yield Prediction(1, positions, states[:, :length][positions])
+                reading = shift_left(predicted, 1)
+                yield Prediction(1, reading, states[:, :length][reading])
                 continue
             chosen = masks.exists & (masks.copies == depth - 1)
             row, column = chosen.nonzero(as_tuple=True)
             anchors = masks.anchors[row, column]
             # In the order of the anchors, as `Prediction` wants it.
             order = (row * length + anchors).argsort()
-            positions = torch.zeros_like(predicted)
-            positions[row, anchors] = True
-            yield Prediction(depth, positions, states[row[order], length + column[order]])
+            reading = torch.zeros_like(predicted)
+            reading[row, anchors] = True
+            yield Prediction(depth, reading, states[row[order], length + column[order]])
 
 
 @DRAFTERS.register("p_eagle")
@@ -206,6 +215,7 @@ class PEagleDrafter(AttendingDrafter):
 
     def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
         entries = contexts.lengths - 1
+        self.skip_unseen(contexts, entries)
         columns, states = self.take_missing(entries)
         # Rows with few entries have theirs first, and stand-ins directly after them.
         counts = np.minimum(entries, columns.shape[1])

@@ -19,6 +19,7 @@ from benchmarks.decode import (
     ratios,
 )
 from benchmarks.parts import device_parts, online_runs
+from benchmarks.parts.context_costs import cost_rows, with_random_weights
 from benchmarks.parts.decode_contestants import Models
 from benchmarks.parts.decode_measurements import Setting, hold_contest, long_answers, profile_loop
 from benchmarks.serve import __main__ as serve_main
@@ -100,6 +101,22 @@ def test_notes_before_a_prompt_have_the_length_that_is_asked_for():
     assert context.parse_lengths("0,20") == [0, 20]
     with pytest.raises(UserError, match="numbers of tokens"):
         context.parse_lengths("0,few")
+
+
+def test_costs_are_measured_behind_texts_beyond_the_targets_context():
+    target = with_random_weights(tiny_target(layers=4, max_positions=64), 200)
+    names = ["eagle1", "kangaroo:window=20,sinks=2"]
+    rows = cost_rows(target, names, [20, 200], 2, Reporter(silent=True))
+    assert [(row["context"], row["drafter"]) for row in rows] == [
+        (length, name) for length in (20, 200) for name in names
+    ]
+    assert all(min(row["c"], row["plain_ms"], row["draft_ms"]) > 0 for row in rows)
+    for name, lengths, message in (
+        ("medusa", [20], "keep nothing of the text"),
+        ("eagle1", [1], "at least 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            cost_rows(target, [name], lengths, 2, Reporter(silent=True))
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def features_of(model: Any, heads: Any, ids: torch.Tensor) -> dict[int, torch.Te
 
 def test_a_block_sees_the_text_before_it_and_itself() -> None:
     anchors, size, seen = torch.tensor([[1, 4, 6], [2, 3, 7]]), 3, 7
-    mask = part_mask(anchors, size, seen)
+    mask = part_mask(anchors, size, torch.arange(seen))
     for b, block, token in np.ndindex(2, 3, size):
         row = mask[b, block * size + token]
         for column in range(seen):

@@ -141,10 +141,13 @@ def test_the_schema_finds(what: str, sound: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_vllm_accepts_what_our_loop_accepts(tmp_path: Path, target: Target) -> None:
+@pytest.mark.parametrize("window", [None, 6])
+def test_vllm_accepts_what_our_loop_accepts(
+    window: int | None, tmp_path: Path, target: Target
+) -> None:
     """To the token."""
     needs("vllm")
-    make_taught(tmp_path / "drafter", target, EAGLE3, reduced=True)
+    make_taught(tmp_path / "drafter", target, EAGLE3 | {"window": window}, reduced=True)
     export_drafter(tmp_path / "drafter", "speculators", tmp_path / "out")
     found = verify_export("vllm", task(target, tmp_path / "out"), min_drafted=500)
     assert found.failures == []

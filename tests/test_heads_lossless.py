@@ -9,6 +9,7 @@ import torch
 
 from decode.drafters import DRAFTERS, Drafter
 from decode.rules import RULES
+from decode.target.sliding_window import SlidingWindow
 from decode.trees import Shape
 from decode.trees.static import Static
 from heads import HEADS
@@ -122,6 +123,25 @@ def test_ragged_texts_of_many_rounds(kind: str, rule: str, draw: Any) -> None:
     """Prompts of different lengths, drafts three deep, and texts that end inside a block."""
     shape = None if draw is None else Static(widths=[2, 2, 1], draw=draw)
     found, counts = decode(drafter(kind, shape, LONGER), RULES[rule](), rows=12_000, case=LONGER)
+    assert found.passes, found
+    assert found.df > 100
+    assert counts.by_accepted[2:].sum() / counts.steps > 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "rule", "draw"),
+    [
+        ("eagle1", "traversal", "distinct"),
+        ("dflash", "speculative", None),
+        ("kangaroo", "multi_round", "distinct"),
+    ],
+)
+def test_drafters_that_see_a_window_keep_the_distribution(kind: str, rule: str, draw: Any) -> None:
+    """Prompts on both sides of the window, so rows also read different slots."""
+    shape = None if draw is None else Static(widths=[2, 2, 1], draw=draw)
+    windowed = drafter(kind, shape, LONGER).with_window(SlidingWindow(4, sinks=1))
+    found, counts = decode(windowed, RULES[rule](), rows=12_000, case=LONGER)
     assert found.passes, found
     assert found.df > 100
     assert counts.by_accepted[2:].sum() / counts.steps > 0.03

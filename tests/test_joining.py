@@ -29,6 +29,7 @@ from decode.sampling import Sampling
 from decode.target.cached_model import CachedLM
 from decode.target.hidden_states import FINAL
 from decode.target.memory import slot_bytes
+from decode.target.sliding_window import SlidingWindow
 from decode.target.slots import Slots
 from decode.text_stream import StopStrings
 from decode.trees.static import Static
@@ -40,6 +41,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 NEW = 20
 EOS = LONGER.eos
+WINDOW = SlidingWindow(4, sinks=1)
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, top_p=0.98)
 PROMPTS = [
     np.random.default_rng(length).integers(0, 4, length).tolist()
@@ -93,6 +95,9 @@ KINDS: dict[str, Callable[[], Drafter]] = {
     "dspark": lambda: heads_drafter("dspark", static(), LONGER),
     "eagle1 tree": lambda: heads_drafter("eagle1", static(), LONGER),
     "kangaroo": lambda: heads_drafter("kangaroo", static(), LONGER),
+    "windows": lambda: heads_drafter("eagle1", static(), LONGER).with_window(WINDOW),
+    "block windows": lambda: heads_drafter("dflash", None, LONGER).with_window(WINDOW),
+    "chain windows": lambda: small_lm(case=LONGER).with_window(WINDOW),
 }
 
 

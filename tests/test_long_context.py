@@ -143,9 +143,9 @@ def test_the_kernel_for_gpus_is_called_as_its_signature_says(
         queries = torch.empty(2, 6, 40, 8, dtype=torch.bfloat16, device="cuda")
         pairs = [torch.empty(2, 2, 40, 8, dtype=torch.bfloat16, device="cuda") for _ in range(6)]
         function: Any = unrolled_attention._MergedAttention
-        outputs = function.forward(context, queries, *pairs)
+        outputs = function.forward(context, None, queries, *pairs)
         context.saved_tensors = saved
-        results = function.backward(context, torch.empty_like(outputs))
+        _, *results = function.backward(context, torch.empty_like(outputs))
         assert len(context.rest) == 6  # of the kernel, not of blocks
     assert [x.shape for x in results] == [queries.shape, *(x.shape for x in pairs)]
     assert {x.dtype for x in (outputs, *results)} == {torch.bfloat16}

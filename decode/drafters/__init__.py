@@ -16,6 +16,7 @@ from decode.registry import Registry
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM
 from decode.target.loading import Target
+from decode.target.sliding_window import SlidingWindow
 from decode.trees import Shape
 from decode.verification import Verification
 
@@ -86,6 +87,13 @@ class Drafter(ABC):
     def with_shape(self, shape: Shape) -> "Drafter":
         """The same drafter with another shape. Raises UserError if it has no choice of shape."""
         raise UserError(f"{type(self).__name__} does not take a shape; leave the shape out")
+
+    def with_window(self, window: SlidingWindow) -> "Drafter":
+        """The same drafter, whose layers see only a window of the text. Raises UserError if none of
+        its layers attend to the text, or if the window is shorter than a draft."""
+        raise UserError(
+            f"{type(self).__name__} has no layers that see a window of the text; leave window out"
+        )
 
     def attach(self, lm: CachedLM) -> None:
         """Receives the target before a decode, and when a decoder is made. For drafters that run

@@ -26,6 +26,7 @@ from decode.errors import UserError, nearest
 from decode.parts import require_no_encoder
 from decode.target.identity import describe_target, require_same_target, require_same_vocabulary
 from decode.target.loading import DTYPES, Target, load_model_and_tokenizer
+from decode.target.sliding_window import SlidingWindow
 
 DRAFTER_FILE = "drafter.json"
 FORMAT = 1
@@ -35,6 +36,7 @@ OTHER_VOCABULARIES: dict[str, type[OtherTokenizerDrafter]] = {
     "text": RetokenisedDrafter,
 }
 _VOCABULARY = ":vocabulary="
+_WINDOW = ":window="
 
 
 def save_drafter(
@@ -95,6 +97,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
       drafts all tokens in one pass;
     - such a model with another tokenizer, with `:vocabulary=shared` or `:vocabulary=text` after its
       name (`decode.drafters.tokenizers`);
+    - one of the last three with a window of the text that its layers see, such as
+      `runs/x/drafter:window=512,sinks=4` (`decode.target.sliding_window`);
     - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are called in that order;
     - several joined by `++`: their drafts become one tree;
     - a combination with options, such as `horizontal:first=runs/x/drafter,later=ngram,depth=2`
@@ -118,6 +122,10 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if name is None:
         raise UserError(f"the drafter's dtype is {dtype}; expected one of {', '.join(DTYPES)}")
     device = str(target.device)
+    if _WINDOW in spec and _kind(spec) not in DRAFTERS and not path.exists():
+        wide, window = split_window(spec)
+        assert window is not None
+        return open_drafter(wide, target, dtype=dtype).with_window(window)
     if _VOCABULARY in spec and not path.exists():
         return _open_other_vocabulary(spec, target, name)
     kind = _kind(spec)
@@ -159,6 +167,27 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
             loaded.fingerprint, target.fingerprint, f"drafter {spec}", padding=True
         )
     return small_lm_drafter(loaded.model, target)
+
+
+def split_window(spec: str) -> tuple[str, SlidingWindow | None]:
+    """The name of a drafter without its window, and the window. Raises UserError for a window that
+    is no number of tokens.
+
+    >>> split_window("runs/x/drafter:window=512,sinks=4")
+    ('runs/x/drafter', SlidingWindow(size=512, sinks=4))
+    """
+    name, named, options = spec.rpartition(_WINDOW)
+    if not named:
+        return spec, None
+    size, *others = options.split(",")
+    names = [item.partition("=")[0] for item in others]
+    numbers = [size, *(item.partition("=")[2] for item in others)]
+    if names not in ([], ["sinks"]) or not all(number.isdecimal() for number in numbers):
+        raise UserError(
+            f"window is {options!r} in {spec!r}; expected a number of tokens, such as window=512, "
+            "or also a number of sinks: window=512,sinks=4"
+        )
+    return name, SlidingWindow(*map(int, numbers))
 
 
 def _kind(spec: str) -> str:

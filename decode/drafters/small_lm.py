@@ -1,5 +1,6 @@
 """A smaller language model of the same vocabulary that drafts a chain or a tree."""
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM, require_trees
 from decode.target.loading import Target, load_model_and_tokenizer
+from decode.target.sliding_window import SlidingWindow
 from decode.trees import Growth, Shape
 from decode.trees.static import stored_shape
 from decode.verification import Verification
@@ -118,7 +120,15 @@ class SmallLMDrafter(VerifyingDrafter):
 
     def with_shape(self, shape: Shape) -> "SmallLMDrafter":
         sizes = {"vocab_size": self.vocab_size, "tokens": self.tokens}
-        return type(self)(self.lm.model, self.vocabulary, shape, **sizes)
+        drafter = type(self)(self.lm.model, self.vocabulary, shape, **sizes)
+        drafter.lm.narrow(self.lm.window)
+        return drafter
+
+    def with_window(self, window: SlidingWindow) -> "SmallLMDrafter":
+        other = copy.copy(self)
+        other.lm = CachedLM(self.lm.model)
+        other.lm.narrow(window)
+        return other
 
     def read(self, contexts: Contexts) -> Contexts:
         """The texts in the model's tokens, in as much space as the model needs slots. Here they are

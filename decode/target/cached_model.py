@@ -32,12 +32,17 @@ from decode.target.layer_kinds import (
 from decode.target.memory import require_memory
 from decode.target.pretrained import decoder_config, input_device
 from decode.target.recurrent_states import RecurrentStates, reason_against_replay
+from decode.target.sliding_window import SlidingWindow
 from decode.target.slots import Slots
 from decode.target.tree_support import reason_against_trees
 
 # How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
 # activations larger, but not cheaper per token.
 PASS_TOKENS = 4096
+
+# The same for a model that sees only a window of the text, if the window is shorter: attention in a
+# pass grows with its square.
+SHORT_PASS_TOKENS = 512
 
 # Models that passed the trial for trees, with the attention implementation and dtype they passed it
 # in. No other object remembers this.
@@ -130,10 +135,13 @@ class CachedLM:
     trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.
     credit: the most draft tokens of a row that it takes now.
     watch: called with the number of each layer, and with what `AttentionMask` calls its watch with.
+    window: what all layers see of the text; None: what the model's config says. See `narrow`.
     """
 
     credit: int = 1 << 30
     watch: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
+    window: SlidingWindow | None = None
+
     sources: Sources | None = None
     states: RecurrentStates | None = None
 
@@ -153,7 +161,8 @@ class CachedLM:
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-        self._windows = layer_windows(model)
+        windows = layer_windows(model)
+        self._windows = [None if size is None else SlidingWindow(size) for size in windows]
         self._slots: Slots | None = None
         self.pass_tokens = pass_tokens
         self._trial = trial
@@ -255,6 +264,19 @@ class CachedLM:
                 contexts.enter_context(self.states.only(first, end))
             yield
 
+    def narrow(self, window: SlidingWindow | None) -> None:
+        """Let all layers see only this much of the text from now on, at positions of the text as
+        before. Layers with a narrower window keep it. Slots that no layer sees are not read, except
+        static ones. None changes nothing. Long texts are read in passes of about a window's size.
+        """
+        if window is None:
+            return
+        self.window = window
+        self._windows = [
+            old if old is not None and old.size <= window.size else window for old in self._windows
+        ]
+        self.pass_tokens = min(self.pass_tokens, max(window.size, SHORT_PASS_TOKENS))
+
     def refresh(self) -> None:
         """Use weights that were changed in place. Cached keys and values are not computed again."""
         refresh_packed(self.forward_pass)
@@ -288,7 +310,10 @@ class CachedLM:
         if self.states is not None:
             self._rewind(self.states, start)
             feeding = self.states.feeding(ids_BN, start, ends)
-        self.slots.place(start, ids_BN.shape[1])
+        root = None
+        if ancestors_BNM is not None:
+            root = start - (ancestors_BNM.shape[2] - ids_BN.shape[1])
+        self.slots.place(start, ids_BN.shape[1], self.window, root)
         columns_BK = None if columns is None else to_device(columns, self.device)
         first_B1 = to_device(start, self.device)[:, None]
         with feeding:

@@ -27,19 +27,37 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from decode.device import to_device
+from decode.target.sliding_window import SlidingWindow
 
 
 class _Window:
-    """Where the current forward writes. All layers of one cache share it."""
+    """Where the current forward writes, and which slots its attention gets. All layers of one cache
+    share it."""
 
     # The first slot if all rows start at the same slot. None: where tokens go is in tensors.
     begin: int | None = None
     end: int = 0  # one past the last slot any row uses, rounded up to a step
     fresh: bool = True  # all rows were empty before
+    # The slots that attention gets: of all rows, or int64 [B, S], of each row. `end` is their end.
+    read: slice | Tensor = slice(0, 0)
 
     def scatter(self, rows: Tensor, slots: Tensor) -> None:
         """rows: [B, 1]; slots: [B, n], each token's slot."""
         self._slots = {rows.device: (rows, slots)}
+
+    @property
+    def count(self) -> int:
+        """S, the number of slots that attention gets."""
+        read = self.read
+        return read.stop - read.start if isinstance(read, slice) else read.shape[1]
+
+    def taken(self, cache: Tensor) -> Tensor:
+        """[B, H, S, D]: the slots that attention gets, of a layer's keys or values [B, H, C, D]."""
+        if isinstance(self.read, slice):
+            return cache[:, :, self.read]
+        slots = self.read.to(cache.device)
+        rows_B1 = torch.arange(len(slots), device=cache.device)[:, None]
+        return cache[rows_B1, :, slots].transpose(1, 2)
 
     def slots_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The arguments of `scatter`, on the device of a layer."""
@@ -195,8 +213,8 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values of the fed tokens, [B, H, n, D]. Returns those of all slots in use,
-        [B, H, S, D]."""
+        """Write keys and values of the fed tokens, [B, H, n, D]. Returns those of the slots that
+        attention gets, [B, H, S, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window
@@ -206,13 +224,13 @@ class SlotLayer(CacheLayerMixin):
             else:
                 rows, slots = window.slots_on(cache.device)
                 cache[rows, :, slots] = new.transpose(1, 2)
-        return self.keys[:, :, : window.end], self.values[:, :, : window.end]
+        return window.taken(self.keys), window.taken(self.values)
 
     def get_seq_length(self) -> int:
         return self.window.begin or 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.window.end, 0
+        return self.window.count, 0
 
     def get_max_length(self) -> int:
         return self.capacity
@@ -246,16 +264,31 @@ class Slots:
         ]
         self._look_up(0, rows)
 
-    def place(self, start: np.ndarray, n: int) -> None:
-        """The next n fed tokens go to the slots from `start`, int [B]."""
+    def place(
+        self,
+        start: np.ndarray,
+        n: int,
+        sliding: SlidingWindow | None = None,
+        root: np.ndarray | None = None,
+    ) -> None:
+        """The next n fed tokens go to the slots from `start`, int [B].
+
+        sliding: attention gets only the slots that one of the fed tokens may see. None: all slots
+        up to the last one. root: int [B], for the nodes of a tree, the slot of its first node."""
         window = self._window
         window.fresh = not start.any()
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
         end = int(start.max()) + n
         window.end = end if window.fresh else round_up_slots(end, self._step)
         window.begin = None
+        window.read = slice(0, window.end)
         if self.static:
             return
+        if sliding is not None:
+            base = start if root is None else root
+            capacity = self.allocated[1]
+            read = sliding.slots(base, start + n, window.end, capacity, self._step)
+            window.read = read if isinstance(read, slice) else to_device(read, self.device)
         if bool((start == start[0]).all()):
             window.begin = int(start[0])
         else:
@@ -271,37 +304,43 @@ class Slots:
         base_B1: Tensor,
         n: int,
         ancestors_BNM: Tensor | None,
-        window: int | None = None,
+        sliding: SlidingWindow | None = None,
+        depth_BN: Tensor | None = None,
     ) -> Tensor | None:
         """The slots that each placed token may see, bool [B, 1, n, S]. None if plain causal
         attention is enough.
 
         base_B1: the first slot of the tree; every token sees all slots below it. ancestors_BNM: for
         a tree of m nodes with the last n of them fed, the nodes that each fed node may see. None: a
-        chain. window: how many tokens a token sees, itself included. None: all tokens.
+        chain. sliding: None: a token sees all of the text. depth_BN: how many positions each fed
+        token is after the first slot of the tree; None: as many as it has ancestors there.
         """
-        inside_window = window is None or self._window.end <= window
+        inside_window = sliding is None or self._window.end <= sliding.size
         alone = n == 1 and self._step == 1 and self._window.begin is not None
         if ancestors_BNM is None and inside_window and (self._window.fresh or alone):
             return None
-        slots_S = torch.arange(self._window.end, device=self.device)
-        offset_BS = slots_S - base_B1  # a slot's column in the tree; negative: the past
+        read = self._window.read
+        slots = read  # [S] or [B, S]
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop, device=self.device)
+        offset_BS = slots - base_B1  # a slot's column in the tree; negative: the past
         if ancestors_BNM is None:
             depth_BN = torch.arange(n, device=self.device)[None]
             seen = offset_BS[:, None, :] <= depth_BN[:, :, None]
         else:
-            depth_BN = ancestors_BNM.sum(2) - 1
-            if window is not None and not inside_window:
+            depth_BN = ancestors_BNM.sum(2) - 1 if depth_BN is None else depth_BN
+            if sliding is not None and not inside_window:
                 # An ancestor is as far away as there are ancestors from it on.
                 distance = ancestors_BNM.flip(2).cumsum(2).flip(2)
-                ancestors_BNM = ancestors_BNM & (distance <= window)
+                ancestors_BNM = ancestors_BNM & (distance <= sliding.size)
             nodes = ancestors_BNM.shape[2]
             inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
             column_B1S = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, n, -1)
             visible = ancestors_BNM.expand(len(base_B1), -1, -1).gather(2, column_B1S)
             seen = (offset_BS < 0)[:, None, :] | (visible & inside_BS[:, None, :])
-        if window is not None and not inside_window:
-            near = offset_BS[:, None, :] > depth_BN[:, :, None] - window
+        if sliding is not None and not inside_window:
+            positions_BN1 = (base_B1 + depth_BN)[:, :, None]
+            near = sliding.sees(positions_BN1, slots.expand(len(base_B1), -1)[:, None, :])
             if ancestors_BNM is not None:  # the slots of the tree are limited already
                 near = near | (offset_BS >= 0)[:, None, :]
             seen = seen & near

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
 from decode.target.forward.lean_forward import Attend, AttentionMask
+from decode.target.sliding_window import SlidingWindow
 from heads.layers.llama_layer import Attention
 
 # cos and sin of positions, [B, n, D] each.
@@ -90,22 +91,33 @@ class BlockMask:
 
     A token sees the context strictly before the anchor of its block, and all tokens of its block.
     Blocks do not see each other. `TOGETHER` blocks attend in one call. So the masks grow with the
-    number of blocks, not with its square.
+    number of blocks, not with its square. With a window, a call gets only the context that one of
+    its blocks may see.
 
     anchors: int64 [B, A] on the host, ascending in each row, the position of each block's first
-    token. size: S. length: T.
+    token. size: S. length: T. window: of the context, counted from each token of a block.
     """
 
     def __init__(
-        self, anchors: Tensor, size: int, length: int, device: torch.device, dtype: torch.dtype
+        self,
+        anchors: Tensor,
+        size: int,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        window: SlidingWindow | None = None,
     ) -> None:
         self.size = size
-        self._parts: list[tuple[int, int, AttentionMask]] = []  # blocks, context tokens, mask
+        # Blocks, the positions of context tokens, and the mask.
+        self._parts: list[tuple[int, Tensor, AttentionMask]] = []
         for begin in range(0, anchors.shape[1], TOGETHER):
             part = anchors[:, begin : begin + TOGETHER]
             # Nobody in this part sees the context from the last anchor on.
-            seen = min(int(part.max()), length)
-            visible = part_mask(part.to(device), size, seen)
+            seen = torch.arange(min(int(part.max()), length))
+            if window is not None:
+                seen = seen[window.sees(part.min(), seen)]
+            seen = seen.to(device)
+            visible = part_mask(part.to(device), size, seen, window)
             self._parts.append((part.shape[1], seen, AttentionMask(visible[:, None], dtype)))
 
     def attention(self, keys: Tensor, values: Tensor) -> Attend:
@@ -118,7 +130,7 @@ class BlockMask:
                 part = slice(begin, begin + blocks * self.size)
                 begin = part.stop
                 part_keys, part_values = (
-                    torch.cat([context[:, :, :seen], x[:, :, part]], 2)
+                    torch.cat([context[:, :, seen], x[:, :, part]], 2)
                     for context, x in ((keys, block_keys), (values, block_values))
                 )
                 query = queries[:, :, part]
@@ -128,12 +140,16 @@ class BlockMask:
         return attend
 
 
-def part_mask(anchors: Tensor, size: int, seen: int) -> Tensor:
-    """bool [B, A·S, seen + A·S]: the keys of `seen` context tokens and of the blocks, that each
-    token of the blocks may see. anchors: int64 [B, A]."""
+def part_mask(
+    anchors: Tensor, size: int, seen: Tensor, window: SlidingWindow | None = None
+) -> Tensor:
+    """bool [B, A·S, n + A·S]: the keys of n context tokens and of the blocks, that each token of
+    the blocks may see. anchors: int64 [B, A]. seen: int64 [n], the positions of the context."""
     rows, count = anchors.shape
-    context = torch.arange(seen, device=anchors.device) < anchors[:, :, None]
-    context = context.repeat_interleave(size, 1)
+    context = (seen < anchors[:, :, None]).repeat_interleave(size, 1)
+    if window is not None:
+        positions = anchors[:, :, None] + torch.arange(size, device=anchors.device)
+        context = context & window.sees(positions.flatten(1)[:, :, None], seen)
     block = torch.arange(count, device=anchors.device).repeat_interleave(size)
     same = (block[:, None] == block).expand(rows, -1, -1)
     return torch.cat([context, same], 2)

@@ -9,6 +9,9 @@ So a later step is causal attention over the keys of the first step, plus k − 
 each token. Flash attention (2307.08691) computes the first part in O(T) memory, and gives the
 log-sum-exp of its scores. The scores of the other keys join this log-sum-exp.
 
+With a sliding window, `BLOCK` queries at a time get the keys that one of them may see. So the cost
+grows with the length of the text, not with its square.
+
 Shapes: B rows, T tokens of a text, N heads, G key heads, D head size, K steps so far, S = K − 1.
 """
 
@@ -22,6 +25,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from decode.target.forward.lean_forward import Attend
+from decode.target.sliding_window import SlidingWindow
 
 aten = torch.ops.aten
 # The queries whose scores are in memory at a time, where no kernel of PyTorch fits.
@@ -29,9 +33,13 @@ BLOCK = 256
 
 
 class UnrolledAttention:
-    """The attention of all steps over one batch of texts. It keeps the keys and values of each."""
+    """The attention of all steps over one batch of texts. It keeps the keys and values of each.
 
-    def __init__(self) -> None:
+    window: what a token sees of the text, counted from its position: that of a later step is
+    further from the text. It holds at least as many tokens as there are steps."""
+
+    def __init__(self, window: SlidingWindow | None = None) -> None:
+        self._window = window
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
@@ -45,42 +53,61 @@ class UnrolledAttention:
             self._keys.append(keys)
             self._values.append(values)
         if step == 1:
-            return causal_attention(queries, keys, values)
+            return causal_attention(queries, keys, values, self._window)
         before = slice(step - 1)
         return merged_attention(
-            queries, [*self._keys[before], keys], [*self._values[before], values]
+            queries, [*self._keys[before], keys], [*self._values[before], values], self._window
         )
 
 
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Each token attends to itself and the tokens before it. queries: [B, N, T, D]. keys, values:
-    [B, G, T, D]. The memory is O(T)."""
+def causal_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, window: SlidingWindow | None = None
+) -> Tensor:
+    """Each token attends to itself and the tokens before it, in the window. queries: [B, N, T, D].
+    keys, values: [B, G, T, D]. The memory is O(T)."""
     queries, keys = queries.to(values.dtype), keys.to(values.dtype)
+    if window is not None and queries.shape[2] > window.size:
+        return merged_attention(queries, [keys], [values], window)
     if queries.shape[1] == keys.shape[1] or _has_kernel(queries, keys, values):
         return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
     # Without flash attention, PyTorch stores all scores if key heads serve several query heads.
     return merged_attention(queries, [keys], [values])
 
 
-def merged_attention(queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def merged_attention(
+    queries: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    window: SlidingWindow | None = None,
+) -> Tensor:
     """The attention of step K: [B, N, T, D] for queries [B, N, T, D].
 
-    keys, values: [B, G, T, D], of the steps 1 … K. The memory is O(T), also in the backward pass.
+    keys, values: [B, G, T, D], of the steps 1 … K. window: see `UnrolledAttention`. The memory is
+    O(T), also in the backward pass.
     """
     dtype = values[0].dtype
     pairs = (x.to(dtype) for pair in zip(keys, values, strict=True) for x in pair)
-    outputs: Tensor = _MergedAttention.apply(queries.to(dtype), *pairs)
+    of_text = None if window is None else window.later(len(keys) - 1)
+    outputs: Tensor = _MergedAttention.apply(of_text, queries.to(dtype), *pairs)
     return outputs
 
 
-def dense_attention(queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def dense_attention(
+    queries: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    window: SlidingWindow | None = None,
+) -> Tensor:
     """The same from all scores at once, T × T for each head: the oracle of `merged_attention`."""
     length, size = queries.shape[2:]
     # Each key head serves N/G query heads: [B, G, N/G, T, D].
     grouped = queries.unflatten(1, (keys[0].shape[1], -1))
     text_scores = grouped @ keys[0][:, :, None].transpose(-1, -2)  # [B, G, N/G, T, T]
-    later = torch.ones(length, length, dtype=torch.bool, device=queries.device).triu(1)
-    text_scores = text_scores.masked_fill(later, -torch.inf)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=queries.device).triu(1)
+    if window is not None:
+        positions = torch.arange(length, device=queries.device)
+        hidden |= ~window.sees(positions[:, None] + len(keys) - 1, positions)
+    text_scores = text_scores.masked_fill(hidden, -torch.inf)
     step_scores = [(grouped * key[:, :, None]).sum(-1, keepdim=True) for key in keys[1:]]
     scores = torch.cat([text_scores, *step_scores], -1) * size**-0.5  # [B, G, N/G, T, T + S]
     softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
@@ -96,12 +123,15 @@ class _MergedAttention(torch.autograd.Function):
     the gradient of s_j is p_j·(dO·v_j − dO·O) (2205.14135, appendix B). Both hold for each key
     apart, given the merged L and output O. So the backward pass of flash attention, called with
     these two, is exact for the first step's keys, and the others take the formula itself. PyTorch's
-    context parallelism does the same with keys that several GPUs hold."""
+    context parallelism does the same with keys that several GPUs hold.
+
+    window: of the first step's keys, counted from the place of the query in the text."""
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, *pairs: Tensor) -> Tensor:
+    def forward(ctx: Any, window: SlidingWindow | None, queries: Tensor, *pairs: Tensor) -> Tensor:
+        ctx.window = window
         with torch.autocast(queries.device.type, enabled=False):
-            outputs, text_total, *ctx.rest = _text_forward(queries, *pairs[:2])
+            outputs, text_total, *ctx.rest = _text_forward(window, queries, *pairs[:2])
             grouped = _grouped(queries, pairs[0], text_total.dtype)
             scale = queries.shape[-1] ** -0.5
             steps = ((grouped * key.unsqueeze(2)).sum(-1) * scale for key in pairs[2::2])
@@ -119,11 +149,11 @@ class _MergedAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         queries, outputs, total, scores, *pairs = ctx.saved_tensors
         with torch.autocast(queries.device.type, enabled=False):
             for_queries, *for_pairs = _text_backward(
-                gradient, queries, *pairs[:2], outputs, total, *ctx.rest
+                ctx.window, gradient, queries, *pairs[:2], outputs, total, *ctx.rest
             )
             grouped, gradients, results = (
                 _grouped(x, pairs[0], total.dtype) for x in (queries, gradient, outputs)
@@ -138,7 +168,7 @@ class _MergedAttention(torch.autograd.Function):
                 sums.addcmul_(of_score, key.unsqueeze(2).to(sums.dtype))
                 for_pairs.append((of_score * grouped).sum(2).to(key.dtype))
                 for_pairs.append((weight.unsqueeze(-1) * gradients).sum(2).to(value.dtype))
-            return (sums.flatten(1, 2).to(queries.dtype), *for_pairs)
+            return (None, sums.flatten(1, 2).to(queries.dtype), *for_pairs)
 
 
 def _grouped(heads: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
@@ -155,11 +185,13 @@ def _has_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     return queries.shape[-1] % 8 == 0 and can_use_flash_attention(params)
 
 
-def _text_forward(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Any, ...]:
+def _text_forward(
+    window: SlidingWindow | None, queries: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Any, ...]:
     """Causal attention: outputs [B, N, T, D]; the log-sum-exp of the scores, [B, N, T], at least
     float32; and what else `_text_backward` needs."""
-    if not _has_kernel(queries, keys, values):
-        return blocks_forward(queries, keys, values)
+    if window is not None or not _has_kernel(queries, keys, values):
+        return blocks_forward(queries, keys, values, window)
     tensors = (queries, keys, values)
     if queries.device.type == "cpu":
         return tuple(aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, True))
@@ -168,6 +200,7 @@ def _text_forward(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Any, .
 
 
 def _text_backward(
+    window: SlidingWindow | None,
     gradient: Tensor,
     queries: Tensor,
     keys: Tensor,
@@ -178,8 +211,8 @@ def _text_backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of queries, keys and values. outputs, total: merged with other keys."""
     tensors = (gradient, queries, keys, values, outputs, total)
-    if not _has_kernel(queries, keys, values):
-        return blocks_backward(*tensors)
+    if window is not None or not _has_kernel(queries, keys, values):
+        return blocks_backward(*tensors, window)
     if queries.device.type == "cpu":
         return tuple(aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, True))
     ends, seeds = rest[:4], rest[4:]
@@ -188,14 +221,17 @@ def _text_backward(
     )
 
 
-def blocks_forward(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention, `BLOCK` queries at a time, for devices and dtypes without a flash kernel.
+def blocks_forward(
+    queries: Tensor, keys: Tensor, values: Tensor, window: SlidingWindow | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal attention, `BLOCK` queries at a time, for windows, and for devices and dtypes without
+    a flash kernel.
 
     Returns the outputs [B, N, T, D] and the log-sum-exp of the scores, [B, N, T].
     """
     outputs = torch.empty_like(queries)
     total = queries.new_empty(queries.shape[:3], dtype=_at_least_float32(queries.dtype))
-    for part, seen, scores in _blocks(queries, keys):
+    for part, seen, scores in _blocks(queries, keys, window):
         block_total = scores.logsumexp(-1)
         weights = (scores - block_total[..., None]).exp().to(values.dtype)
         block = weights.flatten(2, 3) @ values[:, :, seen]
@@ -205,13 +241,19 @@ def blocks_forward(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tenso
 
 
 def blocks_backward(
-    gradient: Tensor, queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor, total: Tensor
+    gradient: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    outputs: Tensor,
+    total: Tensor,
+    window: SlidingWindow | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `blocks_forward`, from the formula of `_MergedAttention`."""
     for_queries = torch.empty_like(queries)
     for_keys, for_values = (torch.zeros_like(x, dtype=total.dtype) for x in (keys, values))
     merged = (gradient.to(total.dtype) * outputs).sum(-1)
-    for part, seen, scores in _blocks(queries, keys):
+    for part, seen, scores in _blocks(queries, keys, window):
         rows = scores.shape[2:4]
         weights = (scores - _grouped(total[:, :, part], keys, total.dtype)[..., None]).exp()
         of_outputs = _grouped(gradient[:, :, part], keys, values.dtype).flatten(2, 3)
@@ -228,21 +270,39 @@ def blocks_backward(
     return for_queries, for_keys.to(keys.dtype), for_values.to(values.dtype)
 
 
-def _blocks(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield the tokens of each block, the tokens that they see, and their scores
-    [B, G, N/G, c, s], at least float32, −∞ at tokens after their own."""
+def _blocks(
+    queries: Tensor, keys: Tensor, window: SlidingWindow | None
+) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
+    """Yield the tokens of each block, the tokens that one of them sees, and their scores
+    [B, G, N/G, c, s], at least float32, −∞ at tokens that a token does not see."""
     length, size = queries.shape[2:]
     dtype = _at_least_float32(queries.dtype)
     for begin in range(0, length, BLOCK):
         part = slice(begin, min(begin + BLOCK, length))
         block = _grouped(queries[:, :, part], keys, queries.dtype)
-        seen = slice(part.stop)
+        seen, positions = _seen(part, window, queries.device)
         scores = block.flatten(2, 3) @ keys[:, :, seen].transpose(2, 3)
         scores = scores.unflatten(2, block.shape[2:4]).to(dtype) * size**-0.5
-        count = block.shape[3]
-        later = torch.ones(count, count, dtype=torch.bool, device=scores.device).triu(1)
-        scores[..., begin:].masked_fill_(later, -torch.inf)
+        of_queries = torch.arange(begin, part.stop, device=scores.device)[:, None]
+        if window is None:
+            scores[..., begin:].masked_fill_(positions[begin:] > of_queries, -torch.inf)
+        else:
+            hidden = (positions > of_queries) | ~window.sees(of_queries, positions)
+            scores.masked_fill_(hidden, -torch.inf)
         yield part, seen, scores
+
+
+def _seen(
+    part: slice, window: SlidingWindow | None, device: torch.device
+) -> tuple[slice | Tensor, Tensor]:
+    """The keys that one of the tokens `part` sees, as an index; and their positions, int64 [s]."""
+    first = 0 if window is None else max(part.start - window.size + 1, 0)
+    positions = torch.arange(first, part.stop, device=device)
+    if window is None or not min(window.sinks, first):
+        return slice(first, part.stop), positions
+    sinks = torch.arange(min(window.sinks, first), device=device)
+    positions = torch.cat([sinks, positions])
+    return positions, positions
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -22,7 +22,14 @@ from decode.target.identity import require_same_target
 from decode.target.loading import DTYPES, Target, load_target
 from decode.trees import Chain
 from train.export import ExportOptions
-from train.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format, format_for
+from train.export.formats import (
+    EXPORT_FILE,
+    FORMATS,
+    ExportJob,
+    Format,
+    format_for,
+    require_window,
+)
 from train.export.model_card import drafter_card, target_card
 from train.export.model_directory import README, find_backbone, has_backbone, write_backbone
 from train.export.trained_drafter import (
@@ -94,6 +101,7 @@ def export_drafter(
         gamma=options.gamma or min(usual_gamma, max_depth or sys.maxsize),
         backbone=target_repository(options) if backbone else None,
     )
+    require_window(layout, drafter, job.kind)
     layout.refuse(job)
     fills_vocabulary = is_reduced(drafter) and not layout.carries_vocabulary
     if fills_vocabulary and measuring is None:

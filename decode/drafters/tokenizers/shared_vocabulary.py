@@ -87,7 +87,7 @@ class SharedVocabularyDrafter(OtherTokenizerDrafter):
 
     def with_shape(self, shape: Shape) -> "SharedVocabularyDrafter":
         assert self.vocabulary is not None
-        return SharedVocabularyDrafter(
+        drafter = SharedVocabularyDrafter(
             self.lm.model,
             self.target_texts,
             self.drafter_texts,
@@ -96,6 +96,8 @@ class SharedVocabularyDrafter(OtherTokenizerDrafter):
             self._drafter_ids,
             shape,
         )
+        drafter.lm.narrow(self.lm.window)
+        return drafter
 
     def to_read(self, ids: Tensor) -> Tensor:
         return self._drafter_ids[ids]

@@ -15,8 +15,8 @@ from decode.drafters import Drafter
 from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target.loading import Target
-from heads.heads_directory import write_heads
-from heads.heads_module import Heads
+from heads.heads_directory import stored_options, write_heads
+from heads.heads_module import HEADS, Heads
 from train.export.checkpoint import Checkpoint
 from train.export.trained_drafter import public_name, target_hub_id
 
@@ -114,7 +114,8 @@ class Format(ABC):
     kinds: the kinds of drafters it can hold. engines: its readers; users may name one instead of
     the format. instead: advice for the kinds it cannot hold. needs_target: whether writing needs
     the target. carries_vocabulary: whether a reduced draft vocabulary stays reduced, because all
-    readers support it.
+    readers support it. holds_windows: whether all readers keep to the window of the text that a
+    drafter was trained with.
     """
 
     name: ClassVar[str]
@@ -123,6 +124,7 @@ class Format(ABC):
     instead: ClassVar[dict[str, str]] = {}
     needs_target: ClassVar[bool] = False
     carries_vocabulary: ClassVar[bool] = False
+    holds_windows: ClassVar[bool] = False
 
     def max_depth(self, drafter: Path) -> int | None:
         """Return the largest γ that a drafter directory can draft; None for any γ."""
@@ -208,6 +210,29 @@ UNSERVED = {
     "skip": "its drafts run a part of the target, and no engine supports that; the target itself "
     "is a plain model directory",
 }
+
+
+def require_window(layout: Format, drafter: Path, kind: str) -> None:
+    """Raise UserError for heads that see a window of the text, if the readers of the layout would
+    let them see something else without a word."""
+    options: Any = stored_options(drafter) if kind in HEADS else None
+    window = getattr(options, "window", None)
+    if window is None:
+        return
+    if options.sinks:
+        raise UserError(
+            f"{drafter} sees a window of {window} tokens and {options.sinks} sinks, and no engine "
+            "keeps sinks; train it with sinks: 0"
+        )
+    if not layout.holds_windows:
+        fitting = [
+            name for name in FORMATS if kind in FORMATS[name].kinds and FORMATS[name].holds_windows
+        ]
+        advice = f"export it as {' or '.join(fitting)}" if fitting else "train it without window"
+        raise UserError(
+            f"{drafter} sees a window of {window} tokens, which not all readers of format "
+            f"{layout.name} keep to; {advice}"
+        )
 
 
 def format_for(name: str, kind: str) -> Format:

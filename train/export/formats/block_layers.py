@@ -49,10 +49,12 @@ from train.export.formats.eagle3_layer import (
 from train.export.formats.layer_format import (
     WEIGHTS,
     LayerFormat,
+    expected_window,
     layer_tensors,
     llama_settings,
     unusual_layer,
     weight_spec,
+    window_settings,
 )
 from train.export.formats.published_layer import (
     EMBEDDINGS,
@@ -119,6 +121,7 @@ class DFlashLayers(LayerFormat):
             block=config["block_size"],
             mask_token=inner["mask_token_id"],
             taps=inner["target_layer_ids"],
+            window=config.get("sliding_window") if self.holds_windows else None,
         )
 
     def kind_expected(self) -> dict[str, Any]:
@@ -128,22 +131,25 @@ class DFlashLayers(LayerFormat):
     def settings(self, heads: Any, dtype: str, target: Target) -> dict[str, Any]:
         config = llama_settings(heads.config, self.architecture, dtype)
         del config["mlp_bias"]
-        layers = heads.options.layers
+        layers, window = heads.options.layers, heads.options.window
         return config | {
             "model_type": "qwen3",
             "num_hidden_layers": layers,
             "layer_types": [FULL] * layers,
-            "use_sliding_window": False,
+            "use_sliding_window": window is not None,
+            **window_settings(window, layers),
             "block_size": heads.options.block,
             "num_target_layers": target.model.config.get_text_config().num_hidden_layers,
             **self.kind_settings(heads),
         }
 
     def expected_settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        window = expected_window(config) if self.holds_windows else {}
         return {
             "model_type": "qwen3",
             "layer_types": lambda x: x == [FULL] * (config.get("num_hidden_layers") or 0),
-            "use_sliding_window": False,
+            "use_sliding_window": bool(window),
+            **window,
             "block_size": is_count,
             "num_target_layers": is_count,
             **self.kind_expected(),

@@ -287,6 +287,7 @@ class Speculators(Eagle3):
 
     name = "speculators"
     engines = ()
+    holds_windows = True
     architecture = "Eagle3DraftModel"
     layer = "layers.0"
 

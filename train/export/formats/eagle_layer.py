@@ -23,8 +23,10 @@ from train.export.formats import EXPORT_FILE, ImportJob, Restored
 from train.export.formats.layer_format import (
     WEIGHTS,
     LayerFormat,
+    expected_window,
     llama_settings,
     unusual_layer,
+    window_settings,
 )
 from train.export.formats.published_layer import (
     EMBEDDINGS,
@@ -32,6 +34,7 @@ from train.export.formats.published_layer import (
     embedding_problems,
     head_problems,
     plain_names,
+    published_window,
     sound_settings,
 )
 from train.export.trained_drafter import (
@@ -65,10 +68,13 @@ class EagleLayer(LayerFormat):
         None for the usual one."""
 
     def settings(self, heads: Any, dtype: str, target: Target) -> dict[str, Any]:
-        return llama_settings(heads.config, self.architecture, dtype) | self.extra_config(heads)
+        config = llama_settings(heads.config, self.architecture, dtype) | self.extra_config(heads)
+        return config | window_settings(heads.options.window, config["num_hidden_layers"])
 
     def expected_settings(self, config: dict[str, Any]) -> dict[str, Any]:
         usual = {"model_type": "llama", "num_hidden_layers": 1, "mlp_bias": False}
+        if self.holds_windows:
+            usual |= expected_window(config)
         return usual | self.extra_expected_keys(config)
 
     def extra_config(self, heads: Any) -> dict[str, Any]:
@@ -102,7 +108,8 @@ class EagleLayer(LayerFormat):
         options, ids, state = self.rebuilt_heads(config, load_file(directory / WEIGHTS), depth)
         layer = unusual_layer(config, target)
         captured = self.captured(config, target, "inputs")
-        return heads_drafter(self.drafter, _with(options, layer, captured), ids, state, target)
+        options = _with(options, layer, captured, config.get("sliding_window"))
+        return heads_drafter(self.drafter, options, ids, state, target)
 
     def restored(self, job: ImportJob) -> Restored:
         target, checkpoint = job.target, job.checkpoint
@@ -111,6 +118,8 @@ class EagleLayer(LayerFormat):
         tensors = {ours: checkpoint.tensors[theirs] for ours, theirs in names.items()}
         layer, problems = sound_settings(contents, target)
         problems += embedding_problems(tensors, target)
+        window, window_problems = published_window(contents)
+        problems += window_problems
         tensors.pop(EMBEDDINGS, None)
         extra, extra_problems = self.published_config(contents, tensors)
         problems += extra_problems
@@ -128,7 +137,7 @@ class EagleLayer(LayerFormat):
         job.require(problems or self.value_problems(config, tensors), self.name)
         depth = job.depth or self.published_depth(checkpoint)
         options, ids, state = self.rebuilt_heads(config, tensors, depth)
-        heads = rebuild_heads(_with(options, layer, captured), ids, state, target)
+        heads = rebuild_heads(_with(options, layer, captured, window), ids, state, target)
         return Restored.of_heads(heads, target, differences(layer, captured))
 
     def optional_tensors(self, config: dict[str, Any]) -> tuple[str, ...]:
@@ -141,9 +150,12 @@ class EagleLayer(LayerFormat):
 
 
 def _with(
-    options: HeadOptions, layer: LayerSettings | None, captured: list[int] | None
+    options: HeadOptions,
+    layer: LayerSettings | None,
+    captured: list[int] | None,
+    window: int | None,
 ) -> HeadOptions:
-    """Return options with what only the target tells: what the usual layer and layers are. Kinds
-    that have no such options always read the usual ones."""
-    changes = {"layer": layer, "captured_layers": captured}
+    """Return options with the window, and with what only the target tells: what the usual layer
+    and layers are. Kinds that have no such options always read the usual ones."""
+    changes = {"layer": layer, "captured_layers": captured, "window": window}
     return options.model_copy(update={key: x for key, x in changes.items() if x is not None})

@@ -40,6 +40,7 @@ SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+SLIDING = "sliding_attention"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -134,6 +135,24 @@ class LayerFormat(Format):
         tensors, problems = read_tensors([directory / WEIGHTS])
         problems += tensor_problems(self.expected_tensors(config), tensors)
         return problems or self.value_problems(config, load_file(directory / WEIGHTS))
+
+
+def window_settings(window: int | None, layers: int) -> dict[str, Any]:
+    """Return the settings of layers that see a window of the text; nothing without a window."""
+    if window is None:
+        return {}
+    return {"layer_types": [SLIDING] * layers, "sliding_window": window}
+
+
+def expected_window(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the expected values of `window_settings`, for `key_problems`."""
+    if "sliding_window" not in config:
+        return {}
+    layers = config.get("num_hidden_layers") or 0
+    return {
+        "layer_types": lambda x: x == [SLIDING] * layers,
+        "sliding_window": is_count,
+    }
 
 
 def unusual_layer(config: dict[str, Any], target: Target) -> LayerSettings | None:

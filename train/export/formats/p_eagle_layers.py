@@ -31,6 +31,7 @@ class PEagle(Eagle3):
     name = "p_eagle"
     kinds = ("p_eagle",)
     engines = ("vllm",)
+    holds_windows = True
     drafter = PEagleDrafter
 
     def refuse(self, job: ExportJob) -> None:

@@ -169,6 +169,21 @@ def sound_settings(
     return LayerSettings.difference(layer_config(target.model, settings), usual), []
 
 
+def published_window(contents: Mapping[str, Any]) -> tuple[int | None, list[str]]:
+    """Return the window of a published layer, None if it sees all of the text, and the problems
+    with it. Only layers of the type `sliding_attention` have one, as engines read configs."""
+    kinds = set(contents.get("layer_types") or ())
+    window = contents.get("sliding_window")
+    if "sliding_attention" not in kinds:
+        return None, []
+    if len(kinds) > 1 or not is_count(window):
+        return None, [
+            f"config.json: layer_types is {contents['layer_types']!r} and sliding_window "
+            f"{window!r}; expected one kind of layers, and a window of at least one token"
+        ]
+    return window, []
+
+
 def _is_rotation(settings: Any) -> bool:
     """Whether these are the settings of rotary positions that transformers can compute."""
     if not isinstance(settings, dict):

@@ -96,6 +96,7 @@ class SpeculatorsDFlash(SpeculatorsBlock):
 
     name = "speculators-dflash"
     engines = ("speculators",)
+    holds_windows = True
 
 
 class SpeculatorsDSpark(SpeculatorsBlock, DSparkLayers):
