@@ -22,6 +22,7 @@ from decode.device import to_device
 from decode.draft import Contexts
 from decode.sampling import Sampling
 from decode.trees import Growth
+from distill.flops import TextFlops, attention_flops, products_flops
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import (
     HeadBatch,
@@ -99,6 +100,13 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         return self.advance(
             states, self.embeddings(tokens).to(self.dtype), position_embeddings, attend
         )
+
+    def body_flops(self) -> TextFlops:
+        """Each of the `parts` steps goes through all weights but those of `fuse`."""
+        parts = [part for name, part in self.named_children() if name not in ("output", "fc")]
+        per_token = products_flops(self.get_submodule("fc")) + self.parts * products_flops(*parts)
+        width = self.parts * self.config.num_attention_heads * self.config.head_dim
+        return TextFlops(per_token) + attention_flops(width, trained=True)
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         features = torch.cat([batch.features[layer] for layer in self.captured_layers], -1).to(

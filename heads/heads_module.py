@@ -25,6 +25,7 @@ from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
+from distill.flops import TextFlops, products_flops
 from heads.layers.target_layers import (
     BorrowedEmbeddings,
     HeadOutput,
@@ -196,6 +197,16 @@ class Heads(nn.Module, ABC):
 
         uniform: a random number in [0, 1), drawn anew for each minibatch.
         """
+
+    def body_flops(self) -> TextFlops | None:
+        """The FLOPs of a training step, without the output layers and the target. None: not known.
+
+        Heads that compute other tokens than the text's, such as masks, compute a sample of them.
+        """
+        if self.tokens_per_part != 1:
+            return None
+        parts = [part for name, part in self.named_children() if name != "output"]
+        return TextFlops(per_prediction=products_flops(*parts))
 
     @abstractmethod
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:

@@ -23,6 +23,7 @@ from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.sampling import Sampling
 from decode.trees import Growth
+from distill.flops import TextFlops, attention_flops, products_flops
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions, HeadsDrafter
 from heads.heads_module import (
     HEADS,
@@ -238,6 +239,12 @@ class HydraPlusHeads(HydraHeads, AttendingHeads):
     def init_weights(self, model: PreTrainedModel) -> None:
         super().init_weights(model)
         self.prefix.init_weights()
+
+    def body_flops(self) -> TextFlops:
+        heads = TextFlops(per_prediction=products_flops(self.blocks))
+        prefix = TextFlops(per_token=products_flops(self.prefix))
+        width = self.prefix.layer.self_attn.q_proj.out_features
+        return heads + prefix + attention_flops(width, trained=True)
 
     def input_states(self, features: Tensor) -> Tensor:
         positions = torch.arange(features.shape[1], device=features.device)[None]

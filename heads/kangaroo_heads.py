@@ -27,6 +27,7 @@ from decode.target.forward.sublayers import Sublayers
 from decode.target.layer_kinds import require_no_states
 from decode.target.loading import Target
 from decode.trees import Growth
+from distill.flops import TextFlops, attention_flops, products_flops
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import (
     HEADS,
@@ -128,6 +129,11 @@ class KangarooHeads(AttendingHeads):
 
     def loss_weights(self, uniform: float) -> dict[int, float]:
         return {1: 1.0}
+
+    def body_flops(self) -> TextFlops:
+        products = TextFlops(per_token=products_flops(self.adapter))
+        width = self.adapter.self_attn.q_proj.out_features
+        return products + attention_flops(width, trained=True)
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         exits = batch.features[self.captured_layers[0]].to(self.dtype)

@@ -33,7 +33,8 @@ from train.report.report_summary import footnotes
 from train.run import Run
 from train.stages.generate import GenerateStage
 from train.training.optimizer import OptimizerConfig
-from train.training.trainer import LoopConfig, Trainer, TrainingTask
+from train.training.trainer import Trainer
+from train.training.training_task import LoopConfig, TrainingTask
 from train.watch.run_state import RunState
 
 ROOT = Path(__file__).parent.parent

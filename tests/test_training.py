@@ -71,7 +71,8 @@ from train.training.optimizer import (
     make_optimizer,
 )
 from train.training.student_and_teacher import checkpoint_layers
-from train.training.trainer import Clock, LoopConfig, Trainer, steps_in
+from train.training.trainer import Clock, Trainer
+from train.training.training_task import LoopConfig, steps_in
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parent.parent
@@ -345,7 +346,7 @@ def test_a_full_disk_leaves_the_checkpoints_there_are(tmp_path, half_trained, mo
             patch.setattr(torch, "save", disk(torch.save))
             for module in (
                 "accelerate.utils.other.safe_save_file",
-                "train.training.optimizer.save_file",
+                "train.training.parallel.save_file",
             ):
                 patch.setattr(module, disk(save_file))
             patch.setattr(Path, "write_text", disk(Path.write_text))

@@ -33,7 +33,8 @@ from train.data.training_text import FixedText
 from train.exit_status import ExitStatus
 from train.training.checkpoint import Stopped
 from train.training.optimizer import GroupConfig, OptimizerConfig
-from train.training.trainer import LoopConfig, Trainer, TrainingProgress, TrainingTask
+from train.training.trainer import Trainer
+from train.training.training_task import LoopConfig, TrainingProgress, TrainingTask
 
 VOCAB = 40
 OPTIMIZER = {"lr": 1e-2, "warmup_steps": 2, "clip": 1.0}
@@ -90,6 +91,9 @@ def tiny_trainer(
     allow_changes: bool = False,
     module: Any = None,
     measure: Any = None,
+    accelerator: Accelerator | None = None,
+    profile_steps: int | None = None,
+    flops: Any = None,
     **loop: Any,
 ) -> Trainer:
     """hook: called with each batch before its forward. trace: gets each batch's sample ids."""
@@ -102,7 +106,7 @@ def tiny_trainer(
 
     terms = WeightedLoss({"cross_entropy": 1.0})
     return Trainer(
-        Accelerator(cpu=True),
+        accelerator or Accelerator(cpu=True),
         reporter or Lines(),
         TrainingTask(
             "tiny",
@@ -112,11 +116,14 @@ def tiny_trainer(
             FixedText(tiny_samples()),
             pad_id=0,
             measure=measure,
+            deciding="score",
+            flops=flops,
         ),
         LoopConfig(**(LOOP | {"max_steps": steps} | loop)),
         OptimizerConfig(**optimizer),
         directory,
         allow_changes=allow_changes,
+        profile_steps=profile_steps,
     )
 
 

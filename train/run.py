@@ -41,6 +41,7 @@ from train.data.splits import require_same, split_off, without_duplicates, witho
 from train.report.report_files import NOTES_FILE, make_report
 from train.run_evaluation import RunEvaluation
 from train.schema import StageConfig
+from train.shared_disk import require_shared
 from train.stage import Outcome, StageInputs, StagePlan
 from train.stages import STAGES
 from train.training.trainer import peak_memory
@@ -68,6 +69,8 @@ class Run:
     processes: int | None = None
     # The target, if the caller has it already.
     loaded: Target | None = None
+    # The number of steps of each training to profile. None: no profile.
+    profile_steps: int | None = None
     # What `read_data` changed in the splits, in sentences.
     data_notes: list[str] = field(default_factory=list)
 
@@ -143,12 +146,14 @@ class Run:
         set_seed(self.config.seed)
         # Before anything is written: a run that cannot begin leaves no directory behind.
         examples, fingerprints = self._read_same_data()
+        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
         if self.accelerator.is_main_process:
             self._require_same_run(fingerprints)
         self._require_ready(examples)
         if self.accelerator.is_main_process:
             self.prepare(fingerprints)
         self.accelerator.wait_for_everyone()
+        require_shared(self.directory, ranks)
         self.accelerator.init_trackers(self.config.name)
         finished: dict[str, Path] = {}
         evaluation = RunEvaluation(
@@ -327,6 +332,7 @@ class Run:
             allow_changes=self.allow_changes,
             processes=self.processes,
             sharded=self.config.target.sharded,
+            profile_steps=self.profile_steps,
         )
 
     def _stage(

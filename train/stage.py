@@ -46,7 +46,8 @@ class StageInputs:
     directory: this stage's directory. earlier: the directories of earlier stages by name. corpus:
     the run's examples as tokens. run_name: for provenance. allow_changes: continue a run that began
     with other settings or another number of ranks. processes: that a plan is for; None: those that
-    run now. sharded: whether they share the target's layers.
+    run now. sharded: whether they share the target's layers. profile_steps: the number of steps of
+    each training to profile; None: no profile.
     """
 
     target: Target
@@ -59,6 +60,7 @@ class StageInputs:
     allow_changes: bool = False
     processes: int | None = None
     sharded: bool = False
+    profile_steps: int | None = None
 
 
 @dataclass
@@ -114,7 +116,7 @@ class Stage(ABC, Generic[C]):
         self.directory, self.earlier = inputs.directory, inputs.earlier
         self.run_name, self.allow_changes = inputs.run_name, inputs.allow_changes
         self.processes = inputs.processes or inputs.accelerator.num_processes
-        self.sharded = inputs.sharded
+        self.sharded, self.profile_steps = inputs.sharded, inputs.profile_steps
 
     @property
     def target_bytes(self) -> int:

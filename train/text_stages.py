@@ -32,7 +32,8 @@ from train.schema import Losses, StageConfig, closest_stage
 from train.stage import ReportSection, Stage, StagePlan, StagePlot
 from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import frequent_tokens
-from train.training.trainer import Clock, LoopConfig, Trainer, TrainingProgress, TrainingTask
+from train.training.trainer import Clock, Trainer
+from train.training.training_task import LoopConfig, TrainingProgress, TrainingTask
 
 TEXT = "text-"  # the directory of a stage's samples, with a hash of what made them
 PLANNED = 4096  # examples of the data that a plan tokenises
@@ -279,6 +280,7 @@ class TrainingStage(TextStage[L]):
             self.directory,
             clock=clock,
             allow_changes=self.allow_changes,
+            profile_steps=self.profile_steps,
         )
 
     def provenance(self, progress: TrainingProgress) -> dict[str, Any]:
@@ -289,6 +291,7 @@ class TrainingStage(TextStage[L]):
             "settings": self.config.model_dump(mode="json"),
             "steps": progress.step,
             "tokens": progress.tokens,
+            **({"best": progress.best} if progress.best else {}),
         }
 
     def summary(self, trainer: Trainer, counts: dict[str, int], parameters: int) -> dict[str, Any]:
@@ -304,6 +307,7 @@ class TrainingStage(TextStage[L]):
                 "tokens_per_second": speed,
                 "history": progress.history,
                 "dev": progress.dev,
+                "best": progress.best,
                 "clock": progress.clock,
             },
             "samples": counts,
@@ -320,7 +324,9 @@ class TrainingStage(TextStage[L]):
         others = dict(summary)
         training = dict(others.pop("training", None) or {})
         history, dev = (training.pop(key, None) or [] for key in ("history", "dev"))
-        clock = training.pop("clock", None) or {}
+        clock, best = training.pop("clock", None) or {}, training.pop("best", None)
+        if best:
+            training["best version"] = f"step {best['step']}, {best['figure']} {best['value']:.3f}"
         losses = loss_plot(f"loss-{number}", history, summary.get("losses") or [])
         return ReportSection(
             _in_short(history, dev, clock) | training | others,

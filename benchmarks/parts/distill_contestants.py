@@ -44,7 +44,8 @@ from train.data.chat import Sample, prompt_tokens
 from train.data.read import read_examples
 from train.data.training_text import FixedText
 from train.training.optimizer import OptimizerConfig
-from train.training.trainer import LoopConfig, Step, Trainer, TrainingTask
+from train.training.trainer import Trainer
+from train.training.training_task import LoopConfig, Step, TrainingTask
 
 # Answer lengths as in instruction data: medians of 50 to 110 tokens and a standard deviation of the
 # logarithm of 0.4 to 1.1 (Alpaca, Dolly, GSM8K).

@@ -47,6 +47,16 @@ def train(
             help="continue a run although its settings or its number of ranks changed",
         ),
     ] = False,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            "--profile",
+            min=1,
+            metavar="STEPS",
+            help="profile so many steps of each training, after the first ones: a trace and the "
+            "slowest operations in the stage's profile/",
+        ),
+    ] = None,
 ) -> None:
     """Run the stages of a config. An existing run continues where it stopped.
 
@@ -57,6 +67,8 @@ def train(
     for option, value in (("--speed", speed), ("--processes", processes)):
         if value is not None and not dry_run:
             raise UserError(f"{option} is for --dry-run; give both, or leave it out")
+    if profile is not None and dry_run:
+        raise UserError("--profile measures a training, and --dry-run has none; leave one out")
 
     from train.config import build_config
     from train.entry import begun
@@ -68,6 +80,7 @@ def train(
             run.loaded, run.processes = plan_target(settings), processes
             print_plan(run, run.reporter, speed)
             return
+        run.profile_steps = profile
         try:
             report = run.execute()
         except Stopped as stopped:

@@ -56,6 +56,7 @@ from train.training.estimates import (
     training_disk_bytes,
 )
 from train.training.live_window import WINDOW_PASSES, LiveWindow, look_ahead_of
+from train.training.meters.stage_flops import distill_flops
 from train.training.open_caches import Cache, open_cache
 from train.training.student_and_teacher import (
     checkpoint_layers,
@@ -65,7 +66,8 @@ from train.training.student_and_teacher import (
     teacher_of,
     teaching_model,
 )
-from train.training.trainer import Clock, Trainer, TrainingTask
+from train.training.trainer import Clock, Trainer
+from train.training.training_task import TrainingTask
 
 
 @STAGES.register("distill")
@@ -147,7 +149,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             trained_parameters=trained,
             tokens=tokens,
             memory_bytes=memory,
-            disk_bytes=training_disk_bytes(parameters, trained, average=ema),
+            disk_bytes=training_disk_bytes(parameters, trained, average=ema, loop=config.loop),
             max_seconds=time_limit(config.loop),
         )
 
@@ -166,8 +168,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         with teaching_model(self.target, shard=config.shard_teacher) as model:
             trainer = self._trainer(student, vocabulary, samples, model, cache, weights)
             progress = trainer.fit()
-        with trainer.final_weights():
-            drafter = student.plain(trainer.weights("student."))
+        drafter = student.plain(trainer.drafter_weights("student."))
         if self.accelerator.is_main_process:
             start = start_provenance(config.drafter, self.earlier)
             self._save("drafter", *drafter, self.provenance(progress) | {"start": start})
@@ -326,6 +327,16 @@ class DistillStage(TrainingStage[DistillConfig]):
             measure=dev.measure if dev else None,
             measure_every=config.dev.every if config.dev else 1,
             look_ahead=None if source is None else look_ahead_of(source),
+            deciding="expected_acceptance",
+            flops=None
+            if config.parallel is not None
+            else distill_flops(
+                student.model,
+                model,
+                # A remembered pass is not done again.
+                runs_target=teacher is not None and cache is None and not config.remember_teacher,
+                reads_logits=teacher is not None and not isinstance(cache, CachedTeacher),
+            ),
         )
         return self.make_trainer(task, config.loop, config.optimizer, clock)
 

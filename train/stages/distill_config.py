@@ -19,7 +19,7 @@ from train.training.boosting import BoostConfig, check_boost
 from train.training.dev_slice import DevConfig
 from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import DRAFTER_STAGES, StudentConfig
-from train.training.trainer import LoopConfig
+from train.training.training_task import LoopConfig
 
 
 class DistillConfig(LossConfig):
@@ -68,6 +68,7 @@ class DistillConfig(LossConfig):
 
 def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
     """Raise UserError for settings that do not fit together, or an earlier stage that does not."""
+    config.loop.require_dev(config.name, measured=config.dev is not None)
     for name in stages_of(config.dev.text) if config.dev else []:
         closest_stage(name, earlier, "generate")
     if config.drafter.stage is not None:

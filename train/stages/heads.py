@@ -48,9 +48,11 @@ from train.training.estimates import (
 )
 from train.training.head_tree import calibrated_tree, require_tree
 from train.training.live_window import WINDOW_PASSES, LiveWindow
+from train.training.meters.stage_flops import heads_flops
 from train.training.open_caches import open_features
 from train.training.trained_target import PREFIX, held_out_samples
-from train.training.trainer import Clock, Trainer, TrainingTask
+from train.training.trainer import Clock, Trainer
+from train.training.training_task import TrainingTask
 
 
 @STAGES.register("heads")
@@ -108,7 +110,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             heads, target.model, batch, itemsize, recompute=config.gradient_checkpointing
         )
         memory += 2 * 4 * config.chunk_tokens * heads.rows
-        disk = training_disk_bytes(trained, trained, average=ema)
+        disk = training_disk_bytes(trained, trained, average=ema, loop=loop)
         states = bytes_per_token(target, heads.captured_layers)
         if config.tokens_per_pass is not None:
             memory += states * max(WINDOW_PASSES * config.tokens_per_pass, batch)
@@ -147,8 +149,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         dev = self._dev_slice(module, full_heads, backbone)
         trainer = self._trainer(module, heads, backbone, samples, dev, clock)
         progress = trainer.fit()
-        with trainer.final_weights():
-            weights = trainer.weights()
+        weights = trainer.drafter_weights()
         full_heads.load_state_dict(backbone.heads_weights(weights))
         summary = self.summary(trainer, counts, sum(p.numel() for p in full_heads.parameters()))
         vocabulary = heads.vocabulary
@@ -275,6 +276,16 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             measure_every=config.dev.every if config.dev else 1,
             figures=module.figures,
             look_ahead=backbone.look_ahead,
+            deciding="tokens_per_step",
+            flops=None
+            if config.backbone is not None or self.target.has_encoder
+            else heads_flops(
+                heads,
+                self.target.model,
+                # A remembered pass is not done again.
+                runs_target=config.features == "live" and not config.remember_features,
+                reads_logits=config.weighted_loss.needs_teacher,
+            ),
         )
         trainer = self.make_trainer(task, config.loop, optimizer, clock)
         return trainer

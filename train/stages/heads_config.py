@@ -17,7 +17,7 @@ from train.training.dev_slice import DevConfig
 from train.training.head_start import check_start
 from train.training.head_tree import TreeConfig
 from train.training.optimizer import OptimizerConfig
-from train.training.trainer import LoopConfig
+from train.training.training_task import LoopConfig
 
 if TYPE_CHECKING:
     AnyHeads = HeadOptions
@@ -73,6 +73,7 @@ def check_settings(config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
             f"stage {config.name}: no loss reads the teacher, so teacher_temperature would "
             "do nothing; leave it out"
         )
+    config.loop.require_dev(config.name, measured=config.dev is not None)
     for name in stages_of(config.dev.text) if config.dev else []:
         closest_stage(name, earlier, "generate")
     if config.start is not None:

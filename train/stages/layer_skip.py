@@ -37,7 +37,8 @@ from train.training.trained_target import (
     TrainedTargetConfig,
     held_out_samples,
 )
-from train.training.trainer import Clock, LoopConfig, TrainingTask
+from train.training.trainer import Clock
+from train.training.training_task import LoopConfig, TrainingTask
 
 
 class LayerSkipConfig(TrainedTargetConfig, LossConfig):
@@ -78,6 +79,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
     def check(cls, config: LayerSkipConfig, earlier: Sequence[StageConfig]) -> None:
         super().check(config, earlier)
         config.require_sound(config.name, earlier, config.weighted_loss, "")
+        config.loop.require_dev(config.name, measured=False)
         if config.tokens_per_pass is not None:
             raise UserError(
                 f"stage {config.name}: tokens_per_pass cannot be set here: the original target "
@@ -115,7 +117,8 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
             trained_parameters=trained,
             tokens=planned_tokens(self.planned_tokens(plans), loop),
             memory_bytes=memory,
-            disk_bytes=training_disk_bytes(parameters, trained, average=ema) + self.target_bytes,
+            disk_bytes=training_disk_bytes(parameters, trained, average=ema, loop=loop)
+            + self.target_bytes,
             max_seconds=time_limit(loop),
         )
 
@@ -166,8 +169,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         )
         trainer = self.make_trainer(task, config.loop, config.optimizer, clock)
         progress = trainer.fit()
-        with trainer.final_weights():
-            weights = trainer.weights()
+        weights = trainer.drafter_weights()
         summary = self.summary(trainer, counts, model.num_parameters())
         summary |= {"exit_layer": config.exit_layer}
         summary |= self._save(trained, weights, self.provenance(progress))

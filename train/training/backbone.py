@@ -18,7 +18,8 @@ from train.schema import Losses, StageConfig
 from train.training.live_window import LiveWindow, look_ahead_of
 from train.training.optimizer import GroupConfig, OptimizerConfig
 from train.training.trained_target import PREFIX, TrainedTarget, TrainedTargetConfig
-from train.training.trainer import Clock, LookAhead
+from train.training.trainer import Clock
+from train.training.training_task import LookAhead
 
 
 class BackboneConfig(TrainedTargetConfig):

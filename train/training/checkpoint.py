@@ -4,17 +4,24 @@ accelerate writes in place, deletes the old checkpoint before the new one exists
 folder even if it is incomplete, and continues silently if it cannot read the random state. Here a
 checkpoint is written under another name and then renamed. It stores hashes, the number of ranks and
 the engine.
+
+The batches, the learning rate and the loss do not depend on the number of ranks, so it may change
+where the stored weights do not depend on it either: under DDP, whose ranks have all of them, and
+under FSDP2, whose shards torch.distributed.checkpoint deals out anew.
 """
 
 import json
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -23,18 +30,19 @@ from decode.errors import UserError
 from train.console import Reporter
 
 PREFIX = "step"
-# Two: if the newest is damaged, one is left.
-KEEP = 2
 STATE = "trainer.json"
+# Engines whose checkpoints have all weights in one file.
+UNSHARDED = {"NO", "MULTI_GPU", "MULTI_CPU"}
+# Where accelerate puts AdamW's moments under FSDP2 if the ranks write their shards.
+RESHARDED = "optimizer_0"
 
 Extra = Callable[[Path], None]
 
 
 class Checkpoints:
-    """The checkpoints of one training in `parent`.
+    """The checkpoints of one training in `parent`. keep: the number of the newest that are kept.
 
-    allow_changes: continue from a checkpoint made by another number of ranks, if the engine keeps
-    the complete weights on every rank.
+    allow_changes: continue from a checkpoint made by another number of ranks, under DDP and FSDP2.
     """
 
     def __init__(
@@ -43,10 +51,11 @@ class Checkpoints:
         parent: Path,
         reporter: Reporter,
         *,
+        keep: int,
         allow_changes: bool = False,
     ) -> None:
         self.accelerator, self.parent, self.reporter = accelerator, parent, reporter
-        self.allow_changes = allow_changes
+        self.keep, self.allow_changes = keep, allow_changes
 
     def save(self, step: int, progress: dict[str, Any], extra: Extra) -> None:
         """Save the model, the optimizer and the random state of all ranks, and `progress`.
@@ -62,7 +71,7 @@ class Checkpoints:
 
         if self.accelerator.is_main_process:
             write_directory(self.parent / f"{PREFIX}-{step}", fill, meta={"step": step})
-            for old in sorted(self._steps())[:-KEEP]:
+            for old in sorted(self._steps())[: -self.keep]:
                 remove_directory(self.parent / f"{PREFIX}-{old}")
         else:
             self._save_into(None, extra)
@@ -97,7 +106,9 @@ class Checkpoints:
         # load_state sets the counter from the random state's file, and hides a failure to read it.
         self.accelerator.step = -1
         self.accelerator.load_state(str(newest))
-        if self.accelerator.step < 0 and state["made_with"] == self._made_with():
+        if state["made_with"] != self._made_with():
+            self._share_random_state()
+        elif self.accelerator.step < 0:
             raise UserError(
                 f"{newest}: the random state of rank {self.accelerator.process_index} cannot be "
                 "read, so training would continue with other random numbers. Use the versions of "
@@ -111,6 +122,12 @@ class Checkpoints:
         """The number of checkpoints."""
         return len(self._steps())
 
+    def stored(self) -> Iterator[dict[str, Any]]:
+        """The `progress` of each checkpoint. Damaged ones are left out."""
+        for step in self._steps():
+            with suppress(OSError, ValueError, KeyError):
+                yield json.loads((self.parent / f"{PREFIX}-{step}" / STATE).read_text())["progress"]
+
     def _made_with(self) -> dict[str, Any]:
         return {
             "ranks": self.accelerator.num_processes,
@@ -122,11 +139,23 @@ class Checkpoints:
         if before == now:
             return
         described = [f"{x['ranks']} ranks under {x['engine']}" for x in (before, now)]
-        unsharded = {"NO", "MULTI_GPU", "MULTI_CPU"}
-        if not {before["engine"], now["engine"]} <= unsharded:
+        engines = {before["engine"], now["engine"]}
+        if engines <= UNSHARDED or (engines == {"FSDP"} and (path / RESHARDED).is_dir()):
+            advice = None
+        elif engines == {"FSDP"}:
+            advice = (
+                "set fsdp_state_dict_type to SHARDED_STATE_DICT in the accelerate config, whose "
+                "checkpoints any number of ranks can read"
+            )
+        else:
+            advice = (
+                "a checkpoint of DDP or FSDP2 can be continued by another number of ranks of that "
+                "engine, and one of DeepSpeed by the same number only"
+            )
+        if advice is not None:
             raise UserError(
-                f"{path} was made by {described[0]}, and {described[1]} cannot read its shards; "
-                "launch the same engine and number of ranks"
+                f"{path} was made by {described[0]}, and {described[1]} cannot read its shards. "
+                f"Launch {described[0]} again; {advice}"
             )
         if not self.allow_changes:
             raise UserError(
@@ -135,9 +164,22 @@ class Checkpoints:
                 "number of ranks, or accept the change with --allow-changes."
             )
         self.reporter.say(
-            f"  continuing from a checkpoint of {described[0]} with {described[1]}: ranks without "
-            "a stored random state start with a new one"
+            f"  continuing from a checkpoint of {described[0]} with {described[1]}: the batches "
+            "are the same; all ranks take the first one's random state"
         )
+
+    def _share_random_state(self) -> None:
+        """Give all ranks that of the first one, which its file has. What all ranks must draw alike,
+        such as the head of a minibatch, then stays alike."""
+        on_gpu = self.accelerator.device.type == "cuda"
+        states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+        states.append(torch.cuda.get_rng_state() if on_gpu else None)
+        broadcast_object_list(states)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if on_gpu:
+            torch.cuda.set_rng_state(states[3])
 
     def _save_into(self, directory: Path | None, extra: Extra) -> None:
         # Sharded engines write from every rank, so every rank needs the main process's directory.

@@ -17,8 +17,7 @@ from decode.target.memory import slot_bytes
 from heads.heads_module import Heads
 from heads.layers.llama_layer import layer_config
 from train.stage import StagePlan
-from train.training.checkpoint import KEEP
-from train.training.trainer import LoopConfig
+from train.training.training_task import LoopConfig
 
 
 def layer_numbers(model: PreTrainedModel) -> int:
@@ -74,10 +73,15 @@ def optimizer_bytes(trained: int, *, average: bool) -> int:
     return (16 if average else 12) * trained
 
 
-def training_disk_bytes(parameters: int, trained: int, *, average: bool) -> int:
-    """The checkpoints that are kept, one more while it is written, the drafter and its start."""
+def training_disk_bytes(
+    parameters: int, trained: int, *, average: bool, loop: LoopConfig | None = None
+) -> int:
+    """The checkpoints that are kept, one more while it is written, the best versions that they
+    name, the drafter and its start. loop: None for the defaults."""
+    loop = loop or LoopConfig()
     checkpoint = 4 * parameters + (12 if average else 8) * trained
-    return (KEEP + 1) * checkpoint + 2 * 4 * parameters
+    best = (loop.keep_checkpoints + 2) * 4 * trained if loop.keep_best else 0
+    return (loop.keep_checkpoints + 1) * checkpoint + best + 2 * 4 * parameters
 
 
 def batch_share(tokens_per_batch: int, longest: int, processes: int) -> int:

@@ -13,7 +13,7 @@ from distill.teacher.read_ahead import READ_AHEAD
 from train.data.batches import RankText, bucket_batches, collate, inputs
 from train.data.chat import Sample
 from train.training.open_caches import Cache
-from train.training.trainer import LookAhead, LoopConfig
+from train.training.training_task import LookAhead, LoopConfig
 
 # With samples for several passes, each pass gets rows of similar length.
 WINDOW_PASSES = 4

@@ -3,12 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from decode.errors import UserError
@@ -138,11 +136,3 @@ class EMA:
         untrained init weights fade out quickly."""
         decay = min(self.decay, step / (step + 10))
         torch._foreach_lerp_(self.shares, list(shares), 1 - decay)
-
-    def save(self, file: Path) -> None:
-        save_file({str(i): share for i, share in enumerate(self.shares)}, file)
-
-    def load(self, file: Path) -> None:
-        stored = load_file(file)
-        for i, share in enumerate(self.shares):
-            share.copy_(stored[str(i)])

@@ -9,15 +9,18 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     disable_fsdp_ram_efficient_loading,
 )
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -220,6 +223,56 @@ def exchanged(accelerator: Accelerator, module: Any, shares: Sequence[Tensor]) -
         yield
     finally:
         swap()
+
+
+def save_shares(
+    accelerator: Accelerator, module: Any, shares: Sequence[Tensor], path: Path
+) -> None:
+    """Write `shares`, which have the format of `local_weights`. Every rank must call this.
+
+    Under FSDP2 `path` becomes a directory that any number of ranks can read
+    (torch.distributed.checkpoint). Otherwise each rank writes a file `<path>-<rank>.safetensors`.
+    """
+    if accelerator.is_fsdp2:
+        dcp.save(_by_name(accelerator, module, shares), checkpoint_id=path)
+    else:
+        file = _share_file(path, accelerator.process_index)
+        save_file({str(i): share for i, share in enumerate(shares)}, file)
+
+
+def load_shares(
+    accelerator: Accelerator, module: Any, shares: Sequence[Tensor], path: Path
+) -> None:
+    """Read into `shares` what `save_shares` wrote. Every rank must call this."""
+    if path.is_dir():
+        dcp.load(_by_name(accelerator, module, shares), checkpoint_id=path)
+        return
+    file = _share_file(path, accelerator.process_index)
+    # Without a file for this rank, every share is all the weights (`Checkpoints.load`), so rank 0's
+    # share fits.
+    stored = load_file(file if file.exists() else _share_file(path, 0))
+    for i, share in enumerate(shares):
+        share.copy_(stored[str(i)])
+
+
+def _share_file(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.name}-{rank}.safetensors")
+
+
+def _by_name(accelerator: Accelerator, module: Any, shares: Sequence[Tensor]) -> dict[str, Tensor]:
+    """`shares` under FSDP2 as the sharded tensors that they are parts of. The memory is shared."""
+    tensors: dict[str, Tensor] = {}
+    for (name, weight), share in zip(_trained(accelerator, module), shares, strict=True):
+        assert isinstance(weight, DTensor)
+        tensors[name] = DTensor.from_local(
+            share,
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+    return tensors
 
 
 def _trained(accelerator: Accelerator, module: Any) -> list[tuple[str, nn.Parameter]]:

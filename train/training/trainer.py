@@ -3,58 +3,33 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 from accelerate import Accelerator
-from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from decode.artifact import require_space
 from decode.errors import UserError
+from distill.flops import TextFlops
 from train.console import Reporter
-from train.data.batches import Batches, Inputs, RankText, collate, inputs, padding_share
+from train.data.batches import Batches, RankText, collate, inputs, padding_share
 from train.data.chat import Sample
 from train.data.stored_samples import sample_ids, sizes
-from train.data.training_text import Text, Weights
-from train.schema import Strict
 from train.training import parallel
-from train.training.checkpoint import KEEP, Checkpoints, Stopped, StopRequest
+from train.training.best_version import BestVersion
+from train.training.checkpoint import Checkpoints, Stopped, StopRequest
+from train.training.meters.peak_flops import device_peak
+from train.training.meters.profiler import StepProfiler
+from train.training.meters.throughput import Throughput, flops_of, in_words
 from train.training.optimizer import EMA, OptimizerConfig, make_optimizer, take_step
+from train.training.training_task import LoopConfig, TrainingProgress, TrainingTask, steps_in
 
-# (module, batch, its samples' ids) → (loss summed over its tokens, each term's sum [terms])
-Step = Callable[[nn.Module, Inputs, Sequence[str]], tuple[Tensor, Tensor]]
-# (this rank's text of the round, the number of the batch that is used next)
-LookAhead = Callable[[RankText, int], None]
-
-
-class LoopConfig(Strict):
-    """The length of the training and the size of its batches."""
-
-    epochs: int = Field(3, ge=1)
-    """The number of passes over the text."""
-    max_steps: int | None = Field(None, ge=1)
-    """The training stops after this many optimizer steps, even if `epochs` are not complete. None:
-    no limit."""
-    max_minutes: float | None = Field(None, gt=0)
-    """The training stops after this many minutes. The learning rate follows the time if a greater
-    share of the minutes than of the steps is over. Time for figures on dev text counts too. The
-    number of steps then depends on the machine. None: no limit."""
-    tokens_per_batch: int = Field(2048, ge=1)
-    """The size of a batch, for all ranks together: rows times the longest row's length."""
-    accumulation: int = Field(1, ge=1)
-    """Batches per optimizer step."""
-    save_every: int = Field(100, ge=1)
-    """Optimizer steps between two checkpoints."""
-    log_every: int = Field(5, ge=1)
-    """Optimizer steps between two logged figures."""
-    seed: int = 0
-    """The seed of the order of batches, of init weights, and of text that the drafter generates."""
+AVERAGE = "average"  # in a checkpoint
 
 
 class Clock:
@@ -112,49 +87,6 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-@dataclass
-class TrainingTask:
-    """The inputs of the trainer from a stage.
-
-    label: the stage's name, a prefix of every logged figure. terms: the names of the loss terms.
-    measure: computes figures of the module on a dev slice. All ranks call it together, every
-    `measure_every` steps and at the end. figures: computes a step's logged figures from the sums of
-    its terms and the number of predicted tokens. None: each term's mean over these tokens.
-    look_ahead: called before each batch, so that a source can prepare the batches that follow.
-    """
-
-    label: str
-    module: nn.Module
-    step: Step
-    terms: Sequence[str]
-    text: Text
-    pad_id: int
-    measure: Callable[[nn.Module, Weights], dict[str, float]] | None = None
-    measure_every: int = 1
-    figures: Callable[[dict[str, float], int], dict[str, float]] | None = None
-    look_ahead: LookAhead | None = None
-
-
-@dataclass
-class TrainingProgress:
-    """The progress of a training; stored in every checkpoint.
-
-    history: figures of logged steps. dev: figures of `TrainingTask.measure`. seconds: total wall
-    time. time_share: the share of `max_minutes` that is over, the same on all ranks. clock: the
-    measured seconds by activity.
-    """
-
-    step: int = 0
-    round: int = 0  # of the text: an epoch, or one round of generated samples
-    batch: int = 0  # the next batch of the round
-    seconds: float = 0.0
-    time_share: float = 0.0
-    tokens: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
-    dev: list[dict[str, float]] = field(default_factory=list)
-    clock: dict[str, float] = field(default_factory=dict)
-
-
 class _Round:
     """One round's samples, grouped into batches."""
 
@@ -167,6 +99,12 @@ class _Round:
             seed=loop.seed,
             epoch=number,
         )
+
+    def flops(self, rule: TextFlops | None, numbers: Iterable[int]) -> float:
+        """The FLOPs of these batches by `rule`; 0 without one."""
+        rows = [i for number in numbers for i in self.batches.batch(number)]
+        lengths, predicted = self.lengths, self.predicted
+        return flops_of(rule, [lengths[i] for i in rows], sum(predicted[i] for i in rows))
 
 
 class Trainer:
@@ -187,7 +125,9 @@ class Trainer:
         *,
         clock: Clock | None = None,
         allow_changes: bool = False,
+        profile_steps: int | None = None,
     ) -> None:
+        """profile_steps: the number of steps to profile. None: no profile."""
         self.accelerator, self.reporter, self.task, self.loop = accelerator, reporter, task, loop
         self.settings = optimizer
         self.clock = clock or Clock(accelerator.device)
@@ -203,8 +143,20 @@ class Trainer:
         if optimizer.ema is not None:
             self.average = EMA(parallel.local_weights(accelerator, self.module), optimizer.ema)
         self.checkpoints = Checkpoints(
-            accelerator, directory / "checkpoints", reporter, allow_changes=allow_changes
+            accelerator,
+            directory / "checkpoints",
+            reporter,
+            keep=loop.keep_checkpoints,
+            allow_changes=allow_changes,
         )
+        self.best = BestVersion(accelerator, self.checkpoints) if loop.keep_best else None
+        peak = device_peak(accelerator.device, accelerator.mixed_precision)
+        self.throughput = Throughput(peak and peak * accelerator.num_processes)
+        self.profiler = None
+        if profile_steps is not None and accelerator.is_main_process:
+            self.profiler = StepProfiler(
+                directory / "profile", profile_steps, accelerator.device, reporter
+            )
         self.total_steps = 0
         self.progress = TrainingProgress()
 
@@ -216,6 +168,8 @@ class Trainer:
         """
         stored = self.checkpoints.load(self._load_average)
         self.progress = progress = TrainingProgress(**stored) if stored else TrainingProgress()
+        if self.best is None:
+            progress.best = None
         self.clock.seconds |= progress.clock
         # Of the limit that is set now: it may have changed.
         limit = 60 * (self.loop.max_minutes or math.inf)
@@ -229,8 +183,13 @@ class Trainer:
             self._require_space()
         request = StopRequest()
         self.module.train()
-        with request.listening(), self.reporter.bar("training", self.total_steps) as bar:
+        with (
+            request.listening(),
+            self.reporter.bar("training", self.total_steps) as bar,
+            self.profiler or nullcontext(),
+        ):
             bar.update(progress.step)
+            speed: dict[str, float] = {}
             while not self._ended():
                 current = self._text(progress.round)
                 if progress.batch >= len(current.batches):
@@ -241,21 +200,27 @@ class Trainer:
                 if self.accelerator.device.type != "cpu":
                     self.clock.weight = self.loop.log_every if log else 0
                 progress.seconds = time.perf_counter() - begin
+                first, tokens = progress.batch, progress.tokens
                 entry, stopping = self._optimizer_step(progress, current, request)
                 last = self._ended()
                 self.clock.weight = 1
-                progress.seconds = time.perf_counter() - begin
-                speed = progress.tokens / progress.seconds
-                bar.update(progress.step, f"loss {entry['loss']:.3f}, {speed:.0f} tokens/s")
-                if log or last:
-                    progress.history.append(entry | {"step": number, "epoch": progress.round})
-                    memory = peak_memory() / 2**30
-                    self._log(entry | {"tokens_per_second": speed, "memory_gib": memory})
-                    self._log({f"time/{k}": v for k, v in self.clock.shares().items()})
+                seconds = time.perf_counter() - begin - progress.seconds
+                progress.seconds += seconds
+                flops = current.flops(self.task.flops, range(first, progress.batch))
+                self.throughput.add(seconds, progress.tokens - tokens, flops)
+                if self.profiler is not None:
+                    self.profiler.end_step(number)
                 if self.task.measure and (last or number % self.task.measure_every == 0):
                     progress.dev.append(self._measure() | {"step": number})
                     self._log({f"dev/{k}": v for k, v in progress.dev[-1].items()})
                     progress.seconds = time.perf_counter() - begin
+                    last = self._ended()
+                if log or last:
+                    progress.history.append(entry | {"step": number, "epoch": progress.round})
+                    speed = self.throughput.figures()
+                    self._log(entry | speed | {"memory_gib": peak_memory() / 2**30})
+                    self._log({f"time/{k}": v for k, v in self.clock.shares().items()})
+                bar.update(number, f"loss {entry['loss']:.3f}, {in_words(speed)}".rstrip(", "))
                 if last or stopping or number % self.loop.save_every == 0:
                     progress.clock = dict(self.clock.seconds)
                     self.checkpoints.save(number, vars(progress), self._save_average)
@@ -269,7 +234,10 @@ class Trainer:
         return max(step / self.total_steps, min(1.0, self.progress.time_share))
 
     def _ended(self) -> bool:
-        return self.progress.step >= self.total_steps or self.progress.time_share >= 1
+        progress = self.progress
+        if progress.step >= self.total_steps or progress.time_share >= 1:
+            return True
+        return self.loop.patience is not None and progress.without_gain >= self.loop.patience
 
     def _require_space(self) -> None:
         """Raise UserError if the disk lacks space for the kept checkpoints, one more while it is
@@ -278,8 +246,10 @@ class Trainer:
         # AdamW's two moments, and the EMA.
         kept = 3 if self.average else 2
         trained = sum(p.nbytes for group in self.optimizer.param_groups for p in group["params"])
-        missing = max(KEEP + 1 - self.checkpoints.count(), 1)
+        missing = max(self.loop.keep_checkpoints + 1 - self.checkpoints.count(), 1)
         needed = missing * (weights + kept * trained) + weights
+        if self.best is not None:
+            needed += (self.loop.keep_checkpoints + 2) * trained
         require_space(self.checkpoints.parent, needed, "this stage's checkpoints and its drafter")
 
     @contextmanager
@@ -291,6 +261,19 @@ class Trainer:
             return
         with parallel.exchanged(self.accelerator, self.module, self.average.shares):
             yield
+
+    def drafter_weights(self, prefix: str = "") -> dict[str, Tensor]:
+        """The weights of the version that the stage's drafter is made of: the best one, if the
+        settings say so, or that of `final_weights`. Otherwise as `weights`."""
+        best = self.progress.best
+        if self.best is not None and best is not None:
+            self.reporter.say(
+                f"  the drafter is the version after step {best['step']} of {self.progress.step}, "
+                f"with the best {best['figure']} on dev text: {best['value']:.3f}"
+            )
+            return self.best.load(best["step"], prefix)
+        with self.final_weights():
+            return self.weights(prefix)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """The complete trained weights whose names begin with `prefix`, on the CPU of every rank.
@@ -380,6 +363,8 @@ class Trainer:
             self.module.eval()
             figures = self.task.measure(self.module, self.weights)
             self.module.train()
+            if self.best is not None:
+                self.best.keep_if_better(self.progress, self.task.deciding, figures, self.weights)
         return figures
 
     def _log(self, figures: dict[str, float]) -> None:
@@ -388,18 +373,13 @@ class Trainer:
 
     def _save_average(self, directory: Path) -> None:
         if self.average:
-            self.average.save(directory / self._average_file())
+            shares = self.average.shares
+            parallel.save_shares(self.accelerator, self.module, shares, directory / AVERAGE)
 
     def _load_average(self, directory: Path) -> None:
         if self.average:
-            file = directory / self._average_file()
-            # Without a file for this rank, every share is all the weights (`Checkpoints.load`), so
-            # rank 0's share fits.
-            self.average.load(file if file.exists() else directory / self._average_file(0))
-
-    def _average_file(self, rank: int | None = None) -> str:
-        rank = self.accelerator.process_index if rank is None else rank
-        return f"average-{rank}.safetensors"
+            shares = self.average.shares
+            parallel.load_shares(self.accelerator, self.module, shares, directory / AVERAGE)
 
     def padding_share(self) -> float:
         """The share of padding among the batch positions of the newest round."""
@@ -419,9 +399,3 @@ def _require_finite(entry: dict[str, float], step: int, ids: Callable[[], list[s
             f"step {step}: {', '.join(bad)} is not finite, so the step was not taken; samples: "
             f"{', '.join(ids())}. Lower the learning rate, or check these samples."
         )
-
-
-def steps_in(loop: LoopConfig, batches_per_epoch: int) -> int:
-    """The number of optimizer steps of a complete training on a fixed text."""
-    steps = loop.epochs * math.ceil(batches_per_epoch / loop.accumulation)
-    return min(steps, loop.max_steps or steps)

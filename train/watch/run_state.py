@@ -22,6 +22,8 @@ CURVES = {
     "agreement": re.compile(r"dev/(?:head\d+/)?top1|dev/expected_acceptance"),
     "tokens per step": re.compile(r"dev/tokens_per_step"),
     "tokens/s": re.compile(r"tokens_per_second"),
+    "model TFLOP/s": re.compile(r"model_tflops_per_second"),
+    "MFU": re.compile(r"mfu"),
     "memory, GiB": re.compile(r"memory_gib"),
 }
 FIGURES = ("acceptance_rate", "tokens_per_step", "speedup", "lossless")

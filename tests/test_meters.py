@@ -1,0 +1,184 @@
+"""What a training measures of itself: its profile, its speed, and its FLOPs against those that are
+counted while it runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from distill.flops import TextFlops, layers_flops
+from tests.stages import DRAFTER, LOOP, make_stage, run_stage, stage_context
+from tests.tiny import tiny_llama, tiny_target
+from tests.training import Lines, tiny_trainer
+from train.cli.main import app
+from train.training.meters.peak_flops import peak_of
+from train.training.meters.profiler import WARM_UP
+from train.training.meters.throughput import Throughput, flops_of, in_words
+from train.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+
+# --- the profile ----------------------------------------------------------------------------------
+
+
+def test_a_profile_has_the_steps_after_the_first_ones(tmp_path):
+    said = Lines()
+    tiny_trainer(tmp_path, WARM_UP + 4, profile_steps=2, reporter=said).fit()
+    files = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert files == ["from-step-4.pt.trace.json", "from-step-4.txt"]
+    trace = json.loads((tmp_path / "profile" / files[0]).read_text())
+    steps = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep#")}
+    assert len(steps) == 2
+    title, *rows = (tmp_path / "profile" / files[1]).read_text().splitlines()
+    assert title == "CPU time of 2 steps by operation, without what it calls"
+    shares = [float(row.split("%")[0]) for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    assert 50 < sum(shares) <= 100.5
+    (adam,) = (row for row in rows if "AdamW.step" in row)
+    assert "1.0 calls" in adam
+    assert rows[0] in str(said)
+
+
+def test_a_training_that_ends_within_a_profile_has_its_part_and_a_shorter_one_none(tmp_path):
+    tiny_trainer(tmp_path / "short", WARM_UP + 1, profile_steps=9).fit()
+    table = (tmp_path / "short/profile/from-step-4.txt").read_text()
+    assert table.startswith("CPU time of 1 steps")
+    said = Lines()
+    tiny_trainer(tmp_path / "none", WARM_UP, profile_steps=9, reporter=said).fit()
+    assert "no profile: only 3 steps were left" in str(said)
+    assert not (tmp_path / "none/profile").exists()
+    tiny_trainer(tmp_path / "plain", 5).fit()
+    assert not (tmp_path / "plain/profile").exists()
+
+
+def test_a_stage_has_its_profile_in_its_directory(tmp_path):
+    context = replace(stage_context(tmp_path, tiny_target()), profile_steps=1)
+    loop = LOOP | {"epochs": 10, "max_steps": WARM_UP + 1}
+    run_stage(context, make_stage("distill", "one", **(DRAFTER | {"loop": loop})))
+    assert (tmp_path / "one/profile/from-step-4.txt").exists()
+
+
+def test_a_plan_has_nothing_to_profile(tmp_path):
+    (tmp_path / "config.yaml").write_text("target: {model: none}\n")
+    arguments = ["train", str(tmp_path / "config.yaml"), "--profile", "2", "--dry-run"]
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+# --- the speed ------------------------------------------------------------------------------------
+
+
+def test_the_speed_is_that_of_the_steps_since_the_last_figures():
+    meter = Throughput(peak=8e12)
+    assert meter.figures() == {}
+    meter.add(0.5, 100, 1e12)
+    meter.add(1.5, 300, 2e12)
+    figures = meter.figures()
+    expected = {"tokens_per_second": 200, "model_tflops_per_second": 1.5, "mfu": 1.5 / 8}
+    assert figures == pytest.approx(expected)
+    assert in_words(figures) == "200 tokens/s, MFU 18.8%"
+    meter.add(2.0, 3000, 0.0)  # FLOPs that are not known
+    assert in_words(meter.figures()) == "1,500 tokens/s"
+    meter = Throughput(peak=None)
+    meter.add(2.0, 3000, 1e10)
+    assert in_words(meter.figures()) == "1,500 tokens/s, 0.005 model TFLOP/s"
+
+
+def test_the_figures_of_a_training_are_logged(tmp_path, monkeypatch):
+    logged: list[dict[str, float]] = []
+    monkeypatch.setattr(Trainer, "_log", lambda self, figures: logged.append(figures))
+    rule = TextFlops(per_token=1e9, per_pair=1.0, per_prediction=1e6)
+    trainer = tiny_trainer(tmp_path, 6, accumulation=3, log_every=2, flops=rule)
+    speeds: list[tuple[int, float]] = []
+    add = trainer.throughput.add
+
+    def noted(seconds: float, tokens: int, flops: float) -> None:
+        speeds.append((tokens, flops))
+        add(seconds, tokens, flops)
+
+    monkeypatch.setattr(trainer.throughput, "add", noted)
+    trainer.fit()
+    samples = trainer.task.text.round(0, trainer.weights)
+    lengths = [len(sample.tokens) for sample in samples]
+    predicted = sum(sum(sample.mask[1:]) for sample in samples)
+    # Three batches are an epoch: each step has all samples.
+    flops = 1e9 * sum(lengths) + sum(n * n for n in lengths) + 1e6 * predicted
+    assert speeds == [(predicted, pytest.approx(flops))] * 6
+    rows = [row for row in logged if "tokens_per_second" in row]
+    assert len(rows) == 3
+    for row in rows:
+        ratio = row["model_tflops_per_second"] * 1e12 / row["tokens_per_second"]
+        assert ratio == pytest.approx(flops / predicted)
+        assert "mfu" not in row  # of a CPU no peak is known
+
+
+def test_devices_are_known_by_the_words_of_their_names():
+    assert peak_of("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_of("NVIDIA H100 PCIe") == 756e12
+    assert peak_of("NVIDIA L40S") == 362e12
+    assert peak_of("NVIDIA L4") == 121e12
+    assert peak_of("NVIDIA GeForce RTX 4090") == 165.2e12
+    assert peak_of("NVIDIA GeForce GTX 1080") is None
+
+
+# --- FLOPs ----------------------------------------------------------------------------------------
+
+
+def counted_step(patch: pytest.MonkeyPatch, directory: Path, stage: Any) -> tuple[float, float]:
+    """(counted, by the rule): the FLOPs of a stage's first step without AdamW, which has no
+    products."""
+    found: list[tuple[float, float]] = []
+    original = Trainer._optimizer_step
+
+    def step(self: Any, progress: Any, current: Any, request: Any) -> Any:
+        first = progress.batch
+        with FlopCounterMode(display=False) as counter:
+            result = original(self, progress, current, request)
+        rule = current.flops(self.task.flops, range(first, progress.batch))
+        found.append((counter.get_total_flops(), rule))
+        return result
+
+    patch.setattr(Trainer, "_optimizer_step", step)
+    with sdpa_kernel(SDPBackend.MATH):  # the counter knows no fused attention of CPUs
+        run_stage(stage_context(directory, tiny_target(layers=7)), stage)
+    return found[0]
+
+
+def test_the_rule_of_a_model_is_what_its_forward_needs():
+    model = tiny_llama(layers=2)
+    ids = torch.randint(3, 300, (3, 24))
+    counter = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter, torch.no_grad():
+        model.base_model(ids)
+    rule = flops_of(layers_flops(model, trained=False), [24] * 3, 0)
+    # The rotary embedding is a product too.
+    assert counter.get_total_flops() == pytest.approx(rule, rel=0.01)
+
+
+STAGES = {
+    "distill": ("distill", DRAFTER),
+    "frozen embeddings": ("distill", DRAFTER | {"train_embeddings": False}),
+    "medusa": ("heads", {"heads": {"type": "medusa", "heads": 2}}),
+    "blockwise": ("heads", {"heads": {"type": "blockwise", "k": 3}}),
+    "hydra_plus": ("heads", {"heads": {"type": "hydra_plus", "heads": 2, "layers": 2}}),
+    "eagle1": ("heads", {"heads": {"type": "eagle1", "depth": 2}, "losses": {"forward_kl": 1.0}}),
+    "eagle3": ("heads", {"heads": {"type": "eagle3", "steps": 3}, "losses": {"forward_kl": 1.0}}),
+    "kangaroo": ("heads", {"heads": {"type": "kangaroo", "exit_layer": 2}}),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_rule_of_a_stage_is_near_what_its_step_needs(tmp_path, monkeypatch, name):
+    """Off by padding, by heads that have fewer tokens to learn from at the end of a text, and by
+    gradients of inputs that nobody needs. A pass left out or counted twice is more than that."""
+    kind, settings = STAGES[name]
+    loop = {"loop": LOOP | {"max_steps": 1}}
+    stage = make_stage(kind, "one", **(settings | loop))
+    counted, rule = counted_step(monkeypatch, tmp_path, stage)
+    assert rule == pytest.approx(counted, rel=0.1)

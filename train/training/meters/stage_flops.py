@@ -1,0 +1,43 @@
+"""The FLOPs of a step of each training stage, from the shapes of its models."""
+
+from transformers import PreTrainedModel
+
+from distill.flops import TextFlops, layers_flops, output_flops
+from heads.heads_module import Heads
+from heads.layers.target_layers import output_layer
+
+
+def distill_flops(
+    student: PreTrainedModel, target: PreTrainedModel, *, runs_target: bool, reads_logits: bool
+) -> TextFlops:
+    """A student that drafts one token after the other. runs_target: the target's layers run over
+    each batch. reads_logits: its output layer gives the loss the rows of the draft vocabulary."""
+    weight = student.get_output_embeddings().weight
+    rows, width = weight.shape
+    flops = layers_flops(student, trained=True)
+    flops += output_flops(rows, width, trained=weight.requires_grad)
+    return flops + _teacher_flops(target, rows, runs_target, reads_logits)
+
+
+def heads_flops(
+    heads: Heads, target: PreTrainedModel, *, runs_target: bool, reads_logits: bool
+) -> TextFlops | None:
+    """Heads on a frozen target. None: not known for these heads. The output layer runs for each
+    place of a draft that is trained."""
+    body = heads.body_flops()
+    if body is None:
+        return None
+    layer = output_flops(heads.rows, heads.hidden_size, trained=len(heads.output.layers) > 0)
+    teacher = _teacher_flops(target, heads.rows, False, reads_logits)
+    for _ in heads.loss_weights(0.0):
+        body = body + layer + teacher
+    return body + _teacher_flops(target, 0, runs_target, False)
+
+
+def _teacher_flops(
+    target: PreTrainedModel, rows: int, runs_target: bool, reads_logits: bool
+) -> TextFlops:
+    flops = layers_flops(target, trained=False) if runs_target else TextFlops()
+    if reads_logits:
+        flops += output_flops(rows, output_layer(target).in_features, trained=None)
+    return flops
