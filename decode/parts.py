@@ -105,7 +105,8 @@ def require_no_encoder(drafter: Drafter | type[Drafter], name: str) -> None:
     if drafter.decoder_only:
         raise UserError(
             f"{name} needs a decoder-only target: it does not read the source that this target's "
-            "encoder reads; use ngram, store, or medusa, blockwise or hydra heads"
+            "encoder reads; use ngram, store, medusa, blockwise or hydra heads, or a small model "
+            "with an encoder"
         )
 
 

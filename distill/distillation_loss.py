@@ -24,9 +24,10 @@ from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import (
     Signal,
+    SplitModel,
     Teacher,
     TeacherLogits,
-    output_rows,
+    added_bias,
     split_model,
 )
 
@@ -43,7 +44,8 @@ class Distillation(nn.Module):
     vocabulary: int64 [n], the token ids of a reduced output layer (`distill.choose_vocabulary`).
     tokens: the number of ids that are tokens. The student's output rows after them are padding.
     Padding rows get no gradient, and the student's probabilities are renormalised over the other
-    rows. The teacher's must be renormalised in the same way.
+    rows. The teacher's must be renormalised in the same way. text_ids: the number of ids that a
+    text can have, if the text is not in the student's tokens.
     """
 
     def __init__(
@@ -54,13 +56,15 @@ class Distillation(nn.Module):
         chunk: int = 256,
         vocabulary: Tensor | None = None,
         tokens: int | None = None,
+        text_ids: int | None = None,
     ) -> None:
         super().__init__()
         split_model(student)  # raises if logits need more than a linear layer
         self.student = student
         self.vocab_size: int = student.config.get_text_config().vocab_size
-        self.tokens = min(self.vocab_size, tokens or self.vocab_size)
-        rows = None if vocabulary is None else rows_of_tokens(vocabulary, self.vocab_size)
+        ids = text_ids or self.vocab_size
+        self.tokens = min(ids, tokens or ids)
+        rows = None if vocabulary is None else rows_of_tokens(vocabulary, ids)
         self.register_buffer("label_rows", rows, persistent=False)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         self.weighted_loss = weighted_loss
@@ -86,14 +90,31 @@ class Distillation(nn.Module):
         weights: float32 [n], of the predicted tokens in the loss; None: 1 each. The terms' sums do
         not use them.
         """
-        hidden = self.student.base_model(
-            input_ids=self.known(input_ids), attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
+        states = self.hidden_states(input_ids, attention_mask)
+        return self.of_states(states, input_ids, loss_mask, teacher, agreement_with, weights)
+
+    def of_states(
+        self,
+        states: Tensor,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        teacher: Teacher | None,
+        agreement_with: Callable[[slice], TeacherLogits] | None,
+        weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of the student's hidden states after each token, [B, T, H]."""
         predicted = loss_mask[:, 1:]
-        hidden = hidden[:, :-1][predicted]
+        hidden = states[:, :-1][predicted]
         if agreement_with is not None:
             return hidden.new_zeros(()), self.agreement(hidden, agreement_with)
         return self.loss(hidden, input_ids[:, 1:][predicted], teacher, weights)
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[B, T, H]: the student's hidden state after each token. int64 [B, T] each."""
+        hidden: Tensor = self.student.base_model(
+            input_ids=self.known(input_ids), attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+        return hidden
 
     def known(self, input_ids: Tensor) -> Tensor:
         """The same ids. A target with more rows may emit ids for which the student has no
@@ -141,7 +162,8 @@ class Distillation(nn.Module):
         # A reduced layer has no padding.
         padded = ids is None and self.tokens < self.vocab_size
         rows = slice(self.tokens) if padded else None
-        return *output_rows(self.student.get_output_embeddings(), rows), ids
+        layer, added = self.student.get_output_embeddings(), added_bias(self.student)
+        return *SplitModel(None, layer, added).rows(rows), ids
 
 
 def chunked_loss(

@@ -171,7 +171,7 @@ def test_earlier_drafters_that_do_not_fit_are_refused(context: Any, tmp_path: Pa
         boosted("first", "frist")
     with pytest.raises(UserError, match="no earlier stage 'heads'"):
         boosted("heads")
-    with pytest.raises(UserError, match="names parallel, whose drafter is heads or drafts in par"):
+    with pytest.raises(UserError, match="names parallel, whose drafter is heads, drafts in par"):
         boosted("parallel")
     with pytest.raises(UserError, match="on_policy cannot be set here: boost compares"):
         boosted("first", on_policy={"fraction": 1.0}, loop={"max_steps": 2})

@@ -325,6 +325,7 @@ def test_drafters_that_do_not_read_sources_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="SkipDrafter needs a decoder-only target"):
         Decoder(made.model, DRAFTERS.make("skip:attention=0,mlp=0"))
     small.save_pretrained(tmp_path / "small")
+    made.tokenizer.save_pretrained(tmp_path / "small")
     with pytest.raises(UserError, match=r"small language model .* needs a decoder-only target"):
         open_drafter(str(tmp_path / "small"), made)
     with pytest.raises(UserError, match="prompt 0 has 65 tokens"):

@@ -15,6 +15,7 @@ from decode.artifact import recover, remove_directory, require_space
 from decode.errors import UserError
 from decode.measure.ranks import Ranks
 from distill.losses import WeightedLoss
+from distill.shared_vocabulary import SharedVocabulary
 from distill.teacher.cache_parts import PART, check_parts, note_checked, text_sha256
 from train.data.batches import Batch, Inputs, bucket_batches, collate, inputs
 from train.data.chat import Sample
@@ -31,7 +32,7 @@ from train.report.format_figures import format_share
 from train.schema import Losses, StageConfig, closest_stage
 from train.stage import ReportSection, Stage, StagePlan, StagePlot
 from train.training.optimizer import OptimizerConfig
-from train.training.student_and_teacher import frequent_tokens
+from train.training.student_and_teacher import frequent_tokens, lost_mass
 from train.training.trainer import Clock, Trainer
 from train.training.training_task import LoopConfig, TrainingProgress, TrainingTask
 
@@ -187,6 +188,20 @@ class TextStage(Stage[T]):
             f"the target gives {lost:.2%} of its probability to other tokens"
         )
         return ids, {"draft_vocabulary_coverage": coverage, "draft_vocabulary_lost_mass": lost}
+
+    def shared_coverage(
+        self, shared: SharedVocabulary, samples: Sequence[Sample]
+    ) -> dict[str, float]:
+        """The coverage of the samples' text by the tokens that a student with another tokenizer
+        shares with the target, for the stage's summary. Also prints it. Raises UserError as
+        `SharedVocabulary.coverage`."""
+        coverage = shared.coverage([(sample.tokens, sample.mask) for sample in samples])
+        lost = lost_mass(self.target, samples, shared.target_ids)
+        self.reporter.say(
+            f"  shared vocabulary: {len(shared.target_ids)} tokens are {coverage:.2%} of the text; "
+            f"on this text the target gives {lost:.2%} of its probability to other tokens"
+        )
+        return {"draft_vocabulary_coverage": coverage, "draft_vocabulary_lost_mass": lost}
 
 
 class CacheStage(TextStage[T]):

@@ -18,7 +18,6 @@ from decode.drafters.pard import small_lm_drafter
 from decode.drafters.several.combinations import COMBINATIONS, Combination
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.shipped import shipped_drafter
-from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
@@ -138,7 +137,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         return drafter
     if (path / DRAFTER_FILE).exists():
         description = describe_drafter(path)
-        padding = description["kind"] in ("pard", "rest", "small_lm")
+        padding = description["kind"] in ("pard", "rest", "shared_vocabulary", "small_lm")
         with _naming_options(spec, padding):
             require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
         try:
@@ -151,22 +150,27 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         if target.has_encoder:
             require_no_encoder(loader, f"the {description['kind']} drafter {spec}")
         opened: Drafter = loader.load(path, target, dtype=name)
+        if target.has_encoder:  # a small language model has an encoder or not
+            require_no_encoder(opened, f"the {description['kind']} drafter {spec}")
         return opened
     if (path / MANIFEST).exists():
         verify_directory(path)  # a drafter without its description is not a plain model
     if path.is_dir() and not (path / "config.json").exists():
         raise UserError(f"{path} is neither a drafter directory nor a model directory")
-    if target.has_encoder:
-        require_no_encoder(SmallLMDrafter, f"a small language model ({spec})")
     try:
-        loaded = load_model_and_tokenizer(spec, dtype=name, device=device)
+        loaded = load_model_and_tokenizer(
+            spec, dtype=name, device=device, encoder=target.has_encoder
+        )
     except UserError as error:
         raise UserError(f"{error}{nearest(spec, DRAFTERS)}") from error
     with _naming_options(spec, True):
         require_same_vocabulary(
             loaded.fingerprint, target.fingerprint, f"drafter {spec}", padding=True
         )
-    return small_lm_drafter(loaded.model, target)
+    small = small_lm_drafter(loaded.model, target)
+    if target.has_encoder:
+        require_no_encoder(small, f"a small language model ({spec})")
+    return small
 
 
 def split_window(spec: str) -> tuple[str, SlidingWindow | None]:
@@ -209,7 +213,7 @@ def _open_other_vocabulary(spec: str, target: Target, dtype: str) -> Drafter:
         )
     if (path / DRAFTER_FILE).exists():
         kind = describe_drafter(path)["kind"]
-        if kind != "small_lm":
+        if kind not in ("shared_vocabulary", "small_lm"):
             raise UserError(
                 f"{path} is a drafter of the kind {kind}, which works only with the target it was "
                 "trained for; vocabulary= is for a small language model"

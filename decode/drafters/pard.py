@@ -122,6 +122,7 @@ class ParallelLMDrafter(SmallLMDrafter):
     larger than in training. Raises UserError without a mask token, and as `SmallLMDrafter`.
     """
 
+    decoder_only = True
     feeds_chains = False
 
     def __init__(
@@ -140,10 +141,11 @@ class ParallelLMDrafter(SmallLMDrafter):
                 f"the drafter {type(model).__name__} has no mask token; expected pard_token in its "
                 "config, as a distill stage with `parallel` writes it"
             )
-        if self.lm.states is not None:
+        if self.lm.states is not None or self.lm.sources is not None:
+            what = "keeps a running state" if self.lm.sources is None else "has an encoder"
             raise UserError(
-                f"the drafter {type(model).__name__} keeps a running state and has a mask token; "
-                "drafts in one pass are known only for models with attention layers"
+                f"the drafter {type(model).__name__} {what} and has a mask token; drafts in one "
+                "pass are known only for decoder-only models with attention layers"
             )
         self.mask_token = mask_token
 

@@ -35,6 +35,10 @@ CATCH_UP = 8
 class SmallLMDrafter(VerifyingDrafter):
     """Draws tokens from `model` with the given sampling parameters, in any shape.
 
+    A model with an encoder drafts for a target with an encoder: its own encoder reads the source of
+    each row once, and its decoder reads the text. Without an encoder, it drafts for targets without
+    one.
+
     Its cache always holds a prefix of the text it reads. The missing tokens go into the next
     forward; after full acceptance the drafter's last token is one of them.
 
@@ -50,7 +54,6 @@ class SmallLMDrafter(VerifyingDrafter):
     """
 
     trained = True
-    decoder_only = True
     feeds_chains = True  # whether the model reads the tokens of a chain that it drafts
     vocab_size: int
 
@@ -66,6 +69,7 @@ class SmallLMDrafter(VerifyingDrafter):
         rows: int = model.config.get_text_config().vocab_size
         super().__init__(vocab_size or rows, shape)
         self.lm = CachedLM(model)
+        self.decoder_only = self.lm.sources is None
         self.known = rows  # ids below this have an embedding
         self.tokens = min(rows, self.vocab_size, tokens or rows)
         # The number of rows of the output layer that may be drafted: the first ones, as ids ascend.
@@ -114,7 +118,10 @@ class SmallLMDrafter(VerifyingDrafter):
         """Loads a directory written by `decode.drafters.draft_vocabulary.save_with_vocabulary`,
         with the shape stored there."""
         device = str(target.device)
-        model = load_model_and_tokenizer(str(path), dtype=dtype, device=device).model
+        loaded = load_model_and_tokenizer(
+            str(path), dtype=dtype, device=device, encoder=target.has_encoder
+        )
+        model = loaded.model
         reduced = load_vocabulary(path, model)
         return cls.of_target(model, target, reduced.ids if reduced else None, stored_shape(path))
 
@@ -148,6 +155,24 @@ class SmallLMDrafter(VerifyingDrafter):
         """The logits of the tokens that may be drafted, [..., V'], of the model's logits."""
         return logits[..., : self.rows]
 
+    def attach(self, lm: CachedLM) -> None:
+        """Raises UserError for a model with an encoder, if the target has none or reads longer
+        sources."""
+        if self.lm.sources is None:
+            return
+        name = type(self.lm.model).__name__
+        if lm.sources is None:
+            raise UserError(
+                f"the drafter {name} has an encoder, but the target has none; use a decoder-only "
+                "drafter"
+            )
+        if self.lm.max_prompt < lm.max_prompt:
+            raise UserError(
+                f"the encoder of the drafter {name} reads fewer than {self.lm.max_prompt} tokens, "
+                f"but the target's reads fewer than {lm.max_prompt}; use a drafter with as many "
+                "positions"
+            )
+
     def start(self, contexts: Contexts) -> None:
         rows, slots = self.read(contexts).tokens.shape
         self._capacity = min(slots, self.lm.max_positions)
@@ -167,6 +192,9 @@ class SmallLMDrafter(VerifyingDrafter):
         self._cached = np.pad(self._cached, (0, new))
 
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
+        if self.lm.sources is not None:
+            assert contexts.sources is not None
+            self.lm.encode(contexts.sources[first:], first)
         # Only these rows: otherwise the others would feed as many tokens again.
         part = self.read(contexts).since(first)
         begin, cached = self._begin, self._cached

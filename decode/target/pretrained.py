@@ -132,7 +132,7 @@ def _require_causal(source: str, config: Any, encoder: bool) -> None:
         raise UserError(
             f"{source} is an encoder-decoder model ({config.model_type}), but a decoder-only model "
             "is needed here. Targets with an encoder work in generate, evaluate, and the stages "
-            "generate and heads"
+            "generate, heads and distill"
         )
     if foreign:
         raise UserError(

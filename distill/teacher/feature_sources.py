@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from decode.artifact import verify_directory
 from decode.errors import UserError
-from decode.target.generation_config import padded_prompts
 from decode.target.hidden_states import Recorder
 from decode.target.identity import describe_target, require_same_target
 from decode.target.loading import Target
 from distill.teacher.cache_parts import Parts, part_directories, write_part
+from distill.teacher.decoder_states import decoder_states, padded_sources
 from distill.teacher.read_ahead import ReadAhead
 
 CACHE_NAME = "feature cache"
@@ -45,8 +45,7 @@ class LiveFeatures:
     captured_layers: the layers whose hidden states are captured. remember: keep the hidden states
     of each sample in CPU memory, H numbers per token and layer, so that later epochs need no
     forward. timed(): a context in which the work is done. sources: for a target with an encoder,
-    what it reads for each sample. The hidden states are then those of the decoder, and the forward
-    also computes logits.
+    what it reads for each sample. The hidden states are then those of the decoder.
     """
 
     def __init__(
@@ -78,16 +77,8 @@ class LiveFeatures:
                         input_ids=input_ids, attention_mask=attention_mask, use_cache=False
                     )
                 else:
-                    # A batch without samples has one row of padding.
-                    texts = [self._sources[sample] for sample in ids] or [[0]]
-                    read, mask = padded_prompts(texts, 0, input_ids.device, right=True)
-                    self._model(
-                        input_ids=read,
-                        attention_mask=mask,
-                        decoder_input_ids=input_ids,
-                        decoder_attention_mask=attention_mask,
-                        use_cache=False,
-                    )
+                    read = padded_sources(self._sources, ids, input_ids.device)
+                    decoder_states(self._model, read, input_ids, attention_mask)
             if remembered is not None:
                 lengths = attention_mask.sum(1).tolist()
                 for row, (sample, length) in enumerate(zip(ids, lengths, strict=False)):

@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL
-from decode.target.pretrained import input_device, require_present
+from decode.target.pretrained import has_encoder, input_device, require_present
+from distill.teacher.decoder_states import decoder_states
 from distill.teacher.feature_sources import FeatureSource
 
 
@@ -107,14 +108,26 @@ class TopK:
 class SplitModel:
     """A model in two parts.
 
-    `stack` maps token ids to hidden states after the final norm. `output` maps these to logits.
+    `stack` maps token ids to hidden states after the final norm. `output` maps these to logits, and
+    `added`, [V], is added to them. A model with an encoder has no `stack`; `decoder_states` gives
+    its hidden states.
     """
 
-    stack: nn.Module
+    stack: nn.Module | None
     output: nn.Linear
+    added: Tensor | None = None
+
+    def rows(self, rows: Tensor | slice | None) -> tuple[Tensor, Tensor | None]:
+        """The weight [d, H] and the bias [d] of some rows of the output; None means all."""
+        weight, bias = output_rows(self.output, rows)
+        if self.added is None:
+            return weight, bias
+        added = (self.added if rows is None else self.added[rows]).to(weight.dtype)
+        return weight, added if bias is None else bias + added
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return [B, T, H] for int64 ids and mask [B, T]."""
+        assert self.stack is not None, "a model with an encoder reads sources too"
         return self.stack(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
@@ -129,10 +142,10 @@ def split_model(model: PreTrainedModel) -> SplitModel:
     """
     require_present(model, "training on the target's distribution")
     output = model.get_output_embeddings()
-    stack = model.base_model
+    stack = None if has_encoder(model) else model.base_model
     if not isinstance(output, nn.Linear) or stack is model:
         raise UserError(f"{type(model).__name__} has no linear output layer to distil through")
-    split = SplitModel(stack, output)
+    split = SplitModel(stack, output, added_bias(model))
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -141,8 +154,13 @@ def split_model(model: PreTrainedModel) -> SplitModel:
             % model.config.get_text_config().vocab_size
         )
         ones = torch.ones_like(probe)
-        direct = model(input_ids=probe, attention_mask=ones, use_cache=False).logits
-        halves = output(split.hidden(probe, ones))
+        if stack is None:
+            direct = model(input_ids=probe, decoder_input_ids=probe, use_cache=False).logits
+            hidden = decoder_states(model, (probe, ones), probe, ones)
+        else:
+            direct = model(input_ids=probe, attention_mask=ones, use_cache=False).logits
+            hidden = split.hidden(probe, ones)
+        halves = output(hidden) if split.added is None else output(hidden) + split.added
     model.train(was_training)
     if not torch.equal(direct, halves):
         raise UserError(
@@ -150,6 +168,12 @@ def split_model(model: PreTrainedModel) -> SplitModel:
             "logits (soft capping or scaling); distillation through it is not supported"
         )
     return split
+
+
+def added_bias(model: PreTrainedModel) -> Tensor | None:
+    """[V]: what BART and Marian add to the logits of the output layer."""
+    bias = getattr(model, "final_logits_bias", None)
+    return bias[0] if isinstance(bias, Tensor) else None
 
 
 def output_rows(layer: nn.Linear, rows: Tensor | slice | None) -> tuple[Tensor, Tensor | None]:
@@ -201,7 +225,7 @@ class LiveTeacher:
         rows: Tensor | slice | None = vocabulary
         if rows is None and tokens is not None and tokens < len(target.output.weight):
             rows = slice(tokens)
-        self._weight, self._bias = output_rows(target.output, rows)
+        self._weight, self._bias = target.rows(rows)
         self._remembered: dict[str, Tensor] | None = {} if remember else None
 
     @torch.no_grad()

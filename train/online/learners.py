@@ -27,6 +27,11 @@ from train.training.student_and_teacher import DRAFTER_STAGES, choose_trained
 
 # Kinds of stages whose drafters can continue to learn.
 STARTS = ("heads", *DRAFTER_STAGES)
+# Why a drafter with another tokenizer does not learn while it serves.
+OTHER_TOKENIZER = (
+    "has another tokenizer than the target, and rejected tokens are stored in the target's tokens; "
+    "use a drafter with the target's tokenizer"
+)
 # Why a parallel drafter does not learn while it serves.
 PARALLEL = (
     "drafts all tokens in one pass, and learning from rejected tokens would train it to draft one "
@@ -57,6 +62,13 @@ def drafts_in_parallel(name: str, earlier: Sequence[StageConfig]) -> bool:
             return True
         name = by_name[name].drafter.stage or ""
     return False
+
+
+def has_other_tokenizer(name: str, earlier: Sequence[StageConfig]) -> bool:
+    """Whether the drafter of stage `name`, a small language model, has another tokenizer than the
+    target. A stage that continues such a drafter says so too."""
+    stage: Any = next((stage for stage in earlier if stage.name == name), None)
+    return stage is not None and stage.drafter.vocabulary is not None
 
 
 @dataclass

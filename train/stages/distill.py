@@ -1,7 +1,7 @@
 """`distill`: a small language model learns the target's distribution (DistillSpec, 2310.08461)."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +11,32 @@ from transformers import PreTrainedModel
 
 from decode.drafters import Drafter
 from decode.drafters.directory import save_drafter
-from decode.drafters.draft_vocabulary import ReducedVocabulary, reduce_output, save_with_vocabulary
+from decode.drafters.draft_vocabulary import ReducedVocabulary, save_with_vocabulary
 from decode.drafters.pard import (
     ParallelLMDrafter,
-    mark_parallel,
     stored_mask_token,
-    unused_token,
 )
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
+from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
 from decode.target.cached_model import require_trees
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
 from decode.target.pretrained import is_sharded
 from distill.distillation_loss import Distillation
+from distill.encoder_decoder import EncoderDecoderDistillation
 from distill.parallel_distillation import (
     ParallelDistillation,
     require_full_attention,
 )
+from distill.shared_vocabulary import SharedVocabulary, SharedVocabularyDistillation
+from distill.teacher.decoder_states import padded_sources
 from distill.teacher.feature_sources import LiveFeatures, bytes_per_token
-from distill.teacher.teacher_signal import LiveTeacher, TeacherSource, split_model
+from distill.teacher.teacher_signal import (
+    LiveTeacher,
+    StatesTeacher,
+    TeacherSource,
+    split_model,
+)
 from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import Trainable
 from train.data.batches import Inputs
@@ -38,7 +44,8 @@ from train.data.chat import Sample
 from train.data.training_text import FixedText, OnPolicyText, Text
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, StagePlan
-from train.stages.distill_config import DistillConfig, check_settings, refuse
+from train.stages.distill_config import DistillConfig, check_settings, check_with_encoder
+from train.stages.distill_student import mask_token_of, require_unused, student_of
 from train.text_stages import TrainingStage
 from train.training.boosting import (
     TokenWeights,
@@ -62,6 +69,7 @@ from train.training.student_and_teacher import (
     checkpoint_layers,
     choose_trained,
     make_student,
+    shared_vocabulary,
     start_provenance,
     teacher_of,
     teaching_model,
@@ -75,6 +83,7 @@ class DistillStage(TrainingStage[DistillConfig]):
     """Trains a small LM on text, with the target as the teacher, and writes it to `drafter/`."""
 
     Config = DistillConfig
+    with_encoder = True
 
     @classmethod
     def check(cls, config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
@@ -94,6 +103,8 @@ class DistillStage(TrainingStage[DistillConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
+        if self.target.has_encoder:
+            check_with_encoder(config)
         for name in config.boost.names if config.boost else ():
             if name not in plans:
                 check_earlier_drafter(Path(name), self.target)
@@ -114,7 +125,8 @@ class DistillStage(TrainingStage[DistillConfig]):
                 max_seconds=time_limit(config.loop),
             )
         model, _ = make_student(config.drafter, self.target, self.earlier)
-        if self._mask_token(model) is not None:
+        shared = self._shared  # refuses too few shared tokens
+        if mask_token_of(self, model) is not None:
             require_full_attention(model)
             require_trees(model)  # training feeds masks and positions of the same kind
         choose_trained(model, embeddings=config.train_embeddings)
@@ -143,9 +155,10 @@ class DistillStage(TrainingStage[DistillConfig]):
                 memory += states * max(WINDOW_PASSES * pass_tokens, batch)
             if config.remember_teacher:
                 memory += states * self.planned_text_tokens(plans)
+        tokens_of_both = "" if shared is None else f"{len(shared.target_ids)} shared tokens; "
         return StagePlan(
             f"{type(model).__name__} of {student.num_parameters() / 1e6:.1f}M parameters; "
-            f"{config.losses_in_words}; {amount}",
+            f"{tokens_of_both}{config.losses_in_words}; {amount}",
             trained_parameters=trained,
             tokens=tokens,
             memory_bytes=memory,
@@ -164,7 +177,7 @@ class DistillStage(TrainingStage[DistillConfig]):
                 self.cache_directory(config.teacher), self.target, samples, self.accelerator
             )
         student, vocabulary, coverage = self._prepare(samples, cache)
-        self._require_unused(stored_mask_token(student.model.config), samples)
+        require_unused(self, stored_mask_token(student.model.config), samples)
         with teaching_model(self.target, shard=config.shard_teacher) as model:
             trainer = self._trainer(student, vocabulary, samples, model, cache, weights)
             progress = trainer.fit()
@@ -206,13 +219,13 @@ class DistillStage(TrainingStage[DistillConfig]):
     def _prepare(
         self, samples: Sequence[Sample], cache: Cache | None
     ) -> tuple[Trainable, Tensor | None, dict[str, float]]:
-        """The student on the accelerator's device; the ids of its draft vocabulary there, None for
-        all tokens; and the vocabulary's coverage of the text, if it was chosen here. Saves a new
-        student as `start/`."""
+        """The student on the accelerator's device; the target's ids of its draft vocabulary there,
+        None for all tokens; and the vocabulary's coverage of the text, if it was chosen here. Saves
+        a new student as `start/`."""
         config, device = self.config, self.accelerator.device
         # Random weights and adapters must not depend on what ran before this stage.
         torch.manual_seed(config.loop.seed)
-        model, vocabulary, coverage = self._student(samples, cache)
+        model, vocabulary, coverage = student_of(self, self._shared, samples, cache)
         choose_trained(model, embeddings=config.train_embeddings)
         student = Trainable(model, vocabulary, config.lora)
         if self.accelerator.is_main_process and config.drafter.stage is None:
@@ -220,66 +233,17 @@ class DistillStage(TrainingStage[DistillConfig]):
         if config.gradient_checkpointing:
             checkpoint_layers(model)
         model.to(device)
+        if self._shared is not None:
+            return student, self._shared.target_ids.to(device), coverage
         return student, None if vocabulary is None else vocabulary.ids.to(device), coverage
 
-    def _student(
-        self, samples: Sequence[Sample], cache: Cache | None
-    ) -> tuple[PreTrainedModel, ReducedVocabulary | None, dict[str, float]]:
-        """The model to train, on the CPU; its draft vocabulary; and the vocabulary's coverage of
-        the text, if it was chosen here."""
-        config = self.config
-        model, vocabulary = make_student(config.drafter, self.target, self.earlier)
-        mask_token = self._mask_token(model)
-        if mask_token is not None:
-            mark_parallel(model.config, mask_token)
-        if config.draft_vocabulary is not None:
-            if vocabulary is not None:
-                refuse(config, draft_vocabulary="the drafter's start already has one")
-            ids, coverage = self.frequent_tokens(samples, config.draft_vocabulary)
-            return model, reduce_output(model, ids), coverage
-        if isinstance(cache, CachedTeacher):
-            expected = cache.vocabulary
-            if vocabulary is None:
-                return model, None if expected is None else reduce_output(model, expected), {}
-            if expected is None or not torch.equal(vocabulary.ids, expected):
-                raise UserError(
-                    f"the drafter has a draft vocabulary of {len(vocabulary.ids)} tokens, but the "
-                    f"teacher cache {cache.directory} has another one ("
-                    f"{'all tokens' if expected is None else f'{len(expected)} tokens'}); make the "
-                    "cache first, and let the drafter's first stage learn from it"
-                )
-        return model, vocabulary, {}
-
-    def _mask_token(self, model: PreTrainedModel) -> int | None:
-        """The mask token of the drafter that starts as `model`. None: it drafts one token after the
-        other. Raises UserError for a token in use, and for a parallel drafter without `parallel`.
-        """
-        config, stored = self.config, stored_mask_token(model.config)
-        if config.parallel is None:
-            if stored is not None:
-                raise UserError(
-                    f"stage {config.name}: the drafter starts as one that drafts in parallel (its "
-                    "config has pard_token), and this stage would train it to draft one token "
-                    "after the other; set parallel"
-                )
+    @cached_property
+    def _shared(self) -> SharedVocabulary | None:
+        """What the target shares with a student that has another tokenizer."""
+        start = self.config.drafter
+        if start.vocabulary is None:
             return None
-        if config.parallel.mask_token is None and stored is not None:
-            return stored
-        rows = model.config.get_text_config().vocab_size
-        try:
-            return unused_token(config.parallel.mask_token, self.target, rows)
-        except UserError as error:
-            raise UserError(f"stage {config.name}: parallel: {error}") from error
-
-    def _require_unused(self, mask_token: int | None, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            if mask_token is not None and mask_token in sample.tokens:
-                name = self.target.tokenizer.convert_ids_to_tokens(mask_token)
-                raise UserError(
-                    f"stage {self.config.name}: the mask token {mask_token} ({name!r}) is in use: "
-                    f"the sample {sample.id} contains it; set parallel.mask_token to an id that "
-                    "no text contains"
-                )
+        return shared_vocabulary(start.spec(self.earlier), self.target)
 
     def _trainer(
         self,
@@ -295,9 +259,10 @@ class DistillStage(TrainingStage[DistillConfig]):
         tokens = self.target.token_count
         clock = Clock(self.accelerator.device)
         teacher: TeacherSource | None = None
-        source: LiveWindow | Cache | None = None
+        source: LiveWindow | LiveFeatures | Cache | None = None
+        sources = {s.id: s.source for s in samples} if self.target.has_encoder else None
         if loss.needs_teacher:
-            source = cache or self._window(model, clock)
+            source = cache or self._live_features(model, clock, sources)
             teacher = teacher_of(
                 model,
                 source,
@@ -312,8 +277,10 @@ class DistillStage(TrainingStage[DistillConfig]):
             if teacher is not None:
                 with clock("teacher"):
                     signal = teacher.signal(**batch, ids=ids)
-            of_tokens = None if weights is None else weights.of(ids, self.accelerator.device)
-            return module(**batch, teacher=signal, weights=of_tokens)
+            device = self.accelerator.device
+            of_tokens = None if weights is None else weights.of(ids, device)
+            read = {} if sources is None else {"sources": padded_sources(sources, ids, device)}
+            return module(**batch, teacher=signal, weights=of_tokens, **read)
 
         module = self._module(student.model, vocabulary)
         dev = None if config.dev is None else self._dev_slice(config.dev, student, model, module)
@@ -326,10 +293,10 @@ class DistillStage(TrainingStage[DistillConfig]):
             self.target.tokenizer.pad_token_id or 0,
             measure=dev.measure if dev else None,
             measure_every=config.dev.every if config.dev else 1,
-            look_ahead=None if source is None else look_ahead_of(source),
+            look_ahead=look_ahead_of(source),
             deciding="expected_acceptance",
             flops=None
-            if config.parallel is not None
+            if config.parallel is not None or self.target.has_encoder or self._shared is not None
             else distill_flops(
                 student.model,
                 model,
@@ -340,14 +307,23 @@ class DistillStage(TrainingStage[DistillConfig]):
         )
         return self.make_trainer(task, config.loop, config.optimizer, clock)
 
-    def _window(self, model: PreTrainedModel, clock: Clock) -> LiveWindow | None:
-        """The live teacher's hidden states for the next batches, if it runs over them together."""
+    def _live_features(
+        self, model: PreTrainedModel, clock: Clock, sources: Mapping[str, Sequence[int]] | None
+    ) -> LiveWindow | LiveFeatures | None:
+        """The live teacher's hidden states, if it runs over the next batches together, or reads
+        sources too. sources: what the encoder reads for each sample."""
         config = self.config
-        if config.tokens_per_pass is None:
+        if config.tokens_per_pass is None and sources is None:
             return None
         live = LiveFeatures(
-            model, [FINAL], remember=config.remember_teacher, timed=partial(clock, "teacher")
+            model,
+            [FINAL],
+            remember=config.remember_teacher,
+            timed=partial(clock, "teacher"),
+            sources=sources,
         )
+        if config.tokens_per_pass is None:
+            return live
         return LiveWindow(
             live,
             config.loop,
@@ -359,9 +335,14 @@ class DistillStage(TrainingStage[DistillConfig]):
     def _module(self, model: PreTrainedModel, vocabulary: Tensor | None) -> Distillation:
         config, tokens = self.config, self.target.token_count
         sizes: Any = {"chunk": config.chunk_tokens, "vocabulary": vocabulary, "tokens": tokens}
+        if self._shared is not None:
+            return SharedVocabularyDistillation(
+                model, config.weighted_loss, self._shared, chunk=config.chunk_tokens
+            )
         mask_token = stored_mask_token(model.config)
         if config.parallel is None or mask_token is None:
-            return Distillation(model, config.weighted_loss, **sizes)
+            kind = EncoderDecoderDistillation if self.target.has_encoder else Distillation
+            return kind(model, config.weighted_loss, **sizes)
         return ParallelDistillation(
             model, config.weighted_loss, config.parallel, mask_token, **sizes
         )
@@ -390,17 +371,27 @@ class DistillStage(TrainingStage[DistillConfig]):
     ) -> DevSlice:
         """model: the target's, as a teacher. module: computes the figures."""
         # All ranks must run a sharded target together, so a rank must not skip it by remembering.
-        teacher = LiveTeacher(split_model(model), remember=not is_sharded(model))
+        remember, sources = not is_sharded(model), None
+        if self.target.has_encoder:
+            sources = {s.id: s.source for s in self.corpus.samples(config.text, "dev")}
+            states = LiveFeatures(model, [FINAL], remember=remember, sources=sources)
+            teacher: LiveTeacher = StatesTeacher(split_model(model), states)
+        else:
+            teacher = LiveTeacher(split_model(model), remember=remember)
 
         def sums(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> Tensor:
-            signal = teacher.signal(**batch, ids=ids)
-            return module(**batch, agreement_with=signal)[1]
+            signal, device = teacher.signal(**batch, ids=ids), self.accelerator.device
+            read = {} if sources is None else {"sources": padded_sources(sources, ids, device)}
+            return module(**batch, agreement_with=signal, **read)[1]
 
         def make_drafter(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
             target = self.target
             drafter, vocabulary = student.plain(weights)
             drafter.to(target.device, target.dtype)
             ids = None if vocabulary is None else vocabulary.ids.to(target.device)
+            if self._shared is not None:
+                tokenizer = self._shared.tokenizer
+                return target, SharedVocabularyDrafter.of_models(drafter, tokenizer, target, ids)
             kind = SmallLMDrafter if self.config.parallel is None else ParallelLMDrafter
             return target, kind.of_target(drafter, target, ids)
 
@@ -420,8 +411,11 @@ class DistillStage(TrainingStage[DistillConfig]):
 
         def write(directory: Path) -> None:
             save_with_vocabulary(model, vocabulary, directory)
-            self.target.tokenizer.save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
 
         path = self.directory / name
+        tokenizer = self.target.tokenizer
         kind = "small_lm" if self.config.parallel is None else "pard"
+        if self._shared is not None:
+            tokenizer, kind = self._shared.tokenizer, "shared_vocabulary"
         save_drafter(path, kind, write, target=self.target, provenance=provenance)

@@ -12,7 +12,7 @@ from distill.teacher.feature_sources import holds_features
 from distill.trainable_model import LoraConfig
 from train.data.corpus import stages_of
 from train.data.training_text import OnPolicyConfig
-from train.online.learners import drafts_in_parallel, heads_stage
+from train.online.learners import drafts_in_parallel, has_other_tokenizer, heads_stage
 from train.schema import Losses, StageConfig, closest_stage
 from train.text_stages import LossConfig
 from train.training.boosting import BoostConfig, check_boost
@@ -73,6 +73,14 @@ def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> Non
         closest_stage(name, earlier, "generate")
     if config.drafter.stage is not None:
         _check_start(config, config.drafter.stage, earlier)
+    if config.drafter.vocabulary is not None:
+        reason = "the drafter has another tokenizer than the target"
+        refuse(
+            config,
+            on_policy=f"{reason}, and learns from the target's tokens only",
+            parallel=f"{reason}, and its drafts in one pass are not trained",
+            draft_vocabulary=f"{reason}, and the tokens of both are its draft vocabulary",
+        )
     if config.boost is not None:
         check_boost(config.boost, earlier, stage=config.name)
         refuse(config, on_policy="boost compares the target's text with drafters' guesses")
@@ -92,6 +100,25 @@ def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> Non
             )
 
 
+def check_with_encoder(config: DistillConfig) -> None:
+    """Raise UserError for settings that do not work if the target has an encoder."""
+    reason = "it needs a decoder-only target, and this target has an encoder"
+    refuse(
+        config,
+        on_policy=reason,
+        boost=reason,
+        lora=reason,
+        parallel=reason,
+        draft_vocabulary=reason,
+        shard_teacher=reason,
+    )
+    if config.drafter.vocabulary is not None or config.teacher != "live":
+        setting = "teacher" if config.drafter.vocabulary is None else "drafter.vocabulary"
+        raise UserError(
+            f"stage {config.name}: {setting} cannot be set here: {reason}; leave it out"
+        )
+
+
 def refuse(config: DistillConfig, **reasons: str) -> None:
     """Raise UserError if any of these settings is set. reasons: {setting: reason}."""
     for key, reason in reasons.items():
@@ -109,6 +136,16 @@ def _check_start(config: DistillConfig, start: str, earlier: Sequence[StageConfi
             "heads on the target; name a stage that trains a small language model"
         )
     refuse(config, draft_vocabulary=f"the drafter of {start} keeps its draft vocabulary")
+    is_shared = has_other_tokenizer(start, earlier)
+    if is_shared != (config.drafter.vocabulary is not None):
+        raise UserError(
+            f"stage {config.name}: the drafter of {start} has "
+            + (
+                "another tokenizer than the target; set drafter.vocabulary: shared here too"
+                if is_shared
+                else "the target's tokenizer; leave drafter.vocabulary out"
+            )
+        )
     is_parallel = drafts_in_parallel(start, earlier)
     if is_parallel and config.parallel is None:
         raise UserError(

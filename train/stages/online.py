@@ -20,7 +20,14 @@ from distill.replay.replay_buffer import bytes_per_draft, bytes_per_position
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
 from train.data.read import Example
-from train.online.learners import PARALLEL, Learning, drafts_in_parallel, heads_stage
+from train.online.learners import (
+    OTHER_TOKENIZER,
+    PARALLEL,
+    Learning,
+    drafts_in_parallel,
+    has_other_tokenizer,
+    heads_stage,
+)
 from train.online.learning import Online, OnlineConfig
 from train.online.serving import OnlineStageConfig, Request, Serving
 from train.online.stream_progress import StreamProgress, Versions
@@ -50,6 +57,8 @@ class OnlineStage(Stage[OnlineStageConfig]):
     def check(cls, config: OnlineStageConfig, earlier: Sequence[StageConfig]) -> None:
         WeightedLoss(config.losses)
         rule = RULES[config.rule]
+        if config.drafter.vocabulary is not None:
+            raise UserError(f"stage {config.name}: the drafter {OTHER_TOKENIZER}")
         if config.drafter.stage is None:
             return
         heads: Any = heads_stage(config.drafter.stage, earlier)
@@ -57,6 +66,10 @@ class OnlineStage(Stage[OnlineStageConfig]):
             if drafts_in_parallel(config.drafter.stage, earlier):
                 raise UserError(
                     f"stage {config.name}: the drafter of {config.drafter.stage} {PARALLEL}"
+                )
+            if has_other_tokenizer(config.drafter.stage, earlier):
+                raise UserError(
+                    f"stage {config.name}: the drafter of {config.drafter.stage} {OTHER_TOKENIZER}"
                 )
             return
         require_learns(heads.heads.type)

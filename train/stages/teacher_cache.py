@@ -1,6 +1,7 @@
 """`teacher_cache`: the target's top-k log-probabilities of a text, for any number of trainings."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from decode.errors import UserError
+from distill.shared_vocabulary import SharedVocabulary
 from distill.teacher.teacher_signal import LiveTeacher, TopK, split_model
 from distill.teacher.top_k_cache import (
     CachedTeacher,
@@ -24,6 +26,7 @@ from train.schema import StageConfig, closest_stage
 from train.stage import STAGES, Outcome, StagePlan
 from train.text_stages import CacheStage, TextConfig, size
 from train.training.estimates import forward_bytes
+from train.training.student_and_teacher import shared_vocabulary
 
 
 class TeacherCacheConfig(TextConfig):
@@ -40,6 +43,10 @@ class TeacherCacheConfig(TextConfig):
     draft_vocabulary: int | None = Field(None, ge=1)
     """Keep the distribution over this many of the text's most frequent tokens, renormalised. None:
     over all tokens."""
+    shared_with: str | None = None
+    """The model of a distill stage with `vocabulary: shared`: a hub id, directory or GGUF file.
+    Keep the distribution over the tokens that the target shares with it, renormalised. null: over
+    all tokens."""
     tokens_per_batch: int = Field(2048, ge=1)
     """The size of a batch on each rank: rows times the longest row's length."""
     part_samples: int = Field(256, ge=1)
@@ -62,6 +69,11 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
             raise UserError(
                 f"stage {config.name}: k is {config.k}, but draft_vocabulary is only "
                 f"{config.draft_vocabulary}; lower k, or raise draft_vocabulary"
+            )
+        if config.shared_with is not None and config.draft_vocabulary is not None:
+            raise UserError(
+                f"stage {config.name} sets shared_with and draft_vocabulary, but the shared tokens "
+                "are the draft vocabulary; leave draft_vocabulary out"
             )
         if config.source == "answers":
             _require_stored(config, earlier)
@@ -126,9 +138,15 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
 
     def _vocabulary(self, samples: Sequence[Sample]) -> tuple[Tensor | None, dict[str, float]]:
         """The draft vocabulary, which is also written, and its coverage."""
-        if self.config.draft_vocabulary is None:
+        if self._shared is not None:
+            vocabulary, coverage = (
+                self._shared.target_ids,
+                self.shared_coverage(self._shared, samples),
+            )
+        elif self.config.draft_vocabulary is None:
             return None, {}
-        vocabulary, coverage = self.frequent_tokens(samples, self.config.draft_vocabulary)
+        else:
+            vocabulary, coverage = self.frequent_tokens(samples, self.config.draft_vocabulary)
         if self.accelerator.is_main_process:
             write_vocabulary(self.directory, vocabulary)
         return vocabulary, coverage
@@ -161,16 +179,25 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
 
     @property
     def _vocabulary_size(self) -> int:
+        if self._shared is not None:
+            return len(self._shared.target_ids)
         return self.config.draft_vocabulary or self.target.token_count
+
+    @cached_property
+    def _shared(self) -> SharedVocabulary | None:
+        """What the target shares with the model of `shared_with`."""
+        name = self.config.shared_with
+        return None if name is None else shared_vocabulary(name, self.target)
 
 
 def _require_stored(config: TeacherCacheConfig, earlier: Sequence[StageConfig]) -> None:
     """Raise UserError unless all stages of the text keep the log-probabilities that are wanted."""
-    if config.temperature != 1 or config.draft_vocabulary is not None or not config.text_stages:
+    reduced = config.draft_vocabulary is not None or config.shared_with is not None
+    if config.temperature != 1 or reduced or not config.text_stages:
         raise UserError(
             f"stage {config.name}: source: answers has the target's distribution at temperature 1 "
             "over all tokens of a generate stage's text; set temperature 1, leave draft_vocabulary "
-            "out and name such a stage, or set source: target"
+            "out, shared_with too, and name such a stage, or set source: target"
         )
     for name in config.text_stages:
         answers: Any = closest_stage(name, earlier, "generate")

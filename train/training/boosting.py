@@ -25,7 +25,7 @@ from decode.target.without_weights import load_shapes
 from distill.teacher.teacher_signal import LiveTeacher, split_model
 from train.data.batches import Inputs, bucket_batches, collate, inputs
 from train.data.chat import Sample
-from train.online.learners import drafts_in_parallel, heads_stage
+from train.online.learners import drafts_in_parallel, has_other_tokenizer, heads_stage
 from train.schema import StageConfig, Strict, closest_stage
 from train.training.student_and_teacher import DRAFTER_STAGES
 
@@ -53,11 +53,15 @@ def check_boost(config: BoostConfig, earlier: Sequence[StageConfig], *, stage: s
         if name not in {other.name for other in earlier} and Path(name).is_dir():
             continue
         closest_stage(name, earlier, *DRAFTER_STAGES)
-        if heads_stage(name, earlier) is not None or drafts_in_parallel(name, earlier):
+        if (
+            heads_stage(name, earlier) is not None
+            or drafts_in_parallel(name, earlier)
+            or has_other_tokenizer(name, earlier)
+        ):
             raise UserError(
-                f"stage {stage}: boost.missed_by names {name}, whose drafter is heads or drafts in "
-                "parallel; expected a stage whose drafter is a small language model that drafts "
-                "one token after the other"
+                f"stage {stage}: boost.missed_by names {name}, whose drafter is heads, drafts in "
+                "parallel or has another tokenizer than the target; expected a stage whose drafter "
+                "is a small language model that drafts one token after the other"
             )
 
 

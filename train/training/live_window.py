@@ -94,8 +94,11 @@ class LiveWindow:
             del self._held[batch]
 
 
-def look_ahead_of(source: LiveWindow | Cache) -> LookAhead:
-    """What the trainer calls before each batch: a window is filled, and a cache is read ahead."""
+def look_ahead_of(source: LiveWindow | LiveFeatures | Cache | None) -> LookAhead | None:
+    """What the trainer calls before each batch: a window is filled, and a cache is read ahead.
+    None: nothing."""
+    if source is None or isinstance(source, LiveFeatures):
+        return None
     if isinstance(source, LiveWindow):
         return source.look_ahead
     cache = source

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import model_validator
@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 from decode.drafters.directory import describe_drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.errors import UserError
-from decode.target.identity import require_same_vocabulary
+from decode.target.identity import Fingerprint, require_same_vocabulary
 from decode.target.loading import Target, load_target
 from decode.target.sharded import shard_layers
-from decode.target.without_weights import load_shapes
+from decode.target.without_weights import load_shapes, load_tokenizer
 from distill.choose_vocabulary import most_frequent
+from distill.shared_vocabulary import SharedVocabulary
+from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.teacher_signal import (
     LiveTeacher,
     StatesTeacher,
@@ -48,22 +50,35 @@ class StudentConfig(Strict):
     layers: list[int] | None = None
     """A subset of the target's layers, by number from 0."""
     model: str | None = None
-    """An existing smaller model with the same tokenizer: a hub id, directory or GGUF file. Its
-    output layer may be padded to another size."""
+    """An existing smaller model: a hub id, directory or GGUF file. Its tokenizer is the target's,
+    unless `vocabulary` says otherwise. Its output layer may be padded to another size."""
     config: dict[str, Any] | None = None
     """Changes to the target's config, for a model with random weights."""
     stage: str | None = None
     """The stage whose drafter is trained further: an earlier distill or online stage."""
+    vocabulary: Literal["shared"] | None = None
+    """`shared`: the model, or the drafter of the stage, has another tokenizer than the target, and
+    learns to draft the tokens that both have. null: it has the target's tokenizer."""
 
     @model_validator(mode="after")
     def _one(self) -> "StudentConfig":
-        given = [name for name, value in self if value is not None]
+        given = [name for name, value in self if value is not None and name != "vocabulary"]
         if len(given) != 1:
             raise ValueError(
                 f"found {', '.join(given) or 'nothing'}; expected exactly one of layers, model, "
                 "config, stage"
             )
+        if self.vocabulary is not None and given[0] not in ("model", "stage"):
+            raise ValueError(
+                f"vocabulary is {self.vocabulary}, but the drafter starts from {given[0]}, which "
+                "has the target's tokenizer; leave vocabulary out"
+            )
         return self
+
+    def spec(self, earlier: Mapping[str, Path]) -> str:
+        """The name of the existing model or drafter, as `load_target` reads it. earlier: the
+        directories of earlier stages by name."""
+        return self.model or str(earlier[self.stage or ""] / "drafter")
 
 
 def start_provenance(start: StudentConfig, earlier: Mapping[str, Path]) -> Any:
@@ -81,29 +96,53 @@ def make_student(
     has no weights if the target has none (`decode.target.without_weights`).
 
     earlier: the directories of earlier stages by name. Raises UserError for layers that the target
-    does not have, a model with another vocabulary or with too few output rows for it, and a damaged
-    drafter.
+    does not have, a model with another vocabulary (unless `vocabulary` is shared) or with too few
+    output rows for it, a model without an encoder if the target has one, and a damaged drafter.
     """
     with torch.device("cpu" if target.has_weights else "meta"):
         if start.layers is not None:
             return student_from_layers(target.model, start.layers), None
         if start.config is not None:
             return student_from_config(target.model, start.config), None
-    spec = start.model or ""
+    spec = start.spec(earlier)
     if start.stage is not None:
-        spec = str(earlier[start.stage] / "drafter")
         describe_drafter(Path(spec))
-    load = load_target if target.has_weights else load_shapes
-    loaded = load(spec, dtype="float32", device="cpu")
+    if target.has_weights:
+        loaded = load_target(spec, dtype="float32", device="cpu", encoder=target.has_encoder)
+    else:
+        loaded = load_shapes(spec, dtype="float32", device="cpu")
+    if target.has_encoder and not loaded.has_encoder:
+        raise UserError(
+            f"drafter {spec} has no encoder, but the target has one; start the drafter from a "
+            "model with an encoder, or from layers of the target's decoder"
+        )
     drafter = loaded.fingerprint
-    require_same_vocabulary(drafter, target.fingerprint, f"drafter {spec}", padding=True)
+    if start.vocabulary is None:
+        _require_target_tokens(drafter, target, spec)
+    return loaded.model.train(), load_vocabulary(Path(spec), loaded.model)
+
+
+def shared_vocabulary(spec: str, target: Target) -> SharedVocabulary:
+    """What the target shares with a model that has another tokenizer. spec: names the model. Raises
+    UserError as `SharedVocabulary.of`."""
+    tokenizer, identity = load_tokenizer(spec)
+    return SharedVocabulary.of(target, tokenizer, identity.vocab_size, f"drafter {spec}")
+
+
+def _require_target_tokens(drafter: Fingerprint, target: Target, spec: str) -> None:
+    try:
+        require_same_vocabulary(drafter, target.fingerprint, f"drafter {spec}", padding=True)
+    except UserError as error:
+        raise UserError(
+            f"{error} Or set `vocabulary: shared` for this drafter: then it learns to draft the "
+            "tokens that both have"
+        ) from error
     if drafter.vocab_size < target.token_count:
         raise UserError(
             f"drafter {spec} has {drafter.vocab_size} output rows, but its tokenizer knows "
             f"{target.token_count} tokens, so some tokens have no output row; resize it first "
             "(transformers: resize_token_embeddings)"
         )
-    return loaded.model.train(), load_vocabulary(Path(spec), loaded.model)
 
 
 def choose_trained(model: PreTrainedModel, *, embeddings: bool) -> None:
@@ -135,17 +174,18 @@ def frequent_tokens(
         target.vocab_size,
         always=target.eos_token_ids,
     )
-    return ids, coverage, lost_mass(target, spread(samples, LOST_MASS_SAMPLES), ids)
+    return ids, coverage, lost_mass(target, samples, ids)
 
 
 @torch.no_grad()
 def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
-    """The target's mean probability of tokens outside `ids`, over the predicted tokens of the
-    samples. A drafter with this vocabulary has an expected acceptance of at most 1 − this value."""
+    """The target's mean probability of tokens outside `ids`, over the predicted tokens of a few of
+    the samples. A drafter with this vocabulary has an expected acceptance of at most 1 − this
+    value."""
     teacher = LiveTeacher(split_model(target.model))
     kept = ids.to(target.device)
     lost, count = 0.0, 0
-    for sample in samples:
+    for sample in spread(samples, LOST_MASS_SAMPLES):
         batch = collate([sample], target.tokenizer.pad_token_id or 0)
         predicted = sum(sample.mask[1:])
         signal = teacher.signal(**inputs(batch, target.device), ids=batch["ids"])
@@ -174,14 +214,15 @@ def teaching_model(target: Target, *, shard: bool) -> Iterator[PreTrainedModel]:
 
 def teacher_of(
     target: PreTrainedModel,
-    source: LiveWindow | Cache | None,
+    source: LiveWindow | LiveFeatures | Cache | None,
     vocabulary: Tensor | None,
     *,
     tokens: int,
     remember: bool,
     clock: Clock,
 ) -> TeacherSource:
-    """The teacher: on the results of `source` if there is one, otherwise the live target.
+    """The teacher: on the results of `source` if there is one, otherwise the live target. A target
+    with an encoder needs a source.
 
     vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first `tokens` rows
     of the output layer. remember: keep the live target's results after their first use. clock:

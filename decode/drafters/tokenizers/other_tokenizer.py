@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.drafters.tokenizers.token_texts import TokenTexts, share_roles
+from decode.drafters.tokenizers.token_texts import TokenTexts, compared_texts
 from decode.sampling import CounterRNG, Sampling
 from decode.target.loading import Target, load_model_and_tokenizer
 from decode.trees import Shape
@@ -39,6 +39,8 @@ class OtherTokenizerDrafter(SmallLMDrafter):
     target_texts, drafter_texts: the tokens of both as bytes. vocab_size: rows of the target's
     output layer. vocabulary: as for `of_models`.
     """
+
+    decoder_only = True
 
     def __init__(
         self,
@@ -81,9 +83,8 @@ class OtherTokenizerDrafter(SmallLMDrafter):
     ) -> Self:
         """For a model with its tokenizer. vocabulary: int64 [n], ascending, the drafter's tokens of
         the rows of a reduced output layer. Raises UserError if the tokenizers do not fit."""
-        ours = TokenTexts(target.tokenizer, target.vocab_size)
-        theirs = TokenTexts(tokenizer, model.config.get_text_config().vocab_size)
-        share_roles(ours, theirs)
+        rows = model.config.get_text_config().vocab_size
+        ours, theirs = compared_texts((target.tokenizer, target.vocab_size), (tokenizer, rows))
         return cls._of_texts(model, ours, theirs, target.vocab_size, vocabulary, shape)
 
     @classmethod

@@ -5,20 +5,24 @@ that both vocabularies have and renormalised. Then any rule judges its draws as 
 """
 
 import logging
+from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.drafters import DRAFTERS
 from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter, RowText
-from decode.drafters.tokenizers.token_texts import TokenTexts, shared_tokens
+from decode.drafters.tokenizers.token_texts import TokenTexts, shared_tokens, spelled
 from decode.errors import UserError
+from decode.target.loading import Target
 from decode.trees import Shape
 
 logger = logging.getLogger(__name__)
 
 
+@DRAFTERS.register("shared_vocabulary")
 class SharedVocabularyDrafter(OtherTokenizerDrafter):
     """Draws only tokens that both vocabularies have, in any shape (TLI).
 
@@ -50,6 +54,12 @@ class SharedVocabularyDrafter(OtherTokenizerDrafter):
         # [V]: the drafter's token of each shared token of the target.
         self._drafter_ids = drafter_ids.to(device)
         self._pieces: dict[int, list[int]] = {}  # of the tokens of the target met so far
+
+    @classmethod
+    def load(cls, path: Path, target: Target, *, dtype: str) -> "SharedVocabularyDrafter":
+        """Loads a directory that a `distill` stage wrote for a student with another tokenizer: its
+        model, its tokenizer, and its output layer of the shared tokens."""
+        return cls.open(str(path), target, dtype=dtype)
 
     @classmethod
     def _of_texts(
@@ -117,10 +127,7 @@ class SharedVocabularyDrafter(OtherTokenizerDrafter):
         return first
 
     def _pieces_of(self, token: int) -> list[int]:
-        """At least one token of the drafter, so that each committed token is a new token to read.
-        A row of the target's output layer that is no token is read as an unknown token."""
+        """At least one token of the drafter: each committed token is a new token to read."""
         if token not in self._pieces:
-            known = token < len(self.target_texts.texts)
-            text = self.target_texts.texts[token] if known else b""
-            self._pieces[token] = self.drafter_texts.pieces(text) or [self.drafter_texts.unknown]
+            self._pieces[token] = spelled(self.target_texts, self.drafter_texts, token)
         return self._pieces[token]

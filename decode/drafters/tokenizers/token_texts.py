@@ -153,6 +153,16 @@ class SharedTokens(NamedTuple):
     drafter: list[int]
 
 
+def compared_texts(
+    target: tuple[Any, int], drafter: tuple[Any, int]
+) -> tuple[TokenTexts, TokenTexts]:
+    """The tokens of both as bytes, with the same names for the same roles. target, drafter: the
+    tokenizer, and the rows of the model's output layer."""
+    ours, theirs = TokenTexts(*target), TokenTexts(*drafter)
+    share_roles(ours, theirs)
+    return ours, theirs
+
+
 def share_roles(target: TokenTexts, drafter: TokenTexts) -> None:
     """Gives the drafter's tokens for the end and the beginning of a text the names that these have
     in the target's vocabulary, where no token has the same name in both."""
@@ -185,6 +195,14 @@ def shared_tokens(target: TokenTexts, drafter: TokenTexts) -> SharedTokens:
     return SharedTokens([i for i, _ in pairs], [i for _, i in pairs])
 
 
+def spelled(target: TokenTexts, drafter: TokenTexts, token: int) -> list[int]:
+    """The drafter's tokens, at least one, that are read for a token of the target: the same token,
+    or the longest ones that spell it. For a row of the target's output layer that is no token, the
+    unknown token."""
+    text = target.texts[token] if token < len(target.texts) else b""
+    return drafter.pieces(text) or [drafter.unknown]
+
+
 @dataclass(frozen=True)
 class SharedCoverage:
     """How many tokens two vocabularies share, as shares of the target's, of the drafter's, and of
@@ -202,8 +220,7 @@ def shared_coverage(
 ) -> SharedCoverage:
     """texts: in the target's token ids. target, drafter: the tokenizer, and the rows of the model's
     output layer. Raises UserError as `shared_tokens`."""
-    ours, theirs = TokenTexts(*target), TokenTexts(*drafter)
-    share_roles(ours, theirs)
+    ours, theirs = compared_texts(target, drafter)
     shared = shared_tokens(ours, theirs)
     known = set(shared.target)
     count = len(known)

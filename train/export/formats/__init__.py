@@ -207,6 +207,8 @@ UNSERVED = {
     "hydra": "no engine supports Hydra heads; train Medusa or EAGLE heads for vLLM",
     "hydra_plus": "no engine supports Hydra++ heads; train Medusa or EAGLE heads for vLLM",
     "kangaroo": "no engine supports Kangaroo's adapter; train EAGLE heads for vLLM",
+    "shared_vocabulary": "it drafts only the tokens that its tokenizer shares with the target's; "
+    "train a drafter with the target's tokenizer",
     "skip": "its drafts run a part of the target, and no engine supports that; the target itself "
     "is a plain model directory",
 }

@@ -1,0 +1,168 @@
+"""Distillation into a student whose tokenizer is not the target's, over the tokens of both.
+
+The student is trained as it is asked when it drafts with `vocabulary=shared` (token-level
+intersection, TLI, 2502.05202; `decode.drafters.tokenizers.shared_vocabulary`). It reads the
+target's tokens: each as the same token, or as the longest tokens that spell it. Its hidden state
+after a token of the target predicts the target's next token. Both distributions are over the shared
+tokens, renormalised. So no text is split again, and nothing has to be aligned: a token of the
+target is one prediction. In ULD (2402.12030) and DSKD (2406.17328) the student reads the text in
+the tokens of its tokenizer. ULD compares sorted probabilities, and DSKD aligns the two sequences by
+attention.
+
+Shapes: B rows, T tokens of the target per row, R tokens of the student per row, V rows of the
+target's output layer, n shared tokens, H hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.drafters.tokenizers.token_texts import compared_texts, shared_tokens, spelled
+from decode.errors import UserError
+from decode.target.loading import Target
+from distill.distillation_loss import Distillation
+from distill.losses import WeightedLoss
+
+# A drafter of fewer shared tokens has nothing to choose from.
+FEWEST_TOKENS = 2
+# The smallest share of a text's tokens that are shared. The share is the most that can be accepted.
+LEAST_COVERAGE = 0.1
+
+
+@dataclass(frozen=True)
+class SharedVocabulary:
+    """The tokens that a target and a student with another tokenizer share, and how the student
+    reads the target's tokens.
+
+    tokenizer: the student's. drafter_ids: int64 [n], ascending, the student's ids of the shared
+    tokens: the rows of its reduced output layer. target_ids: int64 [n], the target's ids of the
+    same tokens, in the same order. pieces: int64 [m], the student's tokens that are read for the
+    target's tokens 0, 1, …, V − 1, one after the other. counts: int64 [V], how many each token has.
+    prefix: the student's token before each text; None: none.
+    """
+
+    tokenizer: Any
+    drafter_ids: Tensor
+    target_ids: Tensor
+    pieces: Tensor
+    counts: Tensor
+    prefix: int | None
+
+    @classmethod
+    def of(cls, target: Target, tokenizer: Any, rows: int, what: str) -> "SharedVocabulary":
+        """tokenizer, rows: the student's, and the rows of its full output layer. what: names the
+        student, for messages. Raises UserError as `shared_tokens`, and for too few tokens."""
+        ours, theirs = compared_texts((target.tokenizer, target.vocab_size), (tokenizer, rows))
+        shared = shared_tokens(ours, theirs)
+        if len(shared.target) < FEWEST_TOKENS:
+            raise UserError(
+                f"{what} shares {len(shared.target)} token with the target; expected at least "
+                f"{FEWEST_TOKENS}; use a model whose tokenizer is closer to the target's"
+            )
+        drafter_ids, order = torch.tensor(shared.drafter).sort()
+        pieces = [spelled(ours, theirs, token) for token in range(target.vocab_size)]
+        return cls(
+            tokenizer,
+            drafter_ids,
+            torch.tensor(shared.target)[order],
+            torch.tensor([piece for each in pieces for piece in each]),
+            torch.tensor([len(each) for each in pieces]),
+            theirs.prefix[0] if theirs.prefix else None,
+        )
+
+    def coverage(self, texts: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> float:
+        """The share of the predicted tokens of texts, (tokens, mask) each, that are shared. Raises
+        UserError if it is less than `LEAST_COVERAGE`."""
+        shared = set(self.target_ids.tolist())
+        known = [
+            token in shared
+            for tokens, mask in texts
+            for token, is_predicted in zip(tokens[1:], mask[1:], strict=True)
+            if is_predicted
+        ]
+        share = sum(known) / max(len(known), 1)
+        if share < LEAST_COVERAGE:
+            raise UserError(
+                f"the drafter shares {len(shared)} tokens with the target, but they are only "
+                f"{share:.1%} of the tokens of the text; expected at least {LEAST_COVERAGE:.0%}. "
+                "Use a model whose tokenizer is closer to the target's"
+            )
+        return share
+
+    def lengths(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        """How many tokens the student reads for each of these texts, in the target's tokens."""
+        prefixed = self.prefix is not None
+        return [int(self.counts[torch.tensor(text)].sum()) + prefixed for text in texts]
+
+
+class _Reader(nn.Module):
+    """Turns the target's tokens into those that the student reads."""
+
+    pieces: Tensor
+    counts: Tensor
+    firsts: Tensor
+
+    def __init__(self, shared: SharedVocabulary) -> None:
+        super().__init__()
+        ends = shared.counts.cumsum(0)
+        self.register_buffer("pieces", shared.pieces, persistent=False)
+        self.register_buffer("counts", shared.counts, persistent=False)
+        self.register_buffer("firsts", ends - shared.counts, persistent=False)
+        self.prefix = shared.prefix
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """int64 [B, R] twice: the student's tokens and their attention mask; and int64 [B, T], the
+        place in them where each token of the target ends. input_ids, attention_mask: int64 [B, T],
+        padded on the right."""
+        counts = self.counts[input_ids] * attention_mask
+        # A text begins with the prefix, unless it begins with a token that is read as the prefix.
+        prefixed = torch.zeros_like(input_ids[:, :1])
+        if self.prefix is not None:
+            first = input_ids[:, :1]
+            is_prefix = (self.pieces[self.firsts[first]] == self.prefix) & (counts[:, :1] == 1)
+            prefixed = 1 - is_prefix.long()
+        ends = counts.cumsum(1) + prefixed
+        places = torch.arange(int(ends[:, -1].max()), device=ends.device)
+        places = places.expand(len(ends), -1).contiguous()
+        token = torch.searchsorted(ends, places, right=True).clamp(max=ends.shape[1] - 1)
+        # The number of each place within its token. −1: the prefix.
+        number = places - (ends - counts).gather(1, token)
+        piece = self.firsts[input_ids.gather(1, token)] + number
+        read = self.pieces[piece.clamp(min=0, max=len(self.pieces) - 1)]
+        if self.prefix is not None:
+            read = torch.where(number < 0, self.prefix, read)
+        return read, (places < ends[:, -1:]).long(), ends - 1
+
+
+class SharedVocabularyDistillation(Distillation):
+    """Computes the distillation loss of a student with another tokenizer than the target's.
+
+    The batches are in the target's tokens. The student's output layer has the rows of
+    `shared.drafter_ids`. The teacher's logits must be those of `shared.target_ids`.
+    """
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        weighted_loss: WeightedLoss,
+        shared: SharedVocabulary,
+        *,
+        chunk: int = 256,
+    ) -> None:
+        rows = len(shared.counts)
+        super().__init__(
+            student, weighted_loss, chunk=chunk, vocabulary=shared.target_ids, text_ids=rows
+        )
+        self.reader = _Reader(shared)
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[B, T, H]: after the last of the tokens that are read for each token of the target."""
+        read, mask, ends = self.reader(input_ids, attention_mask)
+        hidden: Tensor = self.student.base_model(
+            input_ids=read, attention_mask=mask, use_cache=False
+        ).last_hidden_state
+        return hidden[torch.arange(len(hidden), device=hidden.device)[:, None], ends]
