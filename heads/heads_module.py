@@ -214,7 +214,12 @@ class Heads(nn.Module, ABC):
 
 
 class TokenHeads(Heads):
-    """Heads with token embeddings. Raises UserError if the target's embedding size is not H."""
+    """Heads with token embeddings: the target's, or a trained table of the same shape.
+
+    Raises UserError if the target's embedding size is not H.
+    """
+
+    embeddings: BorrowedEmbeddings | nn.Embedding
 
     def __init__(
         self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None
@@ -230,7 +235,8 @@ class TokenHeads(Heads):
         device: torch.device | None = None,
     ) -> None:
         super().borrow(model, dtype, device)
-        self.embeddings.borrow(model, dtype, device)
+        if isinstance(self.embeddings, BorrowedEmbeddings):
+            self.embeddings.borrow(model, dtype, device)
 
 
 HEADS: Registry[type[Heads]] = Registry("type of heads")

@@ -9,7 +9,7 @@ H hidden size.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -22,14 +22,17 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from decode.device import to_device
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
+from decode.drafters.pard import free_token
 from decode.drafters.trained import ParallelGrowth
+from decode.errors import UserError
 from decode.sampling import Sampling
+from decode.target.loading import Target
 from decode.trees import Growth
 from distill.parallel_distillation import MaskedCopies, ParallelConfig, draws, kept_share
-from heads.eagle_heads import Eagle3Layer, auxiliary_layers
+from heads.eagle_heads import Eagle3Layer, captured_outputs
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import HEADS, HeadBatch, Prediction, TokenHeads, shift_left
-from heads.layers.llama_layer import Attend, DraftLayer, Rotary, layer_config
+from heads.layers.llama_layer import Attend, DraftLayer, LayerSettings, Rotary, layer_config
 from heads.layers.target_layers import copy_norm
 
 
@@ -48,6 +51,30 @@ class PEagleOptions(AttendingOptions):
     """r; place i of a draft is trained for rⁱ of the text's drafts."""
     keep_min: float = Field(0.2, ge=0, le=1)
     """r_min; each place is trained for at least this share."""
+    embeddings: Literal["target", "trained"] = "target"
+    """The token embeddings. `target`: the target's, frozen and not stored; only the stand-in's is
+    trained. `trained`: a separate table that starts as a copy of the target's, as in the paper."""
+    mask_token: int | None = Field(None, ge=0)
+    """The id of the token whose embedding is the stand-in, in trained embeddings and in exports.
+    Texts must never contain it. None: an unused token."""
+    norm_before_residual: bool = False
+    """The residual stream of the first layer starts with the normed state, as the library
+    speculators can train it."""
+    captured_layers: list[int] | None = Field(None, min_length=1)
+    """The layers of the target whose outputs are read, counted from 0. None: those of EAGLE-3."""
+    layer: LayerSettings | None = None
+    """Settings of the layers that differ from the target's, as imports set them. None: the
+    target's."""
+
+    def for_target(self, target: Target) -> Self:
+        if self.mask_token is not None and self.mask_token >= target.vocab_size:
+            raise UserError(
+                f"mask_token is {self.mask_token}, but {target.name} has embeddings of "
+                f"{target.vocab_size} ids; expected an id that no text contains"
+            )
+        if self.embeddings == "target" or self.mask_token is not None:
+            return self
+        return self.model_copy(update={"mask_token": free_token(target)})
 
     @property
     def longest_draft(self) -> int:
@@ -74,10 +101,11 @@ class PEagleHeads(TokenHeads, AttendingHeads):
 
     "Head" d is place d. All places have the same loss weight.
 
-    The paper trains the embeddings too. Here they are the target's, and only the vector of the
-    stand-in is trained. At first fc copies the feature of the highest of the three layers, and the
-    decoder layers change nothing, as in `Eagle3Heads`. Tensors have the names that engines use,
-    except the output layer and `mask_embedding`.
+    The paper trains the embeddings too, which is `embeddings: trained` here. By default they are
+    the target's, and only the vector of the stand-in is trained, `mask_embedding`. At first fc
+    copies the feature of the highest of the three layers, and the decoder layers change nothing, as
+    in `Eagle3Heads`. Tensors have the names that engines use, except the output layer and the
+    embeddings.
     """
 
     Options = PEagleOptions
@@ -86,17 +114,23 @@ class PEagleHeads(TokenHeads, AttendingHeads):
         self, options: PEagleOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.tokens, model, vocabulary)
-        self.captured_layers = auxiliary_layers(model.config.get_text_config().num_hidden_layers)
+        count = model.config.get_text_config().num_hidden_layers
+        self.captured_layers = captured_outputs(options.captured_layers, count)
+        if options.mask_token is not None:
+            self.reserved_tokens = (options.mask_token,)
         self.parts = self.attending_layers = self.stacked_layers = options.layers
         places = range(1, options.tokens)
         kept = sum(kept_share(place, options.keep, options.keep_min) for place in places)
         self.tokens_per_part = 1 + kept
-        self.config = layer_config(model)
+        self.config = layer_config(model, options.layer)
         self._rotary = Rotary(self.config)
         size, taps = self.hidden_size, len(self.captured_layers)
         self.fc = nn.Linear(taps * size, size, bias=False)
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, taps * size))
-        self.mask_embedding = nn.Parameter(torch.empty(size))
+        if options.embeddings == "trained":
+            self.embeddings = nn.Embedding(*model.get_input_embeddings().weight.shape)
+        else:
+            self.mask_embedding = nn.Parameter(torch.empty(size))
         further = (_Layer(self.config) for _ in range(options.layers - 1))
         self.layers = nn.ModuleList([Eagle3Layer(self.config), *further])
         self.norm = LlamaRMSNorm(size, eps=self.config.rms_norm_eps)
@@ -110,7 +144,12 @@ class PEagleHeads(TokenHeads, AttendingHeads):
         self.fc.weight.zero_()
         self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
         self.mask_hidden.normal_(std=self.config.initializer_range)
-        self.mask_embedding.copy_(model.get_input_embeddings().weight.float().mean(0))
+        table = model.get_input_embeddings().weight
+        if isinstance(self.embeddings, nn.Embedding):
+            self.embeddings.weight.copy_(table)
+            self.embeddings.weight[self.reserved_tokens[0]] = table.float().mean(0)
+        else:
+            self.mask_embedding.copy_(table.float().mean(0))
         copy_norm(self.norm, model)
 
     def loss_weights(self, uniform: float) -> dict[int, float]:
@@ -142,18 +181,26 @@ class PEagleHeads(TokenHeads, AttendingHeads):
         masks = unknown[..., None]
         stand_in = self.fuse(self.mask_hidden.to(dtype))
         states = torch.where(masks, stand_in, states.to(dtype))
-        embedded = self.embeddings(tokens).to(dtype)
-        embedded = torch.where(masks, self.mask_embedding.to(dtype), embedded)
+        embedded = self._embedded(tokens, unknown).to(dtype)
         rotation = self._rotary(positions, states)
         first: Any = self.layers[0]
-        inputs = torch.cat([first.input_layernorm(embedded), first.hidden_norm(states)], -1)
-        states = self.recomputed(first, states, inputs, rotation, attends[0])
+        normed = first.hidden_norm(states)
+        inputs = torch.cat([first.input_layernorm(embedded), normed], -1)
+        residual = normed if self.options.norm_before_residual else states
+        states = self.recomputed(first, residual, inputs, rotation, attends[0])
         further: Any = self.layers[1:]
         for layer, attend in zip(further, attends[1:], strict=True):
             inputs = layer.input_layernorm(states)
             states = self.recomputed(layer, states, inputs, rotation, attend)
         outputs: Tensor = self.norm(states)
         return outputs
+
+    def _embedded(self, tokens: Tensor, unknown: Tensor) -> Tensor:
+        """[B, n, H]: the embeddings that `run` reads."""
+        if isinstance(self.embeddings, nn.Embedding):
+            return self.embeddings(tokens.masked_fill(unknown, self.reserved_tokens[0]))
+        embedded = self.embeddings(tokens)
+        return torch.where(unknown[..., None], self.mask_embedding.to(embedded), embedded)
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         options, ids = self.options, batch.input_ids

@@ -19,13 +19,14 @@ from decode.target.loading import Target, load_target
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
-from heads.heads_directory import new_heads, save_heads
+from heads.heads_directory import new_heads, read_heads, save_heads
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions, Heads
 from tests.tiny import VOCAB, save_tiny
-from train.export import ExportOptions
+from train.export import ExportOptions, ImportOptions
 from train.export.engines import ENGINES, EngineTask
 from train.export.export_directory import Measuring, check_export, export_drafter, reload_export
+from train.export.import_directory import import_drafter
 from train.export.verify_export import ExportVerification
 
 PROMPTS = [[3 + i, 17 + i, 250 - i, 9, 42 + i][: 2 + i % 4] for i in range(40)]
@@ -67,30 +68,59 @@ def make_taught(
     """A drafter directory of heads that learnt the target's own texts of PROMPTS by heart, so that
     most of what they draft is accepted, and less if anything of them is read wrongly. reduced: to
     the tokens that occur there."""
+    ids, mask = _texts_of(target)
+    torch.manual_seed(0)
+    heads = new_heads(HeadOptions.of(options), target, ids.unique() if reduced else None)
+    with torch.no_grad():  # Attention counts from the beginning, and with it positions.
+        for name, weight in heads.named_parameters():
+            if "o_proj" in name:
+                weight.normal_(std=0.1)
+    _teach(heads, target, ids, mask, steps=150)
+    save_heads(path, heads, target=target, **({"provenance": {"stage": "heads"}} | stored))
+
+
+def train_import(
+    directory: Path, target: Target, form: str, depth: int | None = None, same: str = ""
+) -> Path:
+    """Import the export `out` in a directory, train it a little more, and export it again in the
+    same layout; return the new export. depth: of the drafts, None for the layout's. same: the
+    weights whose names end so get the values of the first of them."""
+    options = ImportOptions(depth=depth)
+    import_drafter(str(directory / "out"), target, directory / "imported", options)
+    heads = read_heads(directory / "imported", target)
+    _teach(heads, target, *_texts_of(target), steps=10)
+    if same:
+        first, *others = (x for name, x in heads.named_parameters() if name.endswith(same))
+        for weight in others:
+            weight.data.copy_(first.data)
+    save_heads(directory / "tuned", heads, target=target, provenance={"stage": "heads"})
+    export_drafter(directory / "tuned", form, directory / "again", ExportOptions(gamma=3))
+    return directory / "again"
+
+
+def _texts_of(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """The PROMPTS with the target's own answers, int64 [N, T], and which tokens there are."""
     eos = target.eos_token_ids
     decoder = Decoder(target.model, DRAFTERS.make("none"), gamma=1, eos_token_ids=eos)
     answers = decoder.decode(PROMPTS, 24).outputs
     texts = [torch.tensor([*prompt, *text]) for prompt, text in zip(PROMPTS, answers, strict=True)]
     ids = pad_sequence(texts, batch_first=True)
     lengths = torch.tensor([len(text) for text in texts])
-    mask = torch.arange(ids.shape[1]) < lengths[:, None]
-    kept = ids.unique() if reduced else None
-    torch.manual_seed(0)
-    heads = new_heads(HeadOptions.of(options), target, kept)
-    with torch.no_grad():  # Attention counts from the beginning, and with it positions.
-        for name, weight in heads.named_parameters():
-            if "o_proj" in name:
-                weight.normal_(std=0.1)
+    return ids, torch.arange(ids.shape[1]) < lengths[:, None]
+
+
+def _teach(
+    heads: Heads, target: Target, ids: torch.Tensor, mask: torch.Tensor, *, steps: int
+) -> None:
     heads.borrow(target.model)
     training = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target.model)
     seen = LiveFeatures(target.model, training.captured_layers).features(ids, mask.long(), [])
     optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
-    for _ in range(150):
+    for _ in range(steps):
         loss, _ = training(ids, mask, seen, dict.fromkeys(range(1, heads.depth + 1), 1e-3))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    save_heads(path, heads, target=target, **({"provenance": {"stage": "heads"}} | stored))
 
 
 def exported(

@@ -195,6 +195,40 @@ def eagle31(target: Target) -> Published:
     return Published(config | {"norm_output": True}, tensors)
 
 
+def p_eagle_weights(dtype: torch.dtype, rows: int) -> dict[str, Tensor]:
+    """Two layers, of which only the first reads 2H, and trained embeddings."""
+    extra = layer_shapes("layers.1", HIDDEN) | {
+        "layers.1.input_layernorm.weight": (HIDDEN,),
+        "mask_hidden": (1, 1, 3 * HIDDEN),
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+    }
+    return eagle3_weights("layers.0", dtype, rows=rows, extra=extra)
+
+
+def p_eagle(target: Target) -> Published:
+    """P-EAGLE as vLLM reads it: some tokens, and the token of the stand-in by its usual name."""
+    config = llama_config(
+        architectures=["PEagleDraftModel"],
+        num_hidden_layers=2,
+        draft_vocab_size=len(KEPT),
+        pard_token=VOCAB - 1,
+        torch_dtype="bfloat16",
+    )
+    return Published(config, p_eagle_weights(torch.bfloat16, len(KEPT)) | maps())
+
+
+def speculators_p_eagle(target: Target) -> Published:
+    """Nested settings, another name of the stand-in's token, all tokens, and a normed residual."""
+    stated = speculators_eagle3(target).config
+    config = stated | {
+        "architectures": ["PEagleSpeculator"],
+        "speculators_model_type": "peagle",
+        "transformer_layer_config": llama_config(head_dim=32, num_hidden_layers=2),
+        "mask_token_id": VOCAB - 1,
+    }
+    return Published(config, p_eagle_weights(torch.float32, VOCAB))
+
+
 def eagle1(target: Target) -> Published:
     """EAGLE-LLaMA: `layers.0` without a first norm, the target's embeddings, no bias."""
     shapes = layer_shapes("layers.0", HIDDEN) | {"fc.weight": (HIDDEN, 2 * HIDDEN)}
@@ -246,6 +280,8 @@ LAYOUTS = {
         nemo_eagle3,
         speculators_eagle3,
         eagle31,
+        p_eagle,
+        speculators_p_eagle,
         eagle1,
         eagle1_bias,
         medusa,
@@ -255,12 +291,14 @@ LAYOUTS = {
 
 
 @torch.no_grad()
-def first_logits(published: Published, target: Target, ids: Tensor, taps: list[int]) -> Tensor:
-    """[T − 1, V']: what an EAGLE layer says after each pair of a hidden state and the next token of
-    a text, computed from the published tensors alone.
+def first_logits(
+    published: Published, target: Target, ids: Tensor, taps: list[int], stand_ins: int = 0
+) -> Tensor:
+    """[T − 1 + M, V']: what EAGLE's layers say after each pair of a hidden state and the next token
+    of a text, and then at each of M stand-ins, computed from the published tensors alone.
 
     ids: int64 [T]. taps: the indices into transformers' hidden_states that are read (index i is the
-    input of layer i, counted from 0), or [-1] for EAGLE-1.
+    input of layer i, counted from 0), or [-1] for EAGLE-1. stand_ins: M, of P-EAGLE.
     """
     config = published.config.get("transformer_layer_config", published.config)
     switches = published.config | (published.config.get("eagle_config") or {})
@@ -282,6 +320,8 @@ def first_logits(published: Published, target: Target, ids: Tensor, taps: list[i
         states = [norm(values, f"fc_norm.{number}") for number, values in enumerate(states)]
     features = torch.cat(states, -1)
     table = target.model.get_input_embeddings().weight
+    if "mask_hidden" in x:
+        table = x["embed_tokens.weight"]
     embedded = embedding(ids[1:], table)
     if taps == [-1]:
         residual = read = product(torch.cat([embedded, features], -1), "fc")
@@ -289,6 +329,11 @@ def first_logits(published: Published, target: Target, ids: Tensor, taps: list[i
         if switches.get("norm_before_fc"):
             features = norm(features, "input_norm")
         state = product(features, "fc")
+        if stand_ins:
+            token = config.get("pard_token") or switches["mask_token_id"]
+            unknown = product(x["mask_hidden"].flatten()[None], "fc")
+            state = torch.cat([state, unknown.expand(stand_ins, -1)])
+            embedded = torch.cat([embedded, table[token].expand(stand_ins, -1)])
         normed = norm(state, f"{layer}.hidden_norm")
         residual = normed if switches.get("norm_before_residual") else state
         read = torch.cat([norm(embedded, f"{layer}.input_layernorm"), normed], -1)
@@ -301,18 +346,27 @@ def first_logits(published: Published, target: Target, ids: Tensor, taps: list[i
         first, second = values.chunk(2, -1)
         return values * cos + torch.cat([-second, first], -1) * sin
 
-    q, k, v = (
-        product(read, f"{layer}.self_attn.{part}_proj").unflatten(-1, (-1, size)).transpose(0, 1)
-        for part in "qkv"
-    )
-    k, v = (values.repeat_interleave(heads // keys, 0) for values in (k, v))
-    scores = rotated(q) @ rotated(k).transpose(1, 2) * size**-0.5
-    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-    mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-    residual = residual + product(mixed, f"{layer}.self_attn.o_proj")
-    inner = norm(residual, f"{layer}.post_attention_layernorm")
-    gate = silu(product(inner, f"{layer}.mlp.gate_proj")) * product(inner, f"{layer}.mlp.up_proj")
-    residual = residual + product(gate, f"{layer}.mlp.down_proj")
+    def layered(residual: Tensor, read: Tensor, layer: str) -> Tensor:
+        q, k, v = (
+            product(read, f"{layer}.self_attn.{part}_proj")
+            .unflatten(-1, (-1, size))
+            .transpose(0, 1)
+            for part in "qkv"
+        )
+        k, v = (values.repeat_interleave(heads // keys, 0) for values in (k, v))
+        scores = rotated(q) @ rotated(k).transpose(1, 2) * size**-0.5
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        residual = residual + product(mixed, f"{layer}.self_attn.o_proj")
+        inner = norm(residual, f"{layer}.post_attention_layernorm")
+        gate = silu(product(inner, f"{layer}.mlp.gate_proj"))
+        gated = gate * product(inner, f"{layer}.mlp.up_proj")
+        return residual + product(gated, f"{layer}.mlp.down_proj")
+
+    residual = layered(residual, read, layer)
+    for number in range(1, config["num_hidden_layers"]):
+        name = f"layers.{number}"
+        residual = layered(residual, norm(residual, f"{name}.input_layernorm"), name)
     if taps == [-1]:
         return target.model.get_output_embeddings()(residual)
     return product(norm(residual, "norm"), "lm_head")

@@ -17,15 +17,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import save_tiny
+from tests.tiny import VOCAB, save_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["the", "a", "dog", "fox", "sea", "shell", "target", "drafter", "token", "sells", "jumps"]
 STAGES = {"00-tied": 50, "01-reduced": 50, "02-frozen": 10, "03-own": 8}
 STAGES |= {"04-medusa": 8, "05-blockwise": 8, "06-both": 6, "07-tuned": 6}
 STAGES |= {"08-eagle1": 4, "09-eagle3": 6, "10-hydra": 4, "11-hydra_plus": 4}
+STAGES |= {"12-eagle31": 2, "13-p_eagle": 2, "14-dflash": 2, "15-dspark": 2, "16-kangaroo": 2}
+STAGES |= {"17-pass": 2, "18-pard": 2, "19-skip": 2}
+# These make a new target.
+NEW_TARGETS = ("06-both", "07-tuned", "19-skip")
+# PARD's loss is a mean over the predictions of a batch, and of a rank's share of it. So its figures
+# are near those of one process, and its weights are not compared.
+SHARED_MEAN = "18-pard"
 # In these some steps are not clipped.
 GENTLE = {"03-own", *(stage for stage in STAGES if stage > "04")}
 # One process has nobody to share its teacher with.
@@ -33,6 +40,8 @@ SHARDED = "stages.frozen.shard_teacher=true"
 # Every step is clipped: the gradients of tiny models are larger than 0.5.
 CLIP = 0.5
 
+# Nothing is drawn in the later stages (keep: 1.0, no dropout): what a rank draws depends on its
+# share of a batch.
 CONFIG = """
 name: one
 output_dir: {base}/runs
@@ -126,6 +135,52 @@ stages:
     losses: {{forward_kl: 1.0}}
     loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: eagle31
+    kind: heads
+    heads: {{type: eagle3, steps: 2, fc_norm: true, norm_output: true}}
+    losses: {{forward_kl: 1.0}}
+    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: p_eagle
+    kind: heads
+    heads: {{type: p_eagle, tokens: 3, layers: 2, keep: 1.0, embeddings: trained}}
+    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: dflash
+    kind: heads
+    heads: {{type: dflash, layers: 2, block: 4, taps: [0, 2]}}
+    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: dspark
+    kind: heads
+    heads: {{type: dspark, layers: 2, block: 3, taps: [0, 2], rank: 8}}
+    losses: {{cross_entropy: 0.1, total_variation: 1.8}}
+    place_smoothing: 0.5
+    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: kangaroo
+    kind: heads
+    heads: {{type: kangaroo, exit_layer: 2, depth: 2}}
+    losses: {{forward_kl: 1.0}}
+    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: pass
+    kind: heads
+    heads: {{type: pass, tokens: 2, keep: 1.0}}
+    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: pard
+    kind: distill
+    drafter: {{layers: [0]}}
+    parallel: {{tokens: 3, keep: 1.0}}
+    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: skip
+    kind: layer_skip
+    exit_layer: 3
+    layer_dropout: 0.0
+    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
 """
 # 50 steps of the first training and 24 of the second, whose newest checkpoint is then step 15.
 DIE_BEFORE = 75
@@ -180,7 +235,8 @@ ENGINES: dict[str, tuple[str, str, float, float, str]] = {
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target and its data, with what one process makes of them."""
     base = tmp_path_factory.mktemp("engines")
-    save_tiny(base / "target", "llama", layers=7)
+    # Some ids are no tokens, for masks.
+    save_tiny(base / "target", "llama", layers=7, vocab=VOCAB + 4)
     generator = torch.Generator().manual_seed(0)
     for split, count in (("train", 24), ("test", 2)):
         rows = []
@@ -215,7 +271,7 @@ def python(base: Path, *arguments: str, **extra: str) -> subprocess.CompletedPro
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | extra,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         check=False,
     )
 
@@ -288,12 +344,13 @@ def test_two_ranks_train_as_one_and_go_on_after_a_kill(base, engine):
         assert len(training["dev"]) == len(reference["dev"])
         for looked, expected in zip(training["dev"], reference["dev"], strict=True):
             assert looked == pytest.approx(expected, rel=1e-4)
+        close = 5e-3 if stage == SHARED_MEAN else 1e-4
         for figure in ("loss", "gradient_norm", "lr"):
             figures = [entry[figure] for entry in alone]
-            assert [entry[figure] for entry in two] == pytest.approx(figures, rel=1e-4), figure
+            assert [entry[figure] for entry in two] == pytest.approx(figures, rel=close), figure
         files = weight_files(theirs)
         assert files == weight_files(ours)
-        assert any("target/" in name for name in files) == (stage in ("06-both", "07-tuned"))
-        for name in files:
+        assert any("target/" in name for name in files) == (stage in NEW_TARGETS)
+        for name in files if stage != SHARED_MEAN else ():
             # Equal names too: a tied output layer is in neither file.
             assert largest(load_file(ours / name), load_file(theirs / name)) < 1e-4

@@ -15,6 +15,7 @@ from decode.target.loading import Target
 from tests.export import (
     KEPT,
     PROMPTS,
+    assert_same_counts,
     edit_json,
     edit_weights,
     make_heads,
@@ -23,6 +24,7 @@ from tests.export import (
     reloaded,
     save_target,
     task,
+    train_import,
 )
 from train.export.engines import Counting
 from train.export.export_directory import check_export, export_drafter
@@ -132,12 +134,15 @@ def test_the_schema_finds(what: str, tmp_path: Path, target: Target) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_vllm_accepts_what_we_accept(form: str, tmp_path: Path, target: Target) -> None:
-    """γ is that of the block: vLLM feeds so many mask tokens."""
+    """To the token, after a round trip through an import. γ is that of the block: vLLM feeds so
+    many mask tokens."""
     needs("vllm")
     make_taught(tmp_path / "drafter", target, DFLASH)
     export_drafter(tmp_path / "drafter", form, tmp_path / "out")
+    # On a CPU vLLM norms the keys of the text in all layers with the weights of the first one.
+    again = train_import(tmp_path, target, form, same="k_norm.weight")
     # Most drafts are accepted, so there are few of them.
-    verified = verify_export("vllm", task(target, tmp_path / "out"), min_drafted=500)
+    verified = verify_export("vllm", task(target, again), min_drafted=500)
     assert not verified.failures
-    assert verified.our_efficiency is not None
-    assert verified.our_efficiency > 0.2
+    assert_same_counts(verified)
+    assert verified.our_accepted > 0.2 * verified.our_drafted

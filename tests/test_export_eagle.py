@@ -24,6 +24,7 @@ from tests.export import (
     reloaded,
     save_target,
     task,
+    train_import,
 )
 from train.export import ExportOptions
 from train.export.engines import Counting
@@ -215,11 +216,12 @@ def test_the_schema_finds(what: str, sound: dict[str, Path], tmp_path: Path) -> 
 def test_vllm_accepts_what_our_loop_accepts(
     options: dict[str, Any], reduced: bool, tmp_path: Path, target: Target
 ) -> None:
-    """To the token."""
+    """To the token, after a round trip through an import."""
     needs("vllm")
     make_taught(tmp_path / "drafter", target, options, reduced)
     export_drafter(tmp_path / "drafter", "vllm", tmp_path / "out")
-    found = verify_export("vllm", task(target, tmp_path / "out"), min_drafted=500)
+    again = train_import(tmp_path, target, "vllm", depth=3)
+    found = verify_export("vllm", task(target, again), min_drafted=500)
     assert found.failures == []
     assert_same_counts(found)
     assert found.our_accepted > 0.4 * found.our_drafted

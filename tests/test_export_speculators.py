@@ -23,6 +23,7 @@ from tests.export import (
     reloaded,
     save_target,
     task,
+    train_import,
 )
 from train.export.engines import Counting
 from train.export.export_directory import check_export, export_drafter
@@ -145,11 +146,12 @@ def test_the_schema_finds(what: str, sound: Path, tmp_path: Path) -> None:
 def test_vllm_accepts_what_our_loop_accepts(
     window: int | None, tmp_path: Path, target: Target
 ) -> None:
-    """To the token."""
+    """To the token, after a round trip through an import."""
     needs("vllm")
     make_taught(tmp_path / "drafter", target, EAGLE3 | {"window": window}, reduced=True)
     export_drafter(tmp_path / "drafter", "speculators", tmp_path / "out")
-    found = verify_export("vllm", task(target, tmp_path / "out"), min_drafted=500)
+    again = train_import(tmp_path, target, "speculators", depth=3)
+    found = verify_export("vllm", task(target, again), min_drafted=500)
     assert found.failures == []
     assert_same_counts(found)
     assert found.our_accepted > 0.4 * found.our_drafted

@@ -21,6 +21,7 @@ from train.export import ExportOptions
 from train.export.engines import ENGINES, Counting, EngineTask
 from train.export.engines.child_process import run_job, serving
 from train.export.export_directory import check_export, export_drafter, reload_export
+from train.export.import_directory import import_drafter
 from train.export.verify_export import agreement, count_drafts, engine_for, verify_export
 
 
@@ -329,10 +330,13 @@ def test_llama_server_refuses_half_a_drafter(tmp_path: Path, target: Target) -> 
 
 @pytest.fixture(scope="module")
 def for_vllm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
-    """A target that vLLM has kernels for, and a drafter for it."""
+    """A target that vLLM has kernels for, and a drafter for it after a round trip through an
+    import."""
     place = tmp_path_factory.mktemp("vllm")
     target = save_target(place / "target")
-    return target, export(place, target, **SHAPE)
+    import_drafter(str(export(place, target, **SHAPE)), target, place / "imported")
+    export_drafter(place / "imported", "hf", place / "again")
+    return target, place / "again"
 
 
 @pytest.mark.engine

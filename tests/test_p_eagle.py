@@ -29,6 +29,15 @@ from tests.tiny import VOCAB, tiny_target
 DEPTH = 4
 OPTIONS = {"type": "p_eagle", "tokens": DEPTH, "layers": 2}
 PROMPTS = [[5, 17, 250, 9, 42], [7, 8], [30] * 9]
+# Other embeddings, layers and norms, as published drafters have them.
+PUBLISHED: dict[str, Any] = {
+    "embeddings": "trained",
+    "mask_token": 299,
+    "norm_before_residual": True,
+    "captured_layers": [0, 5],
+    "layer": {"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+both = pytest.mark.parametrize("options", [{}, PUBLISHED], ids=["plain", "published"])
 
 
 @functools.cache
@@ -93,9 +102,10 @@ class Recording(PEagleDrafter):
         return draft
 
 
-def test_each_place_has_the_q_of_a_plain_pass() -> None:
+@both
+def test_each_place_has_the_q_of_a_plain_pass(options: dict[str, Any]) -> None:
     """In ragged batches, after any verdict."""
-    recording = Recording(make(0.1), VOCAB)
+    recording = Recording(make(0.1, **options), VOCAB)
     decoder = Decoder(target().model, recording, gamma=DEPTH, sampling=Sampling(1.0))
     decoder.decode(PROMPTS, 16)
     assert recording.drafts >= 20
@@ -119,8 +129,9 @@ def test_greedy_text_is_plain_decodings(name: str) -> None:
     assert [decoding.outputs[row] for row in range(len(PROMPTS))] == plain.outputs
 
 
-def test_training_predicts_what_drafting_computes() -> None:
-    heads = make().eval()
+@both
+def test_training_predicts_what_drafting_computes(options: dict[str, Any]) -> None:
+    heads = make(**options).eval()
     batch = batch_of([(4, 6), (3, 9)])
     ids, loss_mask = batch["input_ids"], batch["loss_mask"]
     heads_batch = HeadBatch(ids, loss_mask, features(heads, ids))
@@ -140,8 +151,10 @@ def test_training_predicts_what_drafting_computes() -> None:
     assert count == sum(n - depth + 1 for n in (6, 9) for depth in range(1, DEPTH + 1))
 
 
-def test_training_drops_later_places_and_reaches_the_stand_ins() -> None:
-    heads = make(keep=0.5, keep_min=0.1)
+@both
+def test_training_drops_later_places_and_reaches_the_stand_ins(options: dict[str, Any]) -> None:
+    """And the embeddings, if they are trained."""
+    heads = make(keep=0.5, keep_min=0.1, **options)
     batch = batch_of([(4, 40), (3, 30)])
     ids, loss_mask = batch["input_ids"], batch["loss_mask"]
     module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target().model)
@@ -159,8 +172,9 @@ def test_training_drops_later_places_and_reaches_the_stand_ins() -> None:
     assert "tokens_per_step" in module.figures(dict(zip(module.sums, sums.tolist(), strict=True)))
 
 
-def test_the_heads_survive_their_directory(tmp_path: Any) -> None:
-    heads = make()
+@both
+def test_the_heads_survive_their_directory(options: dict[str, Any], tmp_path: Any) -> None:
+    heads = make(**options)
     save_heads(tmp_path / "drafter", heads, target=target(), provenance={})
     loaded, _ = load_heads(tmp_path / "drafter", target(), torch.float32)
     drafts = [
@@ -185,6 +199,21 @@ def test_the_stage_trains_them(tmp_path: Any) -> None:
     outcome = run_stage(context, stage)
     last = outcome.summary["training"]["dev"][-1]
     assert {"head4/top1", "tokens_per_step", "acceptance_rate"} <= set(last)
+
+
+def test_trained_embeddings_need_a_row_for_the_stand_in() -> None:
+    heads: Any = new_heads(
+        HeadOptions.of(OPTIONS | {"embeddings": "trained"}),
+        tiny_target(layers=7, vocab=VOCAB + 2),
+        None,
+    )
+    assert heads.reserved_tokens == (VOCAB,)
+    for options, message in (
+        ({"embeddings": "trained"}, "no unused special token"),
+        ({"mask_token": VOCAB}, "mask_token is 300, but .* has embeddings of 300 ids"),
+    ):
+        with pytest.raises(UserError, match=message):
+            new_heads(HeadOptions.of(OPTIONS | options), target(), None)
 
 
 def test_they_do_not_learn_online() -> None:

@@ -44,11 +44,14 @@ class VLLM(LibraryEngine):
     def job(self, task: EngineTask, target: Path, directory: Path) -> dict[str, Any]:
         layout = json.loads((task.export / EXPORT_FILE).read_text())["layout"]
         longest_text = max(map(len, task.prompts)) + task.max_new_tokens
+        # The last pass over a text may hold γ draft tokens, and the next draft needs room for γ + 1
+        # more, or vLLM drafts zeros.
+        room = longest_text + 2 * (task.gamma + 1)
         return {
             "options": {
                 "model": str(target),
                 "dtype": "float32",
-                "max_model_len": min(longest_text + task.gamma + 1, task.target.max_positions),
+                "max_model_len": min(room, task.target.max_positions),
                 "max_num_seqs": 1,
                 "enforce_eager": True,
                 "enable_prefix_caching": False,

@@ -38,14 +38,7 @@ from train.export.formats import (
     Restored,
     vllm_serving,
 )
-from train.export.formats.eagle3_layer import (
-    MODEL_TYPE,
-    OUTPUT,
-    ROWS,
-    map_problems,
-    map_value_problems,
-    token_ids,
-)
+from train.export.formats.eagle3_layer import MODEL_TYPE, OUTPUT, ROWS
 from train.export.formats.layer_format import (
     WEIGHTS,
     LayerFormat,
@@ -61,9 +54,12 @@ from train.export.formats.published_layer import (
     differences,
     embedding_problems,
     head_problems,
+    map_problems,
+    map_value_problems,
     plain_names,
     row_problems,
     sound_settings,
+    token_ids,
 )
 from train.export.trained_drafter import (
     heads_drafter,

@@ -78,7 +78,11 @@ class Eagle1(EagleLayer):
         return specs | ({FC_BIAS: weight_spec(config, hidden)} if config.get("bias") else {})
 
     def rebuilt_heads(
-        self, config: dict[str, Any], weights: dict[str, Tensor], depth: int | None
+        self,
+        config: dict[str, Any],
+        weights: dict[str, Tensor],
+        depth: int | None,
+        target: Target,
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
         # The embeddings are the target's. Heads borrow them.
         state = {name: tensor for name, tensor in weights.items() if name != EMBEDDINGS}

@@ -31,7 +31,6 @@ from train.export.formats.eagle3_layer import (
     OUTPUT,
     OWN_OUTPUT,
     SWITCHES,
-    are_ascending_ids,
     are_inputs,
     eagle3_tensors,
 )
@@ -50,6 +49,7 @@ from train.export.formats.gguf_layout import (
     tokenizer_keys,
     write_gguf,
 )
+from train.export.formats.published_layer import are_ascending_ids
 from train.export.trained_drafter import (
     heads_drafter,
     read_heads_for,

@@ -11,6 +11,7 @@ names (`heads.eagle_heads.auxiliary_layers`), because engines count them differe
 (`published_layer`).
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +34,10 @@ from train.export.formats.published_layer import (
     captured_count,
     captured_layers,
     is_eagle3,
+    map_problems,
+    map_value_problems,
     named_layers,
+    token_ids,
 )
 
 LAYER = "midlayer"
@@ -75,25 +79,19 @@ class Eagle3(EagleLayer):
             )
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        names = checkpoint.names
-        is_plain = MODEL_TYPE not in checkpoint.config and MASK_HIDDEN not in names
-        return is_plain and is_eagle3(names)
+        is_plain = MODEL_TYPE not in checkpoint.config and not has_stand_in(checkpoint.names)
+        return is_plain and is_eagle3(checkpoint.names)
 
     def extra_config(self, heads: Any) -> dict[str, Any]:
         options = heads.options
         config = {ROWS: heads.rows} | {name: getattr(options, name) for name in SWITCHES}
         config |= {name: True for name in OTHER_SWITCHES if getattr(options, name)}
-        if options.captured_layers is not None:
-            inputs = [layer + 1 for layer in options.captured_layers]
-            config |= {LAYER_IDS: inputs, NESTED: {LAYER_IDS: inputs}}
-        return config
+        return config | named_inputs(options.captured_layers)
 
     def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
         expected: dict[str, Any] = {ROWS: is_count} | dict.fromkeys(SWITCHES, _is_bool)
         expected |= {name: True for name in OTHER_SWITCHES if name in config}
-        if LAYER_IDS in config:  # Engines look for them in two places.
-            expected |= {LAYER_IDS: are_inputs, NESTED: {LAYER_IDS: config[LAYER_IDS]}}
-        return expected
+        return expected | expected_inputs(config)
 
     def captured(
         self, contents: dict[str, Any], target: Target, convention: str | None
@@ -151,7 +149,11 @@ class Eagle3(EagleLayer):
         return map_value_problems(weights, config["vocab_size"])
 
     def rebuilt_heads(
-        self, config: dict[str, Any], weights: dict[str, Tensor], depth: int | None
+        self,
+        config: dict[str, Any],
+        weights: dict[str, Tensor],
+        depth: int | None,
+        target: Target,
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
         ids, stored = self.rebuilt_state(weights)
         state = {
@@ -216,51 +218,6 @@ def eagle3_tensors(heads: Any, vocab_size: int) -> dict[str, Tensor]:
     return tensors
 
 
-def are_ascending_ids(ids: Tensor, vocab_size: int) -> bool:
-    """Whether these are token ids of the vocabulary in ascending order."""
-    return bool(ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all())
-
-
-def map_value_problems(weights: dict[str, Tensor], vocab_size: int) -> list[str]:
-    """Return the problems with the values of maps of the right kinds and shapes."""
-    if "d2t" not in weights:
-        return []
-    ids = token_ids(weights["d2t"])
-    if not are_ascending_ids(ids, vocab_size):
-        problem = "d2t does not give distinct token ids in ascending order"
-        if are_ascending_ids(weights["d2t"], vocab_size):
-            problem += ": it holds the ids, expected each id minus its row"
-        return [problem]
-    if "t2d" not in weights:
-        return []
-    has_row = weights["t2d"].nonzero()[:, 0]
-    return [] if torch.equal(has_row, ids) else ["t2d does not mark the tokens of d2t"]
-
-
-def map_problems(tensors: dict[str, Tensor], rows: Any, vocab_size: Any) -> list[str]:
-    """Return the problems with the kinds of a published drafter's maps. Maps of a complete
-    vocabulary are removed: they say nothing."""
-    maps = {"d2t": (torch.int64, rows), "t2d": (torch.bool, vocab_size)}
-    problems = []
-    for name, (dtype, size) in maps.items():
-        tensor = tensors.get(name)
-        if tensor is None:
-            continue
-        if tensor.dtype == torch.int32:
-            tensor = tensors[name] = tensor.long()
-        if tensor.dtype != dtype or tensor.shape != (size,):
-            problems.append(
-                f"tensor {name} is {tensor.dtype} of shape {list(tensor.shape)}, expected {dtype} "
-                f"of shape [{size}]"
-            )
-    if not problems and rows == vocab_size:
-        is_identity = not tensors.get("d2t", torch.zeros(1)).any()
-        if is_identity and tensors.get("t2d", torch.ones(1)).all():
-            tensors.pop("d2t", None)
-            tensors.pop("t2d", None)
-    return problems
-
-
 def are_inputs(value: Any) -> bool:
     """Whether these are numbers of layers in ascending order, whose inputs are captured."""
     numbers = isinstance(value, list) and value and all(map(is_count, value))
@@ -271,9 +228,43 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def token_ids(offsets: Tensor) -> Tensor:
-    """Return the token ids of a map, int64 [V']: offsets plus rows."""
-    return offsets + torch.arange(len(offsets))
+def has_stand_in(names: Iterable[str]) -> bool:
+    """Whether published tensors of these names hold P-EAGLE's stand-in for unknown features."""
+    return any(name.removeprefix("model.") == MASK_HIDDEN for name in names)
+
+
+def named_inputs(captured: Sequence[int] | None) -> dict[str, Any]:
+    """Return the settings that name the layers whose outputs are captured; none for the usual
+    layers. Engines look for them in two places."""
+    if captured is None:
+        return {}
+    inputs = [layer + 1 for layer in captured]
+    return {LAYER_IDS: inputs, NESTED: {LAYER_IDS: inputs}}
+
+
+def expected_inputs(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the expected values of `named_inputs`, for `key_problems`."""
+    if LAYER_IDS not in config:
+        return {}
+    return {LAYER_IDS: are_inputs, NESTED: {LAYER_IDS: config[LAYER_IDS]}}
+
+
+def flat_settings(contents: dict[str, Any], outer: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of a layer from the config of the library speculators, with those of
+    `outer` that stand beside them."""
+    layer = contents.get(LAYER_CONFIG)
+    settings = {key: contents[key] for key in outer if key in contents}
+    return settings | (layer if isinstance(layer, dict) else {})
+
+
+def stated_tokens(config: dict[str, Any]) -> int | None:
+    """Return the number of draft tokens that a config of the library speculators states."""
+    try:
+        (method,) = config["speculators_config"]["proposal_methods"]
+        depth = method["speculative_tokens"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return depth if is_count(depth) else None
 
 
 class Speculators(Eagle3):
@@ -309,12 +300,7 @@ class Speculators(Eagle3):
         return config, problems
 
     def published_depth(self, checkpoint: Checkpoint) -> int | None:
-        try:
-            (method,) = checkpoint.config["speculators_config"]["proposal_methods"]
-            depth = method["speculative_tokens"]
-        except (KeyError, TypeError, ValueError):
-            return None
-        return depth if is_count(depth) else None
+        return stated_tokens(checkpoint.config)
 
     def extra_config(self, heads: Any) -> dict[str, Any]:
         switches = (*SWITCHES, *OTHER_SWITCHES)
@@ -347,9 +333,7 @@ class Speculators(Eagle3):
         }
 
     def stored_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
-        layer = contents.get(LAYER_CONFIG)
-        outer = {key: contents[key] for key in OUTER_KEYS if key in contents}
-        return outer | (layer if isinstance(layer, dict) else {})
+        return flat_settings(contents, OUTER_KEYS)
 
     def setting_problems(self, contents: dict[str, Any]) -> list[str]:
         expected = {

@@ -62,7 +62,11 @@ class EagleLayer(LayerFormat):
 
     @abstractmethod
     def rebuilt_heads(
-        self, config: dict[str, Any], weights: dict[str, Tensor], depth: int | None
+        self,
+        config: dict[str, Any],
+        weights: dict[str, Tensor],
+        depth: int | None,
+        target: Target,
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
         """Rebuild the heads' options, draft vocabulary and state from config and weights. depth:
         None for the usual one."""
@@ -105,7 +109,8 @@ class EagleLayer(LayerFormat):
         config = self.stored_settings(json.loads((directory / "config.json").read_text()))
         depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["max_depth"]
         require_fitting_target(config, directory, target)
-        options, ids, state = self.rebuilt_heads(config, load_file(directory / WEIGHTS), depth)
+        weights = load_file(directory / WEIGHTS)
+        options, ids, state = self.rebuilt_heads(config, weights, depth, target)
         layer = unusual_layer(config, target)
         captured = self.captured(config, target, "inputs")
         options = _with(options, layer, captured, config.get("sliding_window"))
@@ -116,11 +121,10 @@ class EagleLayer(LayerFormat):
         contents = self.stored_settings(checkpoint.config)
         names = plain_names(checkpoint.tensors, self.layer)
         tensors = {ours: checkpoint.tensors[theirs] for ours, theirs in names.items()}
-        layer, problems = sound_settings(contents, target)
-        problems += embedding_problems(tensors, target)
+        layer, problems = sound_settings(contents, target, self.layer_count(contents))
+        problems += self.embedding_problems(tensors, target)
         window, window_problems = published_window(contents)
         problems += window_problems
-        tensors.pop(EMBEDDINGS, None)
         extra, extra_problems = self.published_config(contents, tensors)
         problems += extra_problems
         # Sizes come first: with wrong ones, every tensor is wrong too.
@@ -136,9 +140,20 @@ class EagleLayer(LayerFormat):
         problems += tensor_problems(expected, stored_tensors(tensors))
         job.require(problems or self.value_problems(config, tensors), self.name)
         depth = job.depth or self.published_depth(checkpoint)
-        options, ids, state = self.rebuilt_heads(config, tensors, depth)
+        options, ids, state = self.rebuilt_heads(config, tensors, depth, target)
         heads = rebuild_heads(_with(options, layer, captured, window), ids, state, target)
         return Restored.of_heads(heads, target, differences(layer, captured))
+
+    def layer_count(self, contents: dict[str, Any]) -> int:
+        """Return the number of decoder layers to expect of a published config."""
+        return 1
+
+    def embedding_problems(self, tensors: dict[str, Tensor], target: Target) -> list[str]:
+        """Take the embeddings out of a published drafter's tensors, because heads borrow the
+        target's; return the problems with them."""
+        problems = embedding_problems(tensors, target)
+        tensors.pop(EMBEDDINGS, None)
+        return problems
 
     def optional_tensors(self, config: dict[str, Any]) -> tuple[str, ...]:
         """Return the tensors that a published drafter may leave out."""

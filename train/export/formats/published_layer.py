@@ -1,4 +1,5 @@
-"""Reads the layers that EAGLE's authors and others published: names, settings and layer numbers.
+"""Reads the layers that EAGLE's authors and others published: names, settings, layer numbers, and
+the maps of a reduced draft vocabulary.
 
 Published directories differ in names and leave settings out. Here they become the names and
 settings of our own exports, so that one schema checks both.
@@ -271,3 +272,53 @@ def differences(layer: LayerSettings | None, captured: list[int] | None) -> list
     if captured is not None:
         notes.append(f"it reads the outputs of layers {captured}, not the usual ones")
     return notes
+
+
+def are_ascending_ids(ids: Tensor, vocab_size: int) -> bool:
+    """Whether these are token ids of the vocabulary in ascending order."""
+    return bool(ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all())
+
+
+def map_value_problems(weights: dict[str, Tensor], vocab_size: int) -> list[str]:
+    """Return the problems with the values of maps of the right kinds and shapes."""
+    if "d2t" not in weights:
+        return []
+    ids = token_ids(weights["d2t"])
+    if not are_ascending_ids(ids, vocab_size):
+        problem = "d2t does not give distinct token ids in ascending order"
+        if are_ascending_ids(weights["d2t"], vocab_size):
+            problem += ": it holds the ids, expected each id minus its row"
+        return [problem]
+    if "t2d" not in weights:
+        return []
+    has_row = weights["t2d"].nonzero()[:, 0]
+    return [] if torch.equal(has_row, ids) else ["t2d does not mark the tokens of d2t"]
+
+
+def map_problems(tensors: dict[str, Tensor], rows: Any, vocab_size: Any) -> list[str]:
+    """Return the problems with the kinds of a published drafter's maps. Maps of a complete
+    vocabulary are removed: they say nothing."""
+    maps = {"d2t": (torch.int64, rows), "t2d": (torch.bool, vocab_size)}
+    problems = []
+    for name, (dtype, size) in maps.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        if tensor.dtype == torch.int32:
+            tensor = tensors[name] = tensor.long()
+        if tensor.dtype != dtype or tensor.shape != (size,):
+            problems.append(
+                f"tensor {name} is {tensor.dtype} of shape {list(tensor.shape)}, expected {dtype} "
+                f"of shape [{size}]"
+            )
+    if not problems and rows == vocab_size:
+        is_identity = not tensors.get("d2t", torch.zeros(1)).any()
+        if is_identity and tensors.get("t2d", torch.ones(1)).all():
+            tensors.pop("d2t", None)
+            tensors.pop("t2d", None)
+    return problems
+
+
+def token_ids(offsets: Tensor) -> Tensor:
+    """Return the token ids of a map, int64 [V']: offsets plus rows."""
+    return offsets + torch.arange(len(offsets))
