@@ -71,7 +71,7 @@ def write_directory(
                 f"{path} exists and holds no {MANIFEST}, so it was not written by draftsmith and "
                 "is not replaced. Choose another path, or move it away."
             )
-        with _temporary(path) as tmp:
+        with temporary(path) as tmp:
             tmp.mkdir()
             fill(tmp)
             _seal(tmp, meta or {})
@@ -89,7 +89,7 @@ def write_file(path: Path, data: bytes | str) -> None:
     path = Path(os.path.abspath(path))
     with _os_errors_named(f"cannot write {path}"):
         _make_directory(path.parent)
-        with _temporary(path) as tmp:
+        with temporary(path) as tmp:
             _write_and_sync(tmp, data.encode() if isinstance(data, str) else data)
             os.replace(tmp, path)
             _sync(path.parent)
@@ -183,6 +183,19 @@ def recover(parent: Path) -> None:
                 _settle(parent / match["name"])
 
 
+@contextlib.contextmanager
+def temporary(path: Path) -> Iterator[Path]:
+    """An unused hidden name next to `path`, for a file or a directory. Anything left there at the
+    end is deleted, and after a kill by `recover`."""
+    tmp = path.with_name(f".tmp-{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
+    _in_use.add(tmp.name)
+    try:
+        yield tmp
+    finally:
+        _delete(tmp)
+        _in_use.discard(tmp.name)
+
+
 def _put_in_place(tmp: Path, path: Path) -> None:
     """Commit. A kill between the renames leaves the aside copy, which `_settle` restores."""
     try:
@@ -230,18 +243,6 @@ def _is_vacant(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
-@contextlib.contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
-    """An unused hidden name next to `path`. Anything left there at the end is deleted."""
-    tmp = path.with_name(f".tmp-{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
-    _in_use.add(tmp.name)
-    try:
-        yield tmp
-    finally:
-        _delete(tmp)
-        _in_use.discard(tmp.name)
-
-
 def _is_stale(match: re.Match[str]) -> bool:
     pid = int(match["pid"])
     if pid == os.getpid():
@@ -266,7 +267,7 @@ def _delete(tmp: Path) -> None:
 
 def _discard(path: Path) -> None:
     """Rename, then delete: a kill during the deletion leaves a temporary, not half of `path`."""
-    with _temporary(path) as tmp:
+    with temporary(path) as tmp:
         os.rename(path, tmp)
         _sync(path.parent)
         shutil.rmtree(tmp)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import context, device, exact, heads, objectives, online, repeat
+from benchmarks import context, device, exact, heads, objectives, online, pipeline, repeat
 from benchmarks.common import PROMPTS, in_fresh_process, require
 from benchmarks.decode import (
     contest_table,
@@ -22,6 +22,8 @@ from benchmarks.parts import device_parts, online_runs
 from benchmarks.parts.context_costs import cost_rows, with_random_weights
 from benchmarks.parts.decode_contestants import Models
 from benchmarks.parts.decode_measurements import Setting, hold_contest, long_answers, profile_loop
+from benchmarks.parts.pipeline_checks import weight_difference
+from benchmarks.parts.pipeline_runs import PipelineRun, draw_places
 from benchmarks.serve import __main__ as serve_main
 from benchmarks.serve import contestants as serve
 from decode.drafters import DRAFTERS
@@ -29,7 +31,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.settings import DecodeSettings
 from tests.tiny import save_tiny, tiny_llama, tiny_target
-from train.config import validate_config
+from train.config import load_config, validate_config
 from train.console import Reporter
 from train.data.read import Example, spread
 
@@ -429,3 +431,63 @@ def test_all_contestants_of_the_service_answer_alike_and_their_ratios_have_names
         values
     )
     assert all(value > 0 for value in values.values())
+
+
+@pytest.mark.parametrize("overrides", [(), pipeline.QUICK])
+def test_the_pipeline_is_one_sound_run(overrides, tmp_path):
+    settings = load_config(pipeline.CONFIG, [*overrides, f"output_dir={tmp_path}"])
+    assert [stage.kind for stage in settings.stages] == ["generate", "generate", "heads"]
+    # Only then are two runs of it the same.
+    assert settings.precision == "no"
+    assert settings.target.dtype == "float32"
+
+
+def test_places_of_kills_are_uniform_over_the_time_of_a_run():
+    seconds = {"answers": 30.0, "heads": 60.0, "evaluation": 10.0}
+    places = draw_places(seconds, 3000, np.random.default_rng(0))
+    assert places == sorted(places, key=lambda place: [*seconds].index(place[0]))
+    assert all(0 <= second < seconds[phase] for phase, second in places)
+    shares = [sum(phase == name for phase, _ in places) / 3000 for name in seconds]
+    assert shares == pytest.approx([0.3, 0.6, 0.1], abs=0.03)
+
+
+WORKER = """
+import pathlib, sys, time
+run = pathlib.Path(sys.argv[1])
+(run / "logs").mkdir(parents=True, exist_ok=True)
+with open(run / "logs/log.txt", "a", buffering=1) as log:
+    for number, stage in enumerate(("first", "second")):
+        done = run / f"stages/{number:02d}-{stage}/done.json"
+        if done.exists():
+            continue
+        log.write(f"2026 stage {stage} (kind)\\n")
+        for part in range(10):
+            manifest = done.parent / f"part-{part}/manifest.json"
+            if not manifest.exists():
+                time.sleep(0.1)
+                manifest.parent.mkdir(parents=True)
+                manifest.touch()
+        done.touch()
+"""
+
+
+def test_a_killed_run_goes_on_and_says_what_was_lost(tmp_path, monkeypatch):
+    run = PipelineRun(tmp_path / "no.yaml", "two", tmp_path, ())
+    run._train = ["-c", WORKER, str(run.directory)]
+    kills = run.killed(1, [("first", 0.2), ("first", 0.3), ("second", 0.2)])
+    phases = [kill.phase for kill in kills]
+    assert phases == sorted(phases)
+    assert len(phases) == 3
+    assert all(0 <= kill.lost <= kill.seconds for kill in kills)
+    assert all(kill.restart > 0 and not kill.left_behind for kill in kills)
+    assert len(list(run.directory.glob("stages/*/done.json"))) == 2
+    # A run that has ended is killed no more.
+    assert run.killed(1, [("second", 0.0)]) == []
+
+
+def test_weights_that_differ_are_measured():
+    one = {"a": torch.tensor([3.0, 4.0]), "b": torch.ones(4)}
+    two = {"a": torch.tensor([3.0, 4.5]), "b": torch.ones(4)}
+    assert weight_difference(one, two) == pytest.approx({"relative": 0.1, "largest": 0.5})
+    with pytest.raises(ValueError, match="other tensors"):
+        weight_difference(one, {"a": one["a"]})

@@ -1,9 +1,15 @@
 """`draftsmith.train`: a run from Python, with what it returns and what it refuses."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -13,6 +19,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState, is_i
 import draftsmith
 from tests.tiny import save_tiny
 from train.config import load_config
+from train.launcher import environment_of_one
 
 STAGE = {
     "name": "heads",
@@ -125,3 +132,45 @@ def test_another_precision_is_refused_if_the_caller_has_an_accelerator(base: Pat
     with pytest.raises(draftsmith.UserError, match="train in a process of its own"):
         draftsmith.train(settings(base, precision="bf16"))
     assert is_initialized()
+
+
+# As `accelerate launch` does it: a process that starts ranks and waits for them.
+LAUNCHER = """
+import os, subprocess, sys
+rank = "import time; from train.launcher import *; end_with_launcher(); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", rank], env=os.environ | {"LOCAL_RANK": "0"},
+                         start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_rank_ends_when_its_launcher_is_killed() -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER],
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with launcher:
+        assert launcher.stdout is not None
+        rank = psutil.Process(int(launcher.stdout.readline()))
+        time.sleep(1.0)
+        assert rank.is_running()
+        launcher.kill()
+    _, alive = psutil.wait_procs([rank], timeout=10)
+    for process in alive:
+        process.send_signal(signal.SIGKILL)
+    assert not alive
+
+
+def test_a_program_beside_the_ranks_gets_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    env = environment_of_one(cores=6)
+    assert env["OMP_NUM_THREADS"] == "6"  # 4 × 2, but there are only 6 cores
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} & env.keys()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert environment_of_one(cores=6)["OMP_NUM_THREADS"] == "2"
+    assert os.environ["OMP_NUM_THREADS"] == "2"

@@ -19,7 +19,7 @@ from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from train.export import ExportOptions
 from train.export.engines import ENGINES, Counting, EngineTask
-from train.export.engines.child_process import run_job, serving
+from train.export.engines.child_process import run_job, serving, start_process, stop_process
 from train.export.export_directory import check_export, export_drafter, reload_export
 from train.export.import_directory import import_drafter
 from train.export.verify_export import agreement, count_drafts, engine_for, verify_export
@@ -222,12 +222,15 @@ def test_a_child_that_hangs_is_ended_with_its_own(
     file = python.with_name("pid")
     with pytest.raises(UserError, match="it made no progress for 6 s"):
         run_job("it", python, {}, {"FILE": str(file)})
-    child = int(file.read_text())
+    assert _ends(int(file.read_text()))
+
+
+def _ends(process: int) -> bool:
     for _ in range(100):  # A killed process is gone a little later.
-        if not _runs(child):
-            return
+        if not _runs(process):
+            return True
         time.sleep(0.1)
-    pytest.fail("the process that it had started goes on")
+    return False
 
 
 def _runs(process: int) -> bool:
@@ -235,6 +238,36 @@ def _runs(process: int) -> bool:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+STUBBORN = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = os.fork()
+if child: pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child}")
+time.sleep(60)
+"""
+
+
+def test_a_guarded_process_does_not_outlive_ours(tmp_path: Path) -> None:
+    """Nor does what it started. The end of our process closes the pipe, as this test does."""
+    file = tmp_path / "pids"
+    with (tmp_path / "log").open("w+b") as log:
+        command = [sys.executable, "-c", STUBBORN, str(file)]
+        process = start_process("it", command, log, guarded=True)
+        assert process.stdin is not None
+        try:
+            for _ in range(100):
+                if file.exists() and file.read_text():
+                    break
+                time.sleep(0.1)
+            started = [int(pid) for pid in file.read_text().split()]
+            assert len(started) == 2
+            assert all(map(_runs, started))
+            process.stdin.close()
+            assert all(map(_ends, started))
+        finally:
+            stop_process(process)
 
 
 # Servers
@@ -288,7 +321,7 @@ def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
     ):
         pass
     with (
-        pytest.raises(UserError, match="it cannot be started"),
+        pytest.raises(UserError, match=r"status 127(?s:.)*it cannot be started"),
         serving("it", [str(tmp_path / "none")], "/health"),
     ):
         pass

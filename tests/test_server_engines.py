@@ -4,7 +4,10 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ pytest.importorskip("httpx2", reason="the extra serve is not installed")
 import httpx2
 
 from decode.errors import UserError
+from decode.measure.ranks import Ranks
 from decode.target.loading import load_target
 from distill.teacher.cache_parts import text_sha256
 from distill.teacher.top_k_cache import CachedTeacher
@@ -28,7 +32,7 @@ from tests.answer_server import (
     without_reason,
 )
 from tests.export import save_target
-from tests.stages import examples, make_stage, run_stage, stage_context, with_examples
+from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
 from tests.test_target import write_gguf
 from tests.tiny import tiny_target
 from tests.upstream import served
@@ -181,6 +185,67 @@ def test_a_started_engine_is_stopped_by_sigterm_too(
         httpx2.get(f"{asked[0]}/health", trust_env=False)
     assert signal.getsignal(signal.SIGTERM) is before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["engines", "vllm.log"]
+
+
+@dataclass(frozen=True)
+class ThreadRanks(Ranks):
+    """Two ranks that are threads of this process."""
+
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=30))
+    values: list[Any] = field(default_factory=lambda: [None, None])
+
+    def gather(self, value: Any) -> list[Any]:
+        self.values[self.rank] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+
+def test_all_ranks_ask_the_engine_of_the_first(
+    context: StageInputs, fake_vllm: Path, tmp_path: Path
+) -> None:
+    """It runs until the last of them has its answers."""
+    fake_vllm.write_text(HEALTHY.format(python=sys.executable))
+    fake_vllm.chmod(0o755)
+    target = replace(context.target, name="embedded:tiny")  # served from a copy
+    first = ThreadRanks(0, 2)
+    ranks = first, replace(first, rank=1)
+    left = threading.Event()
+
+    def work(mine: ThreadRanks) -> str:
+        config = ServerConfig(launch="vllm")
+        with launched(config, target, 50, tmp_path, mine) as [url]:
+            if mine.rank:
+                # A name that the next start deletes, if a kill leaves it.
+                (copy,) = tmp_path.glob(f".tmp-served-target-{os.getpid()}-????????")
+                assert (copy / "config.json").exists()
+                assert left.wait(30)
+                time.sleep(0.3)
+                httpx2.get(f"{url}/health", trust_env=False).raise_for_status()
+            else:
+                left.set()
+        return url
+
+    with ThreadPoolExecutor(2) as threads:
+        urls = list(threads.map(work, ranks))
+    assert len(set(urls)) == 1
+    assert not list(tmp_path.glob(".tmp-*"))
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"{urls[0]}/health", trust_env=False)
+
+
+def test_an_engine_for_several_machines_is_refused(
+    context: StageInputs, fake_vllm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_vllm.touch()
+    stage = make_stage("generate", "answers", server={"launch": "vllm"})
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    plan_stage(context, stage)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"processes are on several.*server\.url"):
+        plan_stage(context, stage)
 
 
 @pytest.mark.engine

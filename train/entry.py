@@ -5,7 +5,6 @@
 >>> run.report["rows"][-1]["evaluation"]["speedup"], run.drafters      # doctest: +SKIP
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from train.cli.command import cores, quieten
 from train.config import RunConfig, build_config, dump_config
 from train.config_file import ConfigSource, read_config
 from train.console import Reporter
+from train.launcher import end_with_launcher, local_processes
 from train.run import Run
 from train.training import parallel
 
@@ -125,7 +125,9 @@ def require_trackers(trackers: Sequence[str]) -> None:
 
 
 def start_accelerator(settings: RunConfig) -> Accelerator:
-    """This process's part of the launched engine, with its threads set."""
+    """This process's part of the launched engine, with its threads set. It ends with its
+    launcher."""
+    end_with_launcher()
     accelerator = parallel.start(
         # accelerate would choose Apple's mps, which targets do not use (`decode.target.loading`).
         cpu=settings.target.device == "cpu" or torch.backends.mps.is_available(),
@@ -134,6 +136,6 @@ def start_accelerator(settings: RunConfig) -> Accelerator:
         project_dir=str(settings.run_dir / "logs"),
     )
     if accelerator.device.type == "cpu":
-        share = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        share = max(1, cores() // local_processes())
         torch.set_num_threads(settings.threads or share)
     return accelerator

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decode.errors import UserError
+from decode.measure.ranks import Ranks
 from decode.target.loading import Target
 from train.answers.answer_top_k import save_top_k
 from train.answers.ask_servers import REFUSED, ask_servers
@@ -128,22 +129,23 @@ def write_server_parts(
     settings: AskSettings,
     *,
     directory: Path,
-    processes: int,
+    ranks: Ranks,
     on_progress: Callable[[int, str], None],
 ) -> int:
     """Write the missing parts of this process from answers of servers. Returns the number of tokens
     that were generated now.
 
-    examples: all that the stage asks, also those of finished parts. directory: of the stage.
-    processes: how many share each server's `concurrency`. on_progress:
-    called with the number of answered rows and a note. Raises UserError; then every answer that has
-    come is in a journal.
+    examples: all that the stage asks, also those of finished parts. directory: of the stage. ranks:
+    the processes that share each server's `concurrency`, and an engine that is started.
+    on_progress: called with the number of answered rows and a note. Raises UserError; then every
+    answer that has come is in a journal.
     """
-    if not parts:
+    # All ranks ask the engine that the first one starts, which may have no missing part itself.
+    if not any(ranks.gather(bool(parts)) if config.launch else [parts]):
         return 0
-    longest = settings.max_new_tokens
+    longest = 0
     if config.launch:
-        longest += max(len(corpus.prompts([example])[0]) for example in examples)
+        longest = max(len(corpus.prompts([example])[0]) for example in examples)
     begin = time.perf_counter()
 
     def progress(answered: int, tokens: int) -> None:
@@ -151,11 +153,12 @@ def write_server_parts(
 
     reader = AnswerReader.of_target(target, settings)
     writer = PartWriter(corpus, parts, config.max_unusable, progress)
-    with launched(config, target, longest, directory) as urls:
-        if config.probe_prompts:
+    limit = longest + settings.max_new_tokens
+    with launched(config, target, limit, directory, ranks) as urls:
+        if config.probe_prompts and parts:
             probes = corpus.prompts(spread(examples, config.probe_prompts))
             check_model(urls, probes, target, config, settings)
         begin = time.perf_counter()
-        concurrency = max(1, config.concurrency // processes)
+        concurrency = max(1, config.concurrency // ranks.world)
         ask_servers(urls, writer.rows(), config, settings, reader, writer.add, concurrency)
     return writer.tokens

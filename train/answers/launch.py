@@ -1,20 +1,24 @@
-"""Starts an inference engine that answers prompts for one stage, and stops it at the end."""
+"""Starts an inference engine that answers prompts for one stage, and stops it at the end.
+
+Of several processes the first one starts it, and all of them ask it.
+"""
 
 import importlib.util
 import json
-import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from decode.artifact import temporary
 from decode.errors import UserError
+from decode.measure.ranks import ALONE, Ranks
 from decode.target.loading import EMBEDDED_PREFIX, Target
 from train.answers.server_config import ServerConfig
+from train.cli.command import cores
 from train.exit_status import ExitStatus
 from train.export.engines.child_process import (
     model_directory,
@@ -25,29 +29,19 @@ from train.export.engines.child_process import (
 from train.export.engines.llama_server import program
 from train.export.engines.vllm import VLLM
 from train.export.formats.gguf_layout import target_gguf
-
-# What `accelerate launch` sets for our own processes: vLLM would take its part in them.
-_OF_A_LAUNCHER = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "MASTER_",
-    "GROUP_",
-    "ACCELERATE_",
-    "TORCHELASTIC",
-)
+from train.launcher import environment_of_one, on_several_machines
 
 
-def require_server(config: ServerConfig, target: Target, processes: int) -> None:
+def require_server(config: ServerConfig, target: Target) -> None:
     """Raise UserError for everything that is known to be missing before a server is asked. Servers
     that are up are not asked yet: they may start while earlier stages run."""
     config.key()
     if importlib.util.find_spec("httpx2") is None:
         raise UserError("a server needs httpx2; run pip install 'draftsmith[serve]'")
-    if config.launch and processes > 1:
+    if config.launch and on_several_machines():
         raise UserError(
-            f"server.launch starts one engine, but the run has {processes} processes; start the "
-            "engine yourself and set server.url"
+            "server.launch starts one engine on this machine, but the run's processes are on "
+            "several; start the engine yourself and set server.url"
         )
     if config.launch == "vllm" and not python_of("vllm").exists():
         raise UserError(
@@ -69,21 +63,37 @@ def require_server(config: ServerConfig, target: Target, processes: int) -> None
 
 @contextmanager
 def launched(
-    config: ServerConfig, target: Target, longest: int, directory: Path
+    config: ServerConfig, target: Target, longest: int, directory: Path, ranks: Ranks = ALONE
 ) -> Iterator[list[str]]:
     """The address of a started engine in a list; of servers that are up, their addresses.
 
     longest: prompt and answer in tokens. directory: for the engine's log, and for the target as a
-    model directory if it has none. Raises UserError with the end of the log and its path if the
-    engine does not start. It is stopped at the end, also after errors and SIGTERM.
+    model directory if it has none. ranks: the processes that ask. The first one starts the engine
+    and stops it when all have left this context. Raises UserError with the end of the log and its
+    path if the engine does not start. It is stopped at the end, also after errors and SIGTERM, and
+    it does not outlive the process that started it.
     """
     if config.launch is None:
         yield config.urls
-        return
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}
-    with TemporaryDirectory(prefix="served-target-", dir=directory) as copy:
-        if config.launch == "vllm":
-            command = _vllm_command(target, longest, Path(copy))
+    elif ranks.is_main:
+        with _engine(config, config.launch, target, longest, directory) as url:
+            ranks.gather(url)
+            yield [url]
+            ranks.gather(None)
+    else:
+        yield [ranks.gather("")[0]]
+        ranks.gather(None)
+
+
+@contextmanager
+def _engine(
+    config: ServerConfig, name: str, target: Target, longest: int, directory: Path
+) -> Iterator[str]:
+    """The address of a started engine."""
+    env = environment_of_one(cores())
+    with temporary(directory / "served-target") as copy:
+        if name == "vllm":
+            command = _vllm_command(target, longest, copy)
             command += ["--max-logprobs", str(config.logprobs)] if config.logprobs else []
             if package_version("vllm", VLLM.package):
                 env = dict(VLLM.env) | env  # vLLM's build for CPUs
@@ -94,15 +104,15 @@ def launched(
         with (
             _sigterm_raises(),
             serving(
-                config.launch,
+                name,
                 command,
                 "/health",
                 env,
-                log_file=directory / f"{config.launch}.log",
+                log_file=directory / f"{name}.log",
                 ready_seconds=config.timeout_seconds,
             ) as server,
         ):
-            yield [f"http://127.0.0.1:{server.port}"]
+            yield f"http://127.0.0.1:{server.port}"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from decode.artifact import verify_directory
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.measure.ranks import Ranks
 from decode.target.generation_config import (
     decoder_processors,
     decoder_settings,
@@ -168,7 +169,7 @@ class GenerateStage(Stage[GenerateConfig]):
             some = self.corpus.prompts(example for example, _ in spread(jobs, PROMPTS_MEASURED))
             prompt = round(sum(map(len, some)) / len(some))
         if config.server:
-            require_server(config.server, self.target, self.processes)
+            require_server(config.server, self.target)
             what += " by a server"
         length, model = prompt + config.max_new_tokens, self.target.model
         rows = config.batch_size * config.num_beams
@@ -302,7 +303,7 @@ class GenerateStage(Stage[GenerateConfig]):
                 config.server.logprobs or 0,
             ),
             directory=self.directory,
-            processes=self.accelerator.num_processes,
+            ranks=Ranks(self.accelerator.process_index, self.accelerator.num_processes),
             on_progress=lambda answered, note: bar.update(done + answered, note),
         )
 

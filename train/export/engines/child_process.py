@@ -4,7 +4,8 @@ A server (`serving`) listens on the loopback interface inside a `with` block. A 
 for an engine that is a Python library in a separate environment. That environment's Python runs a
 script beside this file, which shares no code with us. The script reads a job and writes an answer,
 both JSON files. It appends to a third file whenever it makes progress, so we can tell a process
-that hangs from one that is slow. Stopping a process also stops all processes that it started.
+that hangs from one that is slow. Stopping a process also stops all processes that it started. None
+of them outlives our process, not even if that is killed (`guard.py`).
 """
 
 import json
@@ -12,6 +13,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -32,17 +34,26 @@ ANSWER_SECONDS = 300.0
 # The longest time without progress. Loading a model counts as one step of progress.
 HANG_SECONDS = 600.0
 POLL_SECONDS = 0.1
+GUARD = Path(__file__).with_name("guard.py")
 
 
 def start_process(
-    name: str, command: Sequence[str], log: Any, env: Mapping[str, str] | None = None
+    name: str,
+    command: Sequence[str],
+    log: Any,
+    env: Mapping[str, str] | None = None,
+    *,
+    guarded: bool = False,
 ) -> "subprocess.Popen[bytes]":
     """Start `command` in a new process group, with its output in the file `log`. Raises UserError
-    if it cannot be started."""
+    if it cannot be started. guarded: kill the group when this process ends, whatever ends it. The
+    process is then the guard (`guard.py`), which exits with the command's status."""
+    if guarded:
+        command = [sys.executable, "-I", "-S", str(GUARD), *command]
     try:
         return subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if guarded else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=None if env is None else dict(env),
@@ -60,6 +71,8 @@ def stop_process(process: "subprocess.Popen[bytes]") -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def log_ending(log: Any) -> str:
@@ -135,7 +148,7 @@ def serving(
     port = free_port()
     with tempfile.TemporaryFile() if log_file is None else open(log_file, "w+b") as log:
         command = [part.replace("{port}", str(port)) for part in command]
-        process = start_process(name, command, log, env)
+        process = start_process(name, command, log, env, guarded=True)
         try:
             server = Server(name, port, process, log)
             server.wait(health, ready_seconds)
@@ -167,7 +180,8 @@ def run_job(
         progress_file.touch()
         # -I: ignore PYTHONPATH and this directory, whose file names clash with library names.
         command = [str(python_of(name)), "-I", str(script), *map(str, files)]
-        process = start_process(name, command, log, {**os.environ, **(env or {})})
+        environment = {**os.environ, **(env or {})}
+        process = start_process(name, command, log, environment, guarded=True)
         try:
             last_size, idle_polls = 0, 0
             while process.poll() is None:
