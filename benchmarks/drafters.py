@@ -174,8 +174,8 @@ def datastore(target: str, runs: Path, quick: bool, reporter: Reporter) -> Conte
 
 
 def trained_drafters(run: Path) -> list[Contestant]:
-    """The drafters of a run's stages, each alone and after prompt lookup. Raises UserError if there
-    is none."""
+    """The drafters of a run's stages, each alone and after prompt lookup, `pass` also in the passes
+    that verify. Raises UserError if there is none."""
     files = sorted(run.glob(f"stages/*/drafter/{DRAFTER_FILE}"))
     if not files:
         raise UserError(
@@ -189,6 +189,9 @@ def trained_drafters(run: Path) -> list[Contestant]:
         name = f"{kind} ({run.name}/{stage.name})"
         row = Contestant(name, str(directory), seconds_of(stage), size_of(stage))
         contestants += [row, replace(row, name=f"ngram+{name}", spec=f"ngram+{directory}")]
+        if kind == "pass":
+            spec = f"in_tree:drafter={directory}"
+            contestants.append(replace(row, name=f"in_tree {name}", spec=spec))
     return contestants
 
 

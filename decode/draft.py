@@ -29,11 +29,13 @@ class Contexts:
     tokens: int64 [B, C]. Row b holds lengths[b] tokens, the rest is free space. There is space for
         a draft past the end of the longest text.
     sources: the tokens that the target's encoder read for each row. None: it has no encoder.
+    labels: those of the rows' settings (`decode.rows.RowSettings`). None: no row has one.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     sources: Sequence[Sequence[int]] | None = None
+    labels: Sequence[str | None] | None = None
 
     @classmethod
     def of(
@@ -64,15 +66,22 @@ class Contexts:
     def since(self, first: int) -> "Contexts":
         """The rows from `first` on. Shares the memory of the tokens."""
         sources = None if self.sources is None else self.sources[first:]
-        return Contexts(self.tokens[first:], self.lengths[first:], sources)
+        labels = None if self.labels is None else self.labels[first:]
+        return Contexts(self.tokens[first:], self.lengths[first:], sources, labels)
 
     def keep_rows(self, rows: np.ndarray) -> None:
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
         if self.sources is not None:
             self.sources = [self.sources[row] for row in rows.tolist()]
+        if self.labels is not None:
+            self.labels = [self.labels[row] for row in rows.tolist()]
 
     def add_rows(self, other: "Contexts") -> None:
         """Append the rows of another object. All rows get the larger space."""
+        if self.labels is not None or other.labels is not None:
+            self.labels = [
+                label for x in (self, other) for label in x.labels or [None] * len(x.lengths)
+            ]
         room = max(self.tokens.shape[1], other.tokens.shape[1])
         tokens = [np.pad(x, ((0, 0), (0, room - x.shape[1]))) for x in (self.tokens, other.tokens)]
         self.tokens = np.concatenate(tokens)

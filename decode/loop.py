@@ -220,12 +220,17 @@ class Decoding:
             depths = np.where(taking, depths, 0)
         draft = self._draft(depths)
         clock.mark("draft")
-        logits = setup.lm.verify(contexts, draft)
+        probes = None
+        if setup.drafter.has_probes and depths.any():
+            probes = setup.drafter.probes(setup.policy.max_depth)
+            logits = probes.verify(setup.lm, contexts, draft)
+        else:
+            logits = setup.lm.verify(contexts, draft)
         clock.mark("verify")
         scores = Scores(logits, rows.sampling, draft, contexts, setup.processors)
         decision = self._rule().decide(draft, scores, rows.rng)
         verification = Verification.of(draft, scores, decision)
-        verification.number = self._passes
+        verification.number, verification.probes = self._passes, probes
         if taking is not None:
             verification.sit_out(~taking)
         if not draft.is_chain:

@@ -65,8 +65,8 @@ class Parts:
 
     @property
     def draft_room(self) -> int:
-        """The max number of nodes in one row's draft."""
-        return self.drafter.max_nodes(self.policy.max_depth)
+        """`Drafter.room` for the depths of the policy."""
+        return self.drafter.room(self.policy.max_depth)
 
     def require_sampling(self, drawn: Iterable[tuple[Sampling, Sampling]]) -> None:
         """Raises UserError if the rule cannot judge the drafts for rows whose text and whose draft

@@ -58,6 +58,8 @@ def new_rows(
     lengths = np.array([len(text) for text in texts])
     ends = np.minimum(lengths + np.array(limits), setup.lm.max_positions)
     contexts = Contexts.of(texts, setup.slots(int(ends.max()), 0), sources)
+    if any(one.label is not None for one in each):
+        contexts.labels = [one.label for one in each] * (count if len(each) == 1 else 1)
     identities = to_device(np.asarray(numbers if ids is None else ids, dtype=np.int64), device)
     if len(each) == 1:
         rng = CounterRNG(each[0].seed, identities)

@@ -27,6 +27,8 @@ class RowSettings:
     ignore_eos: an EOS id does not end the text.
     logprobs: for each emitted token, give its log-probability and so many of the likeliest tokens
         with theirs (`decode.logprobs`). None: give nothing.
+    label: of the row's kind of text, for drafters that are chosen by it
+        (`decode.drafters.several.routing.ByLabel`).
 
     Raises UserError for a seed or a number of log-probabilities outside these ranges.
     """
@@ -37,6 +39,7 @@ class RowSettings:
     ignore_eos: bool = False
     logprobs: int | None = None
     draft_sampling: Sampling | None = None
+    label: str | None = None
 
     def __post_init__(self) -> None:
         if not -(2**63) <= self.seed < 2**63:

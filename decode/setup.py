@@ -94,4 +94,4 @@ class Setup:
         """How many slots a prompt of `length` tokens and its answer need. In a ragged batch, a row
         near its end is still fed a draft as deep as the others."""
         end = min(length + max_new_tokens, self.lm.max_positions)
-        return end + self.drafter.max_nodes(self.policy.max_depth)
+        return end + self.drafter.room(self.policy.max_depth)

@@ -17,6 +17,7 @@ from decode.errors import UserError
 from decode.logits import LogitsProcessor, penalise, process, tokens_before
 from decode.sampling import Sampling
 from decode.target.hidden_states import Features
+from decode.target.probes import Probes
 from decode.text_stream import Stop
 
 
@@ -151,8 +152,9 @@ class Verification:
         A broken row has accepted = reached = emitted = 0, and ends.
     waits: bool [B], the rows that sat this pass out: they drafted nothing and emitted nothing.
         None: no row.
-    width: tokens fed per row. draft_steps: how deep the drafter went. A small language model takes
-        so many passes; other drafters may take fewer.
+    probes: what was fed behind the draft, with its states (`Drafter.probes`). None: nothing.
+    width: tokens fed per row, with the probes. draft_steps: how deep the drafter went. A small
+        language model takes so many passes; other drafters may take fewer.
     features: the target's hidden states of the tokens fed and kept, if the drafter captures layers.
         previous_features: those of the pass before. They end with the text's second-to-last token,
         at position lengths − 2. The draft was made from them.
@@ -185,6 +187,7 @@ class Verification:
     draft_steps: int = 0
     features: Features | None = None
     previous_features: Features | None = None
+    probes: Probes | None = None
     draft_s: float = 0.0
     verify_s: float = 0.0
     overhead_s: float = 0.0
@@ -279,7 +282,7 @@ class Verification:
         draft = self.draft
         self.depths, self.drafted = depths, draft.sizes
         self.nodes_by_depth = draft.nodes_by_depth()
-        self.width = 1 + draft.tokens.shape[1]
+        self.width = 1 + draft.tokens.shape[1] + (self.probes.fed if self.probes else 0)
         # A policy that stopped a draft has seen the logits of one more token.
         self.draft_steps = max(int(self.nodes_by_depth.any(0).sum()), watched)
 
@@ -305,7 +308,7 @@ class Verification:
     def release(self) -> None:
         """Drop the tensors and the texts. The figures stay."""
         del self.draft, self.scores, self.path, self.contexts
-        self.features = self.previous_features = None
+        self.features = self.previous_features = self.probes = None
 
     def longest(self) -> np.ndarray:
         """int [B]: the most draft tokens of a row that could be accepted. In a tree, they are on

@@ -2,8 +2,8 @@
 
 Importing this package registers all kinds of heads and their drafters by name: Medusa and Blockwise
 (`parallel_heads`), Hydra and Hydra++ (`hydra_heads`), EAGLE-1 and EAGLE-3 (`eagle_heads`), P-EAGLE
-(`p_eagle_heads`), DFlash (`dflash_heads`), DSpark (`dspark_heads`), PaSS (`pass_heads`), Kangaroo
-(`kangaroo_heads`).
+(`p_eagle_heads`), DFlash (`dflash_heads`), DSpark (`dspark_heads`), PaSS (`pass_heads`, and
+`in_tree` in the passes that verify), Kangaroo (`kangaroo_heads`).
 """
 
 from heads import (
@@ -11,6 +11,7 @@ from heads import (
     dspark_heads,
     eagle_heads,
     hydra_heads,
+    in_tree,
     kangaroo_heads,
     p_eagle_heads,
     parallel_heads,
@@ -24,6 +25,7 @@ __all__ = [
     "dspark_heads",
     "eagle_heads",
     "hydra_heads",
+    "in_tree",
     "kangaroo_heads",
     "p_eagle_heads",
     "parallel_heads",

@@ -18,7 +18,8 @@ from decode.drafters.lookup.suffix import SuffixDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.measured import MeasuredComposite
-from decode.drafters.several.routed import RoutedDrafter, TokenProfiles
+from decode.drafters.several.routed import RoutedDrafter
+from decode.drafters.several.routing import TokenProfiles
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
@@ -446,7 +447,7 @@ def test_combinations_are_opened_by_name(tmp_path: Path) -> None:
     routed = open_drafter(f"routed:{named},examples={files}", target)
     assert isinstance(routed, RoutedDrafter)
     ids = target.tokenizer("12 and 30 is the sum")["input_ids"]
-    assert routed.classify(np.array(ids)) == 1
+    assert routed.routing.route(np.array(ids), None) == 1
     for spec, message in (
         ("vertical:inner=ngram", "needs the option model"),
         ("vertical:model=ngram", "expected a small language model, or sparse"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import heads  # noqa: F401  (registers a combination)
 from decode.drafters import DRAFTERS
 from decode.drafters.several.combinations import COMBINATIONS
 from decode.policies import POLICIES

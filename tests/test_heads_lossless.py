@@ -14,6 +14,7 @@ from decode.trees import Shape
 from decode.trees.static import Static
 from heads import HEADS
 from heads.heads_module import HeadOptions
+from heads.in_tree import InTreeDrafter
 from tests.lossless import LONGER, SHORT, Case, Watched, decode, decode_runs
 
 ROWS = 100_000
@@ -28,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"type": "eagle3", "steps": 3},
     "p_eagle": {"type": "p_eagle", "tokens": 3, "layers": 2},
     "pass": {"type": "pass", "tokens": 2},
+    "in_tree": {"type": "pass", "tokens": 3},
     # Any token may be the mask: what is drafted then is worse, not wrong.
     "dflash": {"type": "dflash", "layers": 2, "block": 4, "taps": [0], "mask_token": 2},
     "dspark": {
@@ -46,7 +48,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def drafter(kind: str, shape: Shape | None, case: Case = SHORT) -> Drafter:
     """Untrained heads guess the token before; these are moved so that they guess more than that."""
     lm = case.model(0.0)
-    made: Any = HEADS[kind](HeadOptions.of(KINDS[kind]), lm)  # type: ignore[call-arg]
+    options = HeadOptions.of(KINDS[kind])
+    made: Any = HEADS[options.type](options, lm)  # type: ignore[call-arg]
     made.init_weights(lm)
     g = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -54,7 +57,7 @@ def drafter(kind: str, shape: Shape | None, case: Case = SHORT) -> Drafter:
             if not name.startswith("output."):
                 parameter += 0.2 * torch.randn(parameter.shape, generator=g)
     made.borrow(lm)
-    build: Any = DRAFTERS[kind]
+    build: Any = InTreeDrafter if kind == "in_tree" else DRAFTERS[kind]
     found: Drafter = build(made, case.vocab, shape)
     return found
 
@@ -112,6 +115,8 @@ def test_texts_have_the_targets_distribution(
         ("eagle1", "block", None),
         ("eagle1", "multi_round", "distinct"),
         ("pass", "traversal", "distinct"),
+        ("in_tree", "block", None),
+        ("in_tree", "traversal", "distinct"),
         ("dflash", "block", None),
         ("dflash", "traversal", "distinct"),
         ("dspark", "multi_round", "distinct"),

@@ -98,6 +98,10 @@ KINDS: dict[str, Callable[[], Drafter]] = {
     "windows": lambda: heads_drafter("eagle1", static(), LONGER).with_window(WINDOW),
     "block windows": lambda: heads_drafter("dflash", None, LONGER).with_window(WINDOW),
     "chain windows": lambda: small_lm(case=LONGER).with_window(WINDOW),
+    "in tree": lambda: heads_drafter("in_tree", static(), LONGER),
+    "lookup, then in tree": lambda: CompositeDrafter(
+        [NgramDrafter(), heads_drafter("in_tree", None, LONGER)]
+    ),
 }
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
@@ -15,6 +16,9 @@ pytest.importorskip("prometheus_client", reason="the extra serve is not installe
 pytest.importorskip("httpx2")
 
 from decode.drafters.directory import save_drafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.routed import RoutedDrafter
+from decode.drafters.several.routing import ByLabel
 from decode.errors import UserError
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
@@ -55,6 +59,24 @@ def set_to(client: Any, **changes: Any) -> Any:
 
 def text_of(answer: Any) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_the_label_of_a_request_chooses_its_drafter() -> None:
+    seen: list[str | None] = []
+
+    class Noted(ByLabel):
+        def route(self, text: np.ndarray, label: str | None) -> int:
+            seen.append(label)
+            return super().route(text, label)
+
+    router = RoutedDrafter([NgramDrafter(), NgramDrafter()], Noted(["en", "de"]))
+    with serving(target(), router) as running, running.client() as client:
+        for options in ({"label": "de"}, {}, {"label": "de"}):
+            body = chat("a word", max_tokens=4, draftsmith=options)
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+        body = chat("a word", draftsmith={"label": "x" * 65})
+        assert client.post("/v1/chat/completions", json=body).status_code == 400
+    assert seen == ["de", None, "de"]
 
 
 def test_drafter_rule_and_policy_change_while_a_text_runs(

@@ -16,6 +16,7 @@ from decode.registry import Registry
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM
 from decode.target.loading import Target
+from decode.target.probes import Probes
 from decode.target.sliding_window import SlidingWindow
 from decode.trees import Shape
 from decode.verification import Verification
@@ -31,6 +32,7 @@ class Drafter(ABC):
     captured_layers: the layers whose hidden states are captured for the drafter
     (`decode.target.hidden_states`). They come from the target's normal passes.
     reads_cache: its drafts read the target's keys and values of the text.
+    has_probes: it drafts from what the target reads behind a draft (`probes`).
     trained: the drafter can only be loaded from a directory.
     decoder_only: it cannot draft for a target with an encoder, because it would not know the
     source. Other drafters may read the sources in the contexts.
@@ -41,6 +43,7 @@ class Drafter(ABC):
 
     captured_layers: tuple[int, ...] = ()
     reads_cache: bool = False
+    has_probes: bool = False
     vocab_size: int | None = None
     trained: bool = False
     decoder_only: bool = False
@@ -80,6 +83,16 @@ class Drafter(ABC):
         """The max number of nodes in one row's draft. For trees it can be more than `gamma`."""
         return gamma
 
+    def max_probes(self, gamma: int, nodes: int) -> int:
+        """The max number of probes behind a draft of at most `nodes` nodes (`probes`), for drafts
+        at most `gamma` deep."""
+        return 0
+
+    def room(self, gamma: int) -> int:
+        """The max number of slots that one row's draft takes: its nodes, and probes behind them."""
+        nodes = self.max_nodes(gamma)
+        return nodes + self.max_probes(gamma, nodes)
+
     def describe_drafts(self, max_depth: int | None = None) -> str:
         """A short description of its drafts, such as `chain`. max_depth: None: not limited."""
         return "tree" if self.branches else "chain"
@@ -118,6 +131,12 @@ class Drafter(ABC):
 
         `q` must be the distribution that the tokens were really drawn from.
         """
+
+    def probes(self, max_depth: int) -> Probes:
+        """Inputs that the target reads behind the draft of this pass, whichever drafter made it, to
+        draft the next one from. `observe` gets them with their states. max_depth: no draft is
+        deeper. Only for a drafter that `has_probes`."""
+        raise NotImplementedError
 
     def observe(self, verification: Verification) -> None:
         """Receives every pass once: after `start` the prefill (the verification of an empty draft),

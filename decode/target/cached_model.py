@@ -391,17 +391,22 @@ class CachedLM:
     def verify(self, contexts: Contexts, draft: Draft) -> Tensor:
         """One pass over the last committed token of each text and the N nodes of its draft: logits
         [B, N+1, V]."""
+        return self.feed(contexts, draft)
+
+    def feed(self, contexts: Contexts, draft: Draft, columns: np.ndarray | None = None) -> Tensor:
+        """The pass of `verify`. columns: as for `forward`; column 0 is the last committed token."""
         start = contexts.lengths - 1
         last = np.take_along_axis(contexts.tokens, start[:, None], axis=1)
         ids = torch.cat([to_device(last, self.device), draft.tokens], 1)
         if self.states is not None:
             self._rewind(self.states, start, settle=True)
         if draft.is_chain:
-            return self.forward(ids, start)
+            return self.forward(ids, start, columns=columns)
         # The root comes before all nodes, and every node may see it.
         ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
         ancestors[:, :, 0] = True
-        return self.forward(ids, start, depth_BN=ancestors.sum(2) - 1, ancestors_BNM=ancestors)
+        depth = ancestors.sum(2) - 1
+        return self.forward(ids, start, columns=columns, depth_BN=depth, ancestors_BNM=ancestors)
 
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].

@@ -72,9 +72,9 @@ Event = NewTokens | Refusal
 @dataclass(eq=False)
 class Request:
     """Texts that are asked for together. max_new_tokens: of each. stop: strings that end a text.
-    logprobs: as in `RowSettings`. trace: keep what was drafted. deliver: called in the decoding
-    thread with each event, never after `cancel` has been seen or a refusal delivered. store: its
-    sender allows that the service learns from it."""
+    logprobs, label: as in `RowSettings`. trace: keep what was drafted. deliver: called in the
+    decoding thread with each event, never after `cancel` has been seen or a refusal delivered.
+    store: its sender allows that the service learns from it."""
 
     choices: list[Choice]
     max_new_tokens: int
@@ -85,6 +85,7 @@ class Request:
     logprobs: int | None = None
     trace: bool = False
     store: bool = False
+    label: str | None = None
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
 
@@ -95,7 +96,9 @@ class Request:
         drafts = None
         if draft_temperature is not None:
             drafts = replace(self.sampling, temperature=draft_temperature)
-        return RowSettings(self.sampling, seed, stop, self.ignore_eos, self.logprobs, drafts)
+        return RowSettings(
+            self.sampling, seed, stop, self.ignore_eos, self.logprobs, drafts, self.label
+        )
 
 
 class RowWatch:

@@ -67,6 +67,7 @@ class Running:
             asked.likeliest,
             asked.draftsmith.trace,
             asked.store,
+            asked.draftsmith.label,
         )
         self._engine.submit(self._request)
 

@@ -14,6 +14,7 @@ from decode.rules import RULES
 from decode.sampling import Sampling
 
 LONGEST_STOP = 256  # characters
+LONGEST_LABEL = 64  # characters
 
 
 class ApiError(Exception):
@@ -74,9 +75,11 @@ class StreamOptions(_Part):
 
 
 class OurOptions(_Part):
-    """What this service alone can do. trace: say which tokens of a text are draft tokens."""
+    """What this service alone can do. trace: say which tokens of a text are draft tokens. label:
+    the kind of the text, for drafters that are chosen by it."""
 
     trace: bool = False
+    label: str | None = Field(None, max_length=LONGEST_LABEL)
 
 
 _StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]

@@ -7,11 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from decode.drafters import Drafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.measured import MeasuredComposite
-from decode.drafters.several.routed import RoutedDrafter, TokenProfiles
+from decode.drafters.several.routed import RoutedDrafter
+from decode.drafters.several.routing import ByAcceptance, ByLabel, ByText, Routing, TokenProfiles
 from decode.drafters.trained import VerifyingDrafter
 from decode.errors import UserError
 from decode.registry import Registry
@@ -86,27 +88,47 @@ class Measured(Combination):
 @COMBINATIONS.register("routed")
 @dataclass(frozen=True, kw_only=True)
 class Routed(Combination):
-    """See `RoutedDrafter`. examples: for each drafter, a UTF-8 text file of its domain, for
-    `TokenProfiles`."""
+    """See `RoutedDrafter`. by: what chooses, `text`, `label` or `acceptance`. examples: for
+    `text`: for each drafter, a UTF-8 text file of its domain, for `TokenProfiles`. labels: for
+    `label`: that of each drafter."""
 
     drafters: list[str]
-    examples: list[str]
+    by: Literal["text", "label", "acceptance"] = "text"
+    examples: list[str] | None = None
+    labels: list[str] | None = None
 
     def open(self, opened: Opening, target: Target) -> Drafter:
-        if len(self.examples) != len(self.drafters):
+        routing = self.routing(target)
+        return RoutedDrafter([opened(name) for name in self.drafters], routing)
+
+    def routing(self, target: Target) -> Routing:
+        """Raises UserError for examples that cannot be read, and if there is not one of what
+        chooses for each drafter."""
+        each = {"text": ("examples", self.examples), "label": ("labels", self.labels)}
+        for kind, (name, values) in each.items():
+            if values is not None and self.by != kind:
+                raise UserError(f"routed has {name}, which are for by={kind}; leave them out")
+        name, values = each.get(self.by, ("", self.drafters))
+        count = len(values or ())
+        if count != len(self.drafters):
             raise UserError(
-                f"there are {len(self.examples)} examples for {len(self.drafters)} drafters; "
-                "expected a text file for each"
+                f"there are {count} {name} for {len(self.drafters)} drafters; expected one for each"
             )
-        texts = []
-        for name in self.examples:
-            try:
-                text = Path(name).expanduser().read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(
-                    f"the example {name} of a domain cannot be read ({error}); give a UTF-8 text "
-                    "file"
-                ) from error
-            texts.append(target.tokenizer(text, add_special_tokens=False)["input_ids"])
-        profiles = TokenProfiles(texts, target.vocab_size)
-        return RoutedDrafter([opened(name) for name in self.drafters], profiles)
+        if self.by == "label":
+            return ByLabel(self.labels or ())
+        if self.by == "acceptance":
+            return ByAcceptance(len(self.drafters))
+        texts = [_ids(name, target) for name in self.examples or ()]
+        return ByText(TokenProfiles(texts, target.vocab_size))
+
+
+def _ids(name: str, target: Target) -> list[int]:
+    """The token ids of a text file."""
+    try:
+        text = Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"the example {name} of a domain cannot be read ({error}); give a UTF-8 text file"
+        ) from error
+    ids: list[int] = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids

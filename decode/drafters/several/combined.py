@@ -17,6 +17,7 @@ from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cached_model import CachedLM
+from decode.target.probes import Probes
 from decode.trees import Shape
 from decode.verification import Verification
 
@@ -40,6 +41,7 @@ class Group(Drafter):
         self.vocab_size = next(iter(sizes), None)
         self.decoder_only = any(drafter.decoder_only for drafter in drafters)
         self.reads_cache = any(drafter.reads_cache for drafter in drafters)
+        self.has_probes = any(drafter.has_probes for drafter in drafters)
         self.captured_layers = tuple(
             sorted({layer for drafter in drafters for layer in drafter.captured_layers})
         )
@@ -54,6 +56,14 @@ class Group(Drafter):
 
     def max_depth(self, gamma: int) -> int:
         return max(drafter.max_depth(gamma) for drafter in self.drafters)
+
+    def max_probes(self, gamma: int, nodes: int) -> int:
+        return max(drafter.max_probes(gamma, nodes) for drafter in self.drafters)
+
+    def probes(self, max_depth: int) -> Probes:
+        # Those of the first one that has some: a second one drafts without them.
+        first = next(drafter for drafter in self.drafters if drafter.has_probes)
+        return first.probes(max_depth)
 
     def attach(self, lm: CachedLM) -> None:
         for drafter in self.drafters:

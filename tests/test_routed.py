@@ -1,0 +1,192 @@
+"""The drafter of a row by its label or by what was measured, and drafters that learn each from the
+rows that they draft."""
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from decode.draft import Contexts
+from decode.drafters import NoDrafter
+from decode.drafters.directory import open_drafter
+from decode.drafters.several.routed import RoutedDrafter
+from decode.drafters.several.routing import ByAcceptance, ByLabel, Routing
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
+from decode.loop import Decoded, Decoder, Decoding
+from decode.rows import RowSettings
+from tests.lossless import LONGER, FixedDraft, fit_texts, small_lm
+from tests.test_online import online_of, pair, prompts_of
+from tests.tiny import tiny_target
+from train.online.learning import Online
+from train.online.routed import RoutedLearning
+
+LABELS = ["de", None, "code", "fr", "de", "code"]
+
+
+def settings(labels: Sequence[str | None]) -> list[RowSettings]:
+    return [RowSettings(label=label) for label in labels]
+
+
+def drafters(count: int) -> list[SmallLMDrafter]:
+    return [SmallLMDrafter(copy.deepcopy(pair()[1]).requires_grad_(False)) for _ in range(count)]
+
+
+def test_a_row_goes_where_its_label_says() -> None:
+    """Also where rows join and leave, and without a label to the first drafter."""
+    router = RoutedDrafter(drafters(3), ByLabel(["en", "de", "code"]))
+    expected = dict(enumerate([1, 0, 2, 0, 1, 2]))
+    seen: list[tuple[int, int]] = []
+    decoder = Decoder(
+        pair()[0],
+        router,
+        gamma=2,
+        observers=[lambda step: seen.extend(zip(step.rows, router.routes, strict=True))],
+    )
+    decoding, prompts = Decoding(decoder), prompts_of(len(LABELS))
+    decoding.admit(prompts[:1], 4, settings=settings(LABELS)[0])
+    decoding.step()
+    decoding.admit(prompts[1:4], [3, 9, 12], settings=settings(LABELS)[1:4])
+    decoding.step()
+    decoding.admit(prompts[4:], 8, settings=settings(LABELS)[4:])
+    decoding.set(drafter=router)  # starts anew with the running texts, and their labels
+    while not decoding.finished:
+        decoding.step()
+    assert dict(seen) == expected
+    assert all(expected[row] == route for row, route in seen)
+    plain = Decoder(pair()[0], NoDrafter()).decode(prompts, 12).outputs
+    outputs = decoding.result().outputs
+    assert outputs == [text[: len(ours)] for text, ours in zip(plain, outputs, strict=True)]
+    # Rows whose settings say nothing.
+    decoding.admit(prompts[:2], 3)
+    assert router.routes.tolist() == [0, 0]
+
+
+def test_labels_follow_their_rows() -> None:
+    texts = Contexts.of([[1], [2]], 4)
+    other = Contexts.of([[3]], 4)
+    other.labels = ["de"]
+    texts.add_rows(other)
+    assert texts.labels == [None, None, "de"]
+    assert texts.since(1).labels == [None, "de"]
+    texts.keep_rows(np.array([2, 0]))
+    assert texts.labels == ["de", None]
+
+
+def test_the_bandit_finds_the_better_drafter_and_forgets() -> None:
+    """One drafts what the target says, one a token that never comes."""
+    target = pair()[0]
+    never, right = FixedDraft((39,)), SmallLMDrafter(target)
+    routing = ByAcceptance(2)
+    router = RoutedDrafter([never, right], routing)
+    decoder = Decoder(target, router, gamma=2)
+    prompts = prompts_of(40)
+    done = decoder.decode(prompts, 6, batch_size=4)
+    assert done.outputs == Decoder(target, NoDrafter()).decode(prompts, 6).outputs
+    wrong, good = routing.rows.tolist()
+    assert wrong + good == 40
+    assert 2 <= wrong < 12
+    never_share, right_share = routing.shares()
+    assert never_share < 0.2
+    assert right_share > 0.8
+    assert router.learns
+    router.forget()
+    assert not routing.rows.any()
+    # Each is tried once before one is tried again, also in rows that join together.
+    assert sorted(routing.route(np.array([1]), None) for _ in range(2)) == [0, 1]
+    assert not RoutedDrafter([never], lambda text: 0).learns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", [ByAcceptance(2), ByLabel(["a", "b"])])
+def test_routed_texts_have_the_targets_distribution(routing: Routing) -> None:
+    """Rows join in groups, so what was measured in some decides for others."""
+    others = [SmallLMDrafter(LONGER.model(0.6)), small_lm(case=LONGER)]
+    decoder = Decoder(
+        LONGER.model(0.0),
+        RoutedDrafter(others, routing),
+        gamma=LONGER.gamma,
+        sampling=LONGER.sampling,
+        eos_token_ids=LONGER.eos,
+    )
+    decoding, size = Decoding(decoder), 30
+    for begin in range(0, 9000, size):
+        rows = range(begin, begin + size)
+        each = [RowSettings(LONGER.sampling, 1, label="ab"[row // 3 % 2]) for row in rows]
+        decoding.admit([LONGER.prompts[row % 3] for row in rows], LONGER.new, settings=each)
+        decoding.step()
+    while not decoding.finished:
+        decoding.step()
+    found = fit_texts(decoding.result().outputs, LONGER)
+    assert found.passes, found
+    assert found.df > 100
+
+
+def answer(decoder: Decoder, learners: Sequence[Online], rows: Sequence[Sequence[int]]) -> Decoded:
+    """Decode these rows group by group, with a round of learning after each group."""
+    decoding, prompts = Decoding(decoder), prompts_of(96)
+    for group in rows:
+        each = settings(["ab"[row % 3 == 0] for row in group])
+        decoding.admit([prompts[row] for row in group], 16, settings=each)
+        while not decoding.finished:
+            decoding.step()
+        for learner in learners:
+            if learner.due():
+                learner.learn()
+                learner.swap()
+    return decoding.result()
+
+
+def test_each_drafter_learns_from_its_traffic_and_no_other() -> None:
+    """Rows of two labels decode together. A drafter becomes what it becomes where the rows of its
+    label are all there is. One without traffic stays as it is, to the bit."""
+    target, groups = pair()[0], [range(begin, begin + 6) for begin in range(0, 96, 6)]
+    parts = drafters(3)
+
+    def decoder(router: RoutedDrafter, learners: Sequence[Online]) -> Decoder:
+        observers = [RoutedLearning(router, learners).observe]
+        return Decoder(target, router, gamma=2, observers=observers)
+
+    learners = [online_of(part, vocab=40, chosen=True, accepted=1.0) for part in parts]
+    router = RoutedDrafter(parts, ByLabel(["a", "b", "none"]))
+    done = answer(decoder(router, learners), learners, groups)
+    assert done.outputs == Decoder(target, NoDrafter()).decode(prompts_of(96), 16).outputs
+    assert [learner.version > 2 for learner in learners] == [True, True, False]
+    rates = [done.tally.row(row).acceptance_rate for row in range(96) if row % 3]
+    assert np.mean(rates[-16:]) > np.mean(rates[:16]) + 0.03
+
+    (alone,) = drafters(1)
+    learner = online_of(alone, vocab=40, chosen=True, accepted=1.0)
+    rows = [[row for row in group if row % 3 == 0] for group in groups]
+    answer(decoder(RoutedDrafter([alone], lambda text: 0), [learner]), [learner], rows)
+    assert learner.version == learners[1].version
+    first, second, third, start = (
+        dict(part.lm.model.named_parameters()) for part in (*parts, *drafters(1))
+    )
+    for name, x in alone.lm.model.named_parameters():
+        torch.testing.assert_close(x, second[name], rtol=1e-2, atol=1e-3)
+        assert torch.equal(start[name], third[name])
+    moved = [float((x - second[name]).abs().max()) for name, x in first.items()]
+    assert max(moved) > 0.02  # the two are not alike
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    named, target = 'routed:drafters=["ngram","store"]', tiny_target()
+    by_label = open_drafter(f'{named},by=label,labels=["en","de"]', target)
+    assert isinstance(by_label, RoutedDrafter)
+    assert [by_label.routing.route(np.array([1]), x) for x in ("de", "en", None)] == [1, 0, 0]
+    measured = open_drafter(f"{named},by=acceptance", target)
+    assert isinstance(measured, RoutedDrafter)
+    assert isinstance(measured.routing, ByAcceptance)
+    for options, message in (
+        (',by=label,labels=["en"]', "1 labels for 2 drafters"),
+        (',by=label,labels=["en","en"]', "a different one for each drafter"),
+        (',labels=["en","de"]', "routed has labels, which are for by=label"),
+        (',by=acceptance,examples=["a","b"]', "routed has examples, which are for by=text"),
+        (",by=chance", "by is 'chance'"),
+        ("", "0 examples for 2 drafters"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_drafter(named + options, target)
