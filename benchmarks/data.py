@@ -69,17 +69,17 @@ def main(
         folder = work or Path(temporary)
         for name, rows in {"lists": few, "draftsmith": count}.items():
             reporter.say(f"{name}: {rows:,} conversations")
-            made = made_text(folder, rows)
+            paths = text_paths(folder, rows)
             held[name] = in_fresh_process(
                 "benchmarks.data:hold_text",
-                **made,
+                **paths,
                 tokens_per_batch=tokens_per_batch,
                 ranks=ranks,
                 lists=name == "lists",
             )
             reporter.table(rows_table("Memory of a rank", [_memory_row(name, held[name])]))
         batches = in_fresh_process(
-            "benchmarks.data:batch_figures", samples=made["samples"], ranks=ranks
+            "benchmarks.data:batch_figures", samples=paths["samples"], ranks=ranks
         )
     ratio = held["lists"]["bytes_a_row"] / held["draftsmith"]["bytes_a_row"]
     figures = {
@@ -93,7 +93,7 @@ def main(
     speeds = held["draftsmith"]["rows_a_second"]
     reporter.table(rows_table("Rows a second", [{k: f"{v:,.0f}" for k, v in speeds.items()}]))
     reporter.table(rows_table("Batches", [_batch_row(entry) for entry in batches]))
-    reporter.say(f"lists take {ratio:.1f} times the memory of a conversation")
+    reporter.say(f"as lists, a conversation takes {ratio:.1f} times as much memory")
     if json_file is not None:
         write_json(json_file, figures)
 
@@ -118,7 +118,7 @@ def _batch_row(figures: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def made_text(folder: Path, count: int) -> dict[str, str]:
+def text_paths(folder: Path, count: int) -> dict[str, str]:
     """The paths of `text` and `samples` of a folder, which are made unless they are complete."""
     paths = {"text": str(folder / f"{count}.jsonl"), "samples": str(folder / f"{count}")}
     complete = folder / f"{count}.complete"
@@ -149,8 +149,8 @@ def make_text(text: str, samples: str, count: int) -> None:
             ]
             file.write(json.dumps({"id": f"conversation-{row}", "messages": messages}) + "\n")
     for number, first in enumerate(range(0, count, SHARE_EXAMPLES)):
-        made = made_up_samples(first, min(SHARE_EXAMPLES, count - first))
-        write_samples(Path(samples), number, made, LONGEST)
+        part = made_up_samples(first, min(SHARE_EXAMPLES, count - first))
+        write_samples(Path(samples), number, part, LONGEST)
 
 
 def made_up_samples(first: int, count: int) -> Iterator[Sample]:

@@ -210,9 +210,9 @@ def as_page(steps: list[Step]) -> str:
         *(f"| {step.title} | {as_time(step.seconds)} |" for step in steps),
     ]
     for step in steps:
-        shown = step.output.splitlines()[-LINES:]
+        last = step.output.splitlines()[-LINES:]
         lines += ["", f"## {step.title[0].upper()}{step.title[1:]}", "", "```", f"$ {step.command}"]
-        lines += [*shown, "```"]
+        lines += [*last, "```"]
     return "\n".join(lines) + "\n"
 
 

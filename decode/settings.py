@@ -99,7 +99,7 @@ class DecodeSettings:
         # One level of a tree takes one pass of the drafter, like one token of a chain.
         plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
         depth = decoder.policy.max_depth
-        width = decoder.drafter.max_nodes(depth) + 1
+        width = decoder.drafter.room(depth) + 1  # with what is read behind the nodes
         trees = decoder.drafter.branches
         costs = measure_costs(plain, [prompt], max_depth=depth, max_width=width, trees=trees)
         return self._decoder(target, drafter, costs, stop), costs

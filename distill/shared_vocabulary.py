@@ -13,7 +13,7 @@ Shapes: B rows, T tokens of the target per row, R tokens of the student per row,
 target's output layer, n shared tokens, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,17 +74,17 @@ class SharedVocabulary:
             theirs.prefix[0] if theirs.prefix else None,
         )
 
-    def coverage(self, texts: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> float:
+    def coverage(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
         """The share of the predicted tokens of texts, (tokens, mask) each, that are shared. Raises
         UserError if it is less than `LEAST_COVERAGE`."""
-        shared = set(self.target_ids.tolist())
-        known = [
-            token in shared
-            for tokens, mask in texts
-            for token, is_predicted in zip(tokens[1:], mask[1:], strict=True)
-            if is_predicted
-        ]
-        share = sum(known) / max(len(known), 1)
+        shared, known, count = set(self.target_ids.tolist()), 0, 0
+        for tokens, mask in texts:
+            predicted = [
+                token for token, wanted in zip(tokens[1:], mask[1:], strict=True) if wanted
+            ]
+            known += sum(token in shared for token in predicted)
+            count += len(predicted)
+        share = known / max(count, 1)
         if share < LEAST_COVERAGE:
             raise UserError(
                 f"the drafter shares {len(shared)} tokens with the target, but they are only "
@@ -93,7 +93,7 @@ class SharedVocabulary:
             )
         return share
 
-    def lengths(self, texts: Sequence[Sequence[int]]) -> list[int]:
+    def lengths(self, texts: Iterable[Sequence[int]]) -> list[int]:
         """How many tokens the student reads for each of these texts, in the target's tokens."""
         prefixed = self.prefix is not None
         return [int(self.counts[torch.tensor(text)].sum()) + prefixed for text in texts]

@@ -152,7 +152,7 @@ class AttendingOptions(HeadOptions):
 
     @property
     def longest_draft(self) -> int:
-        """The least window: a draft must see itself."""
+        """The max number of tokens of a draft. A window must hold them."""
         return 1
 
     def for_target(self, target: Target) -> Self:
@@ -293,12 +293,12 @@ class AttendingDrafter(HeadsDrafter):
         window = self.heads.window
         if window is None:
             return
-        cached = self.cached_entries[since:]
+        cached = self.cached_entries[since:].copy()
         needed = entries[since:] - 1 - self.heads.stacked_layers * (window.size - 1)
         skipping = needed > cached
         if (skipping & (cached < window.sinks)).any():
             self._compute(contexts, np.minimum(entries, window.sinks), since)
-        self.cached_entries[since:] = np.maximum(self.cached_entries[since:], needed)
+        self.cached_entries[since:] = np.maximum(cached, needed)
 
     def _compute(
         self, contexts: Contexts, entries: np.ndarray, since: int
@@ -343,7 +343,7 @@ class AttendingDrafter(HeadsDrafter):
 
         Their keys and values go to consecutive slots from `start`, int [B]. For the nodes of a
         tree, root is the slot of its first node, int [B], ancestors tells which nodes each node
-        may see, and depths where it is (see `Slots.mask`).
+        may see, and depths, int64 [1 or B, n], how many positions each node is after the root.
         """
         window = self.heads.window
         self.slots.place(start, count, window, root)

@@ -67,6 +67,7 @@ class PEagleOptions(AttendingOptions):
     target's."""
 
     def for_target(self, target: Target) -> Self:
+        self.require_window()
         if self.mask_token is not None and self.mask_token >= target.vocab_size:
             raise UserError(
                 f"mask_token is {self.mask_token}, but {target.name} has embeddings of "

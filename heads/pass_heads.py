@@ -205,7 +205,7 @@ class PassDrafter(SelfDrafter):
     verification reads the last token again.
 
     This is one of two passes per step, as in the paper's algorithm. Look-ahead tokens are not fed
-    behind the nodes of a draft.
+    behind the nodes of a draft; `heads.in_tree` does that.
 
     Raises UserError for a shape deeper than k + 1.
     """

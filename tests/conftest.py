@@ -5,9 +5,11 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # Several workers with several threads each hold each other up, tenfold on two cores.
-    if hasattr(config, "workerinput"):
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> None:
+    """Several workers with several threads each hold each other up, tenfold on two cores. Runs and
+    benchmarks set the number of threads of the process, and so of the tests after them."""
+    if hasattr(request.config, "workerinput"):
         torch.set_num_threads(1)
 
 

@@ -19,6 +19,7 @@ from decode.target.forward.prepare_model import prepare
 from decode.trees import SHAPES, Shape
 from heads import HEADS
 from heads.heads_module import HeadOptions
+from heads.in_tree import InTreeDrafter
 from tests.device import SimulatedDevice, Wait, simulated_device
 from tests.test_heads_lossless import KINDS
 from tests.tiny import VOCAB, tiny_model
@@ -47,13 +48,14 @@ def headed(kind: str, shape: Shape | None = None) -> Build:
         model = tiny_model("llama", layers=LAYERS)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
-            made: Any = HEADS[kind](HeadOptions.of(KINDS[kind]), model)  # type: ignore[call-arg]
-            made.init_weights(model)
-            for parameter in made.parameters():
+            options = HeadOptions.of(KINDS[kind])
+            heads: Any = HEADS[options.type](options, model)  # type: ignore[call-arg]
+            heads.init_weights(model)
+            for parameter in heads.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape)
-        move(made).borrow(target)
-        drafter: Any = DRAFTERS[kind]
-        built: Drafter = drafter(made, VOCAB, shape)
+        move(heads).borrow(target)
+        drafter: Any = InTreeDrafter if kind == "in_tree" else DRAFTERS[kind]
+        built: Drafter = drafter(heads, VOCAB, shape)
         return built
 
     return build

@@ -11,6 +11,7 @@ import torch
 from decode.draft import Contexts
 from decode.drafters import NoDrafter
 from decode.drafters.directory import open_drafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.several.routing import ByAcceptance, ByLabel, Routing
 from decode.drafters.small_lm import SmallLMDrafter
@@ -100,6 +101,17 @@ def test_the_bandit_finds_the_better_drafter_and_forgets() -> None:
 
 
 @pytest.mark.slow
+def test_the_bandit_counts_only_what_it_was_asked_for() -> None:
+    """Before it another drafter drafts every time, so nothing is known of its own two."""
+    target = pair()[0]
+    routing = ByAcceptance(2)
+    router = RoutedDrafter([FixedDraft((39,)), FixedDraft((38,))], routing)
+    first = CompositeDrafter([SmallLMDrafter(target), router])
+    Decoder(target, first, gamma=2).decode(prompts_of(4), 6)
+    assert routing.rows.sum() == 4
+    assert not routing.allowed.any()
+
+
 @pytest.mark.parametrize("routing", [ByAcceptance(2), ByLabel(["a", "b"])])
 def test_routed_texts_have_the_targets_distribution(routing: Routing) -> None:
     """Rows join in groups, so what was measured in some decides for others."""

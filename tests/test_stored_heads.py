@@ -10,13 +10,13 @@ import yaml
 from safetensors.torch import load_file
 
 from decode.artifact import verify_directory
-from decode.drafters.directory import describe_drafter, open_drafter
+from decode.drafters.directory import describe_drafter, open_drafter, split_window
 from decode.drafters.shipped import SHIPPED, shipped_drafter, shipped_names
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.target.loading import Target
 from decode.trees import Chain
-from heads.heads_directory import SAMPLE, WEIGHTS
+from heads.heads_directory import SAMPLE, WEIGHTS, stored_options
 from tests.export import FEW, KEPT, PROMPTS, edit_weights, make_heads, save_target
 from tests.tiny import real_target
 from train.cli.chat import default_drafter
@@ -70,6 +70,12 @@ def test_the_export_is_a_smaller_drafter_directory(tmp_path: Path, target: Targe
     assert "hf download org/name" in card
 
 
+def test_a_window_and_its_sinks_stay(tmp_path: Path, target: Target) -> None:
+    make_heads(tmp_path / "drafter", target, EAGLE | {"window": 8, "sinks": 2})
+    export_drafter(tmp_path / "drafter", "draftsmith", tmp_path / "out", ExportOptions())
+    assert stored_options(tmp_path / "out") == stored_options(tmp_path / "drafter")
+
+
 def test_a_damaged_export_is_refused(tmp_path: Path, target: Target) -> None:
     make_heads(tmp_path / "drafter", target, EAGLE)
     export_drafter(tmp_path / "drafter", "draftsmith", tmp_path / "out", ExportOptions())
@@ -86,6 +92,8 @@ def test_names_of_drafters_that_come_along() -> None:
     assert shipped_drafter(f"embedded:{SHIPPED_NAME}") == SHIPPED / SHIPPED_NAME
     assert shipped_drafter("embedded:smollm2-135m") is None  # a target, which can draft too
     assert shipped_drafter("runs/x/drafter") is None
+    assert shipped_drafter(f"embedded:{SHIPPED_NAME}:window=64") is None
+    assert split_window(f"embedded:{SHIPPED_NAME}:window=64")[0] == f"embedded:{SHIPPED_NAME}"
     with pytest.raises(UserError, match=rf"no embedded:eagle1-smollm2;.*{SHIPPED_NAME}"):
         shipped_drafter("embedded:eagle1-smollm2")
 

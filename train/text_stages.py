@@ -195,7 +195,7 @@ class TextStage(Stage[T]):
         """The coverage of the samples' text by the tokens that a student with another tokenizer
         shares with the target, for the stage's summary. Also prints it. Raises UserError as
         `SharedVocabulary.coverage`."""
-        coverage = shared.coverage([(sample.tokens, sample.mask) for sample in samples])
+        coverage = shared.coverage((sample.tokens, sample.mask) for sample in samples)
         lost = lost_mass(self.target, samples, shared.target_ids)
         self.reporter.say(
             f"  shared vocabulary: {len(shared.target_ids)} tokens are {coverage:.2%} of the text; "

@@ -74,8 +74,8 @@ def compare_training(one: PipelineRun, two: PipelineRun, stage: str) -> list[Che
     dev = [{k: v for k, v in t["dev"][-1].items() if k != "step"} for t in trainings]
     names = [name for name in dev[0] if name.endswith("top1")]
     apart = max(abs(dev[0][name] - dev[1][name]) for name in names)
-    shown = [", ".join(f"{100 * figures[name]:.1f}%" for name in names) for figures in dev]
-    checks.append(Check("dev agreement", shown, f"{apart:.1e} ≤ {AGREEMENT:g}", apart <= AGREEMENT))
+    cells = [", ".join(f"{100 * figures[name]:.1f}%" for name in names) for figures in dev]
+    checks.append(Check("dev agreement", cells, f"{apart:.1e} ≤ {AGREEMENT:g}", apart <= AGREEMENT))
     weights = [_weights(run.stage(stage) / "drafter") for run in (one, two)]
     difference = weight_difference(*weights)
     number = f"{sum(w.numel() for w in weights[0].values()) / 1e6:.1f}M"
@@ -123,11 +123,11 @@ def compare_drafters(
         )
     ]
     ratios = [tokens_per_step(found) for found in here]
-    shown = [format_interval(ratio, 3) for ratio in ratios]
+    cells = [format_interval(ratio, 3) for ratio in ratios]
     apart = abs(ratios[0]["value"] - ratios[1]["value"]) / ratios[0]["value"]
     holds = ratios[0]["low"] <= ratios[1]["value"] <= ratios[0]["high"]
     bound = f"{apart:.1e} relative; inside the interval"
-    checks.append(Check("tokens per step", shown, bound, holds))
+    checks.append(Check("tokens per step", cells, bound, holds))
     for run, found, name in zip((one, two), here, ("one process", "ranks"), strict=True):
         stored, now = run.evaluation(), found.to_dict()
         keys = ("steps", "emitted", "drafted", "reached", "accepted")

@@ -25,9 +25,11 @@ from decode.verification import Verification
 class Drafter(ABC):
     """Base class of drafters.
 
-    Order of the calls in one decode: attach → start → observe → prefill → (draft → observe)*, with
-    keep_rows and add_rows in between. If passes without drafts come first, `observe` is called more
-    than once before `prefill`. If all rows have left and others come, `start` follows again.
+    Order of the calls in one decode: attach → start → observe → prefill →
+    (draft → probes → observe)*, with keep_rows and add_rows in between. `probes` only with
+    has_probes, then also in passes for which another drafter drafted. If passes without drafts come
+    first, `observe` is called more than once before `prefill`. If all rows have left and others
+    come, `start` follows again.
 
     captured_layers: the layers whose hidden states are captured for the drafter
     (`decode.target.hidden_states`). They come from the target's normal passes.
@@ -103,7 +105,7 @@ class Drafter(ABC):
 
     def with_window(self, window: SlidingWindow) -> "Drafter":
         """The same drafter, whose layers see only a window of the text. Raises UserError if none of
-        its layers attend to the text, or if the window is shorter than a draft."""
+        its layers attend to the text, or, for heads, if the window is shorter than a draft."""
         raise UserError(
             f"{type(self).__name__} has no layers that see a window of the text; leave window out"
         )

@@ -10,12 +10,14 @@ SHIPPED = Path(configs.__file__).parent / "drafters"
 
 
 def shipped_drafter(spec: str) -> Path | None:
-    """The directory of `embedded:NAME`; None if `spec` is no such name, or that of an embedded
-    target. Raises UserError with the names there are for any other `embedded:NAME`."""
+    """The directory of `embedded:NAME`; None if `spec` is no such name, has options, or is that of
+    an embedded target. Raises UserError with the names there are for any other name."""
     if not spec.startswith(EMBEDDED_PREFIX):
         return None
     name = spec.removeprefix(EMBEDDED_PREFIX)
     names = shipped_names()
+    if ":" in name:
+        return None  # `open_drafter` reads the options first, and asks again
     if name in names:
         return SHIPPED / name
     if name in EMBEDDED:

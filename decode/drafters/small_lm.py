@@ -346,8 +346,14 @@ class SmallLMDrafter(VerifyingDrafter):
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces some weights, also in the middle of texts: the cache is then computed again.
         Never call it during a draft, because q must come from one set of weights. Raises UserError
-        for weights that the model does not have, and then changes nothing.
+        for weights that the model does not have, or a model with an encoder, and then changes
+        nothing.
         """
+        if self.lm.sources is not None:
+            raise UserError(
+                "the weights of a small model with an encoder cannot be exchanged: its encoder has "
+                "read the sources; open a new drafter"
+            )
         take_weights(self.lm.model, weights)
         self.lm.refresh()
         self._cached = self._begin.copy()

@@ -30,9 +30,9 @@ from decode.verification import Verification
 class PartLM(CachedLM):
     """The target with slots for a part of each text.
 
-    omitted: int [B], how many tokens of each text have no slot here. They lie behind each other's
-    chunks, before the last tokens of the text. So a token after them has the slot of the target
-    minus `omitted`. Its position stays that of the text.
+    omitted: int [B], how many tokens of each text have no slot here: those of the chunks that are
+    not kept. All of them come before the last tokens of the text. So a token after them has the
+    slot of the target minus `omitted`. Its position stays that of the text.
     """
 
     def __init__(self, lm: CachedLM) -> None:
@@ -149,8 +149,8 @@ class SparseDrafter(VerifyingDrafter):
     `chunk` tokens with the largest attention, so that it sees about `budget` tokens. Each layer
     and each of its key heads chooses: see `choose_chunks`. The query is that of the text's last
     token when the row joins, and then that of every `every`-th token. One pass of the target reads
-    this token again, over all keys and values. The kept keys and values are gathered in slots of
-    their own, and those of later tokens are copied behind them after each verification. So a draft
+    this token again, over all keys and values. The kept keys and values are gathered in separate
+    slots. Those of later tokens are copied behind them after each verification. So a draft
     depends on the text of its row only.
 
     The paper chooses once, after the prompt, and each head has its own keys there. In place of
@@ -292,14 +292,14 @@ class SparseDrafter(VerifyingDrafter):
 
     def _gather(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
         """Choose in one layer of the target, and gather there. See `CachedLM.watch`."""
-        part, own = self._due_part, self.lm.slots.layers[layer]
-        if not own.is_initialized:
-            own.lazy_initialization(key, value)
+        part, kept = self._due_part, self.lm.slots.layers[layer]
+        if not kept.is_initialized:
+            kept.lazy_initialization(key, value)
         rows = to_device(self._due, key.device)
         if len(rows) < len(key):
             query, key, value = query[rows], key[rows], value[rows]
         slots = part.slots(choose_chunks(query[:, :, 0], key, part, scale))
-        for cache, full in ((own.keys, key), (own.values, value)):
+        for cache, full in ((kept.keys, key), (kept.values, value)):
             gathered = full.gather(2, slots[..., None].expand(-1, -1, -1, full.shape[3]))
             cache[rows, :, : slots.shape[2]] = gathered
 

@@ -134,7 +134,8 @@ class CachedLM:
     pass_tokens: see `read`.
     trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.
     credit: the most draft tokens of a row that it takes now.
-    watch: called with the number of each layer, and with what `AttentionMask` calls its watch with.
+    watch: called before the attention of each layer, with the layer's number and the arguments of
+    `lean_forward.Watch`.
     window: what all layers see of the text; None: what the model's config says. See `narrow`.
     """
 
@@ -267,7 +268,8 @@ class CachedLM:
     def narrow(self, window: SlidingWindow | None) -> None:
         """Let all layers see only this much of the text from now on, at positions of the text as
         before. Layers with a narrower window keep it. Slots that no layer sees are not read, except
-        static ones. None changes nothing. Long texts are read in passes of about a window's size.
+        static ones and those of a decoder with an encoder. None changes nothing. Long texts are
+        read in passes of about a window's size.
         """
         if window is None:
             return
@@ -313,7 +315,9 @@ class CachedLM:
         root = None
         if ancestors_BNM is not None:
             root = start - (ancestors_BNM.shape[2] - ids_BN.shape[1])
-        self.slots.place(start, ids_BN.shape[1], self.window, root)
+        # A bias by position (T5) counts keys by their slots, so it needs all of them.
+        window = self.window if self.sources is None else None
+        self.slots.place(start, ids_BN.shape[1], window, root)
         columns_BK = None if columns is None else to_device(columns, self.device)
         first_B1 = to_device(start, self.device)[:, None]
         with feeding:

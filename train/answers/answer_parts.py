@@ -64,7 +64,8 @@ class PartWriter:
                 continue
             missing = [number for number in numbers if number not in part.answers]
             self._open |= dict.fromkeys(missing, part)
-            prompts = self._corpus.prompts(part.jobs[n - part.first][0] for n in missing)
+            jobs = zip(numbers, part.jobs, strict=True)
+            prompts = self._corpus.prompts(e for n, (e, _) in jobs if n not in part.answers)
             for number, prompt in zip(missing, prompts, strict=True):
                 yield Row(number, prompt)
 
@@ -144,7 +145,7 @@ def write_server_parts(
     if not any(ranks.gather(bool(parts)) if config.launch else [parts]):
         return 0
     longest = 0
-    if config.launch:
+    if config.launch and ranks.is_main:  # it starts the engine
         longest = max(len(corpus.prompts([example])[0]) for example in examples)
     begin = time.perf_counter()
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,19 @@ def launched(
     path if the engine does not start. It is stopped at the end, also after errors and SIGTERM, and
     it does not outlive the process that started it.
     """
-    if config.launch is None:
+    name = config.launch
+    if name is None:
         yield config.urls
-    elif ranks.is_main:
-        with _engine(config, config.launch, target, longest, directory) as url:
-            ranks.gather(url)
-            yield [url]
-            ranks.gather(None)
-    else:
-        yield [ranks.gather("")[0]]
+        return
+    with ExitStack() as stack:
+
+        def start() -> str:
+            if not ranks.is_main:
+                return ""
+            return stack.enter_context(_engine(config, name, target, longest, directory))
+
+        url = ranks.together(start)
+        yield [ranks.gather(url)[0]]
         ranks.gather(None)
 
 

@@ -122,5 +122,8 @@ def default_drafter(target: "Target", run: Path) -> tuple[str, "Drafter", str]:
     for name in shipped_names():
         if describe_drafter(SHIPPED / name)["target"]["name"] == target.name:
             spec = f"ngram+{EMBEDDED_PREFIX}{name}"
-            return spec, open_drafter(spec, target), "lookup, then the drafter that comes with it"
+            try:
+                return spec, open_drafter(spec, target), "lookup, then the drafter that comes along"
+            except UserError as error:
+                why = f"{name} does not fit: {error}"
     return "ngram", open_drafter("ngram", target), why

@@ -45,7 +45,13 @@ from train.data.training_text import FixedText, OnPolicyText, Text
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, StagePlan
 from train.stages.distill_config import DistillConfig, check_settings, check_with_encoder
-from train.stages.distill_student import mask_token_of, require_unused, student_of
+from train.stages.distill_student import (
+    mask_token_of,
+    require_room,
+    require_sources_fit,
+    require_unused,
+    student_of,
+)
 from train.text_stages import TrainingStage
 from train.training.boosting import (
     TokenWeights,
@@ -371,9 +377,9 @@ class DistillStage(TrainingStage[DistillConfig]):
     ) -> DevSlice:
         """model: the target's, as a teacher. module: computes the figures."""
         # All ranks must run a sharded target together, so a rank must not skip it by remembering.
-        remember, sources = not is_sharded(model), None
-        if self.target.has_encoder:
-            sources = {s.id: s.source for s in self.corpus.samples(config.text, "dev")}
+        remember = not is_sharded(model)
+        sources: dict[str, Sequence[int]] | None = {} if self.target.has_encoder else None
+        if sources is not None:
             states = LiveFeatures(model, [FINAL], remember=remember, sources=sources)
             teacher: LiveTeacher = StatesTeacher(split_model(model), states)
         else:
@@ -396,9 +402,15 @@ class DistillStage(TrainingStage[DistillConfig]):
             return target, kind.of_target(drafter, target, ids)
 
         judging = Judging(sums, module.figures, "student.", make_drafter)
-        return DevSlice(
+        dev = DevSlice(
             config, judging, self.target, self.corpus, self.accelerator, stage=self.config.name
         )
+        if sources is not None:
+            require_sources_fit(self, student.model, dev.samples)
+            sources |= {s.id: s.source for s in dev.samples}
+        if self._shared is not None:
+            require_room(self, self._shared, student.model, dev.samples)
+        return dev
 
     def _save(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -164,8 +164,15 @@ def _check_cache(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
     if directory.is_dir():
         holds_states = holds_features(directory)
     else:
-        stage = closest_stage(config.teacher, earlier, "teacher_cache", "feature_cache")
+        stage: Any = closest_stage(config.teacher, earlier, "teacher_cache", "feature_cache")
         holds_states = stage.kind == "feature_cache"
+        shares = config.drafter.vocabulary is not None
+        if shares and not holds_states and stage.shared_with is None:
+            raise UserError(
+                f"stage {config.name}: the drafter has another tokenizer than the target, but the "
+                f"cache of stage {config.teacher} is not over the tokens of both; set shared_with "
+                "in that stage"
+            )
     if not holds_states:
         refuse(config, draft_vocabulary="the cache already sets the draft vocabulary")
     refuse(

@@ -34,13 +34,13 @@ def student_of(
     config = stage.config
     model, vocabulary = make_student(config.drafter, stage.target, stage.earlier)
     if stage.target.has_encoder:
-        _require_sources_fit(stage, model, samples)
+        require_sources_fit(stage, model, samples)
     mask_token = mask_token_of(stage, model)
     if mask_token is not None:
         mark_parallel(model.config, mask_token)
     if shared is not None:
         coverage = stage.shared_coverage(shared, samples)
-        _require_room(stage, shared, model, samples)
+        require_room(stage, shared, model, samples)
         return model, _of_shared_tokens(stage, shared, model, vocabulary, cache), coverage
     if config.draft_vocabulary is not None:
         if vocabulary is not None:
@@ -90,12 +90,12 @@ def _of_shared_tokens(
     return vocabulary
 
 
-def _require_room(
+def require_room(
     stage: DistillLike, shared: SharedVocabulary, model: PreTrainedModel, samples: Sequence[Sample]
 ) -> None:
     """Raise UserError if a text is longer than the model's context, as the model reads it."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = max(shared.lengths([sample.tokens for sample in samples]))
+    longest = max(shared.lengths(sample.tokens for sample in samples))
     if positions is not None and longest > positions:
         raise UserError(
             f"stage {stage.config.name}: the longest sample has {longest} tokens as the drafter "
@@ -104,7 +104,7 @@ def _require_room(
         )
 
 
-def _require_sources_fit(
+def require_sources_fit(
     stage: DistillLike, model: PreTrainedModel, samples: Sequence[Sample]
 ) -> None:
     """Raise UserError if a source is longer than the student's encoder reads, or the target's."""

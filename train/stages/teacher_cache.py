@@ -79,8 +79,13 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
             _require_stored(config, earlier)
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
-        k, tokens = self.config.k, self.planned_tokens(plans)
-        token_bytes = bytes_per_token(k, self._vocabulary_size)
+        k, vocab_size = self.config.k, self._vocabulary_size
+        if k > vocab_size:
+            raise UserError(
+                f"stage {self.config.name}: k is {k}, but the vocabulary has only {vocab_size} "
+                "tokens; lower k"
+            )
+        tokens, token_bytes = self.planned_tokens(plans), bytes_per_token(k, vocab_size)
         return StagePlan(
             f"the target's top {k}: {token_bytes} bytes a token",
             tokens=tokens,
@@ -93,11 +98,6 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
         config, target, vocab_size = self.config, self.target, self._vocabulary_size
         samples, counts = self.fitting_samples()
         vocabulary, coverage = self._vocabulary(samples)
-        if config.k > vocab_size:
-            raise UserError(
-                f"stage {config.name}: k is {config.k}, but the vocabulary has only {vocab_size} "
-                "tokens; lower k"
-            )
         predicted = samples.predicted.astype(np.int64)
         tokens = int(predicted.sum())
         token_bytes = bytes_per_token(config.k, vocab_size)

@@ -102,9 +102,10 @@ class _Round:
 
     def flops(self, rule: TextFlops | None, numbers: Iterable[int]) -> float:
         """The FLOPs of these batches by `rule`; 0 without one."""
+        if rule is None:
+            return 0.0
         rows = [i for number in numbers for i in self.batches.batch(number)]
-        lengths, predicted = self.lengths, self.predicted
-        return flops_of(rule, [lengths[i] for i in rows], sum(predicted[i] for i in rows))
+        return flops_of(rule, self.lengths[rows].tolist(), int(self.predicted[rows].sum()))
 
 
 class Trainer:

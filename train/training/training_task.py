@@ -59,7 +59,7 @@ class LoopConfig(Strict):
         if self.keep_best and not measured:
             raise UserError(
                 f"stage {stage}: loop.keep_best compares figures on dev text, and the stage has "
-                "none; set dev, or leave keep_best out"
+                "none; leave keep_best out, or set dev if the stage has that setting"
             )
         if self.patience is not None and not self.keep_best:
             raise UserError(

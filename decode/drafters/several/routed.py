@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from decode.draft import Contexts
+from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.routing import ByText, Classify, Routing
 from decode.errors import UserError
+from decode.sampling import CounterRNG, Sampling
 from decode.verification import Verification
 
 
@@ -26,6 +27,7 @@ class RoutedDrafter(CompositeDrafter):
         super().__init__(drafters)
         self.routing = routing if isinstance(routing, Routing) else ByText(routing)
         self.routes = np.zeros(0, dtype=np.int64)
+        self._depths: np.ndarray | None = None  # [B], what it was asked for in this pass
 
     def with_drafters(self, drafters: Sequence[Drafter]) -> "RoutedDrafter":
         return RoutedDrafter(drafters, self.routing)
@@ -36,12 +38,22 @@ class RoutedDrafter(CompositeDrafter):
 
     def start(self, contexts: Contexts) -> None:
         super().start(contexts)
+        self._depths = None
         self.routes = self._routes(contexts)
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        self._depths = limits.depths.copy()
+        return super().draft(contexts, limits, sampling, rng)
 
     def observe(self, verification: Verification) -> None:
         super().observe(verification)
-        if verification.number:
-            self.routing.observe(self.routes, verification)
+        # As a part of another drafter it also receives passes that it did not draft for.
+        depths, self._depths = self._depths, None
+        if depths is not None:
+            accepted = np.minimum(verification.accepted, depths)
+            self.routing.observe(self.routes, accepted, depths)
 
     def forget(self) -> None:
         super().forget()

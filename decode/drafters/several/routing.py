@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from decode.errors import UserError
-from decode.verification import Verification
 
 # The index of the drafter for a text, int64 [L].
 Classify = Callable[[np.ndarray], int]
@@ -28,8 +27,9 @@ class Routing(ABC):
         """The index of the drafter for a row. text: int64 [L], the prompt, and its first new token
         if the target emits that before the first draft. label: that of `RowSettings`."""
 
-    def observe(self, routes: np.ndarray, verification: Verification) -> None:
-        """Receives every verification of the running rows. routes: int [B]."""
+    def observe(self, routes: np.ndarray, accepted: np.ndarray, depths: np.ndarray) -> None:
+        """Receives what came of each draft. routes: int [B], the drafter of each row. accepted: int
+        [B], how many of its tokens were accepted. depths: int [B], how many it was allowed."""
         return None
 
     def forget(self) -> None:
@@ -61,7 +61,7 @@ class ByLabel(Routing):
         self.places = {label: place for place, label in enumerate(labels)}
 
     def route(self, text: np.ndarray, label: str | None) -> int:
-        return self.places.get(label or "", 0)
+        return 0 if label is None else self.places.get(label, 0)
 
 
 class ByAcceptance(Routing):
@@ -100,9 +100,9 @@ class ByAcceptance(Routing):
         self.rows[chosen] += 1
         return chosen
 
-    def observe(self, routes: np.ndarray, verification: Verification) -> None:
-        np.add.at(self.accepted, routes, verification.accepted)
-        np.add.at(self.allowed, routes, verification.depths)
+    def observe(self, routes: np.ndarray, accepted: np.ndarray, depths: np.ndarray) -> None:
+        np.add.at(self.accepted, routes, accepted)
+        np.add.at(self.allowed, routes, depths)
 
 
 class TokenProfiles:

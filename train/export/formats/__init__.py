@@ -115,7 +115,7 @@ class Format(ABC):
     the format. instead: advice for the kinds it cannot hold. needs_target: whether writing needs
     the target. carries_vocabulary: whether a reduced draft vocabulary stays reduced, because all
     readers support it. holds_windows: whether all readers keep to the window of the text that a
-    drafter was trained with.
+    drafter was trained with. is_ours: draftsmith itself reads it, with windows and sinks.
     """
 
     name: ClassVar[str]
@@ -124,6 +124,7 @@ class Format(ABC):
     instead: ClassVar[dict[str, str]] = {}
     needs_target: ClassVar[bool] = False
     carries_vocabulary: ClassVar[bool] = False
+    is_ours: ClassVar[bool] = False
     holds_windows: ClassVar[bool] = False
 
     def max_depth(self, drafter: Path) -> int | None:
@@ -219,7 +220,7 @@ def require_window(layout: Format, drafter: Path, kind: str) -> None:
     let them see something else without a word."""
     options: Any = stored_options(drafter) if kind in HEADS else None
     window = getattr(options, "window", None)
-    if window is None:
+    if window is None or layout.is_ours:
         return
     if options.sinks:
         raise UserError(

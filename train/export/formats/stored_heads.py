@@ -34,6 +34,7 @@ class StoredHeads(Format):
     engines = ()
     instead = {"small_lm": "a small LM is a plain model directory: use --format hf"}
     carries_vocabulary = True
+    is_ours = True
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         weights = load_file(job.drafter / WEIGHTS)
