@@ -34,10 +34,10 @@ from decode.drafters.trained import ShapedDrafter
 from decode.loop import Decoder
 from decode.measure.evaluation import identical
 from decode.measure.time_passes import pass_seconds, seconds_by_turns
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
+from decode.target.cache.slots import round_up_slots
 from decode.target.forward.lean_forward import SLOT_STEP, AttentionMask
 from decode.target.loading import Target, load_target
-from decode.target.slots import round_up_slots
 from decode.trees import Chain
 from train.cli.command import tokenized_prompts
 from train.data.read import read_examples

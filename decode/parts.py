@@ -15,7 +15,7 @@ from decode.policies import POLICIES, Policy
 from decode.registry import Choice, options_of
 from decode.rules import RULES, Rule, default_rule, require_fitting, used_rule
 from decode.sampling import Sampling
-from decode.target.cached_model import CachedLM, require_trees
+from decode.target.cache.cached_model import CachedLM, require_trees
 from decode.trees import SHAPES, Shape
 
 Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it

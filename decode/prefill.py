@@ -12,9 +12,9 @@ from decode.parts import Parts
 from decode.rows import Rows, RowSettings, require_prompts
 from decode.sampling import CounterRNG
 from decode.setup import Setup
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
+from decode.target.cache.prefix_cache import SHORTEST
 from decode.target.hidden_states import Features
-from decode.target.prefix_cache import SHORTEST
 from decode.verification import Decision, Scores, Verification
 
 

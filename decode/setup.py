@@ -13,8 +13,8 @@ from decode.policies import Policy
 from decode.rows import RowSettings
 from decode.rules import Rule, used_rule
 from decode.sampling import Sampling
-from decode.target.cached_model import PASS_TOKENS, CachedLM
-from decode.target.prefix_cache import PrefixCache
+from decode.target.cache.cached_model import PASS_TOKENS, CachedLM
+from decode.target.cache.prefix_cache import PrefixCache
 from decode.text_stream import Stop
 from decode.verification import Observer
 

@@ -19,10 +19,10 @@ from decode.loop import Decoded, Decoder
 from decode.parts import Part, make_policy, make_shape
 from decode.policies import Policy
 from decode.rules import Rule
+from decode.target.cache.prefix_cache import prefix_cache
 from decode.target.generation_config import decoder_processors, sampling_as_generate
 from decode.target.identity import eos_token_ids, fingerprint
 from decode.target.loading import Target
-from decode.target.prefix_cache import prefix_cache
 from decode.target.pretrained import has_encoder
 from decode.text_stream import StopStrings, TextStream, decode
 from decode.trees import Shape
@@ -62,9 +62,9 @@ class SpeculativeGenerator:
     in the format of `Choice`. Only some drafters take a shape. eos_token_ids: the ids that
     end a text. Default: the ids in the tokenizer and the model's configs. prefix_cache_bytes: a
     prompt that begins like an earlier one, such as the next turn of a chat, reuses the keys and
-    values of that beginning (`decode.target.prefix_cache`). 0: never. Default: 256 MiB for a model
-    in float32, else 0, because in 16 bits reuse can change a text by rounding. decoded: tokens,
-    counts and times of the last call.
+    values of that beginning (`decode.target.cache.prefix_cache`). 0: never. Default: 256 MiB for a
+    model in float32, else 0, because in 16 bits reuse can change a text by rounding. decoded:
+    tokens, counts and times of the last call.
 
     >>> generator = SpeculativeGenerator(model, tokenizer, "ngram")        # doctest: +SKIP
     >>> generator.generate("Once upon a time", max_new_tokens=40)          # doctest: +SKIP

@@ -16,8 +16,8 @@ from decode.draft import Contexts, Draft
 from decode.errors import UserError
 from decode.logits import LogitsProcessor, penalise, process, tokens_before
 from decode.sampling import Sampling
+from decode.target.cache.probes import Probes
 from decode.target.hidden_states import Features
-from decode.target.probes import Probes
 from decode.text_stream import Stop
 
 

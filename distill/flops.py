@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from decode.target.layer_kinds import recurrent_layers
+from decode.target.kinds.layer_kinds import recurrent_layers
 
 FORWARD, BACKWARD = 2, 2  # per weight; a trained weight needs BACKWARD twice
 

@@ -23,11 +23,11 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
+from decode.target.cache.sliding_window import SlidingWindow
+from decode.target.cache.slots import Slots
 from decode.target.forward.lean_forward import AttentionMask, SlotAttention
 from decode.target.hidden_states import Features
 from decode.target.loading import DTYPES, Target
-from decode.target.sliding_window import SlidingWindow
-from decode.target.slots import Slots
 from decode.trees import Growth, Shape
 from decode.verification import Verification
 from heads.heads_directory import load_heads

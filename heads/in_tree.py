@@ -18,9 +18,9 @@ from decode.drafters.several.combinations import COMBINATIONS, Combination, Open
 from decode.drafters.trained import ParallelGrowth
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import LayerView
+from decode.target.cache.cached_model import LayerView
+from decode.target.cache.probes import Probes
 from decode.target.loading import Target
-from decode.target.probes import Probes
 from decode.trees import Growth, Shape
 from decode.verification import Verification
 from heads.pass_heads import PassDrafter, PassHeads

@@ -22,9 +22,9 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import CachedGrowth
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM, LayerView
+from decode.target.cache.cached_model import CachedLM, LayerView
 from decode.target.forward.sublayers import Sublayers
-from decode.target.layer_kinds import require_no_states
+from decode.target.kinds.layer_kinds import require_no_states
 from decode.target.loading import Target
 from decode.trees import Growth
 from distill.flops import TextFlops, attention_flops, products_flops

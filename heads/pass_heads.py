@@ -25,10 +25,10 @@ from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfDrafter
 from decode.drafters.trained import ParallelGrowth
 from decode.sampling import Sampling
-from decode.target.cached_model import CachedLM, LayerView, require_trees
+from decode.target.cache.cached_model import CachedLM, LayerView, require_trees
 from decode.target.forward.sublayers import Sublayers
 from decode.target.hidden_states import FINAL
-from decode.target.layer_kinds import require_no_states
+from decode.target.kinds.layer_kinds import require_no_states
 from decode.target.loading import DTYPES, Target
 from decode.trees import Growth, Shape
 from distill.parallel_distillation import (

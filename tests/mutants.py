@@ -20,7 +20,7 @@ from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import CounterRNG, Sampling, draw
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from decode.verification import Decision, Scores
 
 

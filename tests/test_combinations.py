@@ -24,7 +24,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.swift import SwiftDrafter
 from decode.loop import Decoder, Decoding
 from decode.sampling import Sampling
-from decode.target.prefix_cache import PrefixCache
+from decode.target.cache.prefix_cache import PrefixCache
 from tests.tiny import tiny_model
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13, 14] * 3, [30] * 9, [11, 12, 13, 14] * 3 + [2]]

@@ -21,7 +21,7 @@ from decode.policies.by_batch import ByBatch
 from decode.policies.cost_model import CostModel
 from decode.sampling import CounterRNG, Sampling
 from decode.settings import DecodeSettings, EvaluationProtocol
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from tests.tiny import tiny_model, tiny_target
 
 model = functools.cache(tiny_model)

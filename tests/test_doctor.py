@@ -14,7 +14,7 @@ from decode.measure import check_lossless as checks
 from decode.measure import machine
 from decode.measure.check_lossless import SHAPE, check_loop, distance, random_llama
 from decode.measure.time_passes import pass_seconds, weight_bytes
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from decode.target.forward import prepare_model
 from decode.target.forward.prepare_model import reason_against_packing
 from decode.target.loading import EMBEDDED, EmbeddedModel

@@ -23,7 +23,7 @@ from decode.measure.check_lossless import FAR, distance
 from decode.measure.evaluation import evaluate
 from decode.sampling import CounterRNG, Sampling
 from decode.settings import EvaluationProtocol
-from decode.target.cached_model import CachedLM, require_trees
+from decode.target.cache.cached_model import CachedLM, require_trees
 from decode.target.generation_config import padded_prompts
 from decode.target.hidden_states import FINAL
 from decode.target.identity import fingerprint

@@ -9,7 +9,7 @@ import torch
 
 from decode.drafters import DRAFTERS, Drafter
 from decode.rules import RULES
-from decode.target.sliding_window import SlidingWindow
+from decode.target.cache.sliding_window import SlidingWindow
 from decode.trees import Shape
 from decode.trees.static import Static
 from heads import HEADS

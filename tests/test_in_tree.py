@@ -16,7 +16,7 @@ from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder, Decoding
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from decode.trees import SHAPES
 from heads.heads_directory import save_heads
 from heads.in_tree import InTreeDrafter

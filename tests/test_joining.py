@@ -26,11 +26,11 @@ from decode.loop import Decoder, Decoding
 from decode.policies import POLICIES
 from decode.rows import compacted
 from decode.sampling import Sampling
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
+from decode.target.cache.sliding_window import SlidingWindow
+from decode.target.cache.slots import Slots
 from decode.target.hidden_states import FINAL
 from decode.target.memory import slot_bytes
-from decode.target.sliding_window import SlidingWindow
-from decode.target.slots import Slots
 from decode.text_stream import StopStrings
 from decode.trees.static import Static
 from decode.verification import Verification

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.lean_forward import LeanForward
 from decode.target.hidden_states import FINAL
 from tests.test_trees import MORE, Deaf

@@ -14,7 +14,7 @@ from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.lean_forward import LeanForward
 from decode.target.forward.lean_parts import PackedLinear
 from decode.target.forward.prepare_model import (

@@ -23,12 +23,12 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
+from decode.target.cache.slots import Slots
 from decode.target.forward.lean_forward import LeanForward
 from decode.target.forward.prepare_model import can_pack, prepare
 from decode.target.identity import fingerprint, require_same_weights, sample_weights, weights_sha256
 from decode.target.loading import Target, load_target, resolve_device
 from decode.target.pretrained import input_device
-from decode.target.slots import Slots
 from decode.target.without_weights import load_shapes
 from decode.trees import SHAPES
 from distill.teacher.teacher_signal import split_model

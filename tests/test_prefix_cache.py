@@ -11,8 +11,8 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.sampling import Sampling
-from decode.target.prefix_cache import SHORTEST, PrefixCache, prefix_cache
-from decode.target.slots import Slots, SlotStates
+from decode.target.cache.prefix_cache import SHORTEST, PrefixCache, prefix_cache
+from decode.target.cache.slots import Slots, SlotStates
 from decode.text import SpeculativeGenerator
 from tests.test_joining import KINDS, decoder
 from tests.tiny import VOCAB, tiny_model, tiny_target

@@ -25,10 +25,10 @@ from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.rules import RULES
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM, require_trees
+from decode.target.cache.cached_model import CachedLM, require_trees
+from decode.target.cache.prefix_cache import PrefixCache, prefix_cache
+from decode.target.kinds.recurrent_states import LONGEST_LOG, RecurrentStates
 from decode.target.memory import slot_bytes
-from decode.target.prefix_cache import PrefixCache, prefix_cache
-from decode.target.recurrent_states import LONGEST_LOG, RecurrentStates
 from decode.trees.static import Static
 from tests.lossless import LONGER, Case, decode_runs
 from tests.test_heads_lossless import drafter as heads_drafter

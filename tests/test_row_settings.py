@@ -18,7 +18,7 @@ from decode.loop import Decoder, Decoding
 from decode.mixed_sampling import MixedSampling, combined
 from decode.rows import RowSettings
 from decode.sampling import Sampling
-from decode.target.prefix_cache import PrefixCache
+from decode.target.cache.prefix_cache import PrefixCache
 from decode.text_stream import StopStrings
 from tests.lossless import LONGER, fit_texts, longer_model, small_lm
 from tests.test_joining import ARRIVALS, EOS, KINDS, LIMITS, NEW, PROMPTS, decoder

@@ -20,11 +20,11 @@ from decode.loop import Decoder, Decoding
 from decode.measure.calibrate_layers import Answers, LayerCosts, calibrate_layers
 from decode.measure.costs import Costs
 from decode.sampling import Sampling
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
+from decode.target.cache.prefix_cache import PrefixCache
 from decode.target.forward.lean_forward import LeanForward
 from decode.target.forward.prepare_model import prepare
 from decode.target.forward.sublayers import Sublayers
-from decode.target.prefix_cache import PrefixCache
 from decode.trees import SHAPES
 from tests.tiny import save_tiny, tiny_model, tiny_target
 from train.cli.main import app

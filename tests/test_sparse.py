@@ -17,9 +17,9 @@ from decode.drafters.sparse import Part, SparseDrafter, choose_chunks
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder, Decoding
 from decode.sampling import Sampling
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
+from decode.target.cache.prefix_cache import PrefixCache
 from decode.target.forward.prepare_model import prepare
-from decode.target.prefix_cache import PrefixCache
 from decode.trees import SHAPES
 from tests.tiny import near_drafter, tiny_model, tiny_target
 from train.edge.remote_target import RemoteLM

@@ -19,7 +19,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.rules import RULES
 from decode.sampling import CounterRNG, Sampling, draw
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.lean_forward import STATIC_SLOT_STEP, LeanForward
 from decode.target.forward.lean_parts import PackedLinear
 from decode.target.forward.prepare_model import lean_forward, prepare

@@ -15,7 +15,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from decode.target.cached_model import CachedLM, require_trees
+from decode.target.cache.cached_model import CachedLM, require_trees
 from tests.test_loop import NEW, PROMPTS, answers, model
 from tests.test_shapes import DRAWN, NAMES, drawn, shape
 from tests.tiny import FAMILIES, PAD_ID, VOCAB, loud_model, tiny_model

@@ -19,10 +19,10 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.sampling import Sampling
+from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.forward.lean_forward import AttentionMask
 from decode.target.hidden_states import Recorder
 from decode.target.loading import Target
-from decode.target.sliding_window import SlidingWindow
 from decode.trees import SHAPES
 from heads.heads_directory import make_ready, new_heads, save_heads
 from heads.heads_drafter import AttendingDrafter
@@ -282,7 +282,7 @@ def test_a_small_model_sees_a_window(shape: str, window: SlidingWindow) -> None:
 
 
 def test_a_small_model_reads_a_long_prompt_in_short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode.target.cached_model.SHORT_PASS_TOKENS", 8)
+    monkeypatch.setattr("decode.target.cache.cached_model.SHORT_PASS_TOKENS", 8)
     window = SlidingWindow(6, sinks=2)
     small = tiny_model("mistral", vocab=VOCAB, sliding_window=4)
     other = tiny_model("mistral", vocab=VOCAB, sliding_window=4)

@@ -11,7 +11,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.target.forward import prepare_model
 from decode.target.forward.lean_forward import LeanForward
-from decode.target.layer_kinds import layer_windows
+from decode.target.kinds.layer_kinds import layer_windows
 from decode.target.loading import load_model_and_tokenizer
 from decode.trees import SHAPES
 from tests.tiny import tiny_model, tiny_tokenizer

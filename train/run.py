@@ -29,7 +29,7 @@ from decode.artifact import recover, write_file
 from decode.errors import UserError
 from decode.measure.ranks import Ranks
 from decode.rows import require_prompts
-from decode.target.cached_model import require_trees
+from decode.target.cache.cached_model import require_trees
 from decode.target.loading import Target, load_target
 from decode.target.pretrained import decoder_start
 from train.config import SPLITS, RunConfig, differences, dump_config, validate_config

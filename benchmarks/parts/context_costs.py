@@ -21,7 +21,7 @@ from decode.drafters.directory import split_window
 from decode.errors import UserError
 from decode.measure.time_passes import seconds_by_turns
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from decode.target.hidden_states import Features
 from decode.target.loading import Target
 from heads.heads_directory import make_ready, new_heads

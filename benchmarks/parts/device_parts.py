@@ -25,7 +25,7 @@ from decode.loop import Decoder
 from decode.measure.check_lossless import random_llama
 from decode.measure.time_costs import measure_costs
 from decode.measure.time_passes import pass_seconds
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.prepare_model import prepare
 from decode.target.identity import fingerprint
 from decode.target.loading import Target

@@ -14,10 +14,10 @@ from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.errors import UserError
 from decode.registry import Registry
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
+from decode.target.cache.probes import Probes
+from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.loading import Target
-from decode.target.probes import Probes
-from decode.target.sliding_window import SlidingWindow
 from decode.trees import Shape
 from decode.verification import Verification
 

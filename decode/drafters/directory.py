@@ -23,9 +23,9 @@ from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
 from decode.errors import UserError, nearest
 from decode.parts import require_no_encoder
+from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.identity import describe_target, require_same_target, require_same_vocabulary
 from decode.target.loading import DTYPES, Target, load_model_and_tokenizer
-from decode.target.sliding_window import SlidingWindow
 
 DRAFTER_FILE = "drafter.json"
 FORMAT = 1
@@ -97,7 +97,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     - such a model with another tokenizer, with `:vocabulary=shared` or `:vocabulary=text` after its
       name (`decode.drafters.tokenizers`);
     - one of the last three with a window of the text that its layers see, such as
-      `runs/x/drafter:window=512,sinks=4` (`decode.target.sliding_window`);
+      `runs/x/drafter:window=512,sinks=4` (`decode.target.cache.sliding_window`);
     - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are called in that order;
     - several joined by `++`: their drafts become one tree;
     - a combination with options, such as `horizontal:first=runs/x/drafter,later=ngram,depth=2`

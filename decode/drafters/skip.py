@@ -15,7 +15,7 @@ from decode.drafters.small_lm import CachedGrowth
 from decode.drafters.trained import ShapedDrafter
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM, LayerView
+from decode.target.cache.cached_model import CachedLM, LayerView
 from decode.target.forward.sublayers import Sublayers
 from decode.target.identity import require_same_weights, sample_weights
 from decode.target.loading import Target

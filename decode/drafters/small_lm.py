@@ -18,9 +18,9 @@ from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.trained import VerifyingDrafter, take_weights
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM, require_trees
+from decode.target.cache.cached_model import CachedLM, require_trees
+from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.loading import Target, load_model_and_tokenizer
-from decode.target.sliding_window import SlidingWindow
 from decode.trees import Growth, Shape
 from decode.trees.static import stored_shape
 from decode.verification import Verification

@@ -19,10 +19,10 @@ from decode.drafters.skip import SelfGrowth
 from decode.drafters.trained import VerifyingDrafter
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM, LayerView
+from decode.target.cache.cached_model import CachedLM, LayerView
 from decode.target.forward.prepare_model import Forward, watchable_forward
 from decode.target.forward.sublayers import Sublayers
-from decode.target.layer_kinds import layer_windows
+from decode.target.kinds.layer_kinds import layer_windows
 from decode.trees import Shape, require_whole
 from decode.verification import Verification
 

@@ -13,7 +13,7 @@ from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfDrafter
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.sublayers import Sublayers
 from decode.trees import require_whole
 from decode.verification import Verification

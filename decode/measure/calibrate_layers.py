@@ -24,7 +24,7 @@ from decode.loop import Decoder
 from decode.measure.costs import Costs, busy
 from decode.measure.time_costs import measure_costs
 from decode.sampling import Sampling
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.sublayers import Sublayers
 from decode.target.loading import Target
 

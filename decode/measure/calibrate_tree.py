@@ -25,7 +25,7 @@ from decode.measure.time_costs import CAREFUL_REPEATS, measure_costs
 from decode.sampling import Sampling
 from decode.settings import DecodeSettings
 from decode.stats import Counts
-from decode.target.cached_model import require_trees
+from decode.target.cache.cached_model import require_trees
 from decode.target.loading import Target
 from decode.trees import Chain, Shape, require_whole
 from decode.trees.calibrated import grow_greedily

@@ -20,6 +20,7 @@ from decode.measure.ranks import ALONE, Ranks
 from decode.measure.thinking import counts_by_part, thinking_tokens
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts
+from decode.target.cache.prefix_cache import prefix_cache
 from decode.target.generation_config import (
     decoder_settings,
     nothing_filled_in,
@@ -27,7 +28,6 @@ from decode.target.generation_config import (
     stated_config,
 )
 from decode.target.loading import Target
-from decode.target.prefix_cache import prefix_cache
 from decode.target.pretrained import decoder_start
 from decode.verification import Verification
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.target.layer_kinds import recurrent_layers
+from decode.target.kinds.layer_kinds import recurrent_layers
 from decode.target.pretrained import decoder_config
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
+from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.forward.lean_forward import Attend, AttentionMask
-from decode.target.sliding_window import SlidingWindow
 from heads.layers.llama_layer import Attention
 
 # cos and sin of positions, [B, n, D] each.

@@ -14,8 +14,8 @@ from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.settings import DecodeSettings
 from decode.stats import Counts, Tally
+from decode.target.cache.prefix_cache import PrefixCache
 from decode.target.loading import Target
-from decode.target.prefix_cache import PrefixCache
 from decode.text import prompt_ids
 from decode.text_stream import TextStream
 from decode.trace import format_trace
@@ -79,8 +79,9 @@ class Conversation:
     """Messages so far, and how the next answer is decoded.
 
     max_new_tokens: of one answer. system: a first message, or None. plain: no step drafts. Keys and
-    values of earlier turns are reused (`decode.target.prefix_cache`), unless the drafter reads
-    hidden states. In 16 bits an answer is therefore the same as without reuse only within rounding.
+    values of earlier turns are reused (`decode.target.cache.prefix_cache`), unless the drafter
+    reads hidden states. In 16 bits an answer is therefore the same as without reuse only within
+    rounding.
 
     Raises UserError if messages cannot be formatted for the target, and as `use`.
 

@@ -26,7 +26,7 @@ from decode.measure.machine import (
     read_speed,
 )
 from decode.measure.time_passes import pass_seconds, prefill_seconds, weight_bytes
-from decode.target.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM
 from decode.target.loading import (
     EMBEDDED,
     EMBEDDED_PREFIX,

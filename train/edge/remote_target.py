@@ -16,7 +16,7 @@ from decode.draft import Contexts, Draft
 from decode.errors import UserError
 from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM, LayerView
+from decode.target.cache.cached_model import CachedLM, LayerView
 from decode.target.forward.sublayers import Sublayers
 from decode.verification import Decision, Scores
 from train.edge.link import Link, LinkLost

@@ -13,8 +13,8 @@ import uvicorn
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.settings import DecodeSettings
+from decode.target.cache.prefix_cache import prefix_cache
 from decode.target.loading import Target
-from decode.target.prefix_cache import prefix_cache
 from decode.text import prompt_ids
 from distill.replay.online_student import OnlineStudent
 from train.serve.api import Service

@@ -18,7 +18,7 @@ from decode.drafters.pard import (
 )
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
-from decode.target.cached_model import require_trees
+from decode.target.cache.cached_model import require_trees
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
 from decode.target.pretrained import is_sharded

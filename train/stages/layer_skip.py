@@ -13,7 +13,7 @@ from decode.drafters.directory import save_drafter
 from decode.drafters.skip import write_skip_drafter
 from decode.errors import UserError
 from decode.target.forward.sublayers import Sublayers
-from decode.target.layer_kinds import require_no_states
+from decode.target.kinds.layer_kinds import require_no_states
 from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
 from distill.teacher.teacher_signal import split_model
 from train.data.batches import Inputs

@@ -13,7 +13,7 @@ from decode.drafters.directory import save_drafter
 from decode.errors import UserError
 from decode.rows import require_prompts
 from decode.rules import RULES
-from decode.target.cached_model import require_trees
+from decode.target.cache.cached_model import require_trees
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent
 from distill.replay.replay_buffer import bytes_per_draft, bytes_per_position

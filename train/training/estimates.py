@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.target.layer_kinds import recurrent_layers
+from decode.target.kinds.layer_kinds import recurrent_layers
 from decode.target.memory import slot_bytes
 from heads.heads_module import Heads
 from heads.layers.llama_layer import layer_config

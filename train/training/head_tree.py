@@ -13,8 +13,8 @@ from decode.measure.calibrate_tree import (
 )
 from decode.measure.ranks import Ranks
 from decode.rows import require_prompts
-from decode.target.cached_model import require_trees
-from decode.target.layer_kinds import require_slots
+from decode.target.cache.cached_model import require_trees
+from decode.target.kinds.layer_kinds import require_slots
 from decode.target.loading import Target
 from heads.heads_module import Heads
 from train.data.corpus import Corpus

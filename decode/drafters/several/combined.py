@@ -16,8 +16,8 @@ from decode.draft import Contexts, Draft, Drawn, Limits, Siblings, first_equal, 
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cached_model import CachedLM
-from decode.target.probes import Probes
+from decode.target.cache.cached_model import CachedLM
+from decode.target.cache.probes import Probes
 from decode.trees import Shape
 from decode.verification import Verification
 

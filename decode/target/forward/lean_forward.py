@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from decode.target.cache.slots import SlotLayer, round_up_slots
 from decode.target.forward.lean_parts import ACTIVATIONS, LeanNorm, Product, product
 from decode.target.hidden_states import FINAL
-from decode.target.slots import SlotLayer, round_up_slots
 
 # On a CPU, keys are padded to a multiple of this many slots. The kernel sums the slots one vector
 # width at a time. With this padding, masked slots at the end do not change any partial sum.
@@ -318,7 +318,7 @@ class LeanForward(nn.Module):
     logits. It shares the parameters of the model.
 
     packed: for a CPU, with packed products. Else for any device: a pass is tensors in, tensors out,
-    over static slots (`decode.target.slots`).
+    over static slots (`decode.target.cache.slots`).
     skipped_attention, skipped_mlps: the layers that run without this part (`changed`).
     """
 

@@ -22,8 +22,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decode.errors import UserError
-from decode.target.decoder_positions import read_positions
-from decode.target.encoder_decoder import DecoderForward
 from decode.target.forward.lean_forward import (
     AttentionMask,
     LayerParts,
@@ -33,6 +31,8 @@ from decode.target.forward.lean_forward import (
 )
 from decode.target.forward.lean_parts import ACTIVATIONS, LeanNorm, Packed, PackedLinear
 from decode.target.forward.transformers_forward import ATTENTION, TransformersForward
+from decode.target.kinds.decoder_positions import read_positions
+from decode.target.kinds.encoder_decoder import DecoderForward
 from decode.target.pretrained import has_encoder, is_hooked, is_sharded
 
 logger = logging.getLogger(__name__)

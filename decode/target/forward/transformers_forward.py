@@ -18,11 +18,11 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from decode.target.cache.slots import SlotLayer
 from decode.target.forward.lean_forward import SLOT_STEP, AttentionMask, columns_of
 from decode.target.hidden_states import Recorder
-from decode.target.layer_kinds import RECURRENT
+from decode.target.kinds.layer_kinds import RECURRENT
 from decode.target.pretrained import decoder_config
-from decode.target.slots import SlotLayer
 
 ATTENTION = "draftsmith"
 

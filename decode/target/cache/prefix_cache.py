@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.target.layer_kinds import recurrent_layers
+from decode.target.cache.slots import SlotStates
+from decode.target.kinds.layer_kinds import recurrent_layers
 from decode.target.pretrained import has_encoder
-from decode.target.slots import SlotStates
 
 # Shorter beginnings are not worth a copy: most texts share a few tokens of the template.
 SHORTEST = 16

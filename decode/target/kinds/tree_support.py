@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from decode.target.cached_model import CachedLM
+    from decode.target.cache.cached_model import CachedLM
 
 STRANGERS = 12
 # Two parents with one child each, equal except for their slots. The strangers are between them.

@@ -21,15 +21,15 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from decode.device import to_device
 from decode.errors import UserError
-from decode.target.decoder_positions import Positions, at_positions
+from decode.target.cache.slots import SlotLayer, Slots
 from decode.target.forward.lean_forward import AttentionMask
 from decode.target.forward.transformers_forward import TransformersForward
+from decode.target.kinds.decoder_positions import Positions, at_positions
 from decode.target.memory import require_memory
 from decode.target.pretrained import decoder_start, input_device
-from decode.target.slots import SlotLayer, Slots
 
 if TYPE_CHECKING:
-    from decode.target.cached_model import CachedLM
+    from decode.target.cache.cached_model import CachedLM
 
 # The cross attention of a decoder layer, by the name of the module: its projections of keys and
 # values, and the attribute with the size of a head.
@@ -43,7 +43,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 class DecoderForward(TransformersForward):
     """The forward of a decoder under an encoder. The model reads the positions of the loop
-    (`decode.target.decoder_positions.read_positions`)."""
+    (`decode.target.kinds.decoder_positions.read_positions`)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)

@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM over a preallocated cache of slots (`decode.target.slots`).
+"""A Hugging Face causal LM over a preallocated cache of slots (`decode.target.cache.slots`).
 
 Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 """
@@ -16,25 +16,25 @@ from transformers import PreTrainedModel
 from decode.device import to_device
 from decode.draft import Contexts, Draft
 from decode.errors import UserError
-from decode.target.decoder_positions import Positions
-from decode.target.encoder_decoder import DecoderForward, Sources, reason_against_decoding
+from decode.target.cache.sliding_window import SlidingWindow
+from decode.target.cache.slots import Slots
 from decode.target.forward.lean_forward import LONGEST_CHAIN, AttentionMask
 from decode.target.forward.prepare_model import prepare, refresh_packed
 from decode.target.forward.sublayers import Sublayers, changed_forward
 from decode.target.forward.transformers_forward import TransformersForward
 from decode.target.hidden_states import captured_modules, layer_list_name
-from decode.target.layer_kinds import (
+from decode.target.kinds.decoder_positions import Positions
+from decode.target.kinds.encoder_decoder import DecoderForward, Sources, reason_against_decoding
+from decode.target.kinds.layer_kinds import (
     layer_windows,
     recurrent_layers,
     require_no_states,
     require_slots,
 )
+from decode.target.kinds.recurrent_states import RecurrentStates, reason_against_replay
+from decode.target.kinds.tree_support import reason_against_trees
 from decode.target.memory import require_memory
 from decode.target.pretrained import decoder_config, input_device
-from decode.target.recurrent_states import RecurrentStates, reason_against_replay
-from decode.target.sliding_window import SlidingWindow
-from decode.target.slots import Slots
-from decode.target.tree_support import reason_against_trees
 
 # How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
 # activations larger, but not cheaper per token.
@@ -50,8 +50,9 @@ _PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, torch.dtype]]] = WeakKeyDic
 
 
 def require_trees(model: PreTrainedModel) -> None:
-    """Check that a model can verify token trees, with a trial (`decode.target.tree_support`) of a
-    few tiny forwards. A model that passed is not tried again.
+    """Check that a model can verify token trees, with a trial
+    (`decode.target.kinds.tree_support`) of a few tiny forwards. A model that passed is not
+    tried again.
 
     Call it before expensive work for a drafter that drafts trees. Raises UserError if the model
     keeps running states (siblings would share one) or ignores 4-D attention masks or positions,

@@ -25,12 +25,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from decode.device import to_device
 from decode.errors import UserError
-from decode.target.encoder_decoder import TOLERANCE
 from decode.target.hidden_states import layer_list_name
+from decode.target.kinds.encoder_decoder import TOLERANCE
 from decode.target.pretrained import decoder_config, input_device
 
 if TYPE_CHECKING:
-    from decode.target.cached_model import CachedLM
+    from decode.target.cache.cached_model import CachedLM
 
 # A row with more tokens than that after its snapshot gets a new snapshot.
 LONGEST_LOG = 64

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from decode.device import to_device
-from decode.target.sliding_window import SlidingWindow
+from decode.target.cache.sliding_window import SlidingWindow
 
 
 class _Window:

@@ -12,14 +12,14 @@ RECURRENT = frozenset({"linear_attention", "conv"})
 
 
 def recurrent_layers(model: Any) -> list[int]:
-    """The numbers of the layers that keep a running state (`decode.target.recurrent_states`)."""
+    """The numbers of the layers that keep a running state (`recurrent_states`)."""
     kinds = getattr(decoder_config(model), "layer_types", None) or ()
     return [number for number, kind in enumerate(kinds) if kind in RECURRENT]
 
 
 def require_slots(model: PreTrainedModel) -> None:
     """Check, before any computation, that each layer's past is one key and value per token, or a
-    state that `decode.target.recurrent_states` can roll back.
+    state that `decode.target.kinds.recurrent_states` can roll back.
 
     Raises UserError for models without a layer of the first kind, for layers of other kinds, and
     for attention implementations that take no mask.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import Contexts, Draft
-from decode.target.cached_model import CachedLM, LayerView
+from decode.target.cache.cached_model import CachedLM, LayerView
 from decode.target.hidden_states import FINAL
 
 

@@ -1,0 +1,1 @@
+"""What differs between kinds of models: an encoder, running states, windows, support of trees."""
