@@ -91,8 +91,7 @@ def test_texts_have_the_targets_distribution(
     kind: str, rule: str, draw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The target here has one layer, which stands for all three.
-    for family in ("eagle_heads", "p_eagle_heads"):
-        monkeypatch.setattr(f"heads.{family}.auxiliary_layers", lambda layers: (0, 0, 0))
+    monkeypatch.setattr("heads.eagle_heads.auxiliary_layers", lambda layers: (0, 0, 0))
     shape = None if draw is None else Static(widths=[2, 2, 1], draw=draw)
     watched = Watched(RULES[rule]())
     found, counts = decode(drafter(kind, shape), watched, rows=ROWS)

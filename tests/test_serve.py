@@ -286,12 +286,13 @@ class Held:
     """Keeps the engine from its next pass until it is released."""
 
     def __init__(self, running: Running) -> None:
-        self._go = threading.Event()
+        self._go, self.waits = threading.Event(), threading.Event()
         self._engine: Any = running.engine
         self._before = self._engine._pass
         self._engine._pass = self._wait
 
     def _wait(self) -> None:
+        self.waits.set()
         self._go.wait(60)
         self._before()
 
@@ -446,6 +447,7 @@ def test_a_prompt_that_breaks_the_decode_leaves_no_row_of_a_client_that_has_gone
         held = Held(running)
         begun = begin(client)
         (gone,) = running.requests
+        assert held.waits.wait(60)  # it has been admitted
 
         def breaks(*args: Any, **options: Any) -> list[int]:
             # The client goes away after the engine has looked for such clients.

@@ -203,9 +203,8 @@ def test_a_cache_teaches_what_the_live_target_does(kind: str, tmp_path: Path) ->
     complete = make_stage("teacher_cache", "complete", k=8)
     run_stage(context, complete)
     if kind == "teacher_cache":
-        wrong = make_stage("distill", "wrong", complete, **settings(model, teacher="complete"))
-        with pytest.raises(UserError, match="make the cache with shared_with"):
-            run_stage(context, wrong)
+        with pytest.raises(UserError, match="not over the tokens of both; set shared_with"):
+            make_stage("distill", "wrong", complete, **settings(model, teacher="complete"))
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.stages import (
     DRAFTER,
     drafter_weights,
     make_stage,
+    plan_stage,
     run_stage,
     stage_context,
     with_examples,
@@ -288,7 +289,7 @@ def test_more_tokens_than_there_are_are_refused(context):
     with pytest.raises(UserError, match="k is 8, but draft_vocabulary is only 7"):
         cache_stage(draft_vocabulary=7)
     with pytest.raises(UserError, match="k is 301, but the vocabulary has only 300 tokens"):
-        run_stage(context, cache_stage(k=301))
+        plan_stage(context, cache_stage(k=301))
 
 
 @pytest.mark.parametrize(
