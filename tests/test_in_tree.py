@@ -16,7 +16,7 @@ from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder, Decoding
 from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM
+from decode.target.cache.cached_model import CachedLM, require_trees
 from decode.trees import SHAPES
 from heads.heads_directory import save_heads
 from heads.in_tree import InTreeDrafter
@@ -90,6 +90,7 @@ def test_greedy_text_is_plain_decodings_with_one_pass_a_step(
 ) -> None:
     model = target(family).model
     plain = Decoder(model, DRAFTERS["none"]()).decode(PROMPTS, NEW)
+    require_trees(model)  # its passes are those of a trial
     passes.clear()
     drafter = InTreeDrafter(make(family), VOCAB, SHAPES.make(name))
     decoder = Decoder(model, drafter, gamma=TOKENS)
